@@ -1,0 +1,28 @@
+"""Train one language model over several machines; the result does not depend on the cut.
+
+`from hetero_framework import load_config, train` is the same as the command line. Importing the
+package does not import torch; the names below are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load_config", "train"]
+
+if TYPE_CHECKING:
+    from hetero_framework.config import load_config
+    from hetero_framework.trainer.coordinator import train
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load_config":
+        from hetero_framework.config import load_config
+
+        return load_config
+    if name == "train":
+        from hetero_framework.trainer.coordinator import train
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

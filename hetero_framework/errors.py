@@ -1,0 +1,119 @@
+"""The exception tree. Every error a user or a peer can cause says what to change.
+
+HeteroError                 1   a bug in this package, unless a subclass says otherwise
+├── UserError               2   what the user can fix
+│   ├── ConfigError             the JSON file
+│   │   └── PlanError           the shard plan inside it
+│   ├── DataError               training or evaluation data, tokenizer, chat template
+│   ├── ModelError              the model's files or configuration
+│   │   └── ArchitectureError   a model that cannot be cut exactly
+│   ├── DeviceError             a device that is not there or cannot do what was asked
+│   ├── NetworkError            an address, port or peer that cannot be reached at the start
+│   ├── ProtocolError           bytes that are not this version's protocol
+│   └── CheckpointError         a checkpoint that is absent, incomplete or of another run
+├── PeerLostError           4   a worker (or the coordinator) that went away in a run
+├── NumericError            5   losses or gradients that stay non-finite
+├── ResourceError           6   memory or disk
+└── StoppedEarly           75   stopped on request; resumable
+"""
+
+from __future__ import annotations
+
+
+class HeteroError(Exception):
+    """Base of all errors of this package.
+
+    `exit_code` is the process exit code; `hint` is one further line that says what to do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+
+class UserError(HeteroError):
+    """Something the user can fix."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """The configuration file is missing, broken or contradicts itself."""
+
+
+class PlanError(ConfigError):
+    """The shard plan does not cover the model exactly once, in order."""
+
+
+class DataError(UserError):
+    """The data, the tokenizer or the chat template cannot be used."""
+
+
+class ModelError(UserError):
+    """The model cannot be found or loaded."""
+
+
+class ArchitectureError(ModelError):
+    """The model cannot be cut without changing what it computes."""
+
+
+class DeviceError(UserError):
+    """A device is absent or lacks what was asked of it."""
+
+
+class NetworkError(UserError):
+    """An address cannot be bound or a peer cannot be reached."""
+
+
+class ProtocolError(UserError):
+    """The peer sent something that this version does not understand."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is absent, incomplete, damaged or belongs to another run."""
+
+
+class PeerLostError(HeteroError):
+    """A peer went away while a run needed it."""
+
+    exit_code = 4
+
+
+class NumericError(HeteroError):
+    """Losses or gradients stayed non-finite."""
+
+    exit_code = 5
+
+
+class ResourceError(HeteroError):
+    """Memory or disk ran out."""
+
+    exit_code = 6
+
+
+class StoppedEarly(HeteroError):
+    """The run was stopped on request and can be resumed."""
+
+    exit_code = 75
+
+
+EXIT_CODES = {
+    error.__name__: error.exit_code
+    for error in (HeteroError, UserError, PeerLostError, NumericError, ResourceError, StoppedEarly)
+}
+
+
+def error_from_peer(kind: str, message: str) -> HeteroError:
+    """Rebuild a peer's error by its class name; an unknown name becomes a plain HeteroError."""
+    tree: list[type[HeteroError]] = [HeteroError]
+    for cls in tree:
+        if cls.__name__ == kind:
+            return cls(message)
+        tree.extend(cls.__subclasses__())
+    return HeteroError(f"{kind}: {message}")
