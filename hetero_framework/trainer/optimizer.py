@@ -1,0 +1,168 @@
+"""Optimizers and learning-rate schedules: transformers' own, made as its Trainer makes them.
+
+A stage builds its optimizer over its own parameters only. That is exact for every optimizer whose
+update of one parameter looks at that parameter alone; the others are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.training_args import OptimizerNames
+
+from hetero_framework.config import TrainingConfig
+from hetero_framework.errors import ConfigError
+
+# Why each of these cannot run stage by stage.
+_WHOLE_MODEL_OPTIMIZERS = {
+    "galore": "it rewrites named target modules of the whole model",
+    "lomo": "it updates inside the backward pass, before the step is decided",
+    "adalomo": "it updates inside the backward pass, before the step is decided",
+    "apollo": "it rewrites named target modules of the whole model",
+    "schedule_free": "it keeps other weights for training than for evaluation",
+    "grokadamw": "its decay follows a signal of the whole model",
+}
+
+
+def check_optimizer(training: TrainingConfig) -> None:
+    """Raise ConfigError for an optimizer that is unknown or needs more than its own stage."""
+    known = sorted(name.value for name in OptimizerNames)
+    if training.optim not in known:
+        raise ConfigError(
+            f"training.optim: {training.optim!r} is not an optimizer of the installed transformers",
+            hint=f"one of: {', '.join(name for name in known if _refusal(name) is None)}",
+        )
+    reason = _refusal(training.optim)
+    if reason is not None:
+        raise ConfigError(
+            f"training.optim: {training.optim!r} cannot train a model in shards: {reason}",
+            hint='use an optimizer that treats every parameter by itself, such as "adamw_torch"',
+        )
+
+
+def _refusal(name: str) -> str | None:
+    for prefix, reason in _WHOLE_MODEL_OPTIMIZERS.items():
+        if name.startswith(prefix):
+            return reason
+    return None
+
+
+def build_optimizer(
+    training: TrainingConfig, model: nn.Module, parameters: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The Trainer's optimizer over `parameters`, in its two groups (with and without decay).
+
+    `model` is the stage's module; the Trainer decides from its parameter names and layer types
+    which parameters are decayed.
+    """
+    arguments = TrainingArguments(
+        output_dir="unused",
+        report_to="none",
+        optim=training.optim,
+        optim_args=training.optim_args,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_epsilon=training.adam_epsilon,
+    )
+    # Unbound on purpose: the method reads nothing of the Trainer, and a Trainer needs a data set.
+    decayed_names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    decayed = {id(p) for name, p in model.named_parameters() if name in decayed_names}
+    groups = [
+        {
+            "params": [p for p in parameters if id(p) in decayed],
+            "weight_decay": training.weight_decay,
+        },
+        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
+    ]
+    try:
+        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"training.optim: {training.optim!r} is not usable here: {error}") from error
+    return cls([group for group in groups if group["params"]], **kwargs)
+
+
+class Schedule:
+    """The one learning-rate schedule of a run, owned by the coordinator.
+
+    `rate` is the learning rate of the next commit. It advances once per committed step, as the
+    Trainer's does; a skipped step leaves it where it is.
+    """
+
+    def __init__(self, training: TrainingConfig, total_steps: int) -> None:
+        self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+        arguments = TrainingArguments(
+            output_dir="unused", report_to="none", **_warmup(training, total_steps)
+        )
+        if training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+            raise ConfigError(
+                f"training.lr_scheduler_type: {training.lr_scheduler_type!r} follows a metric, not "
+                "the step",
+                hint='use a schedule of the step, such as "cosine" or "linear"',
+            )
+        try:
+            self._scheduler = get_scheduler(
+                training.lr_scheduler_type,
+                optimizer=self._optimizer,
+                num_warmup_steps=arguments.get_warmup_steps(total_steps),
+                num_training_steps=total_steps,
+                scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs or {}),
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"training.lr_scheduler_type: {error}") from error
+        self.committed_steps = 0
+
+    @property
+    def rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def advance(self) -> None:
+        # The optimizer is a stand-in without gradients; stepping it keeps torch's order check quiet.
+        self._optimizer.step()
+        self._scheduler.step()
+        self.committed_steps += 1
+
+    def fast_forward(self, committed_steps: int) -> None:
+        """Bring a fresh schedule to where `committed_steps` commits leave it."""
+        while self.committed_steps < committed_steps:
+            self.advance()
+
+
+def _warmup(training: TrainingConfig, total_steps: int) -> dict[str, Any]:
+    """transformers 5 takes a ratio as a fractional `warmup_steps`; ours accepts both spellings."""
+    if training.warmup_steps:
+        return {"warmup_steps": training.warmup_steps}
+    return {"warmup_steps": training.warmup_ratio or 0}
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """Optimizer state by parameter name: (tensors, plain values) of each parameter that has any."""
+    result = {}
+    for parameter, values in optimizer.state.items():
+        tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
+        plain = {k: v for k, v in values.items() if not isinstance(v, torch.Tensor)}
+        result[names[parameter]] = (tensors, plain)
+    return result
+
+
+def load_state_tensors(
+    optimizer: torch.optim.Optimizer,
+    names: dict[nn.Parameter, str],
+    state: dict[str, dict[str, Any]],
+) -> None:
+    """Put back what `state_tensors` gave, by name, through the optimizer's own loading."""
+    packed = optimizer.state_dict()
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    packed["state"] = {
+        index: dict(state[names[parameter]])
+        for index, parameter in enumerate(order)
+        if names[parameter] in state
+    }
+    optimizer.load_state_dict(packed)

@@ -1,0 +1,24 @@
+"""Random numbers that do not know how the model was cut.
+
+Every random draw of a forward pass (dropout and its kin) is taken after seeding with
+(run seed, step, micro-batch, place), where the place is a layer's global index or one of the two
+places outside the layers. No process keeps a random state between steps, so nothing about it has
+to be saved, and a recomputed forward draws the same numbers again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+Place = str | int
+
+
+def derive_seed(*parts: str | int) -> int:
+    """A seed in [0, 2**63) that depends on every part and on their order."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def forward_seed(seed: int, step: int, micro_batch: int, place: Place) -> int:
+    """The seed of everything random that happens in `place` for one micro-batch of one step."""
+    return derive_seed("forward", seed, step, micro_batch, place)

@@ -1,0 +1,401 @@
+"""A stage: one block of layers on one device, and what can be asked of it.
+
+The same class serves the coordinator's own shard and a worker's; a remote stage is these verbs
+over a channel. Shapes: B rows of a micro-batch, S tokens, D hidden size; `hidden_BSD` crosses a
+boundary forward, its gradient crosses it backward.
+
+Order is part of the contract: micro-batches go forward and backward in ascending order on every
+stage, so that gradients add up in one order under any cut and any timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.dal import Device
+from hetero_framework.errors import CheckpointError
+from hetero_framework.models.adapters import export_parts, trainable_parameters
+from hetero_framework.models.shard import Shard
+from hetero_framework.trainer.optimizer import build_optimizer, load_state_tensors, state_tensors
+from hetero_framework.trainer.randomness import Place, forward_seed
+
+Tensors = dict[str, torch.Tensor]
+
+STATE_PART_BYTES = 64 << 20
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What every stage must know of a step before its first micro-batch.
+
+    `num_items` is the number of label tokens in the whole global batch: every loss is divided by
+    it. `loss_scale` multiplies the loss before backward (fp16); gradients are divided by it again
+    before anybody looks at them. `attempt` tells a repeated step's frames from stale ones.
+    """
+
+    step: int
+    attempt: int
+    train: bool
+    micro_batches: int
+    num_items: float
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """A stage's share of the decision on a step.
+
+    `norms` are float32 2-norms, one per trainable parameter in the stage's order, of gradients
+    already divided by the loss scale. `nonfinite` names micro-batches whose output here was not
+    finite. `tied_gradient` is the head's gradient where head and embedding are one weight and the
+    embedding lives on another stage.
+    """
+
+    norms: torch.Tensor
+    nonfinite: tuple[int, ...] = ()
+    tied_gradient: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A bounded piece of a stage's state: named tensors and the values that are no tensors."""
+
+    tensors: Tensors
+    values: dict[str, Any] = field(default_factory=dict)
+    last: bool = False
+
+
+class StageVerbs(Protocol):
+    """What the pipeline asks of a stage; `Stage` is the real one, benchmarks bring sleeping ones."""
+
+    index: int
+    is_first: bool
+    is_last: bool
+    input_requires_grad: bool
+
+    def begin(self, info: StepInfo) -> None: ...
+    def forward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> torch.Tensor: ...
+    def forward_backward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> tuple[float, torch.Tensor | None]: ...
+    def evaluate(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> float: ...
+    def backward(
+        self, micro_batch: int, gradient_BSD: torch.Tensor | None
+    ) -> torch.Tensor | None: ...
+    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport: ...
+    def commit(self, learning_rate: float, grad_scale: float) -> None: ...
+    def abort(self) -> None: ...
+    def trainable(self) -> list[tuple[str, tuple[int, ...]]]: ...
+    def state(self, kind: str) -> Iterator[StatePart]: ...
+    def load_state(self, part: StatePart) -> None: ...
+    def tied_weight(self) -> torch.Tensor | None: ...
+    def set_tied_weight(self, weight: torch.Tensor) -> None: ...
+
+
+class Stage:
+    """One shard with its gradients and its optimizer."""
+
+    def __init__(self, spec: StageSpec, shard: Shard, config: Config, device: Device) -> None:
+        training = config.training
+        self.index = spec.index
+        self.is_first = spec.is_first
+        self.is_last = spec.is_last
+        # Known only after every stage has said what it trains; the pipeline sets it at the start.
+        self.input_requires_grad = False
+        self._shard = shard
+        self._device = device
+        self._seed = training.seed
+        self._autocast_dtype = (
+            torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+        )
+        if training.gradient_checkpointing:
+            shard.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The head of a tied pair never steps by itself: the embedding's owner does it for both.
+        tied_head = shard.head_name if shard.tied else None
+        named = trainable_parameters(shard)
+        self._parameters = [(name, p) for name, p in named if name != tied_head]
+        by_name = dict(named)
+        self._tied_head = by_name.get(tied_head) if tied_head else None
+        self._tied_embedding = by_name.get(shard.embedding_name) if shard.tied else None
+        self._names = {p: name for name, p in self._parameters}
+        self._optimizer = (
+            build_optimizer(training, shard.model, list(self._names)) if self._names else None
+        )
+        self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1.0)
+        self._saved: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._finite: dict[int, torch.Tensor] = {}
+        self._loading: dict[str, dict[str, Any]] = {}
+        self._current_micro_batch = 0
+        shard.on_enter = self._enter
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def begin(self, info: StepInfo) -> None:
+        self.abort()
+        self._info = info
+        self._shard.train(info.train)
+
+    def forward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the layers; keep what `backward` needs. Returns the hidden states, detached."""
+        hidden_BSD = self._leaf(hidden_BSD)
+        with self._running(micro_batch):
+            out_BSD = self._shard.forward(inputs, hidden_BSD)
+        if self._differentiates:
+            self._saved[micro_batch] = (hidden_BSD, out_BSD)
+        self._note_finite(micro_batch, out_BSD)
+        return out_BSD.detach()
+
+    def forward_backward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> tuple[float, torch.Tensor | None]:
+        """Last stage: the loss where the logits are, and its gradient at once.
+
+        Returns this micro-batch's share of the step's loss (its token losses / num_items) and the
+        gradient of the incoming hidden states.
+        """
+        hidden_BSD = self._leaf(hidden_BSD)
+        num_items = torch.tensor(self._info.num_items, device=self._device.torch_device)
+        with self._running(micro_batch):
+            loss = self._shard.loss(inputs, hidden_BSD, num_items)
+        self._note_finite(micro_batch, loss)
+        if self._differentiates:
+            self._current_micro_batch = micro_batch
+            (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
+        return float(loss.detach()), self._gradient_of(hidden_BSD)
+
+    def evaluate(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> float:
+        """Last stage outside training: the sum of the micro-batch's token losses."""
+        one = torch.ones((), device=self._device.torch_device)
+        with self._running(micro_batch):
+            return float(self._shard.loss(inputs, hidden_BSD, one))
+
+    def backward(
+        self, micro_batch: int, gradient_BSD: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Backward through the stored forward. Returns the gradient for the stage before.
+
+        `gradient_BSD` is None where nothing trainable lies at or below this stage.
+        """
+        saved = self._saved.pop(micro_batch, None)
+        if saved is None or gradient_BSD is None:
+            return None
+        hidden_BSD, out_BSD = saved
+        self._current_micro_batch = micro_batch
+        torch.autograd.backward(out_BSD, gradient_BSD)
+        return self._gradient_of(hidden_BSD)
+
+    # -- the decision ---------------------------------------------------------------------------
+
+    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+        """Unscale the gradients and report their norms. Changes no weight.
+
+        `tied_gradient` is the head's share of a tied weight, added to the embedding's before its
+        norm is taken; one sum at the end of the step, wherever the two ends live.
+        """
+        outgoing = None
+        if self._tied_head is not None and self._tied_head.grad is not None:
+            self._unscale(self._tied_head)
+            if self._tied_embedding is not None:
+                tied_gradient = self._tied_head.grad
+            else:
+                outgoing = self._device.to_host(self._tied_head.grad)
+        norms = []
+        for _, parameter in self._parameters:
+            if parameter.grad is not None:
+                self._unscale(parameter)
+            if parameter is self._tied_embedding and tied_gradient is not None:
+                extra = tied_gradient.to(parameter.device)
+                parameter.grad = extra if parameter.grad is None else parameter.grad.add_(extra)
+            norms.append(
+                torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+                if parameter.grad is not None
+                else torch.zeros((), device=parameter.device)
+            )
+        stacked = torch.stack(norms) if norms else torch.zeros(0)
+        nonfinite = tuple(k for k, finite in sorted(self._finite.items()) if not finite)
+        return GradientReport(self._device.to_host(stacked), nonfinite, outgoing)
+
+    def commit(self, learning_rate: float, grad_scale: float) -> None:
+        """Clip by the factor that the coordinator derived from all stages, and step."""
+        if self._optimizer is not None:
+            for _, parameter in self._parameters:
+                if parameter.grad is not None and grad_scale != 1.0:
+                    parameter.grad.mul_(grad_scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+        self.abort()
+
+    def abort(self) -> None:
+        """Forget the step: gradients and stored activations. Weights stay as they are."""
+        for _, parameter in self._parameters:
+            parameter.grad = None
+        if self._tied_head is not None:
+            self._tied_head.grad = None
+        self._saved.clear()
+        self._finite.clear()
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, position in the whole model) of each parameter, in the order of `norms`."""
+        return [(name, self._shard.rank(name)) for name, _ in self._parameters]
+
+    def state(self, kind: str) -> Iterator[StatePart]:
+        """Yield the stage's state in parts of about `STATE_PART_BYTES`, the last one marked.
+
+        kind "checkpoint": trainable weights and optimizer state, keyed "weights/<parameter>" and
+        "optimizer/<key>/<parameter>". kind "export": tensors as the finished artefact names them.
+        """
+        if kind == "export":
+            yield from _in_parts((name, t, {}) for name, t in export_parts(self._shard))
+            return
+        yield from _in_parts(self._checkpoint_entries())
+
+    def _checkpoint_entries(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        states = state_tensors(self._optimizer, self._names) if self._optimizer else {}
+        for name, parameter in self._parameters:
+            values: dict[str, Any] = {}
+            tensors, plain = states.get(name, ({}, {}))
+            for key, value in plain.items():
+                values[f"{OPTIMIZER}/{key}/{name}"] = value
+            yield f"{WEIGHTS}/{name}", self._device.to_host(parameter.detach()), values
+            for key, tensor in tensors.items():
+                yield f"{OPTIMIZER}/{key}/{name}", self._device.to_host(tensor), {}
+
+    def load_state(self, part: StatePart) -> None:
+        """Take back checkpoint parts; the optimizer's are put in place with the last one.
+
+        Raises CheckpointError for a tensor that has no place here, or a trainable weight without
+        a tensor.
+        """
+        parameters = dict(self._parameters)
+        for full_name, value in [*part.tensors.items(), *part.values.items()]:
+            kind, _, rest = full_name.partition("/")
+            key, _, name = rest.partition("/") if kind == OPTIMIZER else ("weight", "", rest)
+            parameter = parameters.get(name)
+            if parameter is None:
+                raise CheckpointError(f"stage {self.index} has no trainable parameter {name!r}")
+            if kind == WEIGHTS:
+                if tuple(value.shape) != tuple(parameter.shape):
+                    raise CheckpointError(
+                        f"{name}: the checkpoint has shape {tuple(value.shape)}, "
+                        f"the model {tuple(parameter.shape)}"
+                    )
+                with torch.no_grad():
+                    parameter.copy_(value)
+                self._loading.setdefault(name, {})
+            else:
+                # A private copy: the tensor may lie in a receive buffer that is used again.
+                kept = value.clone() if isinstance(value, torch.Tensor) else value
+                self._loading.setdefault(name, {})[key] = kept
+        if part.last:
+            absent = [name for name in parameters if name not in self._loading]
+            if absent:
+                raise CheckpointError(f"the checkpoint lacks weights of stage {self.index}: {absent[:5]}")
+            if self._optimizer is not None:
+                state = {name: values for name, values in self._loading.items() if values}
+                load_state_tensors(self._optimizer, self._names, state)
+            self._loading = {}
+
+    def tied_weight(self) -> torch.Tensor | None:
+        """The embedding's weight, where its tied head lives on another stage."""
+        if self._tied_embedding is None or self._tied_head is not None:
+            return None
+        return self._device.to_host(self._tied_embedding.detach())
+
+    def set_tied_weight(self, weight: torch.Tensor) -> None:
+        if self._tied_head is not None:
+            with torch.no_grad():
+                self._tied_head.copy_(weight)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _differentiates(self) -> bool:
+        return self._info.train and (
+            self.input_requires_grad or bool(self._parameters) or self._tied_head is not None
+        )
+
+    def _leaf(self, hidden_BSD: torch.Tensor | None) -> torch.Tensor | None:
+        if hidden_BSD is None or not (self._info.train and self.input_requires_grad):
+            return hidden_BSD
+        return hidden_BSD.detach().requires_grad_()
+
+    @staticmethod
+    def _gradient_of(hidden_BSD: torch.Tensor | None) -> torch.Tensor | None:
+        return hidden_BSD.grad if hidden_BSD is not None else None
+
+    def _running(self, micro_batch: int) -> AbstractContextManager[Any]:
+        self._current_micro_batch = micro_batch
+        autocast: AbstractContextManager[Any] = (
+            self._device.autocast(self._autocast_dtype)
+            if self._autocast_dtype is not None
+            else nullcontext()
+        )
+        return _Both(torch.set_grad_enabled(self._differentiates), autocast)
+
+    def _enter(self, place: Place) -> None:
+        # Called by the shard before each place that may draw random numbers, in the recomputed
+        # forward of activation checkpointing too; then the micro-batch is the one in backward.
+        if self._info.train:
+            info = self._info
+            self._device.seed(
+                forward_seed(self._seed, info.step, self._current_micro_batch, place)
+            )
+
+    def _note_finite(self, micro_batch: int, tensor: torch.Tensor) -> None:
+        # Kept on the device and read once per step: a look at it now would stall a GPU.
+        if self._info.train:
+            self._finite[micro_batch] = torch.isfinite(tensor.detach()).all()
+
+    def _unscale(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None and self._info.loss_scale != 1.0:
+            parameter.grad.mul_(1.0 / self._info.loss_scale)
+
+
+class _Both:
+    """Two context managers as one."""
+
+    def __init__(self, *managers: AbstractContextManager[Any]) -> None:
+        self._managers = managers
+
+    def __enter__(self) -> None:
+        for manager in self._managers:
+            manager.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for manager in reversed(self._managers):
+            manager.__exit__(*exc)
+
+
+def _in_parts(
+    entries: Iterator[tuple[str, torch.Tensor, dict[str, Any]]],
+) -> Iterator[StatePart]:
+    tensors: Tensors = {}
+    values: dict[str, Any] = {}
+    size = 0
+    for name, tensor, more in entries:
+        nbytes = tensor.numel() * tensor.element_size()
+        if tensors and size + nbytes > STATE_PART_BYTES:
+            yield StatePart(tensors, values)
+            tensors, values, size = {}, {}, 0
+        tensors[name] = tensor
+        values.update(more)
+        size += nbytes
+    yield StatePart(tensors, values, last=True)
