@@ -1,0 +1,198 @@
+"""metrics.jsonl and TensorBoard events: what happened in each step.
+
+`metrics.jsonl` holds one JSON object per training step (step, epoch, loss, grad_norm,
+learning_rate, tokens, tokens_per_second, step_seconds, stages: [{index, owner, busy_s, wait_s,
+wire_s, bytes_in, bytes_out, peak_memory}, ...]) and one per evaluation (step, eval_loss,
+eval_perplexity, ...). JSON has no NaN: a value that is not finite is written as null, and a
+training step that has one as its loss or gradient norm gets "skipped": true.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from hetero_framework.errors import DataError, ResourceError, UserError
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "tokens_per_second": "train/tokens_per_second",
+    "eval_loss": "eval/loss",
+}
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Writes the metrics of one run into `output_dir`.
+
+    `report_to` is transformers' setting: "tensorboard", "all" or "none", or a list of such names.
+    TensorBoard events go to `logging_dir` (default `<output_dir>/runs`), if it is installed.
+    A new writer appends; call `resume(step)` first in a run that starts after step `step`
+    (0 for a fresh run), so that the file is what an uninterrupted run would have written.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        report_to: str | Iterable[str] | None = None,
+        *,
+        logging_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.path = Path(output_dir) / METRICS_FILE
+        self._logging_dir = Path(logging_dir) if logging_dir else Path(output_dir) / "runs"
+        self._wants_tensorboard = bool({"tensorboard", "all"}.intersection(_names(report_to)))
+        self._file: IO[str] | None = None
+        self._board: Any = None
+        self._resumed_step: int | None = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def resume(self, step: int) -> int:
+        """Drop every line of a step beyond `step`, and a last line cut off by a crash.
+
+        The file is replaced in one rename. Returns the number of lines dropped. Raises DataError
+        for a line that is not one of ours.
+        """
+        if self._file is not None:
+            raise RuntimeError("resume must come before the first line")
+        self._resumed_step = step
+        try:
+            lines = self.path.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise UserError(f"Cannot read {self.path}: {error.strerror}.") from error
+        kept = []
+        for number, line in enumerate(lines, 1):
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            if _step_of(line, number, self.path) <= step:
+                kept.append(line)
+        if len(kept) != len(lines):
+            _replace_file(self.path, b"".join(kept))
+        return len(lines) - len(kept)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Append the line of one training step; `metrics` must hold its "step"."""
+        line = _finite(metrics)
+        if line.get("loss", 0) is None or line.get("grad_norm", 0) is None:
+            line["skipped"] = True
+        self._write(line)
+
+    def evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Append the line of one evaluation: step, eval_loss, ...; adds eval_perplexity."""
+        line = dict(metrics)
+        loss = line.get("eval_loss")
+        if loss is not None and "eval_perplexity" not in line:
+            line["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+        self._write(_finite(line))
+
+    def close(self) -> None:
+        """Close the files. Safe to call twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if not isinstance(line.get("step"), int):
+            raise ValueError("a line of metrics needs its step")
+        try:
+            if self._file is None:
+                self._open()
+            assert self._file is not None
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ResourceError(
+                f"Cannot write {self.path}: {error.strerror}.",
+                hint="Free some space or set another training.output_dir, then resume.",
+            ) from error
+        if self._board is not None:
+            for key, tag in TENSORBOARD_TAGS.items():
+                if line.get(key) is not None:
+                    self._board.add_scalar(tag, line[key], line["step"])
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        if self._wants_tensorboard:
+            self._board = _open_tensorboard(self._logging_dir, self._resumed_step)
+
+
+def _open_tensorboard(directory: Path, resumed_step: int | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        _log.warning("report_to asks for tensorboard, which is not installed: no event files.")
+        return None
+    # purge_step hides the events of steps that a crash left behind and this run repeats.
+    purge = None if resumed_step is None else resumed_step + 1
+    return SummaryWriter(str(directory), purge_step=purge)
+
+
+def _names(report_to: str | Iterable[str] | None) -> set[str]:
+    if report_to is None:
+        return set()
+    return {report_to} if isinstance(report_to, str) else set(report_to)
+
+
+def _finite(value: Any) -> Any:
+    """The same JSON data with None in place of every float that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _step_of(line: bytes, number: int, path: Path) -> int:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        step = None
+    if not isinstance(step, int):
+        raise DataError(
+            f"{path}, line {number}: this is not a line of metrics.",
+            hint="Move the file away or set another training.output_dir.",
+        )
+    return step
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ResourceError(
+            f"Cannot write {path}: {error.strerror}.",
+            hint="Make the directory writable or set another training.output_dir.",
+        ) from error
