@@ -1,0 +1,1027 @@
+"""The schema of hetero_config.json: one source of truth.
+
+Every field carries its description, unit and default here; `hetero schema` and
+docs/configuration.md are generated from it. Values are validated strictly (no "9999" for 9999),
+and all problems of a file are reported at once with their JSON paths.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from hetero_framework.config_problems import Problem, problems_of, report
+from hetero_framework.core.strict_json import read_json_object
+from hetero_framework.errors import ConfigError, PlanError
+
+WorkerId = StrictInt | StrictStr
+Port = Annotated[int, Field(ge=1, le=65535)]
+_SECONDS: Any = {"unit": "seconds"}
+_STEPS: Any = {"unit": "steps, or a share of all steps when below 1"}
+_DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+
+
+class Section(BaseModel):
+    """A part of the file: immutable, strict, no unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+class Machine(Section):
+    """What a coordinator and a worker have in common."""
+
+    hostname: str | None = Field(
+        default=None,
+        description="Host name of the machine, as `hostname` prints it; used to find out which"
+        " role a machine has.",
+    )
+    ip: str = Field(
+        description="Address under which the other machines reach this one: IPv4, IPv6 (without"
+        " brackets) or a DNS name."
+    )
+    device: str = Field(
+        default="auto",
+        description='Device of the process: "auto", "cpu", "cuda", "cuda:1", "rocm:0", "mps",'
+        ' "xpu:0". "auto" takes the first accelerator, else the CPU.',
+    )
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads of the process. null: OMP_NUM_THREADS when set, else the cores"
+        " shared evenly by the processes of the plan on that machine.",
+        json_schema_extra={"unit": "threads"},
+    )
+
+    @field_validator("ip")
+    @classmethod
+    def _ip_is_an_address(cls, value: str) -> str:
+        _check_host(value)
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _device_has_a_known_form(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError(
+                f'{_shown(value)} is no device; use "auto", "cpu", "cuda", "cuda:1", "rocm:0",'
+                ' "mps" or "xpu:0"'
+            )
+        return value
+
+
+class CoordinatorConfig(Machine):
+    """The process that owns data, schedule and checkpoints and runs the "local" stages."""
+
+    port: Port = Field(
+        default=9998,
+        description="Port reserved for the coordinator on its machine; no worker there may use it.",
+        json_schema_extra={"unit": "TCP port"},
+    )
+
+
+class WorkerConfig(Machine):
+    """One worker process; it owns one device."""
+
+    id: WorkerId = Field(
+        description='Name of the worker in shard_plan: a number or a text, not "local".'
+    )
+    port: Port = Field(
+        default=9999,
+        description="Port on which the worker listens for the coordinator.",
+        json_schema_extra={"unit": "TCP port"},
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _id_is_usable(cls, value: int | str) -> int | str:
+        if value == "local":
+            raise ValueError('"local" names the coordinator; give the worker another id')
+        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value):
+            raise ValueError("an id has 1 to 64 letters, digits, '.', '_' or '-'")
+        if isinstance(value, int) and value < 0:
+            raise ValueError("a worker id is not negative")
+        return value
+
+
+class PlanEntry(Section):
+    """One stage: the layers [start, end) on one machine."""
+
+    id: WorkerId = Field(
+        description='Who holds the layers: "local" (the coordinator) or the id of a worker. The'
+        ' first entry is "local"; an id may appear several times.'
+    )
+    start: int = Field(
+        ge=0,
+        description="First layer of the stage, counted from 0.",
+        json_schema_extra={"unit": "layer"},
+    )
+    end: int = Field(
+        ge=0,
+        description="Layer after the last one of the stage. The first entry may hold the embedding"
+        " only (start = end = 0), the last one the head only (start = end = number of layers).",
+        json_schema_extra={"unit": "layer"},
+    )
+    is_last: bool | None = Field(
+        default=None,
+        description="Optional mark of the stage that holds the head; only the last entry can have"
+        " true.",
+    )
+
+
+class ModelConfig(Section):
+    """The model: a directory, a hub name, or a configuration for random weights."""
+
+    name_or_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of a Hugging Face checkpoint (relative to this file), or a name on"
+        " the hub.",
+    )
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit on the hub. null: the default branch."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description='Type of the weights: "auto" takes what the checkpoint says, as in'
+        " transformers.",
+    )
+    quantization: Literal["nf4", "int8"] | None = Field(
+        default=None,
+        description='Quantise the frozen weights while loading, with bitsandbytes: "nf4" (4 bits)'
+        ' or "int8". Needs an adapter. Not needed for checkpoints that are quantised already.',
+    )
+    attn_implementation: str | None = Field(
+        default=None,
+        description='Attention of transformers: "eager", "sdpa", "flash_attention_2", ... null:'
+        " its own choice.",
+    )
+    from_config: dict[str, Any] | None = Field(
+        default=None,
+        description="Instead of name_or_path: the model's configuration (with model_type), to start"
+        " from random weights drawn from training.seed.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory or hub name of the tokenizer when it is not with the model.",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.name_or_path is None) == (self.from_config is None):
+            raise ValueError("give either name_or_path or from_config, exactly one of them")
+        if self.from_config is not None:
+            if not isinstance(self.from_config.get("model_type"), str):
+                raise ValueError('from_config needs a "model_type", for example "llama"')
+            if self.quantization is not None:
+                raise ValueError("quantization needs stored weights (name_or_path)")
+            if self.revision is not None:
+                raise ValueError("revision belongs to name_or_path, not to from_config")
+        return self
+
+
+class AdapterConfig(Section):
+    """LoRA, with the names and defaults of peft.LoraConfig."""
+
+    r: int = Field(default=8, ge=1, description="Rank of the update matrices.")
+    lora_alpha: float = Field(
+        default=8, gt=0, description="Scale: the update is multiplied by lora_alpha / r."
+    )
+    lora_dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Dropout before the update.",
+        json_schema_extra={"unit": "probability"},
+    )
+    target_modules: str | tuple[str, ...] | None = Field(
+        default=None,
+        description='Modules that get an update: a list of names, "all-linear", or a regular'
+        " expression. null: PEFT's choice for the architecture.",
+    )
+    exclude_modules: str | tuple[str, ...] | None = Field(
+        default=None, description="Modules that get none although target_modules names them."
+    )
+    modules_to_save: tuple[str, ...] | None = Field(
+        default=None, description="Modules that are trained in full and saved with the adapter."
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none", description="Which biases are trained."
+    )
+    use_rslora: bool = Field(default=False, description="Scale by lora_alpha / sqrt(r).")
+    use_dora: bool = Field(default=False, description="Weight-decomposed LoRA (DoRA).")
+    init_lora_weights: StrictBool | Literal["gaussian", "orthogonal"] = Field(
+        default=True,
+        description="true: A Kaiming-uniform, B zero (no change at the start). Methods that rewrite"
+        " the base weights (PiSSA, OLoRA, LoftQ, ...) are not supported.",
+    )
+    layers_to_transform: StrictInt | tuple[int, ...] | None = Field(
+        default=None, description="Only these layers (numbers of the whole model). null: all."
+    )
+    layers_pattern: str | tuple[str, ...] | None = Field(
+        default=None, description="Name of the layer list, for layers_to_transform."
+    )
+    rank_pattern: dict[str, int] = Field(
+        default_factory=dict, description="Ranks that differ from r, by module name or expression."
+    )
+    alpha_pattern: dict[str, float] = Field(
+        default_factory=dict,
+        description="Scales that differ from lora_alpha, by module name or expression.",
+    )
+    fan_in_fan_out: bool = Field(
+        default=False, description="The layer stores (in, out), as Conv1D of GPT-2 does."
+    )
+    init_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of an existing PEFT LoRA adapter to continue (relative to this"
+        " file). Its own settings then replace those of this section.",
+    )
+
+
+class DataConfig(Section):
+    """Training and evaluation data; names follow TRL's SFTConfig where it has them."""
+
+    train: str | tuple[str, ...] = Field(
+        description="Training data: file(s) (.json, .jsonl, .parquet, .txt), a directory saved by"
+        " `datasets`, or a dataset name. Relative paths start at this file's folder."
+    )
+    eval: str | tuple[str, ...] | None = Field(
+        default=None, description="Evaluation data, of the same forms; see training.eval_steps."
+    )
+    format: Literal["auto", "text", "prompt_completion", "messages", "alpaca"] = Field(
+        default="auto", description="Layout of a sample. auto: by the columns that are present."
+    )
+    dataset_config: str | None = Field(
+        default=None, description="Configuration (subset) name for a dataset of the hub."
+    )
+    train_split: str = Field(
+        default="train", min_length=1, description="Split for training, of a dataset name."
+    )
+    eval_split: str = Field(
+        default="test", min_length=1, description="Split for evaluation, of a dataset name."
+    )
+    dataset_text_field: str = Field(
+        default="text", min_length=1, description="Column that holds the text in the text format."
+    )
+    max_length: int | None = Field(
+        default=1024,
+        ge=1,
+        description="Longer samples are cut to this length and counted. null: no limit.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    truncation_mode: Literal["keep_start", "keep_end"] = Field(
+        default="keep_start", description="Which end of a long sample is kept."
+    )
+    add_eos: bool = Field(
+        default=True,
+        description="Append the end-of-sequence token to text, completion and Alpaca samples that"
+        " lack it, as TRL does.",
+    )
+    completion_only_loss: bool | None = Field(
+        default=None,
+        description="Loss on the completion only. null: yes for prompt/completion and Alpaca data.",
+    )
+    assistant_only_loss: bool = Field(
+        default=True,
+        description="Messages: loss on the assistant's turns only, by the chat template's"
+        " generation mask. (TRL's default is false.)",
+    )
+    chat_template_path: str | None = Field(
+        default=None, description="File with a Jinja chat template that replaces the tokenizer's."
+    )
+    eos_token: str | None = Field(
+        default=None, description="End-of-sequence token. null: the tokenizer's."
+    )
+    pad_token: str | None = Field(
+        default=None,
+        description="Padding token. null: the tokenizer's, else its end-of-sequence token.",
+    )
+    pad_to_multiple_of: int | None = Field(
+        default=None,
+        ge=1,
+        description="Pad each micro-batch to a multiple of this. null: to its longest sample.",
+        json_schema_extra={"unit": "tokens"},
+    )
+
+    @field_validator("train", "eval")
+    @classmethod
+    def _names_something(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        names = value if isinstance(value, tuple) else (value,)
+        if not names or "" in names:
+            raise ValueError("names no data; give a file, a list of files or a dataset name")
+        return value
+
+
+class TrainingConfig(Section):
+    """How to train; names and meanings of transformers.TrainingArguments, then our own."""
+
+    output_dir: str = Field(
+        default="runs/default",
+        min_length=1,
+        description="Directory of the results (relative to this file): adapter or checkpoint,"
+        " metrics.jsonl, diagram, logs.",
+    )
+    seed: int = Field(default=42, ge=0, lt=2**32, description="Seed of weights, order and dropout.")
+    data_seed: int | None = Field(
+        default=None, ge=0, lt=2**32, description="Seed of the sample order. null: seed."
+    )
+    num_train_epochs: float = Field(
+        default=3.0,
+        gt=0,
+        description="Passes over the training data.",
+        json_schema_extra={"unit": "epochs"},
+    )
+    max_steps: int = Field(
+        default=-1,
+        ge=-1,
+        description="Optimizer steps to train; -1: as num_train_epochs says.",
+        json_schema_extra={"unit": "steps"},
+    )
+    per_device_train_batch_size: int = Field(
+        default=8,
+        ge=1,
+        description="Samples in a micro-batch.",
+        json_schema_extra={"unit": "samples"},
+    )
+    per_device_eval_batch_size: int = Field(
+        default=8,
+        ge=1,
+        description="Samples in an evaluation micro-batch.",
+        json_schema_extra={"unit": "samples"},
+    )
+    gradient_accumulation_steps: int = Field(
+        default=1,
+        ge=1,
+        description="Micro-batches in a step. Several keep the pipeline full: use at least twice"
+        " the number of stages.",
+        json_schema_extra={"unit": "micro-batches"},
+    )
+    learning_rate: float = Field(default=5e-5, ge=0, description="Peak learning rate.")
+    warmup_steps: float = Field(
+        default=0,
+        ge=0,
+        description="Linear warm-up: steps, or a share of all steps when below 1.",
+        json_schema_extra=_STEPS,
+    )
+    warmup_ratio: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Linear warm-up as a share of all steps; instead of warmup_steps.",
+    )
+    lr_scheduler_type: str = Field(
+        default="linear",
+        min_length=1,
+        description='Schedule of transformers: "linear", "cosine", ...',
+    )
+    lr_scheduler_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of the schedule."
+    )
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight decay; not applied to biases and norms, as in transformers.",
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam's first beta.")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Adam's second beta.")
+    adam_epsilon: float = Field(default=1e-8, ge=0, description="Adam's epsilon.")
+    max_grad_norm: float = Field(
+        default=1.0,
+        ge=0,
+        description="Gradients are clipped to this global norm over all stages; 0: never.",
+    )
+    optim: str = Field(
+        default="adamw_torch",
+        min_length=1,
+        description="Optimizer, by its name in transformers. (Its own default is"
+        " adamw_torch_fused.)",
+    )
+    optim_args: str | None = Field(
+        default=None, description='Further arguments of the optimizer, as "name=value,name=value".'
+    )
+    logging_steps: float = Field(
+        default=1,
+        gt=0,
+        description="A line on the screen every so many steps.",
+        json_schema_extra=_STEPS,
+    )
+    save_strategy: Literal["no", "steps", "epoch"] = Field(
+        default="steps", description="When to save checkpoints."
+    )
+    save_steps: float = Field(
+        default=500,
+        gt=0,
+        description='Checkpoint interval for save_strategy "steps".',
+        json_schema_extra=_STEPS,
+    )
+    save_total_limit: int | None = Field(
+        default=None, ge=1, description="Checkpoints to keep; older ones are deleted. null: all."
+    )
+    eval_strategy: Literal["no", "steps", "epoch"] | None = Field(
+        default=None,
+        description='When to evaluate. null: "steps" when eval_steps is given, else "no".',
+    )
+    eval_steps: float | None = Field(
+        default=None,
+        gt=0,
+        description='Evaluation interval for "steps". null: logging_steps.',
+        json_schema_extra=_STEPS,
+    )
+    eval_on_start: bool = Field(default=False, description="Evaluate once before the first step.")
+    bf16: bool = Field(
+        default=False, description="Compute in bfloat16 autocast; weights keep their type."
+    )
+    fp16: bool = Field(
+        default=False, description="Compute in float16 autocast with one loss scale for all stages."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Store only the input of each layer and compute it again backward.",
+    )
+    dataloader_drop_last: bool = Field(
+        default=False, description="Drop the last incomplete micro-batch."
+    )
+    train_sampling_strategy: Literal["random", "sequential"] = Field(
+        default="random", description="Order of the samples."
+    )
+    report_to: Literal["tensorboard", "none"] = Field(
+        default="tensorboard", description="Further record beside metrics.jsonl."
+    )
+    logging_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="TensorBoard directory. null: output_dir/tensorboard.",
+    )
+    visualize: bool = Field(
+        default=True, description="Draw the diagram of the machines into output_dir."
+    )
+    visualization_format: Literal["png", "svg", "pdf", "mmd"] = Field(
+        default="png", description="Format of the diagram; mmd is Mermaid text."
+    )
+    log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    connect_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="How long the coordinator tries to reach all workers.",
+        json_schema_extra=_SECONDS,
+    )
+    step_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Longest wait for a stage in a step before the run is given up.",
+        json_schema_extra=_SECONDS,
+    )
+    liveness_timeout_s: float = Field(
+        default=30.0,
+        ge=3,
+        description="A peer that is silent for this long is lost (heartbeats come every 2 s).",
+        json_schema_extra=_SECONDS,
+    )
+    max_skipped_steps: int = Field(
+        default=5,
+        ge=0,
+        description="Stop after more than this many steps in a row with a non-finite loss or"
+        " gradient.",
+        json_schema_extra={"unit": "steps"},
+    )
+    max_in_flight: int | None = Field(
+        default=None,
+        ge=1,
+        description="Micro-batches in the pipeline at once. null: twice the number of stages.",
+        json_schema_extra={"unit": "micro-batches"},
+    )
+    verify_architecture: bool = Field(
+        default=True,
+        description="Before training, cut a tiny random model of the same architecture as the plan"
+        " does, compare it with the whole, and refuse when they differ.",
+    )
+
+    @field_validator("log_level")
+    @classmethod
+    def _log_level_is_known(cls, value: str) -> str:
+        if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError(f"{_shown(value)} is not one of DEBUG, INFO, WARNING, ERROR")
+        return value.upper()
+
+    @field_validator("max_steps")
+    @classmethod
+    def _max_steps_is_not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("must be -1 (no limit) or at least 1")
+        return value
+
+    @field_validator("warmup_steps", "logging_steps", "save_steps", "eval_steps")
+    @classmethod
+    def _steps_are_whole(cls, value: float | None) -> float | None:
+        if value is not None and value >= 1 and value != int(value):
+            raise ValueError("must be a whole number of steps, or a share of all steps below 1")
+        return value
+
+    @field_validator("lr_scheduler_type")
+    @classmethod
+    def _schedule_needs_no_metric(cls, value: str) -> str:
+        if value in ("reduce_lr_on_plateau", "greedy"):
+            raise ValueError(
+                f'"{value}" depends on evaluation results; use a schedule of the step number'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> TrainingConfig:
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 exclude each other; set one of them to false")
+        if self.warmup_ratio and self.warmup_steps:
+            raise ValueError("give warmup_steps or warmup_ratio, not both")
+        if self.eval_steps is not None and self.eval_strategy in ("no", "epoch"):
+            raise ValueError(
+                f'eval_steps needs eval_strategy "steps", but it is "{self.eval_strategy}"'
+            )
+        return self
+
+    @property
+    def evaluation(self) -> Literal["no", "steps", "epoch"]:
+        """When to evaluate, with the null of eval_strategy resolved."""
+        if self.eval_strategy is not None:
+            return self.eval_strategy
+        return "steps" if self.eval_steps is not None else "no"
+
+    def warmup(self, total_steps: int) -> int:
+        """Warm-up steps of a run of `total_steps`, rounded up as transformers does."""
+        if self.warmup_ratio:
+            return math.ceil(total_steps * self.warmup_ratio)
+        return interval(self.warmup_steps, total_steps)
+
+
+def interval(value: float, total_steps: int) -> int:
+    """A number of steps; below 1 it is a share of `total_steps`, rounded up (transformers)."""
+    return int(value) if value >= 1 else math.ceil(total_steps * value)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of the plan: layers [start, end) at `owner` ("local" or a worker id)."""
+
+    index: int
+    owner: int | str
+    start: int
+    end: int
+    is_first: bool
+    is_last: bool
+
+
+class Config(Section):
+    """hetero_config.json: who takes part, who holds which layers, what is trained and how."""
+
+    version: Literal["1", "1.0"] = Field(default="1", description="Version of this file's format.")
+    coordinator: CoordinatorConfig = Field(description="The machine that drives the training.")
+    workers: tuple[WorkerConfig, ...] = Field(
+        default=(), description="The worker processes; one per device."
+    )
+    shard_plan: tuple[PlanEntry, ...] = Field(
+        min_length=1, description="Which layers are where, in the order of the model."
+    )
+    model: ModelConfig | None = Field(default=None, description="The model to train.")
+    adapter: AdapterConfig | None = Field(
+        default=None, description="LoRA settings. null: all weights are trained."
+    )
+    data: DataConfig | None = Field(default=None, description="What to train on.")
+    training: TrainingConfig = Field(
+        default_factory=lambda: TrainingConfig(), description="How to train."
+    )
+    checkpoint_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of the checkpoints. null: output_dir/checkpoints.",
+    )
+    resume_step: Literal["latest"] | StrictInt | None = Field(
+        default=None,
+        description='Continue from the checkpoint of this step, or from the "latest". null or 0:'
+        " start from the beginning.",
+    )
+
+    _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @field_validator("resume_step")
+    @classmethod
+    def _resume_step_is_a_step(cls, value: str | int | None) -> str | int | None:
+        if isinstance(value, int) and value < 0:
+            raise ValueError('must be a step number, "latest" or null')
+        return value or None
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        problems = _cross_checks({name: getattr(self, name) for name in type(self).model_fields})
+        if problems:
+            raise PydanticCustomError(
+                "sections_disagree", "{text}", {"text": report("", problems), "problems": problems}
+            )
+        return self
+
+    @classmethod
+    def from_dict(
+        cls, raw: dict[str, Any], base_dir: Path | str | None = None, *, name: str = "configuration"
+    ) -> Config:
+        """Validate a plain dictionary (as JSON holds it).
+
+        Relative paths start at `base_dir` (default: the current directory). Raises ConfigError
+        with all problems, PlanError when all of them are in the shard plan.
+        """
+        text = json.dumps(raw, default=os.fspath)
+        try:
+            config = cls.model_validate_json(text)
+        except ValidationError as error:
+            problems = _all_problems(error, json.loads(text))
+            in_plan = all(p.path.startswith("shard_plan") for p in problems)
+            raise (PlanError if in_plan else ConfigError)(report(name, problems)) from None
+        config._base_dir = Path(base_dir or Path.cwd()).absolute()
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, defaults included, as JSON types; `from_dict` reads it back."""
+        return self.model_dump(mode="json")
+
+    @property
+    def base_dir(self) -> Path:
+        """The folder at which relative paths start: that of the configuration file."""
+        return self._base_dir
+
+    def path(self, value: str | os.PathLike[str]) -> Path:
+        """`value` as an absolute path; `~` is expanded."""
+        return Path(os.path.normpath(self._base_dir / Path(value).expanduser()))
+
+    @property
+    def output_dir(self) -> Path:
+        """Directory of the results."""
+        return self.path(self.training.output_dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the checkpoints."""
+        return (
+            self.path(self.checkpoint_dir)
+            if self.checkpoint_dir
+            else self.output_dir / "checkpoints"
+        )
+
+    @property
+    def logging_dir(self) -> Path:
+        """Directory of the TensorBoard events."""
+        if self.training.logging_dir:
+            return self.path(self.training.logging_dir)
+        return self.output_dir / "tensorboard"
+
+    def stages(self) -> tuple[StageSpec, ...]:
+        """The plan as stages, in model order."""
+        last = len(self.shard_plan) - 1
+        return tuple(
+            StageSpec(i, entry.id, entry.start, entry.end, i == 0, i == last)
+            for i, entry in enumerate(self.shard_plan)
+        )
+
+    def worker(self, worker_id: int | str) -> WorkerConfig:
+        """The worker of that id; 1 and "1" name the same. Raises ConfigError."""
+        for worker in self.workers:
+            if str(worker.id) == str(worker_id):
+                return worker
+        known = ", ".join(str(w.id) for w in self.workers) or "none"
+        raise ConfigError(f"there is no worker {_shown(worker_id)}; the configuration has: {known}")
+
+    def require(self, *sections: str) -> None:
+        """Raise ConfigError when one of `sections` ("model", "data") is absent."""
+        missing = [name for name in sections if getattr(self, name) is None]
+        if missing:
+            names = " and ".join(f'"{name}"' for name in missing)
+            raise ConfigError(
+                f"the configuration has no {names} section, which this command needs",
+                hint="`hetero init --model ... --data ...` writes them; docs/configuration.md"
+                " lists all settings.",
+            )
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed but probably not meant."""
+        found = []
+        if self.data and self.data.eval and self.training.evaluation == "no":
+            found.append(
+                "data.eval is given but never used; set training.eval_steps or eval_strategy"
+            )
+        if len(self.shard_plan) > 1 and self.training.gradient_accumulation_steps < len(
+            self.shard_plan
+        ):
+            found.append(
+                f"training.gradient_accumulation_steps is"
+                f" {self.training.gradient_accumulation_steps}, fewer than the"
+                f" {len(self.shard_plan)} stages; most of them will wait most of the time"
+            )
+        return tuple(found)
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Read and validate a configuration file.
+
+    `overrides` are settings like "training.learning_rate=1e-4" that replace those of the file.
+    Raises ConfigError (PlanError when only the plan is wrong) that lists all problems.
+    """
+    file = Path(path)
+    raw = read_json_object(file)
+    for override in overrides:
+        apply_override(raw, override)
+    return Config.from_dict(raw, file.absolute().parent, name=str(path))
+
+
+def apply_override(raw: dict[str, Any], setting: str) -> None:
+    """Set `PATH=VALUE` in `raw`: the path as in "workers[0].port", the value JSON or a text."""
+    path, equals, text = setting.partition("=")
+    keys: list[str | int] = [
+        int(index) if index else key for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path)
+    ]
+    if not equals or not keys or isinstance(keys[0], int):
+        raise ConfigError(
+            f"--set {_shown(setting)} is not of the form section.name=value",
+            hint="For example: --set training.learning_rate=1e-4",
+        )
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    target: Any = raw
+    for depth, key in enumerate(keys):
+        fits = isinstance(target, list) and isinstance(key, int) and key < len(target)
+        if not fits and not (isinstance(target, dict) and isinstance(key, str)):
+            raise ConfigError(f"--set {_shown(setting)}: the configuration has no {path}")
+        if depth == len(keys) - 1:
+            target[key] = value
+        elif isinstance(target, dict):
+            if target.get(str(key)) is None:
+                target[key] = {}
+            target = target[key]
+        else:
+            target = target[key]
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the configuration file."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+        "title": "hetero_config.json",
+    }
+
+
+def check_plan(config: Config, num_layers: int) -> None:
+    """Raise PlanError unless the plan covers exactly the model's `num_layers` layers."""
+    covered = config.shard_plan[-1].end
+    if covered == num_layers:
+        return
+    if covered > num_layers:
+        beyond = [i for i, entry in enumerate(config.shard_plan) if entry.end > num_layers]
+        raise PlanError(
+            f"shard_plan[{beyond[0]}].end is {config.shard_plan[beyond[0]].end}: the plan covers"
+            f" {covered} layers, but the model has {num_layers}",
+            hint=f"The last entry must end at {num_layers}.",
+        )
+    raise PlanError(
+        f"the plan covers {covered} layers, but the model has {num_layers};"
+        f" nobody holds the layers from {covered} to {num_layers - 1}",
+        hint=f"Let shard_plan[{len(config.shard_plan) - 1}] end at {num_layers}.",
+    )
+
+
+def plan_problems(plan: Sequence[PlanEntry], worker_ids: Iterable[int | str]) -> list[Problem]:
+    """What is wrong in a plan, without knowing the model."""
+    ids = list(worker_ids)
+    found: list[Problem] = []
+    if plan[0].id != "local":
+        found.append(
+            Problem("shard_plan[0].id", 'must be "local": the coordinator holds the first stage')
+        )
+    expected = 0
+    for i, entry in enumerate(plan):
+        here, last = f"shard_plan[{i}]", i == len(plan) - 1
+        if entry.id != "local" and entry.id not in ids:
+            found.append(Problem(f"{here}.id", _unknown_worker(entry.id, ids)))
+        found += _range_problems(here, entry, expected, first=i == 0, last=last)
+        if entry.is_last and not last:
+            found.append(
+                Problem(f"{here}.is_last", "is true, but only the last entry holds the head")
+            )
+        if entry.is_last is False and last:
+            found.append(Problem(f"{here}.is_last", "is false, but this is the last entry"))
+        expected = max(expected, entry.end)
+    if expected == 0:
+        found.append(
+            Problem(
+                "shard_plan",
+                "covers no layer; the last entry must end at the number of layers of the model",
+            )
+        )
+    holders = {entry.id for entry in plan}
+    for i, worker_id in enumerate(ids):
+        if worker_id not in holders:
+            found.append(
+                Problem(
+                    f"workers[{i}]",
+                    f"worker {_shown(worker_id)} has no entry in shard_plan; add one or delete it",
+                )
+            )
+    return found
+
+
+def _range_problems(
+    here: str, entry: PlanEntry, expected: int, *, first: bool, last: bool
+) -> list[Problem]:
+    start, end = entry.start, entry.end
+    if start > end:
+        return [Problem(here, f"start {start} is after end {end}")]
+    found = []
+    if start > expected:
+        missing = (
+            f"layer {expected}" if start == expected + 1 else f"layers {expected} to {start - 1}"
+        )
+        whose = "the first entry must start at 0" if first else f"start it at {expected}"
+        found.append(Problem(f"{here}.start", f"is {start}, so nobody holds {missing}; {whose}"))
+    elif start < expected:
+        found.append(
+            Problem(
+                f"{here}.start",
+                f"is {start}, but the entries before it already reach {expected}; entries are in"
+                f" model order without overlap, so start it at {expected}",
+            )
+        )
+    elif start == end and not (first and end == 0) and not last:
+        found.append(
+            Problem(
+                here,
+                f"holds no layer (start = end = {start}); only the first entry (embedding) and the"
+                " last one (head) may be without",
+            )
+        )
+    return found
+
+
+def _unknown_worker(worker_id: int | str, ids: list[int | str]) -> str:
+    for known in ids:
+        if str(known) == str(worker_id):
+            return f"{_shown(worker_id)} is written {_shown(known)} in workers; write both the same"
+    names = ", ".join(['"local"', *(_shown(i) for i in ids)])
+    return f"{_shown(worker_id)} is no worker; there are: {names}"
+
+
+def _address_problems(
+    coordinator: CoordinatorConfig | None, workers: Sequence[WorkerConfig]
+) -> list[Problem]:
+    """Ids and addresses that are used twice."""
+    found: list[Problem] = []
+    ids: dict[str, int] = {}
+    addresses: dict[tuple[str, int], str] = {}
+    if coordinator is not None:
+        addresses[normal_host(coordinator.ip), coordinator.port] = "the coordinator"
+    for i, worker in enumerate(workers):
+        key = str(worker.id)
+        if key in ids:
+            found.append(
+                Problem(
+                    f"workers[{i}].id", f"{_shown(worker.id)} is the id of workers[{ids[key]}] too"
+                )
+            )
+        ids.setdefault(key, i)
+        host = normal_host(worker.ip)
+        if host in ("0.0.0.0", "::"):
+            found.append(
+                Problem(
+                    f"workers[{i}].ip",
+                    f"{worker.ip} is no address to connect to; write the one of the machine",
+                )
+            )
+        other = addresses.setdefault((host, worker.port), f"workers[{i}]")
+        if other != f"workers[{i}]":
+            found.append(
+                Problem(
+                    f"workers[{i}].port",
+                    f"{worker.ip} port {worker.port} is that of {other} too; give each its own",
+                )
+            )
+    return found
+
+
+def _cross_checks(parts: dict[str, Any]) -> list[Problem]:
+    """Contradictions between sections; `parts` has only the sections that are valid alone."""
+    found: list[Problem] = []
+    model, data, training = parts.get("model"), parts.get("data"), parts.get("training")
+    if parts.get("workers") is not None:
+        found += _address_problems(parts.get("coordinator"), parts["workers"])
+        if parts.get("shard_plan"):
+            found += plan_problems(parts["shard_plan"], [w.id for w in parts["workers"]])
+    if "adapter" in parts and parts["adapter"] is None and model is not None:
+        if model.quantization is not None:
+            found.append(
+                Problem(
+                    "model.quantization",
+                    "quantised weights cannot be trained; add an adapter section (LoRA) or set it"
+                    " to null",
+                )
+            )
+        if model.dtype == "float16" and training is not None and training.fp16:
+            found.append(
+                Problem(
+                    "training.fp16",
+                    'needs float32 weights when all are trained; set model.dtype to "float32"',
+                )
+            )
+    if data is not None and model is not None and model.from_config and not model.tokenizer:
+        found.append(Problem("model.tokenizer", "is needed: from_config brings no tokenizer"))
+    if training is not None and "data" in parts and (data is None or data.eval is None):
+        for name, given in (
+            ("eval_steps", training.eval_steps is not None),
+            ("eval_strategy", training.eval_strategy in ("steps", "epoch")),
+            ("eval_on_start", training.eval_on_start),
+        ):
+            if given:
+                found.append(Problem(f"training.{name}", "needs evaluation data; set data.eval"))
+    return found
+
+
+def _all_problems(error: ValidationError, raw: dict[str, Any]) -> list[Problem]:
+    """The problems of each field, and those between the sections that are valid alone."""
+    details = error.errors(include_url=False)
+    if details[0]["type"] == "sections_disagree":
+        return list(details[0]["ctx"]["problems"])
+    broken = {detail["loc"][0] for detail in details}
+    parts = {
+        name: _section(name, raw, field)
+        for name, field in Config.model_fields.items()
+        if name not in broken
+    }
+    return problems_of(details, Config, raw) + _cross_checks(parts)
+
+
+def _section(name: str, raw: dict[str, Any], field: FieldInfo) -> Any:
+    if name not in raw:
+        return field.get_default(call_default_factory=True)
+    annotation: Any = field.annotation
+    return TypeAdapter(annotation).validate_json(json.dumps(raw[name]))
+
+
+def _check_host(value: str) -> None:
+    """Raise ValueError unless `value` is an IP address or a host name."""
+    try:
+        ipaddress.ip_address(value)
+        return
+    except ValueError:
+        pass
+    if "://" in value or "/" in value:
+        raise ValueError(
+            f"{_shown(value)} is no address; write only the host, without scheme or path"
+        )
+    if value.startswith("[") or (value.count(":") == 1 and value.split(":")[1].isdigit()):
+        raise ValueError(
+            f'{_shown(value)} is no address; the port goes into "port", without brackets'
+        )
+    if re.fullmatch(r"[\d.]+", value) or len(value) > 253 or not _HOST.fullmatch(value):
+        raise ValueError(f"{_shown(value)} is neither an IP address nor a host name")
+
+
+def normal_host(host: str) -> str:
+    """One spelling per address, for comparison: IP addresses shortest, names in lower case."""
+    if host.lower() == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower().rstrip(".")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: as JSON, short."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

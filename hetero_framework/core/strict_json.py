@@ -1,0 +1,159 @@
+"""Read a JSON object strictly, with errors that name line, column and what to change.
+
+The standard reader accepts duplicate keys and NaN silently; both are refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.errors import ConfigError
+
+MAX_FILE_BYTES = 16 * 1024 * 1024
+_SHOWN_COLUMNS = 100
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in the file `path`.
+
+    Raises ConfigError: the file is missing, a directory, unreadable, not UTF-8, not JSON, has
+    duplicate keys or numbers that are not finite.
+    """
+    return parse_json_object(_read_bytes(path), name=str(path))
+
+
+def parse_json_object(content: bytes, *, name: str) -> dict[str, Any]:
+    """The object in `content` (UTF-8, a byte order mark is accepted); `name` is for messages."""
+    text = _decode(content, name)
+    if not text.strip():
+        raise ConfigError(f"{name} is empty", hint="`hetero init` writes a complete file.")
+    try:
+        value = json.loads(text, object_pairs_hook=_Object)
+    except json.JSONDecodeError as error:
+        raise ConfigError(_describe(error, text, name)) from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
+    except ValueError as error:  # an integer with thousands of digits
+        raise ConfigError(f"{name} holds a number that cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must hold one JSON object {{...}}, but holds {json_type(value)}")
+    faults = list(_faults(value, ""))
+    if faults:
+        raise ConfigError(f"{name} is not acceptable:\n" + "\n".join(f"  {f}" for f in faults[:20]))
+    return value
+
+
+def json_type(value: Any) -> str:
+    """The JSON name of a Python value's type, with an article."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean (true/false)"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, (list, tuple)):
+        return "a list [...]"
+    if isinstance(value, dict):
+        return "an object {...}"
+    return type(value).__name__
+
+
+def join_path(parent: str, key: str | int) -> str:
+    """One step further in a JSON path: `workers` + 0 -> `workers[0]`, + `port` -> `.port`."""
+    if isinstance(key, int):
+        return f"{parent}[{key}]"
+    return f"{parent}.{key}" if parent else str(key)
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which keys it was given more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        seen: set[str] = set()
+        self.repeated = list(dict.fromkeys(k for k, _ in pairs if k in seen or seen.add(k)))  # type: ignore[func-returns-value]
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory, not a configuration file")
+        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes; a configuration has at most"
+                f" {MAX_FILE_BYTES}. Is it the right file?"
+            )
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"configuration file {path} does not exist",
+            hint="Create one with `hetero init`, or name it with --config FILE.",
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}") from None
+
+
+def _decode(content: bytes, name: str) -> str:
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in content[:4]:
+        raise ConfigError(f"{name} is UTF-16 text or binary; save it as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{name}, line {line}: byte 0x{content[error.start]:02x} is not UTF-8; save it as UTF-8"
+        ) from None
+
+
+def _describe(error: json.JSONDecodeError, text: str, name: str) -> str:
+    """Message of a syntax error: file, line, column, the line itself and the likely cause."""
+    line_number, column, cause = error.lineno, error.colno, error.msg
+    rest = text[error.pos :].lstrip()
+    before = text[: error.pos].rstrip()
+    if rest.startswith(("//", "/*", "#")):
+        cause = "JSON has no comments; delete this one"
+    elif error.msg.startswith("Illegal trailing comma") or (
+        before.endswith(",") and rest[:1] in ("}", "]")
+    ):
+        comma = len(before) - 1 if before.endswith(",") else error.pos
+        line_number = text.count("\n", 0, comma) + 1
+        column = comma - text.rfind("\n", 0, comma)
+        cause = "a comma before the closing bracket; delete the comma"
+    elif rest.startswith("'"):
+        cause = 'JSON texts are written with double quotes "..."'
+    elif not rest:
+        cause = "the file ends too early; a closing bracket or quote is missing"
+    elif rest.startswith(("True", "False", "None")):
+        cause = "JSON writes true, false and null in lower case"
+    lines = text.splitlines() or [""]
+    line = lines[min(line_number, len(lines)) - 1]
+    left = max(0, column - 1 - _SHOWN_COLUMNS // 2)
+    shown = line[left : left + _SHOWN_COLUMNS].replace("\t", " ")
+    marker = " " * (column - 1 - left) + "^"
+    return (
+        f"{name}, line {line_number}, column {column}: not valid JSON: {cause}\n"
+        f"    {shown}\n    {marker}"
+    )
+
+
+def _faults(value: Any, path: str) -> Iterator[str]:
+    """What the standard reader lets pass: repeated keys and numbers that are not finite."""
+    if isinstance(value, _Object):
+        for key in value.repeated:
+            yield f'{join_path(path, key)}: the key "{key}" is given twice; keep one'
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _faults(item, join_path(path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _faults(item, join_path(path, index))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{path}: the number is not finite (NaN, Infinity or too large)"
