@@ -1,0 +1,72 @@
+"""torch tensors to and from the wire without copying.
+
+The bytes on the wire are little-endian. Every platform torch supports in this package is
+little-endian too, so the memory of a contiguous tensor is its wire form.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from hetero_framework.core.protocol import WireTensor
+from hetero_framework.errors import ProtocolError
+
+if sys.byteorder != "little":
+    raise ImportError("hetero_framework needs a little-endian machine")
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_WIRE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The wire name of a torch dtype; ProtocolError when it has none."""
+    if dtype not in _WIRE_NAMES:
+        known = ", ".join(TORCH_DTYPES)
+        raise ProtocolError(f"{dtype} cannot travel (known: {known})")
+    return _WIRE_NAMES[dtype]
+
+
+def to_wire(tensor: torch.Tensor) -> WireTensor:
+    """A CPU tensor as it travels. Contiguous tensors are not copied: the result is a view of
+    their memory, which must not change until the message is sent.
+
+    Raises ProtocolError for a dtype without a wire code and for a tensor on another device.
+    """
+    name = dtype_name(tensor.dtype)
+    if tensor.device.type != "cpu":
+        raise ProtocolError(f"a tensor on {tensor.device} cannot travel; bring it to the CPU first")
+    shape = tuple(tensor.shape)
+    if tensor.numel() == 0:
+        return WireTensor(name, shape, memoryview(b""))
+    # Through uint8, because numpy has no bfloat16; flattened, because a 0-d tensor has no view.
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return WireTensor(name, shape, memoryview(flat.numpy().data))
+
+
+def from_wire(wire: WireTensor) -> torch.Tensor:
+    """The tensor over the bytes of `wire`, not copied when they are writable and aligned.
+
+    A view of a receive buffer must not be used after the message's `release`; `clone` it to
+    keep it.
+    """
+    dtype = TORCH_DTYPES[wire.dtype]
+    if wire.nbytes == 0:
+        return torch.empty(wire.shape, dtype=dtype)
+    data = bytearray(wire.data) if wire.data.readonly else wire.data
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()  # typed loads want aligned memory
+    return flat.view(dtype).reshape(wire.shape)
