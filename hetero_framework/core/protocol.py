@@ -204,11 +204,9 @@ SPEC: dict[MessageType, MessageSpec] = {
             "protocol": INT,
             "package": STR,
             "run_id": STR,
-            "session": STR,
             "worker_id": ID,
             "max_frame_bytes": INT,
         },
-        {"attempt": INT},
     ),
     MessageType.WELCOME: MessageSpec(
         "Worker to coordinator, accepts HELLO: versions, device and memory (bytes), and the last "
@@ -282,7 +280,7 @@ SPEC: dict[MessageType, MessageSpec] = {
             **_STEP,
             "train": BOOL,
             "micro_batches": INT,
-            "num_items": _or_none(INT),
+            "num_items": INT,
             "loss_scale": FLOAT,
         },
     ),
@@ -310,11 +308,10 @@ SPEC: dict[MessageType, MessageSpec] = {
         tensors=(0, 1),
     ),
     MessageType.LOSS: MessageSpec(
-        "Worker to coordinator, from the last stage: this micro-batch's part of the loss, its "
-        "label tokens, and whether the loss is finite. No answer.",
+        "Worker to coordinator, from the last stage: this micro-batch's part of the loss (the sum "
+        "of its token losses in an evaluation). It may be infinite or NaN. No answer.",
         WORKER,
-        {**_STEP, "micro_batch": INT, "loss": FLOAT, "tokens": INT, "finite": BOOL},
-        {"info": MAP},
+        {**_STEP, "micro_batch": INT, "loss": FLOAT},
     ),
     MessageType.COLLECT: MessageSpec(
         "Coordinator to worker: all micro-batches are done. Answered by GRADIENTS.",
@@ -322,29 +319,28 @@ SPEC: dict[MessageType, MessageSpec] = {
         _STEP,
     ),
     MessageType.GRADIENTS: MessageSpec(
-        "Worker to coordinator, answers COLLECT: for each stage whether its gradients are finite "
-        "and one float32 vector of per-parameter norms (then tied gradients, where there are "
-        "any). Answered by COMMIT or ABORT.",
+        "Worker to coordinator, answers COLLECT: for each stage a float32 vector of per-parameter "
+        "norms, followed by the head's gradient where `tied` (head and embedding are one weight); "
+        "`nonfinite` are the micro-batches whose output there was not finite. Answered by COMMIT "
+        "or ABORT.",
         WORKER,
-        {**_STEP, "stages": _list_of(_record(index=INT, finite=BOOL, nonfinite=NAMES))},
-        {"info": MAP},
+        {**_STEP, "stages": _list_of(_record(index=INT, nonfinite=_list_of(INT), tied=BOOL))},
         tensors=_MANY,
         long=True,
     ),
     MessageType.COMMIT: MessageSpec(
         "Coordinator to worker: change the weights with this learning rate, after multiplying the "
-        "gradients by `grad_scale`. Answered by COMMITTED.",
+        "gradients by `grad_scale`. The tensor is the embedding's new weight for a head that is "
+        "one with it. Answered by COMMITTED.",
         COORDINATOR,
         {**_STEP, "learning_rate": FLOAT, "grad_scale": FLOAT},
-        {"info": MAP},
-        tensors=_MANY,
+        tensors=(0, 1),
     ),
     MessageType.COMMITTED: MessageSpec(
         "Worker to coordinator, answers COMMIT: the weights are changed; times, bytes and memory "
         "of the step.",
         WORKER,
         {**_STEP, "stats": MAP},
-        tensors=_MANY,
         long=True,
     ),
     MessageType.ABORT: MessageSpec(
@@ -359,14 +355,14 @@ SPEC: dict[MessageType, MessageSpec] = {
         _STEP,
     ),
     MessageType.STATE_REQUEST: MessageSpec(
-        "Coordinator to worker: send the state of a stage. Answered by one or more STATE.",
+        "Coordinator to worker: send part `part` (from 0, in order) of a stage's state. Answered "
+        "by STATE.",
         COORDINATOR,
-        {"stage": INT, "kind": _one_of("checkpoint", "export")},
-        {"info": MAP},
+        {"stage": INT, "kind": _one_of("checkpoint", "export"), "part": INT},
     ),
     MessageType.STATE: MessageSpec(
-        "Worker to coordinator, answers STATE_REQUEST: part `part` (from 0) of the state, one "
-        "tensor for each name; `last` marks the last part. No answer.",
+        "Worker to coordinator, answers STATE_REQUEST: the part, one tensor for each name, and in "
+        "`info` the named values that are no tensors; `last` marks the last part. No answer.",
         WORKER,
         {
             "stage": INT,
@@ -381,20 +377,18 @@ SPEC: dict[MessageType, MessageSpec] = {
         long=True,
     ),
     MessageType.LOAD_STATE: MessageSpec(
-        "Coordinator to worker: part `part` of a saved state for a stage. The last part is "
-        "answered by STATE_LOADED.",
+        "Coordinator to worker: part `part` of a saved state for a stage, as STATE gave it; with "
+        "`tied` the embedding's weight for a head that is one with it. Answered by STATE_LOADED.",
         COORDINATOR,
-        {"stage": INT, "part": INT, "last": BOOL, "names": NAMES},
-        {"info": MAP},
+        {"stage": INT, "part": INT, "last": BOOL, "tied": BOOL, "names": NAMES, "info": MAP},
         tensors=_MANY,
         named=True,
         long=True,
     ),
     MessageType.STATE_LOADED: MessageSpec(
-        "Worker to coordinator, answers the last LOAD_STATE of a stage.",
+        "Worker to coordinator, answers LOAD_STATE: the part is in place.",
         WORKER,
-        {"stage": INT},
-        {"info": MAP},
+        {"stage": INT, "part": INT},
     ),
     MessageType.HEARTBEAT: MessageSpec(
         "Either side, when it has sent nothing for a while: I am alive. No answer; the transport "

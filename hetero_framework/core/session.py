@@ -31,7 +31,7 @@ class Phase(Enum):
 
     OPEN = "connected; HELLO comes first"
     GREETING = "HELLO is sent; the worker answers"
-    WELCOMED = "the worker accepted; SETUP follows"
+    WELCOMED = "the worker accepted; SETUP follows, or ABORT or COMMIT after a lost link"
     LOADING = "the worker loads its stages"
     READY = "the stages are loaded; START follows"
     IDLE = "between steps"
@@ -55,7 +55,13 @@ def _order() -> dict[Phase, dict[MessageType, Phase]]:
     moves: dict[Phase, dict[MessageType, Phase]] = {
         Phase.OPEN: {_M.HELLO: Phase.GREETING, _M.REJECT: Phase.CLOSED},
         Phase.GREETING: {_M.WELCOME: Phase.WELCOMED, _M.REJECT: Phase.CLOSED},
-        Phase.WELCOMED: {_M.SETUP: Phase.LOADING, _M.REJECT: Phase.CLOSED},
+        # A worker that kept its stages over a lost link goes on where the run stands.
+        Phase.WELCOMED: {
+            _M.SETUP: Phase.LOADING,
+            _M.ABORT: Phase.ABORTING,
+            _M.COMMIT: Phase.COMMITTING,
+            _M.REJECT: Phase.CLOSED,
+        },
         Phase.LOADING: {_M.READY: Phase.READY},
         Phase.READY: {_M.START: Phase.IDLE, _M.SETUP: Phase.LOADING},
         Phase.IDLE: {_M.STEP: Phase.STEP, _M.ABORT: Phase.ABORTING, _M.SETUP: Phase.LOADING},

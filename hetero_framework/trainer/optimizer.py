@@ -83,7 +83,9 @@ def build_optimizer(
     try:
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"training.optim: {training.optim!r} is not usable here: {error}") from error
+        raise ConfigError(
+            f"training.optim: {training.optim!r} is not usable here: {error}"
+        ) from error
     return cls([group for group in groups if group["params"]], **kwargs)
 
 

@@ -11,7 +11,7 @@ stage, so that gradients add up in one order under any cut and any timing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ class StepInfo:
     attempt: int
     train: bool
     micro_batches: int
-    num_items: float
+    num_items: int
     loss_scale: float = 1.0
 
 
@@ -132,7 +132,7 @@ class Stage:
         self._optimizer = (
             build_optimizer(training, shard.model, list(self._names)) if self._names else None
         )
-        self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1.0)
+        self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._saved: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._finite: dict[int, torch.Tensor] = {}
         self._loading: dict[str, dict[str, Any]] = {}
@@ -167,7 +167,7 @@ class Stage:
         gradient of the incoming hidden states.
         """
         hidden_BSD = self._leaf(hidden_BSD)
-        num_items = torch.tensor(self._info.num_items, device=self._device.torch_device)
+        num_items = torch.tensor(float(self._info.num_items), device=self._device.torch_device)
         with self._running(micro_batch):
             loss = self._shard.loss(inputs, hidden_BSD, num_items)
         self._note_finite(micro_batch, loss)
@@ -176,17 +176,13 @@ class Stage:
             (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
         return float(loss.detach()), self._gradient_of(hidden_BSD)
 
-    def evaluate(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> float:
+    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
         """Last stage outside training: the sum of the micro-batch's token losses."""
         one = torch.ones((), device=self._device.torch_device)
         with self._running(micro_batch):
             return float(self._shard.loss(inputs, hidden_BSD, one))
 
-    def backward(
-        self, micro_batch: int, gradient_BSD: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor | None) -> torch.Tensor | None:
         """Backward through the stored forward. Returns the gradient for the stage before.
 
         `gradient_BSD` is None where nothing trainable lies at or below this stage.
@@ -307,7 +303,9 @@ class Stage:
         if part.last:
             absent = [name for name in parameters if name not in self._loading]
             if absent:
-                raise CheckpointError(f"the checkpoint lacks weights of stage {self.index}: {absent[:5]}")
+                raise CheckpointError(
+                    f"the checkpoint lacks weights of stage {self.index}: {absent[:5]}"
+                )
             if self._optimizer is not None:
                 state = {name: values for name, values in self._loading.items() if values}
                 load_state_tensors(self._optimizer, self._names, state)
@@ -341,23 +339,23 @@ class Stage:
     def _gradient_of(hidden_BSD: torch.Tensor | None) -> torch.Tensor | None:
         return hidden_BSD.grad if hidden_BSD is not None else None
 
-    def _running(self, micro_batch: int) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _running(self, micro_batch: int) -> Iterator[None]:
         self._current_micro_batch = micro_batch
         autocast: AbstractContextManager[Any] = (
             self._device.autocast(self._autocast_dtype)
             if self._autocast_dtype is not None
             else nullcontext()
         )
-        return _Both(torch.set_grad_enabled(self._differentiates), autocast)
+        with torch.set_grad_enabled(self._differentiates), autocast:
+            yield
 
     def _enter(self, place: Place) -> None:
         # Called by the shard before each place that may draw random numbers, in the recomputed
         # forward of activation checkpointing too; then the micro-batch is the one in backward.
         if self._info.train:
             info = self._info
-            self._device.seed(
-                forward_seed(self._seed, info.step, self._current_micro_batch, place)
-            )
+            self._device.seed(forward_seed(self._seed, info.step, self._current_micro_batch, place))
 
     def _note_finite(self, micro_batch: int, tensor: torch.Tensor) -> None:
         # Kept on the device and read once per step: a look at it now would stall a GPU.
@@ -367,21 +365,6 @@ class Stage:
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:
             parameter.grad.mul_(1.0 / self._info.loss_scale)
-
-
-class _Both:
-    """Two context managers as one."""
-
-    def __init__(self, *managers: AbstractContextManager[Any]) -> None:
-        self._managers = managers
-
-    def __enter__(self) -> None:
-        for manager in self._managers:
-            manager.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for manager in reversed(self._managers):
-            manager.__exit__(*exc)
 
 
 def _in_parts(
