@@ -1,0 +1,128 @@
+"""Which examples make which step, and the tensors of a micro-batch.
+
+Everything is a pure function of (settings, step): nothing is consumed, so a run can start at any
+step. The order is that of transformers.Trainer: accelerate's SeedableRandomSampler, one
+permutation per epoch; the last micro-batch of an epoch may be smaller and the last step of an epoch
+may have fewer micro-batches.
+
+Shapes: B examples of a micro-batch, S tokens of its longest example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+
+from hetero_framework.data.examples import IGNORE_INDEX, Examples
+from hetero_framework.errors import DataError
+
+MicroBatch = dict[str, torch.Tensor]
+
+
+@dataclass
+class StepOrder:
+    """The examples of each step.
+
+    num_examples, batch_size (examples of a micro-batch), accumulation (micro-batches of a step),
+    epochs (may be fractional), max_steps (> 0 overrides epochs), seed, shuffle, drop_last: as in
+    TrainingArguments. Raises DataError when an epoch would have no micro-batch.
+    """
+
+    num_examples: int
+    batch_size: int
+    accumulation: int = 1
+    epochs: float = 3.0
+    max_steps: int = -1
+    seed: int = 42
+    shuffle: bool = True
+    drop_last: bool = False
+    _cached: tuple[int, np.ndarray] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.batches_per_epoch == 0:
+            raise DataError(
+                f"{self.num_examples} examples do not fill one micro-batch of {self.batch_size}, "
+                "and training.dataloader_drop_last drops smaller ones",
+                hint="Set it to false, or lower training.per_device_train_batch_size.",
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of an epoch."""
+        if self.drop_last:
+            return self.num_examples // self.batch_size
+        return math.ceil(self.num_examples / self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.batches_per_epoch / self.accumulation)
+
+    @property
+    def total_steps(self) -> int:
+        if self.max_steps > 0:
+            return self.max_steps
+        return math.ceil(self.epochs * self.steps_per_epoch)
+
+    def epoch_of(self, step: int) -> float:
+        """`state.epoch` of the Trainer once `step` (from 0) is done."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        done = min((within + 1) * self.accumulation, self.batches_per_epoch)
+        return epoch + done / self.batches_per_epoch
+
+    def step_indices(self, step: int) -> list[np.ndarray]:
+        """Example numbers of each micro-batch of `step` (from 0)."""
+        if step < 0:
+            raise IndexError(f"step {step} is negative")
+        epoch, within = divmod(step, self.steps_per_epoch)
+        order = self._epoch(epoch)
+        first = within * self.accumulation
+        last = min(first + self.accumulation, self.batches_per_epoch)
+        return [
+            order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            for batch in range(first, last)
+        ]
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.num_examples)
+        if self._cached is None or self._cached[0] != epoch:
+            # The sampler has its own generator: the training's random state is not touched.
+            sampler = SeedableRandomSampler(range(self.num_examples), data_seed=self.seed)
+            sampler.set_epoch(epoch)
+            self._cached = epoch, np.fromiter(sampler, np.int64, self.num_examples)
+        return self._cached[1]
+
+
+def collate(
+    examples: Examples,
+    indices: Sequence[int] | np.ndarray,
+    pad_token_id: int,
+    pad_to_multiple_of: int | None = None,
+) -> MicroBatch:
+    """Padded on the right: input_ids_BS, attention_mask_BS, labels_BS (-100 on padding), int64."""
+    rows = [examples[int(index)] for index in indices]
+    length = max(len(ids) for ids, _ in rows)
+    if pad_to_multiple_of:
+        length = math.ceil(length / pad_to_multiple_of) * pad_to_multiple_of
+    shape = (len(rows), length)
+    input_ids_BS = torch.full(shape, pad_token_id, dtype=torch.int64)
+    attention_mask_BS = torch.zeros(shape, dtype=torch.int64)
+    labels_BS = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
+    for row, (ids, labels) in enumerate(rows):
+        input_ids_BS[row, : len(ids)] = torch.from_numpy(ids)
+        attention_mask_BS[row, : len(ids)] = 1
+        labels_BS[row, : len(ids)] = torch.from_numpy(labels)
+    return {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "labels": labels_BS}
+
+
+def num_items(batches: Iterable[MicroBatch]) -> int:
+    """Tokens that the loss of a step is divided by, as the Trainer counts them.
+
+    The first label of a row has no prediction, hence `[..., 1:]`.
+    """
+    return sum(int(batch["labels"][..., 1:].ne(IGNORE_INDEX).sum()) for batch in batches)

@@ -1,0 +1,220 @@
+"""Conversations: checking messages, rendering them, and which tokens are the assistant's.
+
+A template that marks the assistant's text with `{% generation %}` says so itself. For any other
+template the turns are found by rendering the conversation up to each assistant turn: where the
+beginning of the conversation renders the same alone and as part of the whole, the assistant's text
+is what follows the generation prompt. The text is always the tokenizer's own template's; where a
+template does not have this property, that is an error, not a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from hetero_framework.data.sources import json_type
+from hetero_framework.errors import DataError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ROLES = {"human": "user", "gpt": "assistant"}  # the names of the from/value (ShareGPT) layout
+_NO_MASK_HINT = (
+    "Put {% generation %} and {% endgeneration %} around the assistant's text in the template, "
+    "or set data.assistant_only_loss to false to train on the whole conversation."
+)
+
+Message = dict[str, Any]
+
+
+class ChatRenderer:
+    """The chat template of one tokenizer, with extra variables for it.
+
+    Raises DataError when there is no template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs or {}
+        chosen = template or tokenizer.chat_template
+        if isinstance(chosen, dict):
+            chosen = chosen.get("default")
+        if not chosen:
+            raise DataError(
+                "the data are conversations, but the tokenizer has no chat template",
+                hint="Use the tokenizer of an instruction-tuned model (model.tokenizer), or give a "
+                "Jinja file in data.chat_template_path.",
+            )
+        self.template: str = chosen
+        self.marks_generation = _GENERATION.search(chosen) is not None
+
+    @property
+    def uses_date(self) -> bool:
+        """Whether the template writes the current date, so that other days give other tokens."""
+        return "strftime_now" in self.template
+
+    def ids(
+        self, messages: list[Message], where: str, *, generation_prompt: bool = False, **extra: Any
+    ) -> list[int]:
+        """Token ids of a conversation, as `apply_chat_template(tokenize=True)` gives them."""
+        text = self._render(messages, where, generation_prompt, extra)
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def ids_and_mask(
+        self, messages: list[Message], where: str, **extra: Any
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation and, for each, whether the assistant wrote it."""
+        if not self.tokenizer.is_fast:
+            raise DataError(
+                "the assistant's tokens cannot be found with a tokenizer written in Python",
+                hint="Take one with tokenizer.json, or set data.assistant_only_loss to false.",
+            )
+        if not any(message["role"] == "assistant" for message in messages):
+            raise DataError(
+                f"{where}: the conversation has no assistant message, so there is nothing to learn",
+                hint="Remove it, or set data.assistant_only_loss to false.",
+            )
+        if self.marks_generation:
+            ids, mask = self._marked(messages, where, extra)
+        else:
+            ids, mask = self._derived(messages, where, extra)
+        if not any(mask):
+            raise DataError(
+                f"{where}: the chat template marks no token of the assistant", hint=_NO_MASK_HINT
+            )
+        return ids, mask
+
+    def _marked(
+        self, messages: list[Message], where: str, extra: dict[str, Any]
+    ) -> tuple[list[int], list[bool]]:
+        encoding = self._apply(
+            messages,
+            where,
+            extra,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return encoding["input_ids"], [bool(bit) for bit in encoding["assistant_masks"]]
+
+    def _derived(
+        self, messages: list[Message], where: str, extra: dict[str, Any]
+    ) -> tuple[list[int], list[bool]]:
+        text = self._render(messages, where, False, extra)
+        spans = [
+            self._turn(messages, index, text, where, extra)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        mask = [False] * len(encoding["input_ids"])
+        for start, end in spans:
+            # The same rule as return_assistant_tokens_mask: a token that the span touches counts.
+            first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+            if first is not None:
+                stop = len(mask) if last is None else last + 1
+                mask[first:stop] = [True] * (stop - first)
+        return encoding["input_ids"], mask
+
+    def _turn(
+        self, messages: list[Message], index: int, text: str, where: str, extra: dict[str, Any]
+    ) -> tuple[int, int]:
+        """Characters [start, end) of `text` that the assistant wrote in message `index`."""
+        before = self._render(messages[:index], where, True, extra) if index else ""
+        until = self._render(messages[: index + 1], where, False, extra)
+        if not text.startswith(until):
+            # Some templates close every rendering with the end-of-sequence token.
+            until = until.removesuffix(self.tokenizer.eos_token or "")
+        if not (text.startswith(until) and until.startswith(before) and len(before) < len(until)):
+            raise DataError(
+                f"{where}: the chat template has no {{% generation %}} marks, and it renders this "
+                "conversation's beginning differently when more follows, so the assistant's tokens "
+                "cannot be told apart",
+                hint=_NO_MASK_HINT,
+            )
+        return len(before), len(until)
+
+    def _render(
+        self, messages: list[Message], where: str, generation_prompt: bool, extra: dict[str, Any]
+    ) -> str:
+        return self._apply(
+            messages, where, extra, tokenize=False, add_generation_prompt=generation_prompt
+        )
+
+    def _apply(
+        self, messages: list[Message], where: str, extra: dict[str, Any], **options: Any
+    ) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.template,
+                **{**self.template_kwargs, **extra},
+                **options,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{where}: the chat template refused the conversation: {error}",
+                hint="Roles here: " + ", ".join(message["role"] for message in messages) + ".",
+            ) from error
+
+
+def check_messages(value: Any, where: str, field: str) -> list[Message]:
+    """The messages of one field, checked, with null keys removed.
+
+    Removing them makes rows of Parquet, where every message has every key, equal to rows of JSON;
+    newer versions of transformers do the same before they render.
+    """
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else json_type(value)
+        raise DataError(
+            f"{where}: {field} must be a list of messages, found {found}",
+            hint='A message is {"role": "user", "content": "..."}.',
+        )
+    return [_message(item, f"{where}: {field}[{index}]") for index, item in enumerate(value)]
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise DataError(f"{where} must be an object, found {json_type(item)}")
+    message = {key: value for key, value in item.items() if value is not None}
+    if "role" not in message and "from" in message:
+        role = message.pop("from")
+        message["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
+        if "value" in message:
+            message["content"] = message.pop("value")
+    if not isinstance(message.get("role"), str):
+        raise DataError(
+            f"{where} has no role; its fields are {', '.join(item) or 'none'}",
+            hint='A message is {"role": "user", "content": "..."}.',
+        )
+    content = message.get("content")
+    if content is None and "tool_calls" not in message:
+        raise DataError(f"{where} has no content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise DataError(f"{where} has content that is not text; only text can be trained on")
+    elif content is not None and not isinstance(content, str):
+        raise DataError(f"{where}: content must be a string, found {json_type(content)}")
+    return message
+
+
+def template_arguments(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """What an example passes to the template: `tools` (a list, or it as JSON text) and
+    `chat_template_kwargs`."""
+    arguments = dict(fields.get("chat_template_kwargs") or {})
+    tools = fields.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: the field tools is not JSON ({error.msg})") from error
+    if tools:
+        arguments["tools"] = tools
+    return arguments

@@ -1,0 +1,70 @@
+"""Tokenised examples in compact form: 5 bytes per token instead of a Python list of ints."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Token ids of all examples end to end.
+
+    ids: int32 [tokens]; trained: bool [tokens], whether the token is a label;
+    offsets: int64 [examples + 1], example i is ids[offsets[i]:offsets[i + 1]].
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and labels (-100 where the loss ignores the token), both int64."""
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        ids = self.ids[span].astype(np.int64)
+        return ids, np.where(self.trained[span], ids, IGNORE_INDEX)
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest example."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+    def fingerprint(self) -> str:
+        """sha256, in hex, of token ids, labels and the bounds of the examples."""
+        digest = hashlib.sha256(b"examples 1")
+        digest.update(self.offsets.astype("<i8").tobytes())
+        digest.update(self.ids.astype("<i4").tobytes())
+        digest.update(np.packbits(self.trained).tobytes())
+        return digest.hexdigest()
+
+
+class ExamplesBuilder:
+    """Collects examples one by one in growing arrays, not in Python lists."""
+
+    def __init__(self) -> None:
+        self._ids = array("i")
+        self._trained = bytearray()
+        self._ends = array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def add(self, ids: list[int], trained: list[bool]) -> None:
+        self._ids.extend(ids)
+        self._trained.extend(trained)
+        self._ends.append(len(self._ids))
+
+    def build(self) -> Examples:
+        return Examples(
+            ids=np.array(self._ids, dtype=np.int32),
+            trained=np.array(self._trained, dtype=np.bool_),
+            offsets=np.array(self._ends, dtype=np.int64),
+        )

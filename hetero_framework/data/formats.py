@@ -1,0 +1,246 @@
+"""The formats that TRL users know, turned into token ids and a mask of trained tokens.
+
+Formats and what the loss covers:
+
+    text               {"text": ...}                            every token
+    prompt_completion  {"prompt": ..., "completion": ...}       the completion
+    messages           {"messages": [{"role", "content"}, ..]}  the assistant's turns
+    alpaca             {"instruction", "input", "output"}       the output
+
+Token ids and labels equal those of TRL's SFTTrainer (1.16): the end-of-sequence token is appended
+unless it is there, prompts are tokenised together with their completions, and what is longer than
+`max_length` loses its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hetero_framework.data.chat import ChatRenderer, check_messages, template_arguments
+from hetero_framework.data.sources import Record, json_type
+from hetero_framework.errors import DataError
+
+# The prompts of tatsu-lab/stanford_alpaca, train.py; the output follows without a space.
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
+
+FORMATS = ("prompt_completion", "messages", "alpaca", "text")
+_FORMATS_HINT = (
+    "Formats: text; prompt and completion; messages; instruction, input and output. "
+    "Rename the fields, or set data.dataset_text_field for plain text under another name."
+)
+
+Tokens = tuple[list[int], list[bool]]
+
+
+@dataclass
+class Options:
+    """What the configuration says about the format; the names are TRL's.
+
+    `None` for the two losses means TRL's and the format's own choice: only the completion of a
+    prompt with a completion, only the assistant's turns of messages.
+    """
+
+    text_field: str = "text"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_eos: bool = True
+
+
+def detect_format(fields: dict[str, Any], where: str, text_field: str = "text") -> str:
+    """The format of an example by the names of its fields; DataError when none fits."""
+    if "prompt" in fields and "completion" in fields:
+        return "prompt_completion"
+    if "messages" in fields or "conversations" in fields:
+        return "messages"
+    if "instruction" in fields and "output" in fields:
+        return "alpaca"
+    if text_field in fields:
+        return "text"
+    raise DataError(
+        f"{where}: the format cannot be told from the fields {', '.join(fields) or '(none)'}",
+        hint=_FORMATS_HINT,
+    )
+
+
+class Formatter:
+    """Tokenises examples of one format.
+
+    Example:
+        >>> formatter = Formatter("text", tokenizer)                          # doctest: +SKIP
+        >>> formatter([Record("a.jsonl:1", {"text": "Hello"})])               # doctest: +SKIP
+        [([15496, 50256], [True, True])]
+    """
+
+    def __init__(
+        self, name: str, tokenizer: PreTrainedTokenizerBase, options: Options | None = None
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.options = options or Options()
+        self.changed_prompts = 0
+        self._chat: ChatRenderer | None = None
+        if self.options.completion_only_loss and name in ("text", "messages"):
+            raise DataError(
+                f"data.completion_only_loss is true, but the data have the format {name}",
+                hint="It needs prompt and completion; leave it out otherwise.",
+            )
+        if self.options.assistant_only_loss and name in ("text", "alpaca"):
+            raise DataError(
+                f"data.assistant_only_loss is true, but the data have the format {name}",
+                hint="It needs conversations; leave it out otherwise.",
+            )
+
+    @property
+    def chat(self) -> ChatRenderer:
+        if self._chat is None:
+            self._chat = ChatRenderer(
+                self.tokenizer, self.options.chat_template, self.options.chat_template_kwargs
+            )
+        return self._chat
+
+    @property
+    def renderer(self) -> ChatRenderer | None:
+        """The chat renderer, if any example needed it."""
+        return self._chat
+
+    def __call__(self, records: list[Record]) -> list[Tokens]:
+        """Token ids and trained-token mask of each record, not yet truncated."""
+        return _FORMATS[self.name](self, records)
+
+    def _text(self, records: list[Record]) -> list[Tokens]:
+        field = self.options.text_field
+        texts = [self._with_eos(string_field(record, field)) for record in records]
+        return [(ids, [True] * len(ids)) for ids in self._tokenize(texts)]
+
+    def _alpaca(self, records: list[Record]) -> list[Tokens]:
+        return self._pairs(
+            [(alpaca_prompt(record), string_field(record, "output")) for record in records]
+        )
+
+    def _prompt_completion(self, records: list[Record]) -> list[Tokens]:
+        if isinstance(_field(records[0], "prompt"), list):
+            return [self._conversational_pair(record) for record in records]
+        return self._pairs(
+            [
+                (string_field(record, "prompt"), string_field(record, "completion"))
+                for record in records
+            ]
+        )
+
+    def _pairs(self, pairs: list[tuple[str, str]]) -> list[Tokens]:
+        if self.options.assistant_only_loss:
+            raise DataError(
+                "data.assistant_only_loss is true, but prompt and completion are plain strings",
+                hint="It needs conversations; leave it out otherwise.",
+            )
+        prompts = self._tokenize([prompt for prompt, _ in pairs])
+        wholes = self._tokenize([prompt + self._with_eos(answer) for prompt, answer in pairs])
+        return [
+            (whole, self._completion_mask(prompt, whole))
+            for prompt, whole in zip(prompts, wholes, strict=True)
+        ]
+
+    def _conversational_pair(self, record: Record) -> Tokens:
+        where = record.where
+        prompt = check_messages(_field(record, "prompt"), where, "prompt")
+        completion = check_messages(_field(record, "completion"), where, "completion")
+        extra = template_arguments(record.fields, where)
+        prompt_ids = self.chat.ids(prompt, where, generation_prompt=True, **extra)
+        if self.options.assistant_only_loss:
+            ids, assistant = self.chat.ids_and_mask(prompt + completion, where, **extra)
+        else:
+            ids = self.chat.ids(prompt + completion, where, **extra)
+            assistant = [True] * len(ids)
+        mask = self._completion_mask(prompt_ids, ids)
+        return ids, [a and b for a, b in zip(mask, assistant, strict=True)]
+
+    def _messages(self, records: list[Record]) -> list[Tokens]:
+        return [self._conversation(record) for record in records]
+
+    def _conversation(self, record: Record) -> Tokens:
+        field = "messages" if "messages" in record.fields else "conversations"
+        messages = check_messages(_field(record, field), record.where, field)
+        extra = template_arguments(record.fields, record.where)
+        if self.options.assistant_only_loss is False:
+            ids = self.chat.ids(messages, record.where, **extra)
+            return ids, [True] * len(ids)
+        return self.chat.ids_and_mask(messages, record.where, **extra)
+
+    def _completion_mask(self, prompt: list[int], whole: list[int]) -> list[bool]:
+        """The completion begins where prompt and prompt + completion part, as in TRL."""
+        pairs = zip(prompt, whole, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.changed_prompts += same < len(prompt)
+        if self.options.completion_only_loss is False:
+            return [True] * len(whole)
+        return [False] * same + [True] * (len(whole) - same)
+
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, verbose=False)["input_ids"]
+
+    def _with_eos(self, text: str) -> str:
+        if not self.options.add_eos:
+            return text
+        eos = self.tokenizer.eos_token
+        if not eos:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so an example would have no end",
+                hint="Set data.eos_token to one of its tokens, or data.add_eos to false.",
+            )
+        return text if text.endswith(eos) else text + eos
+
+
+_FORMATS: dict[str, Callable[[Formatter, list[Record]], list[Tokens]]] = {
+    "text": Formatter._text,
+    "prompt_completion": Formatter._prompt_completion,
+    "messages": Formatter._messages,
+    "alpaca": Formatter._alpaca,
+}
+
+
+def alpaca_prompt(record: Record) -> str:
+    """Stanford's prompt for one example; an empty or absent input takes the shorter one."""
+    instruction = string_field(record, "instruction")
+    if record.fields.get("input") in (None, ""):
+        return ALPACA_WITHOUT_INPUT.format(instruction=instruction)
+    return ALPACA_WITH_INPUT.format(instruction=instruction, input=string_field(record, "input"))
+
+
+def string_field(record: Record, name: str) -> str:
+    """The text under `name`; DataError when it is absent, not a string or not valid Unicode."""
+    value = _field(record, name)
+    if not isinstance(value, str):
+        raise DataError(
+            f"{record.where}: the field {name} must be a string, found {json_type(value)}"
+        )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{record.where}: the field {name} holds half of a surrogate pair at character "
+            f"{error.start + 1}, which is not text"
+        ) from error
+    return value
+
+
+def _field(record: Record, name: str) -> Any:
+    if name not in record.fields:
+        seen = ", ".join(record.fields) or "none"
+        raise DataError(f"{record.where}: no field {name}; its fields are {seen}")
+    return record.fields[name]

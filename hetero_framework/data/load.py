@@ -1,0 +1,268 @@
+"""From the configuration to `TrainData`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hetero_framework.config import Config, DataConfig, TrainingConfig
+from hetero_framework.data.batches import MicroBatch, StepOrder, collate, num_items
+from hetero_framework.data.examples import Examples, ExamplesBuilder
+from hetero_framework.data.formats import Formatter, Options, detect_format
+from hetero_framework.data.sources import Record, Source, batched, find_sources, read_records
+from hetero_framework.data.tokenizer import choose_pad_token
+from hetero_framework.errors import DataError
+
+_CHUNK = 1000  # records tokenised in one call
+
+
+@dataclass
+class TrainData:
+    """Tokenised data and the order in which a run sees them.
+
+    `report` has the lines to show to the user: formats, counts of what was cut or left out, the
+    padding token, warnings.
+    """
+
+    examples: Examples
+    eval_examples: Examples | None
+    order: StepOrder
+    pad_token_id: int
+    eval_batch_size: int
+    pad_to_multiple_of: int | None
+    fingerprint: str
+    report: list[str]
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.examples)
+
+    @property
+    def num_eval_examples(self) -> int:
+        return len(self.eval_examples) if self.eval_examples is not None else 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        return self.order.total_steps
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest example, evaluation included."""
+        eval_longest = self.eval_examples.longest if self.eval_examples is not None else 0
+        return max(self.examples.longest, eval_longest)
+
+    def epoch_of(self, step: int) -> float:
+        """The epoch, as the Trainer logs it, once `step` (from 0) is done."""
+        return self.order.epoch_of(step)
+
+    def step_batches(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of `step` (from 0): a pure function of it."""
+        return [self._collate(self.examples, rows) for rows in self.order.step_indices(step)]
+
+    def num_items(self, batches: list[MicroBatch]) -> int:
+        """Tokens that the loss of these micro-batches is divided by; at least one."""
+        return num_items(batches)
+
+    def eval_batches(self) -> Iterator[MicroBatch]:
+        """All evaluation examples in order; the last micro-batch may be smaller.
+
+        For a loss per token add the micro-batches' loss sums and divide by their `num_items`.
+        """
+        if self.eval_examples is None:
+            return
+        for start in range(0, len(self.eval_examples), self.eval_batch_size):
+            stop = min(start + self.eval_batch_size, len(self.eval_examples))
+            yield self._collate(self.eval_examples, np.arange(start, stop))
+
+    def _collate(self, examples: Examples, rows: np.ndarray) -> MicroBatch:
+        return collate(examples, rows, self.pad_token_id, self.pad_to_multiple_of)
+
+
+def load_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int | None = None
+) -> TrainData:
+    """Read, tokenise and check `data.train` and `data.eval`.
+
+    `vocab_size` is the number of the model's embeddings; with it, token ids beyond are refused.
+    Raises DataError, which names file and line, for whatever cannot be trained on.
+    """
+    data, training = config.data, config.training
+    if data is None:
+        raise DataError("the configuration has no data", hint='Add "data": {"train": "..."}.')
+    report: list[str] = []
+    options = _options(data, config)
+    reader = _Reader(data, config.base_dir, options, tokenizer, vocab_size, report)
+    train = reader.read("train", data.train, data.train_split)
+    evaluation = None
+    if data.eval is not None:
+        evaluation = reader.read("eval", data.eval, data.eval_split)
+        if train.fingerprint() == evaluation.fingerprint():
+            report.append("warning: the evaluation data are the training data")
+    pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
+    report.append(sentence)
+    return TrainData(
+        examples=train,
+        eval_examples=evaluation,
+        order=step_order(len(train), training),
+        pad_token_id=pad_token_id,
+        eval_batch_size=training.per_device_eval_batch_size,
+        pad_to_multiple_of=data.pad_to_multiple_of,
+        fingerprint=train.fingerprint(),
+        report=report,
+    )
+
+
+def step_order(num_examples: int, training: TrainingConfig) -> StepOrder:
+    """The order that the training section asks for."""
+    return StepOrder(
+        num_examples=num_examples,
+        batch_size=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        epochs=training.num_train_epochs,
+        max_steps=training.max_steps,
+        seed=training.seed if training.data_seed is None else training.data_seed,
+        shuffle=training.train_sampling_strategy == "random",
+        drop_last=training.dataloader_drop_last,
+    )
+
+
+def _options(data: DataConfig, config: Config) -> Options:
+    template = None
+    if data.chat_template_path is not None:
+        path = config.path(data.chat_template_path)
+        try:
+            template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.chat_template_path: cannot read {path}: {error}") from error
+    return Options(
+        text_field=data.dataset_text_field,
+        completion_only_loss=data.completion_only_loss,
+        assistant_only_loss=data.assistant_only_loss,
+        chat_template=template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        add_eos=data.add_eos,
+    )
+
+
+@dataclass
+class _Reader:
+    """Reads one set of examples after another with the same options."""
+
+    data: DataConfig
+    base_dir: Path
+    options: Options
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int | None
+    report: list[str]
+
+    def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples:
+        sources = find_sources(spec, self.base_dir)
+        records = chain.from_iterable(self._records(source, split) for source in sources)
+        first = next(records)
+        formatter = self._formatter(first)
+        counts = _Counts()
+        examples = self._tokenise(name, chain([first], records), formatter, counts)
+        origin = ", ".join(source.name for source in sources[:3])
+        if len(sources) > 3:
+            origin += f" and {len(sources) - 3} more"
+        self.report.append(
+            f"{name}: {len(examples):,} examples, {len(examples.ids):,} tokens from {origin}"
+        )
+        self.report.append(f"{name}: format {formatter.name} (fields {', '.join(first.fields)})")
+        self.report.extend(f"{name}: {line}" for line in self._remarks(counts, formatter))
+        return examples
+
+    def _records(self, source: Source, split: str) -> Iterator[Record]:
+        empty = True
+        for record in read_records(source, split=split, dataset_config=self.data.dataset_config):
+            empty = False
+            yield record
+        if empty:
+            raise DataError(f"{source.name} holds no example")
+
+    def _formatter(self, first: Record) -> Formatter:
+        name: str = self.data.format
+        if name == "auto":
+            name = detect_format(first.fields, first.where, self.options.text_field)
+        return Formatter(name, self.tokenizer, self.options)
+
+    def _tokenise(
+        self, name: str, records: Iterator[Record], formatter: Formatter, counts: _Counts
+    ) -> Examples:
+        builder = ExamplesBuilder()
+        for batch in batched(records, _CHUNK):
+            for record, (ids, trained) in zip(batch, formatter(batch), strict=True):
+                counts.read += 1
+                self._check_ids(ids, record)
+                if self.data.max_length is not None and len(ids) > self.data.max_length:
+                    counts.cut += 1
+                    ids, trained = self._cut(ids), self._cut(trained)
+                # The first token is never predicted, so its label alone teaches nothing.
+                if any(trained[1:]):
+                    builder.add(ids, trained)
+                else:
+                    counts.dropped += 1
+        if not len(builder):
+            hint = "An example needs two tokens, and a trained one among the later."
+            if counts.cut:
+                hint = f"data.max_length={self.data.max_length} cuts off all of it; raise it."
+            raise DataError(
+                f"data.{name}: none of the {counts.read:,} examples has a token to learn from",
+                hint=hint,
+            )
+        return builder.build()
+
+    def _cut(self, values: list) -> list:
+        if self.data.truncation_mode == "keep_end":
+            return values[-self.data.max_length :]  # type: ignore[operator]
+        return values[: self.data.max_length]
+
+    def _check_ids(self, ids: list[int], record: Record) -> None:
+        if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(max(ids))
+            raise DataError(
+                f"{record.where}: token {token!r} has the id {max(ids)}, but the model has only "
+                f"{self.vocab_size} embeddings",
+                hint="Tokenizer and model do not belong together; check model.tokenizer.",
+            )
+
+    def _remarks(self, counts: _Counts, formatter: Formatter) -> Iterator[str]:
+        if counts.cut:
+            yield (
+                f"{counts.cut:,} of {counts.read:,} examples were longer than "
+                f"max_length={self.data.max_length} and were cut"
+            )
+        if counts.dropped:
+            yield (
+                f"{counts.dropped:,} of {counts.read:,} examples have no token to learn from "
+                "(empty, or only a prompt within max_length) and were left out"
+            )
+        if formatter.changed_prompts:
+            yield (
+                f"warning: {formatter.changed_prompts:,} prompts are tokenised differently when "
+                "the completion follows; the completion begins where they part. End prompts at a "
+                "word boundary"
+            )
+        if formatter.renderer is not None and formatter.renderer.uses_date:
+            yield (
+                "warning: the chat template writes today's date; to resume on another day fix it, "
+                'for Llama 3 with data.chat_template_kwargs {"date_string": "26 Jul 2024"}'
+            )
+
+
+@dataclass
+class _Counts:
+    """Examples read, cut to max_length, left out."""
+
+    read: int = 0
+    cut: int = 0
+    dropped: int = 0

@@ -1,0 +1,109 @@
+"""The tokenizer that belongs to a run. Code that comes with a tokenizer is never run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from hetero_framework.config import Config
+from hetero_framework.errors import DataError
+
+_HINT = "Set model.tokenizer to a folder or hub name that has one."
+_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, else of `model.name_or_path`.
+
+    `data.eos_token` and `data.pad_token` replace the tokenizer's own. Raises DataError when there
+    is none, when it needs code of its own, or when a token that was asked for is not in it.
+    """
+    tokenizer = _load(*_where(config))
+    if config.data is not None:
+        for role, token in (("eos", config.data.eos_token), ("pad", config.data.pad_token)):
+            if token is None:
+                continue
+            if token not in tokenizer.get_vocab():
+                raise DataError(f"data.{role}_token: the tokenizer has no token {token!r}")
+            setattr(tokenizer, f"{role}_token", token)
+    return tokenizer
+
+
+def _where(config: Config) -> tuple[str, str | None]:
+    """Folder or hub name, and the revision on the hub."""
+    model = config.model
+    if model is None:
+        raise DataError("the configuration has no model, so there is no tokenizer", hint=_HINT)
+    name = model.tokenizer or model.name_or_path
+    if name is None:
+        raise DataError(
+            "model.from_config gives weights but no tokenizer",
+            hint=_HINT,
+        )
+    folder = config.path(name)
+    if folder.is_dir():
+        _check_folder(folder)
+        return str(folder), None
+    if folder.exists():
+        raise DataError(f"{name} is a file; a tokenizer is a folder", hint=_HINT)
+    return name, None if model.tokenizer else model.revision
+
+
+def _check_folder(folder: Path) -> None:
+    """Say clearly what transformers would report in passing or not at all."""
+    files = [path for pattern in _FILES for path in sorted(folder.glob(pattern))]
+    if not files:
+        raise DataError(f"{folder} holds no tokenizer files", hint=_HINT)
+    for path in files:
+        if path.suffix != ".json":
+            continue
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not readable JSON: {error}", hint=_HINT) from error
+
+
+def _load(name: str, revision: str | None) -> PreTrainedTokenizerBase:
+    try:
+        settings = get_tokenizer_config(name, revision=revision)
+        if "auto_map" in settings:
+            raise DataError(
+                f"the tokenizer of {name} is code of its own (auto_map), which is never run here",
+                hint="Convert it to a tokenizer.json, or set model.tokenizer to one that has it.",
+            )
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise DataError(f"cannot load a tokenizer from {name}: {error}", hint=_HINT) from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise DataError(f"the tokenizer of {name} has no vocabulary", hint=_HINT)
+    return tokenizer
+
+
+def choose_pad_token(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
+) -> tuple[int, str]:
+    """Id of the token to pad with, and a sentence about it.
+
+    The tokenizer's own; without one its end-of-sequence token, as in TRL, else its unknown token. A
+    token that the model has no embedding for (a pad token added to the tokenizer alone) is passed
+    over. Padding is masked and has no label, so the choice does not change the result.
+    """
+    passed = []
+    for role in ("pad", "eos", "unk"):
+        token = getattr(tokenizer, f"{role}_token")
+        if token is None:
+            passed.append(f"no {role} token")
+            continue
+        index = tokenizer.get_vocab()[token]
+        if vocab_size is not None and index >= vocab_size:
+            passed.append(f"its {role} token {token} is beyond the model's vocabulary")
+            continue
+        reason = f" (the tokenizer: {', '.join(passed)})" if passed else ""
+        return index, f"padding token: {token}{reason}"
+    raise DataError(
+        f"no token to pad with: the tokenizer: {', '.join(passed)}",
+        hint="Set data.pad_token to one of its tokens.",
+    )
