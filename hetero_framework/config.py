@@ -312,13 +312,16 @@ class DataConfig(Section):
         default=None,
         description="Loss on the completion only. null: yes for prompt/completion and Alpaca data.",
     )
-    assistant_only_loss: bool = Field(
-        default=True,
-        description="Messages: loss on the assistant's turns only, by the chat template's"
-        " generation mask. (TRL's default is false.)",
+    assistant_only_loss: bool | None = Field(
+        default=None,
+        description="Conversations: loss on the assistant's turns only. null: yes for messages"
+        " (TRL's default is false), no for prompt/completion, where the completion decides.",
     )
     chat_template_path: str | None = Field(
         default=None, description="File with a Jinja chat template that replaces the tokenizer's."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables for the chat template, for example enable_thinking."
     )
     eos_token: str | None = Field(
         default=None, description="End-of-sequence token. null: the tokenizer's."
