@@ -1,0 +1,76 @@
+"""Receive buffers that are used again.
+
+Fresh memory costs a page fault per 4 KiB on first touch, which for activations is dearer than the
+receiving itself; pinned memory costs far more. Frames of a run have few different sizes, so a
+small pool serves nearly all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+DEFAULT_POOL_BYTES = 256 * 1024 * 1024
+_SMALLEST = 4096
+
+
+def size_class(nbytes: int) -> int:
+    """`nbytes` rounded up to an eighth of its power of two: at most 1/8 of a buffer is unused,
+    and sequence lengths that differ a little share buffers."""
+    if nbytes <= _SMALLEST:
+        return _SMALLEST
+    step = 1 << max(0, (nbytes - 1).bit_length() - 4)
+    return -(-nbytes // step) * step
+
+
+def allocate_bytes(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+class BufferPool:
+    """Free buffers by size class, at most `max_bytes` of them together.
+
+    `allocate(nbytes)` makes a new one. A buffer that is taken and never given back is simply
+    freed when its last user forgets it; the pool holds free buffers only. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], memoryview] | None = None,
+        max_bytes: int = DEFAULT_POOL_BYTES,
+    ) -> None:
+        self._allocate = allocate or allocate_bytes
+        self._max_bytes = max_bytes
+        self._free: dict[int, list[memoryview]] = {}
+        self._free_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def free_bytes(self) -> int:
+        return self._free_bytes
+
+    def take(self, nbytes: int) -> tuple[memoryview, Callable[[], None]]:
+        """A writable view of exactly `nbytes` and the function that gives it back, to be called
+        at most once."""
+        size = size_class(nbytes)
+        with self._lock:
+            buffers = self._free.get(size)
+            buffer = buffers.pop() if buffers else None
+            if buffer is not None:
+                self._free_bytes -= size
+        if buffer is None:
+            buffer = self._allocate(size)
+        whole = buffer
+        return whole[:nbytes], lambda: self._give_back(size, whole)
+
+    def _give_back(self, size: int, buffer: memoryview) -> None:
+        with self._lock:
+            if self._free_bytes + size > self._max_bytes:
+                return
+            self._free.setdefault(size, []).append(buffer)
+            self._free_bytes += size
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
+            self._free_bytes = 0

@@ -1,0 +1,114 @@
+"""Which addresses and names this machine has, and whether a port is free.
+
+Only interfaces and the machine's own names are looked at, so nothing here needs a route to the
+internet or a name server.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import ipaddress
+import socket
+import sys
+
+import psutil
+
+_LOOPBACK_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost"}
+
+
+def local_addresses() -> list[str]:
+    """IPv4 and IPv6 addresses of all interfaces of this machine, loopback included, without
+    zones ("fe80::1", not "fe80::1%eth0")."""
+    found: dict[str, None] = {"127.0.0.1": None}
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                found[address.address.split("%")[0]] = None
+    return list(found)
+
+
+def local_hostnames() -> list[str]:
+    """Names of this machine in lower case: as the system calls it, with and without domain."""
+    name = socket.gethostname().lower()
+    return list(dict.fromkeys([name, name.split(".")[0], f"{name.split('.')[0]}.local"]))
+
+
+def is_local_address(host: str) -> bool:
+    """Whether `host`, an address or a name, is this machine.
+
+    A name counts when it is the machine's own or resolves to one of its addresses.
+    """
+    address = _parsed(host)
+    if address is not None:
+        if address.is_loopback or address.is_unspecified:
+            return True
+        return any(address == _parsed(own) for own in local_addresses())
+    if is_local_hostname(host):
+        return True
+    return any(is_local_address(found) for found in _resolve(host))
+
+
+def is_local_hostname(name: str) -> bool:
+    """Whether `name` is one of this machine's own names (case and ".local" do not matter)."""
+    name = name.lower().rstrip(".")
+    return name in _LOOPBACK_NAMES or name in local_hostnames()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be reached from this machine."""
+    address = _parsed(host)
+    return address.is_loopback if address is not None else host.lower() in _LOOPBACK_NAMES
+
+
+def primary_address() -> str:
+    """The address of this machine to give to others: the first private or public one of an
+    interface that is up, else loopback."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        for entry in addresses:
+            address = _parsed(entry.address) if entry.family == socket.AF_INET else None
+            if name in up and address and not (address.is_loopback or address.is_link_local):
+                return str(address)
+    return "127.0.0.1"
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a program on this machine could listen on host:port now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        if sys.platform != "win32":  # there SO_REUSEADDR would let two programs have the port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            sock.listen(1)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
+                return False
+            raise
+    return True
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that is free now. Another program may take it before it is used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.bind((host, 0))
+        port: int = sock.getsockname()[1]
+    return port
+
+
+def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.split("%")[0])
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve(name: str) -> tuple[str, ...]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:  # unknown here: then it is not this machine
+        return ()
+    return tuple(str(entry[4][0]) for entry in found)

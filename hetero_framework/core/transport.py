@@ -1,0 +1,609 @@
+"""Sockets: connecting, listening, and `Link`, which moves messages over one connection.
+
+A link has one reader thread and one writer thread, so that both directions move while the
+process computes. It knows frames but not what messages mean, except HEARTBEAT, which it sends
+when it has been silent and swallows when it comes. A link that failed in the middle of a frame is
+dead: it is closed and its owner hears the reason once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetero_framework.core.buffers import BufferPool
+from hetero_framework.core.protocol import (
+    DEFAULT_MAX_FRAME_BYTES,
+    PREFIX_BYTES,
+    Message,
+    MessageType,
+    check_start,
+    encode,
+    parse_header,
+    parse_prefix,
+)
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+
+DEFAULT_QUEUE_BYTES = 256 * 1024 * 1024
+
+_TICK_S = 0.5
+"""How long a thread sleeps in a socket call before it looks at its deadlines again."""
+_MAX_CALL_BYTES = 1 << 28
+"""Most bytes given to one system call; macOS refuses 2 GiB and more."""
+_COALESCE_BYTES = 64 * 1024
+"""Where there is no sendmsg, buffers up to this size are joined into one."""
+
+
+def _max_buffers() -> int:
+    """How many buffers one sendmsg takes (IOV_MAX)."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        return max(16, min(1024, os.sysconf("SC_IOV_MAX")))
+    return 16
+
+
+_IOV_MAX = _max_buffers()
+_HAS_SENDMSG = hasattr(socket.socket, "sendmsg")
+
+Buffer = bytes | memoryview
+
+
+# --------------------------------------------------------------------------- connect and listen
+
+
+def connect(
+    host: str,
+    port: int,
+    timeout_s: float,
+    on_retry: Callable[[int, float, str], None] | None = None,
+    *,
+    who: str = "the peer",
+    stop: threading.Event | None = None,
+) -> socket.socket:
+    """A connection to host:port, tried with growing pauses for `timeout_s` seconds.
+
+    `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
+    repeated. `stop`, when set by another thread, ends the waiting. Raises NetworkError that says
+    who could not be reached, where, for how long it was tried and what to check.
+    """
+    started = time.monotonic()
+    attempt = 0
+    while True:
+        attempt += 1
+        elapsed = time.monotonic() - started
+        try:
+            return _connect_once(host, port, min(10.0, max(0.1, timeout_s - elapsed)))
+        except OSError as error:
+            reason, advice = _explain_connect(error, host, port)
+        elapsed = time.monotonic() - started
+        pause = min(5.0, 0.1 * 1.6 ** min(attempt, 20)) * random.uniform(0.5, 1.0)
+        if elapsed + pause >= timeout_s or (stop is not None and stop.is_set()):
+            raise NetworkError(
+                f"cannot reach {who} at {host}:{port}: {reason} "
+                f"(tried {attempt} times in {elapsed:.1f} s)",
+                hint=advice,
+            )
+        if on_retry is not None:
+            on_retry(attempt, elapsed, reason)
+        if stop is None:
+            time.sleep(pause)
+        else:
+            stop.wait(pause)
+
+
+def _connect_once(host: str, port: int, timeout_s: float) -> socket.socket:
+    sock = socket.create_connection((host, port), timeout=timeout_s)
+    if sock.getsockname() == sock.getpeername():
+        # On the loopback a free port in the ephemeral range can connect to itself.
+        sock.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
+    return sock
+
+
+def _explain_connect(error: OSError, host: str, port: int) -> tuple[str, str]:
+    """(what happened, what to check) for a failed connection attempt."""
+    if isinstance(error, socket.gaierror):
+        return (
+            f"the name {host!r} is not known here",
+            "check the spelling, or give the machine's IP address in the configuration",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            "the machine answers, but nothing listens on that port",
+            f"start the worker there and check that its port is {port}",
+        )
+    if isinstance(error, TimeoutError):
+        return (
+            "no answer",
+            f"check that the machine is on, that {host} is its address, and that its firewall "
+            f"lets TCP port {port} in",
+        )
+    if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EHOSTDOWN):
+        return (
+            "there is no route to that address",
+            f"check the network connection of this machine and that {host} is in a network that "
+            "it can reach",
+        )
+    return (error.strerror or str(error), f"check the address {host} and the port {port}")
+
+
+class Listener:
+    """A listening socket. `port` 0 takes a free one; `port` and `host` tell where it is.
+
+    Raises NetworkError when the address cannot be had, saying what to change.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._socket = socket.socket(family, kind, proto)
+        except OSError as error:
+            raise _explain_listen(error, host, port) from error
+        try:
+            _claim_address(self._socket)
+            self._socket.bind(address)
+            self._socket.listen(16)
+        except OSError as error:
+            self._socket.close()
+            raise _explain_listen(error, host, port) from error
+        self._socket.settimeout(_TICK_S)
+        self._closed = False
+        self.host = host
+        self.port: int = self._socket.getsockname()[1]
+
+    def accept(self, timeout_s: float | None = None) -> socket.socket:
+        """The next connection. Raises TimeoutError after `timeout_s` seconds, and NetworkError
+        when the listener was closed (also from another thread)."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                self._socket.settimeout(min(_TICK_S, max(0.001, left)))
+            try:
+                return self._socket.accept()[0]
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"nobody connected to {self.host}:{self.port} in {timeout_s:g} s"
+                    ) from None
+            except ConnectionAbortedError:
+                continue  # the peer gave up between connecting and being accepted
+            except OSError:
+                if not self._closed:
+                    raise
+        raise NetworkError(f"the listener on {self.host}:{self.port} is closed")
+
+    def close(self) -> None:
+        self._closed = True
+        self._socket.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _claim_address(sock: socket.socket) -> None:
+    """Allow a restart while old connections linger, but never two listeners on one port.
+
+    On Windows SO_REUSEADDR means that a second program may take the port over;
+    SO_EXCLUSIVEADDRUSE is what is wanted there, and lingering connections do not matter.
+    """
+    if sys.platform == "win32":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+    else:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _explain_listen(error: OSError, host: str, port: int) -> NetworkError:
+    where = f"cannot listen on {host}:{port}"
+    if error.errno == errno.EADDRINUSE or (sys.platform == "win32" and error.errno == 10013):
+        return NetworkError(
+            f"{where}: the port is in use",
+            hint=f"stop the program that uses port {port} (another worker?), or change this "
+            'entry\'s "port" in the configuration, on all machines',
+        )
+    if isinstance(error, socket.gaierror):
+        return NetworkError(
+            f"{where}: the name {host!r} is not known here",
+            hint='give an IP address of this machine in its entry\'s "ip"',
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return NetworkError(
+            f"{where}: this machine does not have the address {host}",
+            hint="change this entry's \"ip\" in the configuration to one of this machine's "
+            "addresses",
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return NetworkError(
+            f"{where}: not permitted",
+            hint='ports below 1024 need special rights; choose a higher "port"',
+        )
+    return NetworkError(f"{where}: {error.strerror or error}")
+
+
+# ------------------------------------------------------------------------------------------ link
+
+
+@dataclass
+class LinkStats:
+    """What a link has moved. Bytes count whole frames, heartbeats included; seconds are spent
+    writing (of the writer thread) and reading tensor bytes (of the reader thread)."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    frames_in: int = 0
+    frames_out: int = 0
+    write_s: float = 0.0
+    read_s: float = 0.0
+
+
+@dataclass
+class _Outgoing:
+    """One frame waiting to be written."""
+
+    buffers: Sequence[Buffer]
+    nbytes: int
+    done: Callable[[], None] | None
+
+
+class Link:
+    """Messages over one connected socket, which the link owns from now on.
+
+    `on_message(message)` is called in the reader thread for every message but HEARTBEAT; while it
+    runs nothing more is read, so it should hand the message on. A HeteroError that it raises
+    closes the link with that reason. `on_close(reason)` is called exactly once, in the reader
+    thread, as the last thing: None after `close`, else the error. No on_message follows it.
+
+    `heartbeat_s`: a heartbeat goes out after so much silence of ours. `liveness_s`: the link
+    fails after so much silence of the peer; any byte counts as life. `handshake_s`: the first
+    message must be complete so soon. `allocate(nbytes)` makes receive buffers (pinned memory);
+    `max_queue_bytes` bounds what waits to be written: `send` blocks above it.
+    `max_frame_bytes` may be set when the peers have agreed on another value.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        on_message: Callable[[Message], None],
+        on_close: Callable[[HeteroError | None], None],
+        *,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        heartbeat_s: float = 2.0,
+        liveness_s: float = 30.0,
+        handshake_s: float = 60.0,
+        allocate: Callable[[int], memoryview] | None = None,
+        max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
+    ) -> None:
+        self.name = name
+        self.max_frame_bytes = max_frame_bytes
+        self.stats = LinkStats()
+        self._socket = sock
+        self._on_message = on_message
+        self._on_close = on_close
+        self._heartbeat_s = heartbeat_s
+        self._liveness_s = liveness_s
+        self._handshake_deadline: float | None = time.monotonic() + handshake_s
+        self._handshake_s = handshake_s
+        self._max_queue_bytes = max_queue_bytes
+        self._pool = BufferPool(allocate)
+
+        # Guarded by _changed: the queue, and how far the link has come in its life.
+        self._changed = threading.Condition()
+        self._queue: deque[_Outgoing] = deque()
+        self._queued_bytes = 0
+        self._closing = False  # no more sends; the writer drains the queue
+        self._dead = False  # nothing more is read or written
+        self._reason: HeteroError | None = None
+        self._linger_until = 0.0
+
+        tick = min(_TICK_S, liveness_s / 4, handshake_s / 4)
+        _configure(sock, tick)
+        self._reader = threading.Thread(target=self._read, name=f"{name} reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"{name} writer", daemon=True)
+        self._writer.start()
+        self._reader.start()
+
+    # ---- for the owner
+
+    @property
+    def closed(self) -> bool:
+        """Whether the link takes no more messages."""
+        return self._closing or self._dead
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self._queued_bytes
+
+    def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
+
+        The tensors' memory is read later, by the writer: it must not change until `done` is
+        called (in the writer thread, after the last byte was handed to the system; also when the
+        link fails before that). Raises ProtocolError for a frame that is too large, and the
+        link's reason (PeerLostError) when it is closed.
+        """
+        buffers = encode(message, self.max_frame_bytes)
+        self._enqueue(_Outgoing(buffers, sum(map(len, buffers)), done))
+
+    def forward(self, message: Message) -> None:
+        """Queue a received message as the very bytes it came as, without decoding or copying;
+        it is released when they are written. Raises as `send` does."""
+        buffers = message.forward_buffers()
+        nbytes = sum(map(len, buffers))
+        if nbytes - PREFIX_BYTES + 4 > self.max_frame_bytes:
+            raise ProtocolError(
+                f"{message.type.name}: a frame of {nbytes} bytes is larger than the "
+                f"{self.max_frame_bytes} bytes agreed with {self.name}"
+            )
+        self._enqueue(_Outgoing(buffers, nbytes, message.release))
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """Write what is queued for at most `drain_s` seconds, then close; waits until both
+        threads are gone, unless it is called from one of them. Calling it again does nothing."""
+        deadline = time.monotonic() + drain_s
+        with self._changed:
+            if not self._closing:
+                self._closing = True
+                self._linger_until = deadline
+            self._changed.notify_all()
+        if threading.current_thread() in (self._reader, self._writer):
+            return
+        self._writer.join(max(0.0, deadline - time.monotonic()))
+        self._reader.join(max(0.0, deadline - time.monotonic()))
+        if self._reader.is_alive():
+            self._fail(None)
+            self._reader.join()
+        self._writer.join()
+
+    # ---- writer thread
+
+    def _enqueue(self, outgoing: _Outgoing) -> None:
+        with self._changed:
+            # A frame larger than the bound may pass alone.
+            self._changed.wait_for(
+                lambda: (
+                    self.closed
+                    or not self._queue
+                    or self._queued_bytes + outgoing.nbytes <= self._max_queue_bytes
+                )
+            )
+            if self.closed:
+                raise self._reason or PeerLostError(f"{self.name}: the link is closed")
+            self._queue.append(outgoing)
+            self._queued_bytes += outgoing.nbytes
+            self._changed.notify_all()
+
+    def _write(self) -> None:
+        heartbeat = encode(Message(MessageType.HEARTBEAT))
+        beat = _Outgoing(heartbeat, sum(map(len, heartbeat)), None)
+        try:
+            while True:
+                outgoing = self._next_outgoing(beat)
+                if outgoing is None:
+                    break
+                started = time.perf_counter()
+                complete = self._write_buffers(outgoing.buffers)
+                self.stats.write_s += time.perf_counter() - started
+                if outgoing is not beat:
+                    self._forget(outgoing)
+                if not complete:
+                    return
+                self.stats.bytes_out += outgoing.nbytes
+                self.stats.frames_out += 1
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self._fail(PeerLostError(f"{self.name}: connection lost while writing: {_said(error)}"))
+
+    def _next_outgoing(self, beat: _Outgoing) -> _Outgoing | None:
+        """The frame to write next: the queue's first, a heartbeat when there was none for
+        heartbeat_s, None when the link is closing and everything is written.
+
+        The frame stays at the head of the queue, so that its bytes count as queued, until
+        `_forget`.
+        """
+        with self._changed:
+            ready = self._changed.wait_for(
+                lambda: self._queue or self.closed, timeout=self._heartbeat_s
+            )
+            if self._dead:
+                return None
+            if self._queue:
+                return self._queue[0]
+            return None if ready else beat
+
+    def _forget(self, outgoing: _Outgoing) -> None:
+        with self._changed:
+            if not self._queue or self._queue[0] is not outgoing:
+                return  # the reader has emptied the queue of a dead link
+            self._queue.popleft()
+            self._queued_bytes -= outgoing.nbytes
+            self._changed.notify_all()
+        if outgoing.done is not None:
+            outgoing.done()
+
+    def _write_buffers(self, buffers: Sequence[Buffer]) -> bool:
+        """Write all of them; False when the link died meanwhile."""
+        pending = deque(memoryview(buffer) for buffer in _coalesced(buffers))
+        while pending:
+            if self._dead:
+                return False
+            try:
+                sent = _send_some(self._socket, pending)
+            except TimeoutError:
+                continue  # the peer does not read at present; the reader watches its life
+            while sent:
+                first = pending[0]
+                if sent < len(first):
+                    pending[0] = first[sent:]
+                    break
+                sent -= len(first)
+                pending.popleft()
+        return True
+
+    # ---- reader thread
+
+    def _read(self) -> None:
+        reason: HeteroError | None = HeteroError(f"{self.name}: the handler of a message failed")
+        try:
+            self._read_frames()
+            reason = None
+        except OSError as error:
+            reason = PeerLostError(f"{self.name}: connection lost: {_said(error)}")
+        except ProtocolError as error:
+            reason = ProtocolError(f"{self.name}: {error.message}", hint=error.hint)
+        except HeteroError as error:
+            reason = error
+        finally:
+            self._fail(reason)
+            self._writer.join()
+            self._socket.close()
+            self._pool.clear()
+            self._drop_queue()
+            self._on_close(self._reason)
+
+    def _read_frames(self) -> None:
+        prefix = memoryview(bytearray(PREFIX_BYTES))
+        while self._fill(prefix, at_start=True):
+            header_bytes, payload_bytes = parse_prefix(prefix, self.max_frame_bytes)
+            header = memoryview(bytearray(header_bytes))
+            self._fill(header)
+            frame = parse_header(bytes(prefix), bytes(header), payload_bytes)
+            if payload_bytes:
+                buffer, release = self._pool.take(payload_bytes)
+                started = time.perf_counter()
+                self._fill(buffer)
+                self.stats.read_s += time.perf_counter() - started
+                message = frame.attach(buffer, release)
+            else:
+                message = frame.attach()
+            self.stats.bytes_in += PREFIX_BYTES + header_bytes + payload_bytes
+            self.stats.frames_in += 1
+            if message.type is MessageType.HEARTBEAT:
+                continue
+            self._handshake_deadline = None
+            if self._closing:
+                message.release()
+            else:
+                self._on_message(message)
+
+    def _fill(self, view: memoryview, at_start: bool = False) -> bool:
+        """Receive exactly len(view) bytes. False when the link was closed on our side.
+
+        Raises PeerLostError when the peer is gone, silent for liveness_s, or (`at_start`: between
+        two frames) has closed the connection.
+        """
+        got = 0
+        size = len(view)
+        last_sign = time.monotonic()
+        while got < size:
+            try:
+                count = self._socket.recv_into(view[got : got + _MAX_CALL_BYTES])
+            except TimeoutError:
+                count = -1
+            now = time.monotonic()
+            if self._dead or (self._closing and now > self._linger_until):
+                return False
+            if count == 0:
+                if self._closing:
+                    return False
+                where = "" if at_start and got == 0 else " in the middle of a message"
+                raise PeerLostError(f"{self.name} closed the connection{where}")
+            if count > 0:
+                got += count
+                last_sign = now
+                if at_start:
+                    check_start(view[:got])
+            elif now - last_sign > self._liveness_s:
+                raise PeerLostError(
+                    f"{self.name} has been silent for {now - last_sign:.0f} s",
+                    hint="check that the machine is awake and its network is connected",
+                )
+            if self._handshake_deadline is not None and now > self._handshake_deadline:
+                raise PeerLostError(
+                    f"{self.name} did not complete the handshake in {self._handshake_s:g} s"
+                )
+        return True
+
+    # ---- the end
+
+    def _fail(self, reason: HeteroError | None) -> None:
+        """Stop both threads; the first reason stays. Ends a link that closes in order, too."""
+        with self._changed:
+            if self._dead:
+                return
+            self._dead = True
+            if not self._closing:
+                self._reason = reason
+            self._closing = True
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _drop_queue(self) -> None:
+        with self._changed:
+            dropped = list(self._queue)
+            self._queue.clear()
+            self._queued_bytes = 0
+        for outgoing in dropped:
+            if outgoing.done is not None:
+                outgoing.done()
+
+
+def _configure(sock: socket.socket, tick_s: float) -> None:
+    # The kernel sizes the socket buffers itself; a fixed SO_SNDBUF/SO_RCVBUF would switch that off.
+    sock.settimeout(tick_s)
+    with contextlib.suppress(OSError):  # not every socket is TCP (tests use socket pairs)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _coalesced(buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+    """Without sendmsg, neighbouring small buffers become one, to save calls and packets."""
+    if _HAS_SENDMSG or len(buffers) == 1:
+        return buffers
+    joined: list[Buffer] = []
+    small: list[Buffer] = []
+    for buffer in buffers:
+        if len(buffer) <= _COALESCE_BYTES:
+            small.append(buffer)
+            continue
+        if small:
+            joined.append(b"".join(small))
+            small = []
+        joined.append(buffer)
+    if small:
+        joined.append(b"".join(small))
+    return joined
+
+
+def _send_some(sock: socket.socket, pending: deque[memoryview]) -> int:
+    """Hand some bytes of the first buffers to the system; how many it took."""
+    if not _HAS_SENDMSG:
+        return sock.send(pending[0][:_MAX_CALL_BYTES])
+    batch: list[memoryview] = []
+    room = _MAX_CALL_BYTES
+    for view in pending:
+        batch.append(view[:room])
+        room -= len(batch[-1])
+        if room == 0 or len(batch) == _IOV_MAX:
+            break
+    return sock.sendmsg(batch)
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
