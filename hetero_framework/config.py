@@ -77,8 +77,8 @@ class Machine(Section):
     num_threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of the process. null: OMP_NUM_THREADS when set, else the cores"
-        " shared evenly by the processes of the plan on that machine.",
+        description="CPU threads of the process, unless OMP_NUM_THREADS is set. null: the cores of"
+        " the machine, shared evenly by the processes of the plan on it.",
         json_schema_extra={"unit": "threads"},
     )
 

@@ -1,0 +1,294 @@
+"""Start and supervise the worker processes of one machine.
+
+A child's standard input is its life line: a pipe that only the parent holds open. It closes when
+the parent ends in whatever way, and the child then ends too, so that nobody is left behind after
+kill -9, on any system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import hetero_framework
+from hetero_framework.config import Config
+from hetero_framework.core import network
+from hetero_framework.errors import PeerLostError, ResourceError
+from hetero_framework.trainer.roles import threads_for
+
+WorkerId = int | str
+GRACE_S = 10.0
+PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
+_POLL_S = 0.05
+_TAIL_LINES = 12
+_TAIL_BYTES = 16 * 1024
+
+
+def watch_parent(on_gone: Callable[[], None] | None = None) -> threading.Thread:
+    """In a supervised worker: call `on_gone` when the parent is gone (default: end the process).
+
+    Reads the standard input, to which the parent never writes, in a daemon thread.
+    """
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        if on_gone is None:
+            os._exit(PeerLostError.exit_code)  # the main thread may be deep inside a computation
+        on_gone()
+
+    thread = threading.Thread(target=wait, name="watch-parent", daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """A worker process that ended by itself: exit code, or minus the number of a signal."""
+
+    worker_id: WorkerId
+    code: int
+    last_lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"worker {self.worker_id} ended with {describe_exit(self.code)}"
+        if self.last_lines:
+            text += "; the end of its log:"
+        return "\n    ".join([text, *self.last_lines])
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 2`, or `signal SIGKILL` for a negative number as subprocess gives it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+class LocalWorkers:
+    """The workers that a coordinator starts on its own machine; a context manager.
+
+    Each writes to output_dir/logs/worker-<id>.log.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        worker_ids: Iterable[WorkerId],
+        *,
+        note: Callable[[str], None] = lambda text: None,
+        debug: bool = False,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self._config = config
+        self._ids = tuple(worker_ids)
+        self._note = note
+        self._debug = debug
+        self._program = program
+        self._children: dict[WorkerId, _Child] = {}
+
+    def __enter__(self) -> LocalWorkers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the workers that are not there yet; call it again to replace ones that ended.
+
+        A worker whose address already answers is left alone and used. Raises ResourceError.
+        """
+        try:
+            spawner = _Spawner(self._config, self._debug, self._program)
+            for worker_id in self._ids:
+                self._start(worker_id, spawner)
+        except OSError as error:
+            self.stop()
+            raise ResourceError(f"cannot start the workers of this machine: {error}") from error
+
+    def _start(self, worker_id: WorkerId, spawner: _Spawner) -> None:
+        running = self._children.get(worker_id)
+        if running is not None and running.process.poll() is None:
+            return
+        worker = self._config.worker(worker_id)
+        if network.is_local_address(worker.ip) and not network.port_is_free(worker.ip, worker.port):
+            self._note(
+                f"worker {worker_id}: something already listens at {worker.ip} port"
+                f" {worker.port}; using it"
+            )
+            return
+        log = spawner.log_dir / f"worker-{worker_id}.log"
+        with log.open("ab") as output:
+            begin = output.tell()
+            process = spawner.spawn(worker_id, output)
+        self._children[worker_id] = _Child(process, log, begin)
+        self._note(f"worker {worker_id}: started as process {process.pid}; its log is {log}")
+
+    def pids(self) -> dict[WorkerId, int]:
+        """Process ids of the workers that run now."""
+        return {
+            worker_id: child.process.pid
+            for worker_id, child in self._children.items()
+            if child.process.poll() is None
+        }
+
+    def exited(self) -> list[WorkerExit]:
+        """The workers that ended by themselves, with the end of their logs."""
+        return [
+            WorkerExit(worker_id, child.process.returncode, child.tail())
+            for worker_id, child in self._children.items()
+            if child.process.poll() is not None
+        ]
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End all workers: close the life lines, wait `grace_s`, then kill. Safe to call twice."""
+        processes = [child.process for child in self._children.values()]
+        self._children = {}
+        _stop(processes, grace_s)
+
+
+def run_workers(
+    config: Config,
+    worker_ids: Sequence[WorkerId],
+    *,
+    debug: bool = False,
+    program: Sequence[str] = PROGRAM,
+) -> int:
+    """Run several workers of this machine, one process each, until all of them ended.
+
+    Their lines appear behind the worker's name. When one fails, the others are stopped. Returns
+    the exit code: 0, or that of the first worker that failed. Raises ResourceError.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    printers: list[threading.Thread] = []
+    try:
+        spawner = _Spawner(config, debug, program)
+        for worker_id in worker_ids:
+            process = spawner.spawn(worker_id, subprocess.PIPE)
+            processes.append(process)
+            printers.append(_print_lines(process, f"worker {worker_id} | "))
+        return _first_failure(processes)
+    except OSError as error:
+        raise ResourceError(f"cannot start the workers of this machine: {error}") from error
+    finally:
+        _stop(processes, GRACE_S)
+        for printer in printers:
+            printer.join()
+        for process in processes:
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+@dataclass(frozen=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    log: Path
+    begin: int  # bytes of the log that earlier processes wrote
+
+    def tail(self) -> tuple[str, ...]:
+        """The last lines that this process wrote."""
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self.begin, end - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+            return tuple(line for line in lines if line.strip())[-_TAIL_LINES:]
+        return ()
+
+
+class _Spawner:
+    """Starts worker processes that read exactly this configuration, overrides included."""
+
+    def __init__(self, config: Config, debug: bool, program: Sequence[str]) -> None:
+        self.config = config
+        self.log_dir = config.output_dir / "logs"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        snapshot = self.log_dir / "config.json"
+        unfinished = snapshot.with_suffix(f".{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, snapshot)
+        self._command = [*program, "--supervised", "--config", str(snapshot)]
+        self._command += ["--base-dir", str(config.base_dir)] + ["--debug"] * debug
+
+    def spawn(self, worker_id: WorkerId, output: IO[bytes] | int) -> subprocess.Popen[bytes]:
+        """A worker process in a session of its own, so that Ctrl-C reaches the parent alone."""
+        package_parent = str(Path(hetero_framework.__file__).parents[1])
+        paths = [package_parent, os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONIOENCODING": "utf-8",
+            "OMP_NUM_THREADS": str(threads_for(self.config, worker_id)),
+        }
+        return subprocess.Popen(
+            [*self._command, "--worker-id", str(worker_id)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=os.name != "nt",
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+        )
+
+
+def _print_lines(process: subprocess.Popen[bytes], prefix: str) -> threading.Thread:
+    """Copy a child's lines to our standard output behind `prefix`, in a thread."""
+    assert process.stdout is not None
+    lines = process.stdout
+
+    def copy() -> None:
+        for line in lines:
+            text = line.decode("utf-8", "replace").rstrip()
+            # One write per line keeps the lines of several workers whole.
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.write(f"{prefix}{text}\n")
+                sys.stdout.flush()
+
+    thread = threading.Thread(target=copy, name=f"print {prefix}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all ended (0) or one failed (its exit code)."""
+    while True:
+        codes = [process.poll() for process in processes]
+        for code in codes:
+            if code:
+                return code if code > 0 else PeerLostError.exit_code
+        if None not in codes:
+            return 0
+        time.sleep(_POLL_S)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
+    for process in processes:
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,207 @@
+"""Which processes of a plan belong to this machine.
+
+Decided from --role/--worker-id, else by comparing the configuration with this machine's own
+addresses and host names. Nothing is sent anywhere and no name is resolved.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetero_framework.config import Config, Machine, normal_host
+from hetero_framework.core import network
+from hetero_framework.errors import ConfigError
+
+_ANY_MACHINE = {"", "localhost", "localhost.localdomain"}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Names and addresses of one machine, in the spelling of `normal_host`."""
+
+    names: frozenset[str]
+    addresses: frozenset[str]
+
+    @classmethod
+    def of(cls, names: list[str], addresses: list[str]) -> Identity:
+        return cls(
+            frozenset(normal_host(name) for name in names if name),
+            frozenset(normal_host(address) for address in addresses),
+        )
+
+
+@dataclass(frozen=True)
+class Role:
+    """What runs on a machine. The coordinator starts the workers of its own machine."""
+
+    is_coordinator: bool
+    worker_ids: tuple[int | str, ...]
+
+
+def this_machine() -> Identity:
+    """Identity of the machine this process runs on."""
+    return Identity.of(network.local_hostnames(), network.local_addresses())
+
+
+def decide_role(
+    config: Config,
+    *,
+    role: str | None = None,
+    worker_id: int | str | None = None,
+    identity: Identity | None = None,
+) -> Role:
+    """The role of this machine.
+
+    `role` ("coordinator" or "worker") and `worker_id` decide when given. Raises ConfigError when
+    they contradict each other or when nothing in the configuration names this machine.
+    """
+    if role not in (None, "coordinator", "worker"):
+        raise ConfigError(f'--role is "coordinator" or "worker", not "{role}"')
+    identity = identity or this_machine()
+    if role == "coordinator":
+        if worker_id is not None:
+            raise ConfigError("--role coordinator and --worker-id exclude each other")
+        return Role(True, local_worker_ids(config, identity))
+    if worker_id is not None:
+        return Role(False, (config.worker(worker_id).id,))
+    if role is None and _is_coordinator(config, identity):
+        return Role(True, local_worker_ids(config, identity))
+    ids = tuple(w.id for w in config.workers if _names_machine(config, w, identity))
+    if not ids and role == "worker" and _all_loopback(config):
+        ids = local_worker_ids(config, identity)
+    if not ids:
+        raise ConfigError(_no_role(config, identity), hint=_HINT)
+    return Role(False, ids)
+
+
+def local_worker_ids(config: Config, identity: Identity | None = None) -> tuple[int | str, ...]:
+    """Workers on the coordinator's machine, when that is the machine of `identity`."""
+    identity = identity or this_machine()
+    return tuple(
+        worker.id
+        for worker in config.workers
+        if machine_of(config, worker) == machine_of(config, config.coordinator)
+        or _names_machine(config, worker, identity)
+    )
+
+
+def machine_of(config: Config, machine: Machine) -> str:
+    """A key that is equal for entries of the same machine; loopback is the coordinator's."""
+    host = normal_host(config.coordinator.ip if _is_loopback(machine) else machine.ip)
+    return (
+        normal_host("localhost")
+        if _is_loopback(config.coordinator) and (host == normal_host(config.coordinator.ip))
+        else host
+    )
+
+
+def threads_for(
+    config: Config,
+    owner: int | str,
+    *,
+    cores: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """CPU threads of the process of `owner` ("local" or a worker id).
+
+    OMP_NUM_THREADS, else the entry's num_threads, else the cores of this machine shared evenly by
+    the processes that the configuration puts on it; at least 1.
+    """
+    given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    entry: Machine = config.coordinator if owner == "local" else config.worker(owner)
+    if entry.num_threads is not None:
+        return entry.num_threads
+    here = machine_of(config, entry)
+    everyone: list[Machine] = [config.coordinator, *config.workers]
+    sharers = sum(machine_of(config, other) == here for other in everyone)
+    return max(1, (cores or available_cores()) // sharers)
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity where the system tells it, else all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _is_coordinator(config: Config, identity: Identity) -> bool:
+    if _names_machine(config, config.coordinator, identity):
+        return True
+    # A loopback address means "this machine" everywhere, so it counts only where no worker does.
+    return _is_loopback(config.coordinator) and not any(
+        _names_machine(config, worker, identity) for worker in config.workers
+    )
+
+
+def _names_machine(config: Config, machine: Machine, identity: Identity) -> bool:
+    """Whether an entry names this machine by its address, DNS name or host name."""
+    if not _is_loopback(machine) and normal_host(machine.ip) in identity.addresses:
+        return True
+    if not _is_address(machine.ip) and not _is_loopback(machine):
+        return _same_name(machine.ip, identity)
+    hostname = normal_host(machine.hostname or "")
+    if hostname in _ANY_MACHINE or _is_address(hostname) or not _same_name(hostname, identity):
+        return False
+    # Cloned machines share a host name; then it tells nothing and the addresses decide.
+    everyone: list[Machine] = [config.coordinator, *config.workers]
+    return all(
+        machine_of(config, other) == machine_of(config, machine)
+        for other in everyone
+        if normal_host(other.hostname or "") == hostname
+    )
+
+
+def _same_name(name: str, identity: Identity) -> bool:
+    """Compare host names; "box" and "box.lan" are the same, "box.lan" and "box.org" are not."""
+    wanted = normal_host(name)
+    return any(
+        wanted == known
+        or (("." in wanted) != ("." in known) and wanted.split(".")[0] == known.split(".")[0])
+        for known in identity.names
+    )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(machine: Machine) -> bool:
+    host = normal_host(machine.ip)
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _all_loopback(config: Config) -> bool:
+    return all(_is_loopback(machine) for machine in (config.coordinator, *config.workers))
+
+
+_HINT = (
+    "Correct hostname or ip of this machine's entry, or say who it is: --role coordinator, or"
+    " --worker-id ID."
+)
+
+
+def _no_role(config: Config, identity: Identity) -> str:
+    entries = [("coordinator", config.coordinator)]
+    entries += [(f"worker {worker.id}", worker) for worker in config.workers]  # type: ignore[misc]
+    shown = [f"    {name}: {m.hostname or 'no host name'}, {m.ip}" for name, m in entries[:12]]
+    if len(entries) > 12:
+        shown.append(f"    ... and {len(entries) - 12} more")
+    return (
+        "nothing in the configuration names this machine\n"
+        f"  this machine: {_few(identity.names)}; {_few(identity.addresses)}\n"
+        "  the configuration:\n" + "\n".join(shown)
+    )
+
+
+def _few(names: frozenset[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "") or "nothing known"
