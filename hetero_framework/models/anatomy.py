@@ -1,0 +1,329 @@
+"""What runs where in a causal language model, learned from one forward of a tiny copy of it.
+
+Nothing here knows an architecture. A tiny model of the same class runs once while hooks watch the
+candidates for the list of blocks and a function mode watches which weights are used before the
+first block, between blocks and after the last one. Names and layer counts are those of the real
+model, because only its widths were shrunk.
+
+Shapes: B rows, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.tiny import shrink
+
+PROBE_ROWS, PROBE_TOKENS = 2, 12
+
+# Asking a weight for its shape or type is no use of the weight.
+_QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size"}
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """How one block is called: where its hidden state comes in and where it goes out.
+
+    `entry` is a position or a keyword. `exit` is the index in the returned tuple of `exit_length`
+    items, or None when the block returns the tensor itself.
+    """
+
+    entry: int | str
+    exit: int | None
+    exit_length: int
+
+    def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The hidden state among a call's arguments."""
+        if isinstance(self.entry, int) and self.entry < len(args):
+            return args[self.entry]
+        return kwargs[self.entry]  # type: ignore[index]
+
+    def replace(
+        self, hidden_BSD: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with another hidden state."""
+        if isinstance(self.entry, int):
+            return (*args[: self.entry], hidden_BSD, *args[self.entry + 1 :]), kwargs
+        return args, {**kwargs, self.entry: hidden_BSD}
+
+    def take(self, output: Any) -> torch.Tensor:
+        """The hidden state in a block's output."""
+        return output if self.exit is None else output[self.exit]
+
+    def wrap(self, hidden_BSD: torch.Tensor) -> Any:
+        """An output that holds only this hidden state."""
+        if self.exit is None:
+            return hidden_BSD
+        return tuple(hidden_BSD if i == self.exit else None for i in range(self.exit_length))
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where the parts of a model are.
+
+    `owner` says, for every parameter outside the blocks, beside which block it lives: -1 with the
+    first stage, i with the stage that holds block i, `num_layers` with the last stage.
+    `crossing` names, per block, what it receives beside the hidden state that depends on weights.
+    `loss_counts_items` tells whether the model's own loss honours `num_items_in_batch`.
+    """
+
+    model_class: type[PreTrainedModel]
+    blocks: str
+    forms: tuple[BlockForm, ...]
+    owner: dict[str, int]
+    shared: dict[str, tuple[int, ...]]
+    crossing: dict[int, tuple[str, ...]]
+    loss_counts_items: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.forms)
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The stock causal-LM class of a configuration. Raises ArchitectureError if there is none."""
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    try:
+        return mapping[type(config)]
+    except KeyError:
+        raise ArchitectureError(
+            f"transformers has no causal language model for model type {config.model_type!r}.",
+            hint="Choose a model whose config.json names a text-generation architecture.",
+        ) from None
+
+
+def learn_anatomy(config: PretrainedConfig) -> Anatomy:
+    """Learn the anatomy of `config`'s model. Raises ArchitectureError when no cut is possible."""
+    tiny = shrink(config)
+    key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
+    return _learn_cached(_Hashable(key, tiny))
+
+
+class _Hashable:
+    """A configuration that can be a cache key."""
+
+    def __init__(self, key: str, config: PretrainedConfig) -> None:
+        self.key, self.config = key, config
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashable) and other.key == self.key
+
+
+@functools.lru_cache(maxsize=8)
+def _learn_cached(entry: _Hashable) -> Anatomy:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _learn(model_class(entry.config), entry.config)
+
+
+def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> Anatomy:
+    model = cls._from_config(config)
+    model.train(False)
+    # Every other tensor that depends on weights must be seen, frozen parts included.
+    model.requires_grad_(True)
+    inputs = probe_inputs(config)
+    blocks, watch = _find_blocks(model, inputs)
+    return Anatomy(
+        model_class=cls,
+        blocks=blocks,
+        forms=watch.forms(),
+        owner=_owners(model, blocks, watch),
+        shared={
+            name: tuple(sorted(phases))
+            for name, phases in watch.phases.items()
+            if len({p // 2 for p in phases}) > 1
+        },
+        crossing=watch.crossing(),
+        loss_counts_items=_loss_counts_items(model, inputs),
+    )
+
+
+def probe_inputs(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A deterministic batch for a tiny model: the second row is padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 3 * PROBE_TOKENS // 4 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tuple[str, _Watch]:
+    """The list of blocks: the heaviest ModuleList whose members run once each, in order."""
+    candidates = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    ]
+    candidates.sort(key=lambda c: -c[0])
+    reasons: list[str] = []
+    for _, name, module in candidates:
+        if any(name.startswith(f"{other}.") for other in reasons):
+            continue
+        watch = _Watch(model, name, module)
+        with torch.enable_grad(), watch:
+            model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False)
+        if watch.order == list(range(len(module))):
+            return name, watch
+        reasons.append(name)
+    raise ArchitectureError(
+        f"{type(model).__name__} has no list of blocks that run once each, in order"
+        + (f" (looked at {', '.join(reasons)})." if reasons else "."),
+        hint="Only models whose layers form one chain can be cut.",
+    )
+
+
+class _Watch(TorchFunctionMode):
+    """Watches one forward: calls of the blocks, and the phase in which each weight is used.
+
+    Phases are counted in half steps: 2 i while block i runs, 2 i + 1 after it and before the
+    next, -1 before the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self._blocks = blocks
+        self._prefix = f"{name}."
+        self._names: dict[int, list[str]] = {}
+        for parameter, tensor in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(tensor), []).append(parameter)
+        self._phase = -1
+        self._handles: list[Any] = []
+        self.order: list[int] = []
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.outputs: list[Any] = []
+        self.phases: dict[str, set[int]] = {}
+
+    def __enter__(self) -> _Watch:
+        for index, block in enumerate(self._blocks):
+            before = functools.partial(self._before, index)
+            self._handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(block.register_forward_hook(functools.partial(self._after, index)))
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._phase = 2 * index
+        self.order.append(index)
+        self.calls.append((args, kwargs))
+
+    def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._phase = 2 * index + 1
+        self.outputs.append(output)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _QUERIES:
+            for tensor in tensors_in((args, kwargs)):
+                for name in self._names.get(id(tensor), ()):
+                    self.phases.setdefault(name, set()).add(self._phase)
+        return func(*args, **(kwargs or {}))
+
+    def forms(self) -> tuple[BlockForm, ...]:
+        """How each block was called. Raises ArchitectureError if no hidden state passes."""
+        return tuple(
+            BlockForm(_entry(i, args, kwargs), *_exit(i, output))
+            for i, ((args, kwargs), output) in enumerate(zip(self.calls, self.outputs, strict=True))
+        )
+
+    def crossing(self) -> dict[int, tuple[str, ...]]:
+        """Per block, its arguments beside the hidden state that depend on weights."""
+        found = {}
+        for index, ((args, kwargs), form) in enumerate(zip(self.calls, self.forms(), strict=True)):
+            named = [*enumerate(args), *kwargs.items()]
+            others = [
+                str(name) if isinstance(name, str) else f"argument {name}"
+                for name, value in named
+                if name != form.entry and any(t.requires_grad for t in tensors_in(value))
+            ]
+            if others:
+                found[index] = tuple(others)
+        return found
+
+
+def _entry(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for name, value in named:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return name
+    raise ArchitectureError(f"Block {index} receives no hidden state as an argument.")
+
+
+def _exit(index: int, output: Any) -> tuple[int | None, int]:
+    if isinstance(output, torch.Tensor):
+        return None, 1
+    if isinstance(output, (tuple, list)):
+        for slot, value in enumerate(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return slot, len(output)
+    raise ArchitectureError(
+        f"Block {index} returns {type(output).__name__}, which holds no hidden state."
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _flatten(value.values())
+    elif isinstance(value, (tuple, list)):
+        yield from _flatten(value)
+
+
+def _flatten(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        yield from tensors_in(value)
+
+
+def _owners(model: PreTrainedModel, blocks: str, watch: _Watch) -> dict[str, int]:
+    """Beside which block each parameter outside the blocks lives; see `Anatomy.owner`."""
+    last = len(watch.order)
+    tied = tied_names(model)
+    owner = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.startswith(f"{blocks}."):
+            continue
+        phases = watch.phases.get(name, {-1})
+        # A tied weight is used at both ends; by name, its target is the later one of the two.
+        phase = max(phases) if name in tied else min(phases)
+        owner[name] = -1 if phase < 0 else last if phase >= 2 * last - 1 else phase // 2
+    return owner
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """{target: source} of the weights that the model ties."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> bool:
+    """Whether the model's own loss is the sum over tokens divided by `num_items_in_batch`."""
+    items = (inputs["labels"][:, 1:] != -100).sum()
+    with torch.no_grad():
+        losses = []
+        for factor in (1, 2):
+            try:
+                output = model(**inputs, num_items_in_batch=items * factor, use_cache=False)
+            except TypeError:
+                return False
+            losses.append(output.loss)
+    return bool(torch.isclose(losses[0], 2 * losses[1], rtol=1e-4))

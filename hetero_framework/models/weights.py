@@ -1,0 +1,120 @@
+"""Finding a model's configuration and reading single tensors of its safetensors files.
+
+A directory or a repository of the hub. Only files that hold a wanted tensor are opened or
+downloaded, and a tensor's bytes are read when it is used, not before.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.utils.hub import cached_file
+
+from hetero_framework.errors import ModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
+    """A directory relative to `base_dir` as an absolute path, or a hub name unchanged.
+
+    Raises ModelError for a path that is written as one and does not exist here.
+    """
+    path = Path(name_or_path).expanduser()
+    local = path if path.is_absolute() else base_dir / path
+    if local.is_dir():
+        return str(local)
+    written_as_path = path.is_absolute() or name_or_path.startswith((".", "~"))
+    if written_as_path or name_or_path.count("/") > 1 or "\\" in name_or_path:
+        raise ModelError(
+            f"{socket.gethostname()} has no model directory {local}.",
+            hint="Copy the model there, or set model.name_or_path to where it is on every machine.",
+        )
+    return name_or_path
+
+
+def read_config(source: str, revision: str | None) -> PretrainedConfig:
+    """The configuration of a directory or hub repository. Raises ModelError."""
+    try:
+        fields, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+        model_type = fields.get("model_type")
+        if model_type not in CONFIG_MAPPING:
+            raise ModelError(_unknown_type(source, model_type, "auto_map" in fields))
+        # Code that lies beside a checkpoint is never run, the library's own is.
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{socket.gethostname()} cannot read the configuration of model {source!r}: {error}",
+            hint="Set model.name_or_path to a Hugging Face checkpoint directory that this machine"
+            " has, or to a hub name that it can reach.",
+        ) from error
+
+
+def _unknown_type(source: str, model_type: object, remote_code: bool) -> str:
+    if remote_code:
+        return (
+            f"Model {source!r} brings its own Python code (auto_map), which is never executed;"
+            f" the installed transformers has no model type {model_type!r}."
+        )
+    return f"The installed transformers has no model type {model_type!r} (model {source!r})."
+
+
+class Checkpoint:
+    """The safetensors files of a model, by tensor name.
+
+    `fetch` gives the local path of a file of the model (downloading it when it is on the hub), or
+    None when there is no such file.
+    """
+
+    def __init__(self, source: str, revision: str | None = None) -> None:
+        self.source = source
+        self._revision = revision
+        index = self._fetch(INDEX_FILE)
+        if index is not None:
+            self.files: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+            return
+        single = self._fetch(SINGLE_FILE)
+        if single is None:
+            raise ModelError(
+                f"{socket.gethostname()} finds neither {SINGLE_FILE} nor {INDEX_FILE} in model"
+                f" {source!r}.",
+                hint="Only safetensors are read. Convert .bin files once with"
+                " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
+            )
+        with safe_open(str(single), framework="pt") as file:
+            self.files = dict.fromkeys(file.keys(), SINGLE_FILE)
+
+    def _fetch(self, filename: str) -> Path | None:
+        try:
+            found = cached_file(
+                self.source,
+                filename,
+                revision=self._revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+        except OSError as error:
+            raise ModelError(
+                f"{socket.gethostname()} cannot get {filename} of model {self.source!r}: {error}"
+            ) from error
+        return None if found is None else Path(found)
+
+    @contextmanager
+    def slices(self, wanted: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+        """Unread slices of the wanted tensors; only files that hold one are fetched and opened."""
+        names = [name for name in self.files if wanted(name)]
+        with ExitStack() as stack:
+            opened = {}
+            for filename in sorted({self.files[name] for name in names}):
+                path = self._fetch(filename)
+                if path is None:
+                    raise ModelError(f"Model {self.source!r} lacks its file {filename}.")
+                opened[filename] = stack.enter_context(safe_open(str(path), framework="pt"))
+            yield {name: opened[self.files[name]].get_slice(name) for name in names}
