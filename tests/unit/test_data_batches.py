@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hetero_framework.data.batches import StepOrder, collate, num_items
+from hetero_framework.data.examples import Examples, ExamplesBuilder
+from hetero_framework.errors import DataError
+
+PAD = 0
+
+
+def some_examples(count: int) -> Examples:
+    """Example i begins with the token i + 1, so that batches tell which examples are in them."""
+    builder = ExamplesBuilder()
+    for index in range(count):
+        length = 2 + (index * 7) % 5
+        builder.add([index + 1] * length, [position % 3 != 1 for position in range(length)])
+    return builder.build()
+
+
+class RecordingTrainer(Trainer):
+    """The Trainer's own loop with a forward pass that only writes down what arrives."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps = []
+        self.open = []
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.open.append(({k: v.clone() for k, v in inputs.items()}, int(num_items_in_batch)))
+        return torch.zeros(())
+
+
+class Steps(TrainerCallback):
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.steps.append((self.trainer.open, state.epoch))
+        self.trainer.open = []
+
+
+def trainer_steps(examples: Examples, tmp_path, **arguments):
+    rows = [
+        {"input_ids": ids.tolist(), "labels": labels.tolist(), "row": row}
+        for row, (ids, labels) in enumerate(examples[i] for i in range(len(examples)))
+    ]
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    trainer = RecordingTrainer(
+        LlamaForCausalLM(config),
+        TrainingArguments(
+            str(tmp_path),
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+            max_grad_norm=0.0,
+            **arguments,
+        ),
+        train_dataset=rows,
+        data_collator=lambda batch: collate(examples, [row["row"] for row in batch], PAD),
+    )
+    trainer.add_callback(Steps(trainer))
+    trainer.train()
+    return trainer.steps
+
+
+CASES = [
+    # examples, batch, accumulation, epochs, drop_last, max_steps, seed, data_seed, strategy
+    (13, 2, 4, 3, False, -1, 42, None, "random"),
+    (13, 2, 3, 2.5, False, -1, 0, None, "random"),
+    (13, 2, 3, 2, True, -1, 7, None, "random"),
+    (5, 2, 4, 3, False, -1, 1, None, "random"),
+    (1, 4, 2, 1.2, False, -1, 1, 0, "random"),
+    (12, 3, 2, 1, False, 7, 42, 2**31, "random"),
+    (12, 3, 2, 9, True, 3, 42, 5, "random"),
+    (10, 4, 1, 0.3, False, -1, 3, None, "sequential"),
+    (64, 5, 2, 2, False, -1, 4294967295, None, "random"),
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "accumulation", "epochs", "drop_last", "max_steps", "seed", "data_seed",
+     "strategy"),
+    CASES,
+)  # fmt: skip
+def test_step_order_equals_the_trainer(
+    tmp_path, count, batch, accumulation, epochs, drop_last, max_steps, seed, data_seed, strategy
+):
+    examples = some_examples(count)
+    expected = trainer_steps(
+        examples,
+        tmp_path,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=epochs,
+        dataloader_drop_last=drop_last,
+        max_steps=max_steps,
+        seed=seed,
+        data_seed=data_seed,
+        train_sampling_strategy=strategy,
+    )
+    order = StepOrder(
+        num_examples=count,
+        batch_size=batch,
+        accumulation=accumulation,
+        epochs=epochs,
+        max_steps=max_steps,
+        seed=seed if data_seed is None else data_seed,
+        shuffle=strategy == "random",
+        drop_last=drop_last,
+    )
+    assert order.total_steps == len(expected)
+    # Backwards: a step must not depend on what was asked before.
+    for step in reversed(range(len(expected))):
+        micro_batches, epoch = expected[step]
+        ours = [collate(examples, rows, PAD) for rows in order.step_indices(step)]
+        assert order.epoch_of(step) == epoch
+        assert len(ours) == len(micro_batches)
+        for batch_ours, (batch_theirs, items) in zip(ours, micro_batches, strict=True):
+            assert items == num_items(ours)
+            assert batch_ours.keys() == batch_theirs.keys()
+            assert all(torch.equal(batch_ours[key], batch_theirs[key]) for key in batch_ours)
+
+
+def test_step_order_asking_does_not_touch_the_random_state():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    StepOrder(num_examples=50, batch_size=4).step_indices(17)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_step_order_each_epoch_has_every_example_once_in_another_order():
+    order = StepOrder(num_examples=11, batch_size=2, accumulation=3)
+    epochs = [
+        np.concatenate(
+            [
+                rows
+                for step in range(
+                    epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch
+                )
+                for rows in order.step_indices(step)
+            ]
+        )
+        for epoch in range(2)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(11))
+    assert list(epochs[0]) != list(epochs[1])
+
+
+def test_step_order_nothing_left_by_drop_last_is_an_error():
+    with pytest.raises(DataError, match="3 examples do not fill one micro-batch of 4"):
+        StepOrder(num_examples=3, batch_size=4, drop_last=True)
+
+
+def test_collate_pads_right_to_the_longest_and_ignores_padding():
+    builder = ExamplesBuilder()
+    builder.add([5, 6, 7], [False, True, True])
+    builder.add([8], [True])
+    batch = collate(builder.build(), [1, 0], pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[8, 9, 9], [5, 6, 7]]
+    assert batch["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert batch["labels"].tolist() == [[8, -100, -100], [-100, 6, 7]]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert num_items([batch]) == 2
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(1, 3), (2, 4), (3, 3), (8, 8), (None, 3)])
+def test_collate_pads_to_a_multiple(multiple, length):
+    builder = ExamplesBuilder()
+    builder.add([5, 6, 7], [True] * 3)
+    batch = collate(builder.build(), [0], 0, multiple)
+    assert {tensor.shape for tensor in batch.values()} == {(1, length)}
+
+
+def test_fingerprint_changes_with_ids_labels_and_bounds():
+    def fingerprint(*rows):
+        builder = ExamplesBuilder()
+        for ids, trained in rows:
+            builder.add(ids, trained)
+        return builder.build().fingerprint()
+
+    same = fingerprint(([1, 2, 3], [True] * 3), ([4, 5], [True] * 2))
+    others = {
+        fingerprint(([1, 2, 3], [True] * 3), ([4, 6], [True] * 2)),
+        fingerprint(([1, 2, 3], [True] * 3), ([4, 5], [True, False])),
+        fingerprint(([1, 2], [True] * 2), ([3, 4, 5], [True] * 3)),
+        fingerprint(([4, 5], [True] * 2), ([1, 2, 3], [True] * 3)),
+    }
+    assert same == fingerprint(([1, 2, 3], [True] * 3), ([4, 5], [True] * 2))
+    assert len(others) == 4
+    assert same not in others
