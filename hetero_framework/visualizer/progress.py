@@ -23,6 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hetero_framework.visualizer.text import bytes_text, duration_text, layers_text, printable
+
 REDRAW_INTERVAL_S = 0.1
 RECENT_STEPS = 20  # the speed and the remaining time are means over so many steps
 
@@ -327,35 +329,6 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """rich would end the process here; a display that goes away must not end a run."""
         raise BrokenPipeError
-
-
-def layers_text(start: int, end: int) -> str:
-    """`[start, end)` in words that include both ends, as in "layers 0-7"."""
-    if end <= start:
-        return "no layers"
-    return f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
-
-
-def bytes_text(nbytes: float) -> str:
-    """A number of bytes with a binary unit: "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
-def duration_text(seconds: float) -> str:
-    """Seconds as "h:mm:ss"."""
-    whole = int(seconds + 0.5)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
-def printable(text: str) -> str:
-    """`text` with control characters escaped: a peer's text must not steer the terminal."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else ascii(char)[1:-1] for char in text
-    )
 
 
 def _encodable(text: str, stream: TextIO) -> str:

@@ -1,0 +1,40 @@
+"""Numbers and names as people read them; used by the display and the diagram."""
+
+from __future__ import annotations
+
+
+def layers_text(start: int, end: int) -> str:
+    """`[start, end)` in words that include both ends, as in "layers 0-7"."""
+    if end <= start:
+        return "no layers"
+    return f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
+
+
+def bytes_text(nbytes: float) -> str:
+    """A number of bytes with a binary unit: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def count_text(count: float) -> str:
+    """A number of things, shortened: "1.2 B" for 1,200,000,000."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count:.0f}"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as "h:mm:ss"."""
+    whole = int(seconds + 0.5)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped: a peer's text must not steer the terminal."""
+    return "".join(
+        char if char in "\n\t" or char.isprintable() else ascii(char)[1:-1] for char in text
+    )
