@@ -1,0 +1,463 @@
+"""What is trained: LoRA, QLoRA or every weight; the same tensors under any cut.
+
+An adapter is planned once, on the whole model without memory (torch's meta device): PEFT itself
+says there which modules it would wrap and which tensors the adapter file holds. A shard then gets
+exactly its part of that plan, injected in place, so that parameter names stay those of the whole
+PEFT model without its `base_model.model.` prefix, e.g.
+`model.layers.3.self_attn.q_proj.lora_A.default.weight`.
+
+Random initial values are PEFT's own, drawn module by module on the CPU after seeding with (training
+seed, module name): neither the cut nor the device changes them.
+
+Number types follow the libraries that users know. PEFT: adapter weights are float32 over a bf16 or
+fp16 base. TRL's SFTTrainer (1.16): over a 4-bit or 8-bit base everything trainable is bf16 (except
+DoRA's magnitudes), and nothing of the frozen base is cast, that is, PEFT's older
+`prepare_model_for_kbit_training` is not applied. All of it is local to a module.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
+from peft.tuners.lora import LoraModel
+from peft.tuners.tuners_utils import cast_adapter_dtype
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PretrainedConfig
+
+from hetero_framework.errors import ConfigError
+from hetero_framework.models.export import ADAPTER_WEIGHTS, PEFT_PREFIX, export_layers
+from hetero_framework.models.meta import meta_model
+
+if TYPE_CHECKING:
+    from hetero_framework.config import AdapterConfig
+    from hetero_framework.models.shard import Shard
+
+ADAPTER_NAME = "default"
+
+# Initial values that are a function of one module's own shape and random draws.
+LOCAL_INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
+
+_LORA_FIELDS = frozenset(LoraConfig.__dataclass_fields__)
+
+# LoraConfig settings that change more than the wrapped module or need data before training.
+_UNSUPPORTED_FIELDS = (
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "megatron_config",
+    "arrow_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "velora_config",
+    "kasa_config",
+    "ensure_weight_tying",
+)
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """One adapter over the whole model, the same on every machine.
+
+    `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of the
+    directly adapted parameters (`target_parameters`) and of `modules_to_save`. `trainable` lists
+    trainable parameter names in the whole model's order. `tensors` maps the adapter file's keys to
+    shapes; `embedding_tensors` are those of them that are frozen base embeddings, which PEFT writes
+    beside an adapted embedding and does not need to read. `weights` is the file to start from.
+    """
+
+    lora_config: LoraConfig
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    saved_modules: tuple[str, ...]
+    trainable: tuple[str, ...]
+    tensors: dict[str, tuple[int, ...]]
+    embedding_tensors: frozenset[str]
+    weights: Path | None = None
+
+
+@dataclass(frozen=True)
+class AttachedAdapter:
+    """What a shard with an adapter keeps: the plan, and PEFT's handle on the wrapped modules."""
+
+    plan: AdapterPlan
+    tuner: LoraModel
+
+
+def plan_adapter(
+    model_config: PretrainedConfig, adapter: AdapterConfig, base_dir: Path | None = None
+) -> AdapterPlan:
+    """Resolve `adapter` against the whole model; needs no weights and next to no memory.
+
+    Raises ConfigError when a target matches nothing, a setting contradicts the adapter to start
+    from, that adapter's file lacks or adds tensors, or the initialisation is not local to a layer.
+    """
+    if adapter.init_from is None:
+        lora_config, weights = _lora_config(adapter), None
+    else:
+        folder = (base_dir or Path()) / Path(adapter.init_from).expanduser()
+        lora_config, weights = _saved_config(folder, adapter)
+    return _plan(model_config, lora_config, weights)
+
+
+def plan_saved_adapter(model_config: PretrainedConfig, folder: Path) -> AdapterPlan:
+    """The plan of an existing PEFT adapter directory. Raises as `plan_adapter`."""
+    lora_config, weights = _saved_config(folder, None)
+    return _plan(model_config, lora_config, weights)
+
+
+def resolve_targets(model_config: PretrainedConfig, adapter: AdapterConfig) -> list[str]:
+    """Full names of the modules that the adapter wraps in the whole model, in model order."""
+    return list(plan_adapter(model_config, adapter).modules)
+
+
+def expected_adapter_keys(model_config: PretrainedConfig, adapter: AdapterConfig) -> set[str]:
+    """The keys of the complete adapter file."""
+    return set(plan_adapter(model_config, adapter).tensors)
+
+
+def attach_adapter(
+    shard: Shard,
+    adapter: AdapterConfig | None,
+    base_dir: Path | None,
+    seed: int,
+    plan: AdapterPlan | None = None,
+) -> AdapterPlan | None:
+    """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight.
+
+    `plan` saves planning again when several shards of one model are built in one process.
+    Raises ConfigError for full training of a quantised model, and as `plan_adapter`.
+    """
+    if adapter is None and plan is None:
+        _train_everything(shard.model)
+        return None
+    if plan is None:
+        assert adapter is not None
+        plan = plan_adapter(shard.config, adapter, base_dir)
+    tuner = _inject(shard.model, _local_config(plan, shard.model), seed)
+    shard.adapter = AttachedAdapter(plan, tuner)
+    if plan.weights is not None:
+        _load_weights(shard, plan)
+    if is_quantized(shard.model):
+        _cast_trainable_to_bf16(shard.model)
+    return plan
+
+
+def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
+    """(canonical name, parameter) of what this shard trains, in the whole model's order."""
+    named = [(n, p) for n, p in shard.model.named_parameters() if p.requires_grad]
+    return sorted(named, key=lambda item: shard.rank(item[0]))
+
+
+def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
+    """This shard's part of the adapter file: PEFT's keys, tensors that alias the parameters.
+
+    Empty when no target lies in the shard.
+    """
+    assert shard.adapter is not None
+    return _file_tensors(shard.model, shard.adapter.plan.embedding_tensors)
+
+
+def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+    """(key, CPU tensor) of the finished artefact's part in this shard.
+
+    The adapter file's tensors where an adapter is attached, else those of a Hugging Face
+    checkpoint, layer by layer, so that never more than one layer is copied.
+    """
+    if shard.adapter is not None:
+        for key, tensor in adapter_tensors(shard).items():
+            yield key, tensor.detach().to("cpu").contiguous()
+        return
+    for tensors in export_layers(shard):
+        yield from tensors.items()
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether the model holds bitsandbytes weights, as TRL asks it."""
+    return bool(
+        getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    )
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+def _lora_config(adapter: AdapterConfig) -> LoraConfig:
+    settings = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in adapter.model_dump().items()
+        if name in _LORA_FIELDS
+    }
+    settings["lora_alpha"] = _integer(adapter.lora_alpha)
+    settings["alpha_pattern"] = {k: _integer(v) for k, v in adapter.alpha_pattern.items()}
+    config = LoraConfig(task_type="CAUSAL_LM", **settings)
+    _check_supported(config)
+    return config
+
+
+def _integer(value: float) -> float:
+    """16 for 16.0, as users of PEFT write it and as its file then shows it."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _check_supported(config: LoraConfig) -> None:
+    init = config.init_lora_weights
+    if not any(init is known or init == known for known in LOCAL_INITS):
+        raise ConfigError(
+            f"adapter.init_lora_weights={init!r} is not supported: it changes the frozen base "
+            "weights or needs data first, so the adapter file alone would not reproduce the model",
+            hint='use true, false, "gaussian" or "orthogonal"',
+        )
+    for name in _UNSUPPORTED_FIELDS:
+        if getattr(config, name, None):
+            raise ConfigError(f"the adapter uses {name}, which is not supported here")
+
+
+def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConfig, Path]:
+    """Read an adapter directory's settings; explicit ones in `adapter` must agree with them.
+
+    Only lora_dropout may differ: it belongs to the training, not to the weights.
+    """
+    weights = folder / ADAPTER_WEIGHTS
+    for path in (folder / "adapter_config.json", weights):
+        if not path.is_file():
+            raise ConfigError(
+                f"no adapter in {folder}: {path.name} is missing",
+                hint="give a directory that PEFT's save_pretrained wrote with safetensors",
+            )
+    saved = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(saved, LoraConfig):
+        raise ConfigError(f"{folder} holds a {saved.peft_type} adapter; only LoRA can be trained")
+    saved.inference_mode = False
+    _check_supported(saved)
+    if adapter is not None:
+        explicit = _explicit_settings(adapter)
+        for name in sorted((explicit & _LORA_FIELDS) - {"lora_dropout"}):
+            wanted, there = getattr(adapter, name), getattr(saved, name)
+            if _comparable(wanted) != _comparable(there):
+                raise ConfigError(
+                    f"adapter.{name} is {wanted!r}, but the adapter in {folder} has {there!r}",
+                    hint=f"remove adapter.{name}; adapter.init_from brings it along",
+                )
+        if "lora_dropout" in explicit:
+            saved.lora_dropout = adapter.lora_dropout
+    return saved, weights
+
+
+def _explicit_settings(adapter: AdapterConfig) -> set[str]:
+    """What the user wrote. On the wire defaults are written out too; those do not count."""
+    fields = type(adapter).model_fields
+    written = set(adapter.model_fields_set)
+    if written != set(fields):
+        return written
+    default = type(adapter)()
+    return {name for name in fields if getattr(adapter, name) != getattr(default, name)}
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return sorted(str(item) for item in value)
+    return value or None
+
+
+# -- the whole model ------------------------------------------------------------------------------
+
+
+def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | None) -> AdapterPlan:
+    config = copy.deepcopy(config)
+    model = meta_model(model_config)
+    names = [name for name, _ in model.named_modules() if name]
+    asked = None if isinstance(config.target_modules, str) else set(config.target_modules or ())
+    try:
+        tuner = _inject(model, config, seed=0)
+    except ValueError as error:
+        raise ConfigError(f"adapter: {error}", hint=_module_hint(model)) from error
+    kept = set(config.target_modules or ()) if asked else set()
+    _check_each_matches("target_modules", sorted((asked or set()) & kept), names, model)
+    _check_each_matches("modules_to_save", sorted(config.modules_to_save or ()), names, model)
+
+    own = _file_tensors(model, frozenset())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
+        full = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
+    embeddings = {PEFT_PREFIX + key: t for key, t in full.items() if PEFT_PREFIX + key not in own}
+    plan = AdapterPlan(
+        lora_config=config,
+        modules=tuple(tuner.targeted_module_names),
+        parameters=tuple(getattr(tuner, "targeted_parameter_names", ())),
+        saved_modules=tuple(
+            name for name, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)
+        ),
+        trainable=tuple(name for name, p in model.named_parameters() if p.requires_grad),
+        tensors={key: tuple(t.shape) for key, t in {**own, **embeddings}.items()},
+        embedding_tensors=frozenset(embeddings),
+        weights=weights,
+    )
+    if weights is not None:
+        _check_file(weights, plan)
+    return plan
+
+
+def _check_each_matches(
+    setting: str, entries: list[str], names: list[str], model: nn.Module
+) -> None:
+    for entry in entries:
+        if not any(name == entry or name.endswith(f".{entry}") for name in names):
+            raise ConfigError(
+                f"adapter.{setting}: no module of the model is called {entry!r}",
+                hint=_module_hint(model),
+            )
+
+
+def _module_hint(model: nn.Module) -> str:
+    leaves = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.dim() > 1
+    }
+    return "modules that can be named: " + ", ".join(sorted(leaves))
+
+
+def _check_file(weights: Path, plan: AdapterPlan) -> None:
+    """Compare an adapter file's header with the plan; reads no tensor."""
+    with _open(weights) as file:
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    missing = sorted(set(plan.tensors) - plan.embedding_tensors - set(found))
+    extra = sorted(set(found) - set(plan.tensors))
+    if missing or extra:
+        raise ConfigError(
+            f"{weights} does not fit the model: "
+            + "; ".join(
+                f"{len(keys)} tensors {what}: {', '.join(keys[:4])}{', ...' if keys[4:] else ''}"
+                for what, keys in (("are missing", missing), ("belong to no layer", extra))
+                if keys
+            ),
+            hint="adapter.init_from must be an adapter of this very model",
+        )
+    for key, shape in found.items():
+        if shape != plan.tensors[key]:
+            raise ConfigError(
+                f"{weights}: {key} has shape {shape}, the model needs {plan.tensors[key]}"
+            )
+
+
+def _open(weights: Path) -> Any:
+    try:
+        return safe_open(str(weights), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{weights} cannot be read: {error}") from error
+
+
+# -- one shard ------------------------------------------------------------------------------------
+
+
+class _SeededLora(LoraModel):
+    """PEFT's LoRA whose every module is created after seeding with its own name."""
+
+    def __init__(self, model: nn.Module, config: LoraConfig, seed: int) -> None:
+        # Before nn.Module.__init__, which allows plain values only.
+        self._training_seed = seed
+        super().__init__(model, {ADAPTER_NAME: config}, ADAPTER_NAME)
+
+    def _create_and_replace(
+        self, lora_config: LoraConfig, *args: Any, current_key: str, **kwargs: Any
+    ) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_module_seed(self._training_seed, current_key))
+            super()._create_and_replace(lora_config, *args, current_key=current_key, **kwargs)
+
+
+def _module_seed(seed: int, module: str) -> int:
+    digest = hashlib.sha256(f"adapter/{seed}/{module}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _inject(model: nn.Module, config: LoraConfig, seed: int) -> LoraModel:
+    """Wrap the targets in place and leave only the adapter trainable, as `get_peft_model` does."""
+    with warnings.catch_warnings():
+        # What PEFT corrects by itself, or warns of because a shard is not the whole model.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")
+        with torch.device("meta" if _on_meta(model) else "cpu"):
+            tuner = _SeededLora(model, config, seed)
+    cast_adapter_dtype(model, ADAPTER_NAME, autocast_adapter_dtype=True)
+    return tuner
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
+
+
+def _local_config(plan: AdapterPlan, model: nn.Module) -> LoraConfig:
+    """The plan's settings with every choice of modules replaced by the full names in `model`."""
+
+    def present(names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if _has_parameters(model, name)]
+
+    config = copy.deepcopy(plan.lora_config)
+    parameters = {name for name, _ in model.named_parameters()}
+    config.target_modules = set(present(plan.modules)) or DUMMY_TARGET_MODULES
+    if plan.parameters:
+        config.target_parameters = [name for name in plan.parameters if name in parameters]
+    config.modules_to_save = present(plan.saved_modules) or None
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    return config
+
+
+def _has_parameters(model: nn.Module, name: str) -> bool:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return False
+    return next(module.parameters(), None) is not None
+
+
+def _train_everything(model: nn.Module) -> None:
+    if is_quantized(model):
+        raise ConfigError(
+            "a quantised model cannot be trained in full",
+            hint='set "adapter" (QLoRA), or "model.quantization": null with a full-precision model',
+        )
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+
+
+def _cast_trainable_to_bf16(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_magnitude_vector" not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:
+    own = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+    tensors = {PEFT_PREFIX + key: tensor for key, tensor in own.items()}
+    if embedding_keys:
+        state = model.state_dict()
+        for key in sorted(embedding_keys):
+            name = key.removeprefix(PEFT_PREFIX)
+            if name in state:
+                tensors[key] = state[name]
+    return tensors
+
+
+def _load_weights(shard: Shard, plan: AdapterPlan) -> None:
+    """Fill the shard's adapter from the file; reads this shard's tensors only."""
+    assert plan.weights is not None
+    with _open(plan.weights) as file, torch.no_grad():
+        there = set(file.keys())
+        for key, tensor in adapter_tensors(shard).items():
+            if key in there:
+                tensor.copy_(file.get_tensor(key))

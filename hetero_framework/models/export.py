@@ -1,0 +1,290 @@
+"""Finished artefacts: a PEFT adapter directory or a Hugging Face checkpoint, complete or absent.
+
+Every shard contributes the tensors of its own layers; what arrives is compared with the key list of
+the whole model before the directory appears under its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.models.meta import meta_model
+
+if TYPE_CHECKING:
+    from hetero_framework.models.adapters import AdapterPlan
+    from hetero_framework.models.shard import Shard
+
+Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+PEFT_PREFIX = "base_model.model."
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MODEL_WEIGHTS = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
+
+# Size of one weight file; also what the writer holds in memory.
+MAX_FILE_BYTES = 1 << 30
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+# -- reading tensors out of a shard ---------------------------------------------------------------
+
+
+def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
+    """Yield the shard's weights as a Hugging Face checkpoint names them, on the CPU, by layer.
+
+    transformers' own weight conversions are reverted (fused experts become single ones again);
+    all inputs of such a conversion lie in one layer, so layers can be converted one at a time.
+    The head of a tied pair is left out, unless `untie`.
+    """
+    model = shard.model
+    left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
+    if shard.tied and not untie:
+        left_out.add(shard.head_name)
+    state = {key: tensor for key, tensor in model.state_dict().items() if key not in left_out}
+    if not shard.range.is_first:
+        # Buffers outside the layers (constants) are in every shard; one of them speaks for all.
+        own = {name for name, _ in model.named_parameters()}
+        state = {key: t for key, t in state.items() if key in own or _LAYER.match(key)}
+    for keys in _by_layer(state).values():
+        converted = _checkpoint_form(model, {key: state[key] for key in keys})
+        yield {key: t.detach().to("cpu").contiguous() for key, t in converted.items()}
+
+
+def export_tensors(shard: Shard) -> Tensors:
+    """All of `export_layers` at once."""
+    return {key: tensor for layer in export_layers(shard) for key, tensor in layer.items()}
+
+
+def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
+    """Keys and shapes of the whole model's checkpoint; uses no memory for weights."""
+    model = meta_model(config)
+    left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
+    state = {key: t for key, t in model.state_dict().items() if key not in left_out}
+    return {key: tuple(t.shape) for key, t in _checkpoint_form(model, state).items()}
+
+
+def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        groups.setdefault(layer.group(1) if layer else "", []).append(name)
+    return groups
+
+
+def _checkpoint_form(model: PreTrainedModel, state: Tensors) -> Tensors:
+    # What a checkpoint happened to be called when it was loaded (a missing prefix, say) is
+    # recorded on the model; the names written here must be the class's own on every stage.
+    recorded = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = None
+    try:
+        return revert_weight_conversion(model, state)
+    finally:
+        model._weight_conversions = recorded
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def write_adapter(
+    directory: Path,
+    parts: Iterable[Mapping[str, torch.Tensor]],
+    plan: AdapterPlan,
+    base_model: str | None,
+    revision: str | None = None,
+) -> None:
+    """Write a PEFT adapter directory from the shards' parts, atomically.
+
+    Raises CheckpointError that lists the keys when tensors are missing, unexpected, of a wrong
+    shape or there twice; the directory is then as it was.
+    """
+    tensors: Tensors = {}
+    check = _Completeness(plan.tensors, "adapter")
+    for part in parts:
+        check.add(part)
+        tensors.update({key: _own_copy(tensor) for key, tensor in part.items()})
+    check.finish()
+    config = plan.lora_config
+    config.base_model_name_or_path, config.revision = base_model, revision
+    with _atomic_directory(directory, "adapter_config.json") as folder:
+        save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
+        config.save_pretrained(str(folder))
+
+
+def write_checkpoint(
+    directory: Path,
+    parts: Iterable[Mapping[str, torch.Tensor]],
+    config: PretrainedConfig,
+    generation_config: GenerationConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a Hugging Face checkpoint directory from the shards' parts, atomically.
+
+    Holds at most one file's tensors (`max_file_bytes`) and one part in memory. Raises
+    CheckpointError like `write_adapter`.
+    """
+    check = _Completeness(expected_checkpoint_tensors(config), "checkpoint")
+    with _atomic_directory(directory, "config.json") as folder:
+        files = _WeightFiles(folder, max_file_bytes)
+        for part in parts:
+            check.add(part)
+            for key, tensor in part.items():
+                files.add(key, _own_copy(tensor))
+        check.finish()
+        files.finish()
+        config.save_pretrained(str(folder))
+        if generation_config is not None:
+            generation_config.save_pretrained(str(folder))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    # Parts may lie in receive buffers that are used again for the next part.
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+class _Completeness:
+    """Compares arriving tensors with what the whole model must have."""
+
+    def __init__(self, expected: Shapes, what: str) -> None:
+        self._expected = expected
+        self._what = what
+        self._seen: set[str] = set()
+
+    def add(self, part: Mapping[str, torch.Tensor]) -> None:
+        unexpected = [key for key in part if key not in self._expected]
+        if unexpected:
+            raise self._error("tensors that the model does not have", unexpected)
+        twice = [key for key in part if key in self._seen]
+        if twice:
+            raise self._error("tensors that two stages sent", twice)
+        wrong = [key for key, t in part.items() if tuple(t.shape) != self._expected[key]]
+        if wrong:
+            raise self._error("tensors of a wrong shape", wrong)
+        self._seen.update(part)
+
+    def finish(self) -> None:
+        missing = [key for key in self._expected if key not in self._seen]
+        if missing:
+            raise self._error("missing tensors", missing)
+
+    def _error(self, problem: str, keys: list[str]) -> CheckpointError:
+        shown = ", ".join(sorted(keys)[:8]) + (", ..." if len(keys) > 8 else "")
+        return CheckpointError(
+            f"the {self._what} is not written: {len(keys)} {problem}: {shown}",
+            hint="every stage of the plan must contribute its layers exactly once",
+        )
+
+
+class _WeightFiles:
+    """Weight files of bounded size; their number is in their names, so renamed at the end."""
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
+        self._pending: Tensors = {}
+        self._pending_bytes = 0
+        self._files: list[list[str]] = []
+        self._total_bytes = 0
+        self._total_parameters = 0
+
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_file_bytes:
+            self._flush()
+        self._pending[key] = tensor
+        self._pending_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+        self._total_parameters += tensor.numel()
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            self._temporary(0).rename(self._folder / MODEL_WEIGHTS)
+            return
+        weight_map = {}
+        for number, keys in enumerate(self._files):
+            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._temporary(number).rename(self._folder / name)
+            weight_map.update(dict.fromkeys(keys, name))
+        sizes = {"total_parameters": self._total_parameters, "total_size": self._total_bytes}
+        index = {"metadata": sizes, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self._folder / MODEL_INDEX).write_text(text, encoding="utf-8")
+
+    def _flush(self) -> None:
+        path = self._temporary(len(self._files))
+        save_file(self._pending, str(path), metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _temporary(self, number: int) -> Path:
+        return self._folder / f"part-{number:05d}.safetensors"
+
+
+@contextmanager
+def _atomic_directory(directory: Path, marker: str) -> Iterator[Path]:
+    """A folder that takes `directory`'s place when the block ends, and vanishes when it raises.
+
+    An existing directory is replaced only if it is empty or holds the file `marker`, that is, if
+    it is an older artefact of the same kind. Raises CheckpointError otherwise, ResourceError when
+    the disk refuses.
+    """
+    directory = directory.absolute()
+    foreign = directory.exists() and not (directory / marker).is_file()
+    if foreign and not (directory.is_dir() and not any(directory.iterdir())):
+        raise CheckpointError(
+            f"{directory} exists and holds no {marker}; it will not be replaced",
+            hint="choose another directory, or remove this one",
+        )
+    partial = directory.with_name(f".{directory.name}.partial")
+    old = directory.with_name(f".{directory.name}.old")
+    try:
+        for left_over in (partial, old):
+            shutil.rmtree(left_over, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for path in partial.iterdir():
+            _sync(path)
+        if directory.exists():
+            directory.rename(old)
+        partial.rename(directory)
+        if os.name == "posix":
+            _sync(directory.parent)
+    except (OSError, SafetensorError) as error:
+        raise ResourceError(f"cannot write {directory}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if directory.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    # Windows can only flush what is open for writing; POSIX directories only what is open to read.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,113 @@
+"""4-bit and 8-bit frozen weights through bitsandbytes, quantised the same under any cut.
+
+transformers leaves some modules in full precision: the head, tied weights and whatever comes last
+in the model. Asked about a shard it would answer differently than about the whole model (the last
+module of a middle shard is one of its projections), so the answer is taken from the whole model and
+handed over explicitly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from hetero_framework.core.dal import Device
+from hetero_framework.errors import ConfigError, DeviceError, ModelError
+from hetero_framework.models.meta import meta_model
+
+Kind = Literal["nf4", "int8"]
+
+
+def quantization_config(
+    kind: Kind, model_config: PretrainedConfig, compute_dtype: torch.dtype, device: Device
+) -> BitsAndBytesConfig | None:
+    """How to quantise full-precision weights while they are loaded.
+
+    "nf4" is QLoRA's recipe: 4-bit NormalFloat with double quantisation (Dettmers et al. 2023);
+    `compute_dtype` is the type of its matrix products. "int8" is LLM.int8(). For a checkpoint that
+    is quantised so already, its own settings (`stored_quantization_config`). Raises DeviceError
+    where bitsandbytes cannot run, ConfigError when the checkpoint is quantised otherwise.
+    """
+    stored = stored_quantization(model_config)
+    if stored == kind:
+        return stored_quantization_config(model_config, device)
+    if stored is not None:
+        raise ConfigError(
+            f"model.quantization is {kind!r}, but the checkpoint is quantised already ({stored})",
+            hint="remove model.quantization",
+        )
+    check_device(device)
+    skipped = modules_left_alone(model_config)
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        llm_int8_skip_modules=skipped,
+    )
+
+
+def stored_quantization(model_config: PretrainedConfig) -> str | None:
+    """How a checkpoint is quantised: "nf4", "fp4" or "int8"; None for full precision.
+
+    Raises ModelError for methods other than bitsandbytes'.
+    """
+    settings = stored_settings(model_config)
+    if not settings:
+        return None
+    method = str(settings.get("quant_method", "bitsandbytes")).rpartition(".")[2].lower()
+    if method != "bitsandbytes" and not method.startswith("bitsandbytes_"):
+        raise ModelError(
+            f"the checkpoint is quantised with {method!r}, which cannot be trained here",
+            hint="use a bitsandbytes checkpoint, or the full-precision model with "
+            '"model.quantization": "nf4"',
+        )
+    if settings.get("load_in_4bit") or settings.get("_load_in_4bit"):
+        return str(settings.get("bnb_4bit_quant_type", "fp4"))
+    return "int8"
+
+
+def stored_quantization_config(
+    model_config: PretrainedConfig, device: Device
+) -> BitsAndBytesConfig | None:
+    """The settings with which to read an already quantised checkpoint, None for full precision.
+
+    They are the checkpoint's own, with the modules that were left alone named explicitly; they
+    belong into `model_config.quantization_config` before the weights are read. Raises DeviceError,
+    ModelError.
+    """
+    if stored_quantization(model_config) is None:
+        return None
+    check_device(device)
+    config = BitsAndBytesConfig.from_dict(stored_settings(model_config))
+    if config.llm_int8_skip_modules is None:
+        config.llm_int8_skip_modules = modules_left_alone(model_config)
+    return config
+
+
+def modules_left_alone(model_config: PretrainedConfig) -> list[str]:
+    """The modules of the whole model that transformers keeps in full precision by default."""
+    return sorted(get_keys_to_not_convert(meta_model(model_config)))
+
+
+def check_device(device: Device) -> None:
+    """Raise DeviceError with the reason where bitsandbytes cannot quantise."""
+    support = device.four_bit()
+    if not support.ok:
+        raise DeviceError(
+            f"{device.name} cannot hold quantised weights: {support.reason}",
+            hint='use a full-precision model with "model.quantization": null, or move the layers',
+        )
+
+
+def stored_settings(model_config: PretrainedConfig) -> dict[str, Any]:
+    """The checkpoint's `quantization_config` as a dictionary, empty for full precision."""
+    stored = getattr(model_config, "quantization_config", None)
+    if stored is None:
+        return {}
+    return dict(stored if isinstance(stored, dict) else stored.to_dict())
