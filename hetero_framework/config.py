@@ -653,7 +653,11 @@ class Config(Section):
 
     @classmethod
     def from_dict(
-        cls, raw: dict[str, Any], base_dir: Path | str | None = None, *, name: str = "configuration"
+        cls,
+        raw: dict[str, Any],
+        base_dir: str | os.PathLike[str] | None = None,
+        *,
+        name: str = "configuration",
     ) -> Config:
         """Validate a plain dictionary (as JSON holds it).
 
@@ -749,17 +753,22 @@ class Config(Section):
         return tuple(found)
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    base_dir: str | os.PathLike[str] | None = None,
+) -> Config:
     """Read and validate a configuration file.
 
-    `overrides` are settings like "training.learning_rate=1e-4" that replace those of the file.
+    `overrides` are settings like "training.learning_rate=1e-4" that replace those of the file;
+    `base_dir` is where relative paths start, instead of the file's folder.
     Raises ConfigError (PlanError when only the plan is wrong) that lists all problems.
     """
     file = Path(path)
     raw = read_json_object(file)
     for override in overrides:
         apply_override(raw, override)
-    return Config.from_dict(raw, file.absolute().parent, name=str(path))
+    return Config.from_dict(raw, base_dir or file.absolute().parent, name=str(path))
 
 
 def apply_override(raw: dict[str, Any], setting: str) -> None:

@@ -118,7 +118,7 @@ class LocalWorkers:
         A worker whose address already answers is left alone and used. Raises ResourceError.
         """
         try:
-            spawner = _Spawner(self._config, self._debug, self._program)
+            spawner = _Spawner(self._config, self._program, debug=self._debug)
             for worker_id in self._ids:
                 self._start(worker_id, spawner)
         except OSError as error:
@@ -170,6 +170,7 @@ def run_workers(
     config: Config,
     worker_ids: Sequence[WorkerId],
     *,
+    keep: bool = False,
     debug: bool = False,
     program: Sequence[str] = PROGRAM,
 ) -> int:
@@ -181,7 +182,7 @@ def run_workers(
     processes: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
     try:
-        spawner = _Spawner(config, debug, program)
+        spawner = _Spawner(config, [*program, *["--keep"] * keep], debug=debug)
         for worker_id in worker_ids:
             process = spawner.spawn(worker_id, subprocess.PIPE)
             processes.append(process)
@@ -217,7 +218,7 @@ class _Child:
 class _Spawner:
     """Starts worker processes that read exactly this configuration, overrides included."""
 
-    def __init__(self, config: Config, debug: bool, program: Sequence[str]) -> None:
+    def __init__(self, config: Config, program: Sequence[str], *, debug: bool) -> None:
         self.config = config
         self.log_dir = config.output_dir / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)

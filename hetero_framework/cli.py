@@ -1,0 +1,537 @@
+"""The `hetero` command: one function per subcommand, heavy imports inside.
+
+`main` is the one place that turns exceptions into a message and an exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_framework import __version__
+from hetero_framework.errors import HeteroError, ResourceError, UserError
+
+DEFAULT_CONFIG = "hetero_config.json"
+INTERRUPTED = 130  # what a shell reports for SIGINT
+_MAX_MESSAGE_LINES = 40
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_NO_DISK = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    _use_utf8()
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    try:
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return int(code or 0)
+    except BrokenPipeError:  # `hetero ... | head`
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        if arguments.debug:
+            traceback.print_exc()
+        _say_error("interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        if arguments.debug:
+            traceback.print_exc()
+        known = as_hetero_error(error)
+        if known is not None:
+            _say_error(str(known))
+            return known.exit_code
+        _say_error(
+            f"{type(error).__name__}: {error}\n  This is a bug; run with --debug for details."
+        )
+        return HeteroError.exit_code
+
+
+def as_hetero_error(error: BaseException) -> HeteroError | None:
+    """`error` itself, or what memory and disk errors of other libraries mean; None for a bug."""
+    if isinstance(error, HeteroError):
+        return error
+    text = str(error).strip().splitlines()
+    first = text[0] if text else type(error).__name__
+    lower = first.lower()
+    if (
+        isinstance(error, MemoryError)
+        or any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__)
+        or (isinstance(error, RuntimeError) and any(words in lower for words in _NO_MEMORY))
+    ):
+        return ResourceError(
+            f"memory ran out: {first}",
+            hint="Give this machine fewer layers, or lower per_device_train_batch_size or"
+            " data.max_length; `hetero check` shows what each stage needs.",
+        )
+    if isinstance(error, OSError) and error.errno in _NO_DISK:
+        where = f" ({error.filename})" if error.filename else ""
+        return ResourceError(
+            f"the disk is full{where}", hint="Free space, or lower save_total_limit."
+        )
+    return None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; needs no heavy import."""
+    parser = argparse.ArgumentParser(
+        prog="hetero",
+        description="Train one language model over several machines.",
+        epilog="Exit codes: 0 done, 1 a bug, 2 what you can fix, 4 peers lost, 5 numeric,"
+        " 6 memory or disk, 75 stopped early and resumable.",
+    )
+    parser.add_argument("--version", action="version", version=f"hetero {__version__}")
+    parser.set_defaults(debug=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for add in (
+        _add_init,
+        _add_check,
+        _add_train,
+        _add_worker,
+        _add_diagram,
+        _add_verify,
+        _add_merge,
+        _add_doctor,
+        _add_schema,
+    ):
+        add(commands)
+    return parser
+
+
+# -- init -----------------------------------------------------------------------------------------
+
+
+def _add_init(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "init",
+        _run_init,
+        "write a configuration, by questions or from options",
+        """
+        hetero init
+        hetero init --non-interactive --model meta-llama/Llama-3.1-8B \\
+            --worker 192.168.1.20:9999:cuda:0 --worker [fd00::2]:9999 --adapter qlora \\
+            --data train.jsonl
+        hetero init --non-interactive --model ./model --worker localhost:29501 --adapter none
+        """,
+    )
+    parser.add_argument("--non-interactive", action="store_true", help="ask nothing")
+    parser.add_argument("--model", metavar="NAME", help="model directory or hub name")
+    parser.add_argument(
+        "--worker",
+        action="append",
+        default=[],
+        metavar="HOST[:PORT[:DEVICE]]",
+        help="a worker; may be given several times",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST[:PORT[:DEVICE]]",
+        help="the coordinator (default: this machine)",
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="number of layers (default: read from the model)"
+    )
+    parser.add_argument(
+        "--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"
+    )
+    parser.add_argument("--data", metavar="FILE", help="training data: file or dataset name")
+    parser.add_argument(
+        "--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+
+
+def _run_init(arguments: argparse.Namespace) -> int:
+    from hetero_framework.wizard import Answers, run_wizard, write_config
+
+    answers = Answers(
+        model=arguments.model,
+        workers=arguments.worker,
+        coordinator=arguments.coordinator,
+        layers=arguments.layers,
+        adapter=arguments.adapter,
+        data=arguments.data,
+    )
+    output = Path(arguments.output)
+    if not arguments.non_interactive:
+        return run_wizard(answers, output, force=arguments.force)
+    write_config(answers, output, force=arguments.force)
+    print(f"wrote {output}; next: hetero check --config {output}")
+    return 0
+
+
+# -- check ----------------------------------------------------------------------------------------
+
+
+def _add_check(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "check",
+        _run_check,
+        "validate a configuration; say what each machine does and how much memory it needs",
+        """
+        hetero check
+        hetero check --config hetero_config.json --json
+        hetero check --set training.per_device_train_batch_size=4
+        """,
+    )
+    _add_config(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run_check(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    from hetero_framework.trainer.check import check
+
+    report = check(config)
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report.text())
+    return 0
+
+
+# -- train and worker -----------------------------------------------------------------------------
+
+
+def _add_train(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "train",
+        _run_train,
+        "train; the same command on every machine",
+        """
+        hetero train --config hetero_config.json
+        hetero train --resume latest
+        hetero train --role worker --worker-id 2
+        hetero train --output-dir runs/second --set training.learning_rate=1e-4
+        """,
+    )
+    _add_config(parser)
+    parser.add_argument("--output-dir", metavar="DIR", help="instead of training.output_dir")
+    parser.add_argument(
+        "--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"
+    )
+    parser.add_argument(
+        "--role",
+        choices=("coordinator", "worker"),
+        help="what this machine is (default: by its addresses and host name)",
+    )
+    parser.add_argument("--worker-id", metavar="ID", help="which worker this process is")
+
+
+def _run_train(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    from hetero_framework.trainer.roles import decide_role
+
+    role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id)
+    if not role.is_coordinator:
+        return _serve(config, role.worker_ids, debug=arguments.debug)
+    _share_cores(config, "local")
+    from hetero_framework.trainer.coordinator import train
+
+    train(config, resume=arguments.resume, debug=arguments.debug)
+    return 0
+
+
+def _add_worker(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "worker",
+        _run_worker,
+        "serve the layers of this machine's worker entries",
+        """
+        hetero worker --config hetero_config.json
+        hetero worker --config hetero_config.json --worker-id 2
+        hetero worker --keep
+        """,
+    )
+    _add_config(parser)
+    parser.add_argument("--worker-id", metavar="ID", help="which worker this process is")
+    parser.add_argument("--keep", action="store_true", help="wait for the next run after each")
+    parser.add_argument("--base-dir", metavar="DIR", help=argparse.SUPPRESS)
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+
+
+def _run_worker(arguments: argparse.Namespace) -> int:
+    if arguments.supervised:
+        from hetero_framework.trainer.launch import watch_parent
+
+        watch_parent()
+    config = _load(arguments)
+    from hetero_framework.trainer.roles import decide_role
+
+    role = decide_role(config, role="worker", worker_id=arguments.worker_id)
+    return _serve(config, role.worker_ids, keep=arguments.keep, debug=arguments.debug)
+
+
+def _serve(config: Any, worker_ids: Sequence[int | str], *, keep: bool = False, debug: bool) -> int:
+    if len(worker_ids) > 1:
+        from hetero_framework.trainer.launch import run_workers
+
+        return run_workers(config, worker_ids, keep=keep, debug=debug)
+    _share_cores(config, worker_ids[0])
+    from hetero_framework.trainer.worker import serve
+
+    serve(config, worker_ids[0], keep=keep)
+    return 0
+
+
+def _share_cores(config: Any, owner: int | str) -> None:
+    """Fix the number of CPU threads before torch is imported and reads it."""
+    from hetero_framework.trainer.roles import threads_for
+
+    os.environ["OMP_NUM_THREADS"] = str(threads_for(config, owner))
+
+
+# -- diagram, verify, merge -----------------------------------------------------------------------
+
+
+def _add_diagram(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "diagram",
+        _run_diagram,
+        "draw the machines and who holds which layers",
+        """
+        hetero diagram --format svg --output architecture.svg
+        hetero diagram --config hetero_config.json --format mmd --output -
+        """,
+    )
+    _add_config(parser)
+    parser.add_argument(
+        "--format", choices=("png", "svg", "pdf", "mmd"), help="default: by --output"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        help='file to write, "-" for Mermaid text on the screen (default: architecture.FORMAT)',
+    )
+
+
+def _run_diagram(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    from hetero_framework.visualizer.graph_gen import draw, mermaid
+
+    if arguments.output == "-":
+        if arguments.format not in (None, "mmd"):
+            raise UserError("only Mermaid text can be printed; use --format mmd or --output FILE")
+        print(mermaid(config).rstrip())
+        return 0
+    form = arguments.format
+    if form is None and arguments.output is None:
+        form = config.training.visualization_format
+    output = arguments.output or f"architecture.{form}"
+    print(draw(config, output, form, notify=_note))
+    return 0
+
+
+def _add_verify(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "verify",
+        _run_verify,
+        "cut a model and compare it with the whole: loss, gradients, three training steps",
+        """
+        hetero verify --config hetero_config.json
+        hetero verify --model-type qwen3 --cuts 1,2
+        hetero verify --all
+        """,
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--config", metavar="FILE", help=f"the configured model ({DEFAULT_CONFIG})")
+    what.add_argument("--model-type", metavar="NAME", help="a tiny random model of this type")
+    what.add_argument(
+        "--all", action="store_true", help="every causal LM architecture that is installed"
+    )
+    parser.add_argument("--cuts", type=_cuts, metavar="2,5", help="cut before these layers")
+    parser.add_argument(
+        "--output", metavar="FILE", help="with --all: where the table goes (docs/architectures.md)"
+    )
+    parser.set_defaults(set=[])
+
+
+def _run_verify(arguments: argparse.Namespace) -> int:
+    if arguments.all:
+        if arguments.cuts:
+            raise UserError("--cuts goes with --config or --model-type; --all chooses its own")
+        from hetero_framework.trainer.verify import verify_all
+
+        return int(verify_all(Path(arguments.output or "docs/architectures.md")))
+    if arguments.model_type:
+        from hetero_framework.trainer.verify import verify_model_type
+
+        return int(verify_model_type(arguments.model_type, arguments.cuts))
+    arguments.config = arguments.config or DEFAULT_CONFIG
+    config = _load(arguments)
+    config.require("model")
+    from hetero_framework.trainer.verify import verify_config
+
+    return int(verify_config(config, arguments.cuts))
+
+
+def _add_merge(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "merge",
+        _run_merge,
+        "fold an adapter into its model and write a checkpoint",
+        """
+        hetero merge --adapter runs/llama8b/adapter --model meta-llama/Llama-3.1-8B --output merged
+        """,
+    )
+    parser.add_argument("--adapter", required=True, metavar="DIR", help="PEFT adapter directory")
+    parser.add_argument(
+        "--model", required=True, metavar="NAME", help="model directory or hub name"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
+
+
+def _run_merge(arguments: argparse.Namespace) -> int:
+    from hetero_framework.models.adapters import merge_adapter
+
+    merge_adapter(Path(arguments.adapter), arguments.model, Path(arguments.output))
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+# -- doctor and schema ----------------------------------------------------------------------------
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "doctor",
+        _run_doctor,
+        "devices, versions, and what this machine can do",
+        """
+        hetero doctor
+        hetero doctor --json
+        """,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    from hetero_framework.trainer.doctor import examine, text
+
+    found = examine()
+    print(json.dumps(found, indent=2) if arguments.json else text(found))
+    return 0
+
+
+def _add_schema(commands: Any) -> None:
+    _command(
+        commands,
+        "schema",
+        _run_schema,
+        "print the JSON Schema of hetero_config.json",
+        """
+        hetero schema > hetero_config.schema.json
+        """,
+    )
+
+
+def _run_schema(arguments: argparse.Namespace) -> int:
+    from hetero_framework.config import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+# -- shared ---------------------------------------------------------------------------------------
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    lines = [line[8:] for line in examples.strip("\n").splitlines()]
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog="examples:\n" + "\n".join(f"  {line}".rstrip() for line in lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="replace a setting of the file, as in training.max_steps=10; may be repeated",
+    )
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    from hetero_framework.config import load_config
+
+    overrides = list(arguments.set)
+    if getattr(arguments, "output_dir", None):
+        # A path on the command line starts at the current directory, one in the file at the file.
+        path = Path(arguments.output_dir).absolute()
+        overrides.append(f"training.output_dir={json.dumps(str(path))}")
+    config = load_config(arguments.config, overrides, getattr(arguments, "base_dir", None))
+    for warning in config.warnings():
+        _note(warning)
+    return config
+
+
+def _resume_step(text: str) -> int | str:
+    if text == "latest":
+        return text
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f'{text!r} is neither "latest" nor a step number')
+
+
+def _cuts(text: str) -> tuple[int, ...]:
+    try:
+        cuts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        cuts = ()
+    if not cuts or list(cuts) != sorted(set(cuts)) or cuts[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a growing list of layers like 2,5")
+    return cuts
+
+
+def _note(text: str) -> None:
+    print(f"hetero: note: {text}", file=sys.stderr, flush=True)
+
+
+def _say_error(message: str) -> None:
+    lines = message.splitlines() or [""]
+    if len(lines) > _MAX_MESSAGE_LINES:
+        lines = [*lines[: _MAX_MESSAGE_LINES - 1], "  ... (all of it with --debug)"]
+    with contextlib.suppress(OSError):
+        print("hetero: error: " + "\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _use_utf8() -> None:
+    """Let file names and model names print anywhere; a console's own encoding may lack them."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

@@ -1,0 +1,349 @@
+"""Write a hetero_config.json: from options, or by asking a few questions.
+
+`propose` is pure: answers in, configuration out. The questions only fill in the answers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hetero_framework.config import Config, ModelConfig
+from hetero_framework.core import network
+from hetero_framework.errors import ConfigError, HeteroError, UserError
+
+ADAPTERS = ("lora", "qlora", "none")
+FIRST_WORKER_PORT = 9999
+COORDINATOR_PORT = 9998
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """HOST[:PORT[:DEVICE]] taken apart; an IPv6 address stands in brackets before a port."""
+
+    host: str
+    port: int | None = None
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What `hetero init` was told; None: not told."""
+
+    model: str | None = None
+    workers: Sequence[str] = field(default_factory=tuple)
+    coordinator: str | None = None
+    layers: int | None = None
+    adapter: str | None = None
+    data: str | None = None
+
+
+def parse_address(text: str) -> Address:
+    """Take HOST[:PORT[:DEVICE]] apart. Raises UserError."""
+    wrong = UserError(
+        f'"{text}" is not HOST, HOST:PORT or HOST:PORT:DEVICE',
+        hint="For example 192.168.1.20:9999, [::1]:9999 or box:9999:cuda:0",
+    )
+    text = text.strip()
+    if text.startswith("["):
+        host, closed, rest = text[1:].partition("]")
+        if not closed or (rest and not rest.startswith(":")):
+            raise wrong
+        rest = rest[1:]
+    elif _is_ipv6(text):
+        host, rest = text, ""
+    else:
+        host, _, rest = text.partition(":")
+    port_text, _, device = rest.partition(":")
+    if port_text and not (port_text.isascii() and port_text.isdigit()):
+        raise wrong
+    port = int(port_text) if port_text else None
+    entry = {"id": 1, "ip": host, "device": device or "auto"}
+    _validated({"workers": [entry if port is None else {**entry, "port": port}]}, text)
+    return Address(host, port, device or "auto")
+
+
+def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
+    """Even ranges [start, end) for the coordinator and then the workers.
+
+    What does not divide goes to the last ones: the coordinator holds the embedding besides.
+    Raises UserError when a worker would get no layer.
+    """
+    if num_layers < max(1, machines - 1):
+        raise UserError(
+            f"{num_layers} layers are too few for {machines - 1} workers",
+            hint="Name fewer workers.",
+        )
+    size, rest = divmod(num_layers, machines)
+    sizes = [size + (position >= machines - rest) for position in range(machines)]
+    ends = [sum(sizes[: position + 1]) for position in range(machines)]
+    return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def propose(
+    answers: Answers, num_layers: int, *, hostname: str | None, own_address: str
+) -> dict[str, Any]:
+    """A complete configuration as JSON types.
+
+    `hostname` and `own_address` describe this machine, which is the coordinator unless the answers
+    name another. Raises UserError.
+    """
+    workers = [parse_address(text) for text in answers.workers]
+    coordinator = _coordinator(answers.coordinator, workers, hostname, own_address)
+    ranges = split_layers(num_layers, len(workers) + 1)
+    taken = {(coordinator["ip"], coordinator["port"])}
+    entries = []
+    for number, worker in enumerate(workers, start=1):
+        port = worker.port or FIRST_WORKER_PORT
+        while worker.port is None and (worker.host, port) in taken:
+            port += 1
+        taken.add((worker.host, port))
+        entries.append({"id": number, "ip": worker.host, "port": port, "device": worker.device})
+    plan: list[dict[str, Any]] = [
+        {"id": position or "local", "start": start, "end": end}
+        for position, (start, end) in enumerate(ranges)
+    ]
+    plan[-1]["is_last"] = True
+    raw: dict[str, Any] = {
+        "version": "1",
+        "coordinator": coordinator,
+        "workers": entries,
+        "shard_plan": plan,
+    }
+    adapter = answers.adapter or "lora"
+    if answers.model:
+        raw["model"] = {"name_or_path": answers.model}
+        if adapter == "qlora":
+            raw["model"].update(dtype="bfloat16", quantization="nf4")
+    raw["adapter"] = None if adapter == "none" else dict(_LORA)
+    if answers.data:
+        raw["data"] = {"train": answers.data, "max_length": 1024}
+    raw["training"] = {
+        "output_dir": "runs/default",
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": max(8, 2 * len(plan)),
+        "learning_rate": 5e-5 if adapter == "none" else 2e-4,
+        "warmup_ratio": 0.03,
+        "lr_scheduler_type": "cosine",
+        "save_steps": 100,
+        "save_total_limit": 3,
+    }
+    return raw
+
+
+_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
+
+
+def write_config(answers: Answers, output: Path, *, force: bool = False) -> Config:
+    """Propose, validate and write. Raises UserError, ConfigError; `force` replaces a file."""
+    if output.exists() and not force:
+        raise UserError(
+            f"{output} exists already", hint="Replace it with --force, or use --output."
+        )
+    answers = replace(
+        answers,
+        model=_beside(answers.model, output),
+        data=_beside(answers.data, output),
+    )
+    raw = propose(
+        answers,
+        _layers(answers, output),
+        hostname=network.local_hostnames()[0],
+        own_address=network.primary_address(),
+    )
+    config = Config.from_dict(raw, output.absolute().parent, name="the answers")
+    _write_atomically(output, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
+    return config
+
+
+def run_wizard(
+    answers: Answers,
+    output: Path,
+    *,
+    force: bool = False,
+    ask: Callable[[str], str] = input,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Ask what `answers` leaves open, write the file, and return the exit code.
+
+    Each answer is checked at once and asked again when it is wrong; an empty line takes the
+    default. Raises UserError when the input ends.
+    """
+    try:
+        say("A few questions; an empty line takes the value in [brackets].")
+        if output.exists() and not force:
+            if not _ask(ask, say, f"{output} exists. Replace it? (yes/no)", "no", _yes_or_no):
+                say("Nothing was changed.")
+                return 0
+            force = True
+        answers = _ask_all(answers, output, ask, say)
+        config = write_config(answers, output, force=force)
+    except EOFError:
+        raise UserError(
+            "the input ended before all questions were answered",
+            hint="Use --non-interactive with options; see `hetero init --help`.",
+        ) from None
+    for stage in config.stages():
+        who = "this machine" if stage.owner == "local" else f"worker {stage.owner}"
+        say(f"  layers {stage.start} to {stage.end}: {who}")
+    say(f"Wrote {output}. Next: hetero check --config {output}")
+    return 0
+
+
+def _ask_all(
+    answers: Answers, output: Path, ask: Callable[[str], str], say: Callable[[str], None]
+) -> Answers:
+    if answers.model is None:
+        question = "Model: a directory or a name on the hub"
+        answers = replace(answers, model=_ask(ask, say, question, None, _not_empty))
+    if answers.layers is None:
+        try:
+            layers = _layers(replace(answers, model=_beside(answers.model, output)), output)
+            say(f"The model has {layers} layers.")
+        except HeteroError as error:
+            say(f"The model cannot be read here: {error}")
+            layers = _ask(ask, say, "Number of its layers", None, _positive)
+        answers = replace(answers, layers=layers)
+    if not answers.workers:
+        count = _ask(ask, say, "Number of workers beside this machine", "1", _count)
+        workers: list[str] = []
+        for number in range(1, count + 1):
+            question = f"Worker {number}: HOST[:PORT[:DEVICE]]"
+            workers.append(_ask(ask, say, question, f"127.0.0.1:{9998 + number}", _address))
+        answers = replace(answers, workers=workers)
+    if answers.adapter is None:
+        question = "Train lora, qlora (4-bit base) or none (all weights)"
+        answers = replace(answers, adapter=_ask(ask, say, question, "lora", _adapter))
+    if answers.data is None:
+        question = "Training data: a file or a dataset name"
+        answers = replace(answers, data=_ask(ask, say, question, "data/train.jsonl", _not_empty))
+    return answers
+
+
+def _ask(
+    ask: Callable[[str], str],
+    say: Callable[[str], None],
+    question: str,
+    default: str | None,
+    check: Callable[[str], _T],
+) -> _T:
+    prompt = f"{question} [{default}]: " if default is not None else f"{question}: "
+    while True:
+        try:
+            return check(ask(prompt).strip() or default or "")
+        except UserError as error:
+            say(f"  {error}")
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise UserError("an answer is needed here")
+    return text
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise UserError(f'"{text}" is not a number above 0')
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _address(text: str) -> str:
+    parse_address(text)
+    return text
+
+
+def _adapter(text: str) -> str:
+    if text.lower() not in ADAPTERS:
+        raise UserError(f'"{text}" is not one of {", ".join(ADAPTERS)}')
+    return text.lower()
+
+
+def _yes_or_no(text: str) -> bool:
+    if text.lower() not in ("y", "yes", "n", "no"):
+        raise UserError("answer yes or no")
+    return text.lower().startswith("y")
+
+
+def _coordinator(
+    told: str | None, workers: Sequence[Address], hostname: str | None, own_address: str
+) -> dict[str, Any]:
+    if told is not None:
+        address = parse_address(told)
+        return {
+            "ip": address.host,
+            "port": address.port or COORDINATOR_PORT,
+            "device": address.device,
+        }
+    only_here = all(network.is_loopback(worker.host) for worker in workers)
+    ip = "127.0.0.1" if only_here else own_address
+    found: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": "auto"}
+    return {"hostname": hostname, **found} if hostname else found
+
+
+def _layers(answers: Answers, output: Path) -> int:
+    """The number of layers: as told, else from the model's configuration."""
+    if answers.layers is not None:
+        if answers.layers < 1:
+            raise UserError(f"--layers {answers.layers}: a model has at least one layer")
+        return answers.layers
+    if answers.model is None:
+        raise UserError(
+            "the number of layers is not known", hint="Give --model NAME, or --layers N."
+        )
+    from hetero_framework.models.shard import load_model_config, num_layers
+
+    model = ModelConfig(name_or_path=answers.model)
+    return num_layers(load_model_config(model, output.absolute().parent))
+
+
+def _beside(path: str | None, output: Path) -> str | None:
+    """A path of this directory as the file `output` has to write it; a hub name unchanged."""
+    if path is None or not Path(path).expanduser().exists():
+        return path
+    found = Path(path).expanduser().resolve()
+    folder = output.absolute().parent.resolve()
+    if found.is_relative_to(folder):
+        return found.relative_to(folder).as_posix()
+    return str(found)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _validated(parts: dict[str, Any], text: str) -> None:
+    """Check one answer with the schema, in an otherwise valid configuration."""
+    raw = {
+        "coordinator": {"ip": "coordinator.invalid"},
+        "workers": [],
+        "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
+    }
+    try:
+        Config.from_dict({**raw, **parts}, name=f'"{text}"')
+    except ConfigError as error:
+        raise UserError(error.message.replace("workers[0].", "")) from None
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
