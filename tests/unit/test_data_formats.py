@@ -1,0 +1,336 @@
+"""Token ids and labels against a real SFTTrainer on the same rows."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import datasets
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from hetero_framework.data import load_data
+from hetero_framework.data.chat import ChatRenderer
+from hetero_framework.data.formats import (
+    ALPACA_WITH_INPUT,
+    ALPACA_WITHOUT_INPUT,
+    Formatter,
+    Options,
+    detect_format,
+)
+from hetero_framework.data.sources import Record
+from hetero_framework.errors import DataError
+from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
+
+# TRL's own defaults use names that transformers has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+
+def chat(*turns: str, system: str | None = None) -> list[dict]:
+    roles = ["user", "assistant"] * len(turns)
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+TEXT = [{"text": text} for text in ("The fox", "two and two is four" * 4, "ends</s>", "ü 漢 \n")]
+PAIRS = [
+    {"prompt": "What is two and two?", "completion": " It is four."},
+    {"prompt": "a long prompt " * 6, "completion": "never seen"},  # left out when cut to 24
+    {"prompt": "merges over the bord", "completion": "er"},
+    {"prompt": "", "completion": "no prompt</s>"},
+]
+CONVERSATIONS = [
+    {"messages": chat("What is it?", "The fox.", "And two?", "It is four.")},
+    {"messages": chat("Hello", "The lazy dog " * 8, system="Be brief.")},
+    {"messages": chat("One", "Two")},
+]
+CHAT_PAIRS = [
+    {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in CONVERSATIONS
+]
+ALPACA = [
+    {"instruction": "Describe the fox.", "input": "", "output": "Quick and brown."},
+    {"instruction": "Add.", "input": "two {and} two", "output": "four"},
+    {"instruction": "No input", "input": None, "output": "fine"},
+]
+
+
+def alpaca_as_pairs() -> list[dict]:
+    prompts = [
+        ALPACA_WITH_INPUT.format(**row) if row["input"] else ALPACA_WITHOUT_INPUT.format(**row)
+        for row in ALPACA
+    ]
+    return [
+        {"prompt": prompt, "completion": row["output"]}
+        for prompt, row in zip(prompts, ALPACA, strict=True)
+    ]
+
+
+def tiny_model(tokenizer) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+        )
+    )
+
+
+def sft_trainer(rows, tokenizer, tmp_path, **settings) -> SFTTrainer:
+    arguments = SFTConfig(
+        str(tmp_path / "trl"),
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    return SFTTrainer(
+        tiny_model(tokenizer),
+        arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def ours(rows, tokenizer, tmp_path, **data):
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    return load_data(make_config(tmp_path, {"train": "rows.jsonl", **data}), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "settings", "sft_settings"),
+    [
+        (TEXT, None, {}, {}),
+        (TEXT, None, {"max_length": 5}, {"max_length": 5}),
+        ([{"body": "The fox", "other": 1}], None, {"dataset_text_field": "body"},
+         {"dataset_text_field": "body"}),
+        (PAIRS, None, {}, {}),
+        (PAIRS, None, {"max_length": 24}, {"max_length": 24}),
+        (PAIRS, None, {"completion_only_loss": False, "max_length": 24},
+         {"completion_only_loss": False, "max_length": 24}),
+        (ALPACA, None, {}, {}),
+        (CONVERSATIONS, CHATML, {"assistant_only_loss": False}, {}),
+        (CONVERSATIONS, CHATML_MARKED, {}, {"assistant_only_loss": True}),
+        (CONVERSATIONS, CHATML_MARKED, {"max_length": 30},
+         {"assistant_only_loss": True, "max_length": 30}),
+        (CHAT_PAIRS, CHATML, {}, {}),
+        (CHAT_PAIRS, CHATML_MARKED, {"assistant_only_loss": True}, {"assistant_only_loss": True}),
+        (CHAT_PAIRS, CHATML, {"completion_only_loss": False}, {"completion_only_loss": False}),
+    ],
+)  # fmt: skip
+def test_token_ids_and_labels_equal_sft_trainer(tmp_path, rows, template, settings, sft_settings):
+    theirs = sft_trainer(
+        alpaca_as_pairs() if rows is ALPACA else rows,
+        tiny_tokenizer(template),
+        tmp_path,
+        **sft_settings,
+    ).train_dataset
+    data = ours(rows, tiny_tokenizer(template), tmp_path, **settings)
+    examples = [data.examples[index] for index in range(data.num_examples)]
+    assert [ids.tolist() for ids, _ in examples] == list(theirs["input_ids"])
+    assert [labels.tolist() for _, labels in examples] == list(theirs["labels"])
+
+
+@pytest.mark.filterwarnings("ignore:.*keep_end.*:FutureWarning")
+def test_truncation_keep_end_equals_sft_trainer(tmp_path):
+    theirs = sft_trainer(
+        PAIRS, tiny_tokenizer(), tmp_path, max_length=9, truncation_mode="keep_end"
+    ).train_dataset
+    data = ours(PAIRS, tiny_tokenizer(), tmp_path, max_length=9, truncation_mode="keep_end")
+    rows = [data.examples[index][0].tolist() for index in range(data.num_examples)]
+    assert rows == list(theirs["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma", "phi3"])
+def test_assistant_tokens_without_generation_marks_equal_trl_templates(tmp_path, name):
+    template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    assert not ChatRenderer(tiny_tokenizer(template)).marks_generation
+    rows = [
+        {"messages": row["messages"][-4:]} for row in CONVERSATIONS if len(row["messages"]) != 3
+    ]
+    theirs = sft_trainer(
+        rows, tiny_tokenizer(template), tmp_path, assistant_only_loss=True
+    ).train_dataset
+    data = ours(rows, tiny_tokenizer(template), tmp_path)
+    examples = [data.examples[index] for index in range(data.num_examples)]
+    assert [ids.tolist() for ids, _ in examples] == list(theirs["input_ids"])
+    assert [labels.tolist() for _, labels in examples] == list(theirs["labels"])
+
+
+def test_assistant_tokens_derived_equal_those_of_the_marked_template():
+    for row in CONVERSATIONS:
+        derived = ChatRenderer(tiny_tokenizer(CHATML)).ids_and_mask(row["messages"], "here")
+        marked = ChatRenderer(tiny_tokenizer(CHATML_MARKED)).ids_and_mask(row["messages"], "here")
+        assert derived == marked
+        assert any(derived[1])
+
+
+def test_batches_of_a_training_equal_sft_trainer(tmp_path):
+    rows = [{"text": "The fox " * (index % 5 + 1)} for index in range(7)]
+    seen = []
+
+    class Recording(SFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            seen.append({key: inputs[key].clone() for key in inputs})
+            return torch.zeros(())
+
+    settings = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2,
+        "seed": 3,
+    }
+    trainer = sft_trainer(rows, tiny_tokenizer(), tmp_path, **settings)
+    trainer.__class__ = Recording
+    trainer.train()
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    config = make_config(tmp_path, {"train": "rows.jsonl"}, **settings)
+    data = load_data(config, tiny_tokenizer())
+    batches = [batch for step in range(data.total_steps) for batch in data.step_batches(step)]
+    assert len(batches) == len(seen) == 8
+    for mine, theirs in zip(batches, seen, strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        (["text"], "text"),
+        (["prompt", "completion", "text"], "prompt_completion"),
+        (["messages", "id"], "messages"),
+        (["conversations"], "messages"),
+        (["instruction", "input", "output", "text"], "alpaca"),
+        (["instruction", "output"], "alpaca"),
+    ],
+)
+def test_detect_format_by_fields(fields, name):
+    assert detect_format(dict.fromkeys(fields), "here") == name
+
+
+def test_detect_format_unknown_lists_the_fields():
+    with pytest.raises(DataError, match=r"here: .* from the fields question, answer"):
+        detect_format({"question": "?", "answer": "!"}, "here")
+
+
+GOOD = chat("Hello", "Hi")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("text", {"txt": "a", "id": 3}, "f:9: no field text; its fields are txt, id"),
+        ("text", {"text": None}, "f:9: the field text must be a string, found null"),
+        ("text", {"text": 7}, "found a number"),
+        ("text", {"text": ["a"]}, "found a list"),
+        ("text", {"text": "a\ud800"}, "half of a surrogate pair at character 2"),
+        ("prompt_completion", {"prompt": "a"}, "no field completion; its fields are prompt"),
+        ("prompt_completion", {"prompt": "a", "completion": GOOD}, "completion must be a string"),
+        ("prompt_completion", {"prompt": GOOD, "completion": "a"}, "completion must be a list"),
+        ("alpaca", {"instruction": "a"}, "no field output"),
+        ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input must be a string"),
+        ("messages", {"messages": []}, "messages must be a list of messages, found an empty list"),
+        ("messages", {"messages": "hello"}, "found a string"),
+        ("messages", {"messages": ["hello"]}, r"messages\[0\] must be an object, found a string"),
+        ("messages", {"messages": [{"content": "a"}]}, r"messages\[0\] has no role; .* content"),
+        ("messages", {"messages": [*GOOD, {"role": "user"}]}, r"messages\[2\] has no content"),
+        ("messages", {"messages": [{"role": "user", "content": 3}]}, "found a number"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
+        ("messages", {"messages": chat("only a question")}, "no assistant message"),
+        ("messages", {"messages": GOOD, "tools": "{"}, "the field tools is not JSON"),
+    ],
+)
+def test_formatter_bad_example_says_where_and_what(name, fields, message):
+    formatter = Formatter(name, tiny_tokenizer(CHATML))
+    with pytest.raises(DataError, match=message):
+        formatter([Record("f:9", fields)])
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "rows"),
+    [
+        ("text", "completion_only_loss", TEXT),
+        ("messages", "completion_only_loss", CONVERSATIONS),
+        ("text", "assistant_only_loss", TEXT),
+        ("alpaca", "assistant_only_loss", ALPACA),
+        ("prompt_completion", "assistant_only_loss", PAIRS),
+    ],
+)
+def test_formatter_option_that_cannot_apply_is_an_error(name, option, rows):
+    with pytest.raises(DataError, match=f"data.{option} is true"):
+        Formatter(name, tiny_tokenizer(), Options(**{option: True}))([Record("f:1", rows[0])])
+
+
+def test_formatter_no_chat_template_says_what_to_do():
+    with pytest.raises(DataError, match="no chat template") as caught:
+        Formatter("messages", tiny_tokenizer())([Record("f:1", CONVERSATIONS[0])])
+    assert "data.chat_template_path" in str(caught.value)
+
+
+def test_formatter_no_eos_token_says_what_to_do():
+    tokenizer = tiny_tokenizer(eos_token=None)
+    with pytest.raises(DataError, match=r"no end-of-sequence token") as caught:
+        Formatter("text", tokenizer)([Record("f:1", TEXT[0])])
+    assert "data.add_eos" in str(caught.value)
+    [(ids, _)] = Formatter("text", tokenizer, Options(add_eos=False))([Record("f:1", TEXT[0])])
+    assert tokenizer.decode(ids) == "The fox"
+
+
+def test_chat_template_that_refuses_names_line_and_roles():
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"f:1: .* roles must alternate") as caught:
+        Formatter("messages", tiny_tokenizer(template))([Record("f:1", CONVERSATIONS[0])])
+    assert "user, assistant, user, assistant" in str(caught.value)
+
+
+def test_chat_template_that_rewrites_history_needs_generation_marks():
+    template = (files("trl") / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
+    formatter = Formatter("messages", tiny_tokenizer(template))
+    with pytest.raises(DataError, match="cannot be told apart") as caught:
+        formatter([Record("f:1", CONVERSATIONS[0])])
+    assert "data.assistant_only_loss" in str(caught.value)
+
+
+def test_chat_template_marks_around_nothing_is_an_error():
+    template = "{{ messages[0].content }}{% generation %}{% endgeneration %}"
+    with pytest.raises(DataError, match="marks no token of the assistant"):
+        Formatter("messages", tiny_tokenizer(template))([Record("f:1", CONVERSATIONS[0])])
+
+
+def test_conversations_from_value_and_null_keys_equal_messages():
+    formatter = Formatter("messages", tiny_tokenizer(CHATML_MARKED))
+    names = {"user": "human", "assistant": "gpt"}
+    messages = CONVERSATIONS[0]["messages"]
+    rows = [
+        {"messages": messages},
+        {"messages": [{**message, "tool_calls": None} for message in messages]},
+        {
+            "conversations": [
+                {"from": names[message["role"]], "value": message["content"]}
+                for message in messages
+            ]
+        },
+    ]
+    first, second, third = formatter([Record("f:1", row) for row in rows])
+    assert first == second == third
+
+
+def test_chat_template_kwargs_and_tools_reach_the_template():
+    template = (
+        "{{ style }}|{{ tools[0]['name'] }}|{% for m in messages %}{% generation %}"
+        "{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = tiny_tokenizer(template)
+    formatter = Formatter("messages", tokenizer, Options(chat_template_kwargs={"style": "a"}))
+    row = {"messages": GOOD, "tools": '[{"name": "add"}]'}
+    [(ids, _), (other, _)] = formatter(
+        [Record("f:1", row), Record("f:2", {**row, "chat_template_kwargs": {"style": "b"}})]
+    )
+    assert tokenizer.decode(ids) == "a|add|HelloHi"
+    assert tokenizer.decode(other) == "b|add|HelloHi"
