@@ -363,22 +363,36 @@ def _add_verify(commands: Any) -> None:
 
 
 def _run_verify(arguments: argparse.Namespace) -> int:
+    if arguments.all and arguments.cuts:
+        raise UserError("--cuts goes with --config or --model-type; --all chooses its own")
+    if arguments.output and not arguments.all:
+        raise UserError("--output goes with --all")
+    config = None
+    if not (arguments.all or arguments.model_type):
+        arguments.config = arguments.config or DEFAULT_CONFIG
+        config = _load(arguments)
+        config.require("model")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
+    from hetero_framework.trainer import verify
+
     if arguments.all:
-        if arguments.cuts:
-            raise UserError("--cuts goes with --config or --model-type; --all chooses its own")
-        from hetero_framework.trainer.verify import verify_all
+        output = Path(arguments.output or "docs/architectures.md")
+        verify.write_architectures(verify.verify_all(_print_result), output)
+        print(f"wrote {output}")
+        return 0
+    result = verify.verify_model(config, model_type=arguments.model_type, cuts=arguments.cuts)
+    _print_result(result)
+    return 0 if result.passed else UserError.exit_code
 
-        return int(verify_all(Path(arguments.output or "docs/architectures.md")))
-    if arguments.model_type:
-        from hetero_framework.trainer.verify import verify_model_type
 
-        return int(verify_model_type(arguments.model_type, arguments.cuts))
-    arguments.config = arguments.config or DEFAULT_CONFIG
-    config = _load(arguments)
-    config.require("model")
-    from hetero_framework.trainer.verify import verify_config
-
-    return int(verify_config(config, arguments.cuts))
+def _print_result(result: Any) -> None:
+    cuts = " | ".join(f"{rng.start}-{rng.end}" for rng in result.stages)
+    numbers = (
+        f"differences: loss {result.loss_difference:.1e}, gradients"
+        f" {result.gradient_difference:.1e}, weights {result.weight_difference:.1e}"
+    )
+    parts = [f"{result.model_type}: {result.verdict}", f"layers {cuts}" if cuts else "", numbers]
+    print("; ".join(part for part in [*parts, result.reason] if part), flush=True)
 
 
 def _add_merge(commands: Any) -> None:

@@ -39,6 +39,8 @@ from hetero_framework.errors import ConfigError, PlanError
 
 WorkerId = StrictInt | StrictStr
 Port = Annotated[int, Field(ge=1, le=65535)]
+COORDINATOR_PORT = 9998
+WORKER_PORT = 9999
 _SECONDS: Any = {"unit": "seconds"}
 _STEPS: Any = {"unit": "steps, or a share of all steps when below 1"}
 _DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
@@ -103,7 +105,7 @@ class CoordinatorConfig(Machine):
     """The process that owns data, schedule and checkpoints and runs the "local" stages."""
 
     port: Port = Field(
-        default=9998,
+        default=COORDINATOR_PORT,
         description="Port reserved for the coordinator on its machine; no worker there may use it.",
         json_schema_extra={"unit": "TCP port"},
     )
@@ -116,7 +118,7 @@ class WorkerConfig(Machine):
         description='Name of the worker in shard_plan: a number or a text, not "local".'
     )
     port: Port = Field(
-        default=9999,
+        default=WORKER_PORT,
         description="Port on which the worker listens for the coordinator.",
         json_schema_extra={"unit": "TCP port"},
     )

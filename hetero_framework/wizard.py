@@ -13,13 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero_framework.config import Config, ModelConfig
+from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT, Config, ModelConfig
 from hetero_framework.core import network
 from hetero_framework.errors import ConfigError, HeteroError, UserError
 
 ADAPTERS = ("lora", "qlora", "none")
-FIRST_WORKER_PORT = 9999
-COORDINATOR_PORT = 9998
 _T = TypeVar("_T")
 
 
@@ -100,7 +98,7 @@ def propose(
     taken = {(coordinator["ip"], coordinator["port"])}
     entries = []
     for number, worker in enumerate(workers, start=1):
-        port = worker.port or FIRST_WORKER_PORT
+        port = worker.port or WORKER_PORT
         while worker.port is None and (worker.host, port) in taken:
             port += 1
         taken.add((worker.host, port))
@@ -216,7 +214,9 @@ def _ask_all(
         workers: list[str] = []
         for number in range(1, count + 1):
             question = f"Worker {number}: HOST[:PORT[:DEVICE]]"
-            workers.append(_ask(ask, say, question, f"127.0.0.1:{9998 + number}", _address))
+            workers.append(
+                _ask(ask, say, question, f"127.0.0.1:{WORKER_PORT - 1 + number}", _address)
+            )
         answers = replace(answers, workers=workers)
     if answers.adapter is None:
         question = "Train lora, qlora (4-bit base) or none (all weights)"

@@ -1,0 +1,133 @@
+"""What this machine can do: versions, devices, number types, 4-bit, attention, diagram, ports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+from typing import Any
+
+import psutil
+import torch
+
+from hetero_framework import __version__
+from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
+from hetero_framework.core import network
+from hetero_framework.core.dal import Device, Support, list_devices
+from hetero_framework.trainer.roles import available_cores
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "datasets",
+    "bitsandbytes",
+    "safetensors",
+    "pydantic",
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def examine() -> dict[str, Any]:
+    """Everything about this machine, as JSON types. Sizes are in bytes."""
+    return {
+        "hetero_framework": __version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "host_names": network.local_hostnames(),
+        "addresses": network.local_addresses(),
+        "cores": available_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_available_bytes": psutil.virtual_memory().available,
+        "devices": [_device(device) for device in list_devices()],
+        "attention": {name: _answer(found) for name, found in _attention().items()},
+        "graphviz": shutil.which("dot"),
+        "ports": {
+            str(port): "free" if network.port_is_free("0.0.0.0", port) else "in use"
+            for port in (COORDINATOR_PORT, WORKER_PORT)
+        },
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """What `examine` found, for a person."""
+    lines = [
+        f"hetero {found['hetero_framework']}, Python {found['python']}, {found['system']}",
+        "packages: " + ", ".join(f"{n} {v or '(absent)'}" for n, v in found["packages"].items()),
+        f"names: {', '.join(found['host_names'])}",
+        f"addresses: {', '.join(found['addresses'])}",
+        f"cores: {found['cores']}; memory: {gib(found['memory_bytes'])},"
+        f" {gib(found['memory_available_bytes'])} available",
+        "",
+    ]
+    for device in found["devices"]:
+        lines.append(
+            f"device {device['name']}: {device['label']}, {gib(device['memory_bytes'])},"
+            f" {gib(device['memory_free_bytes'])} free"
+        )
+        for name, answer in [*device["dtypes"].items(), ("4-bit (nf4)", device["four_bit"])]:
+            lines.append(f"  {name}: {_words(answer)}")
+    lines += ["", "attention:"]
+    lines += [f"  {name}: {_words(answer)}" for name, answer in found["attention"].items()]
+    dot = found["graphviz"] or "dot is not installed: diagrams are SVG or Mermaid, not PNG or PDF"
+    lines += ["", f"graphviz: {dot}"]
+    lines += [f"port {port}: {state}" for port, state in found["ports"].items()]
+    return "\n".join(lines)
+
+
+def gib(size: int) -> str:
+    """Bytes for a person, in units of 1024."""
+    if size < 2**30:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _device(device: Device) -> dict[str, Any]:
+    memory = device.memory()
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "label": device.label,
+        "memory_bytes": memory.total,
+        "memory_free_bytes": memory.free,
+        "dtypes": {
+            str(dtype).removeprefix("torch."): _answer(device.supports(dtype)) for dtype in _DTYPES
+        },
+        "four_bit": _answer(device.four_bit()),
+    }
+
+
+def _attention() -> dict[str, Support]:
+    """The values of model.attn_implementation that work here, with the reason."""
+    if importlib.util.find_spec("flash_attn") is None:
+        flash = Support(False, "the package flash-attn is not installed")
+    elif not torch.cuda.is_available():
+        flash = Support(False, "needs a CUDA or ROCm device")
+    else:
+        flash = Support(True, f"flash-attn {_version('flash_attn')}")
+    return {
+        "sdpa": Support(True, f"in torch {torch.__version__}"),
+        "eager": Support(True, "transformers' own"),
+        "flash_attention_2": flash,
+    }
+
+
+def _answer(support: Support) -> dict[str, Any]:
+    return {"ok": bool(support), "reason": support.reason}
+
+
+def _words(answer: dict[str, Any]) -> str:
+    return ("yes" if answer["ok"] else "no") + (
+        f" ({answer['reason']})" if answer["reason"] else ""
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
