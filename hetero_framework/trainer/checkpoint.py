@@ -138,7 +138,8 @@ class CheckpointStore:
             self.open(step).verify()
         except CheckpointError as error:
             others = [other for other in self.complete_steps() if other != step]
-            raise CheckpointError(error.message, hint=self._list_text(others)) from error
+            hints = [error.hint, self._list_text(others)]
+            raise CheckpointError(error.message, hint=" ".join(filter(None, hints))) from error
         return step
 
     def _resolve_latest(self) -> int:
@@ -172,10 +173,7 @@ class CheckpointStore:
                 hint="Put the checkpoint directory itself there.",
             )
         if not directory.is_dir():
-            raise CheckpointError(
-                f"There is no checkpoint {step} in {self.root}.",
-                hint=self._list_text(self.complete_steps()),
-            )
+            raise CheckpointError(f"There is no checkpoint {step} in {self.root}.")
         return CheckpointReader(step, directory, self._verified)
 
     def discard_after(self, step: int) -> list[int]:
@@ -226,7 +224,7 @@ class CheckpointStore:
 
     def _list_text(self, steps: list[int]) -> str:
         if not steps:
-            return f"There is no other checkpoint in {self.root}."
+            return f"There is no complete one in {self.root}."
         return f"Complete in {self.root}: {', '.join(map(str, steps))}."
 
 

@@ -9,6 +9,7 @@ training step that has one as its loss or gradient norm gets "skipped": true.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from hetero_framework.errors import DataError, ResourceError, UserError
+from hetero_framework.errors import DataError, HeteroError, ResourceError, UserError
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_TAGS = {
@@ -28,6 +29,8 @@ TENSORBOARD_TAGS = {
     "tokens_per_second": "train/tokens_per_second",
     "eval_loss": "eval/loss",
 }
+
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 _log = logging.getLogger(__name__)
 
@@ -125,10 +128,7 @@ class MetricsWriter:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            raise ResourceError(
-                f"Cannot write {self.path}: {error.strerror}.",
-                hint="Free some space or set another training.output_dir, then resume.",
-            ) from error
+            raise _cannot_write(self.path, error) from error
         if self._board is not None:
             for key, tag in TENSORBOARD_TAGS.items():
                 if line.get(key) is not None:
@@ -192,7 +192,12 @@ def _replace_file(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ResourceError(
-            f"Cannot write {path}: {error.strerror}.",
-            hint="Make the directory writable or set another training.output_dir.",
-        ) from error
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> HeteroError:
+    kind = ResourceError if error.errno in _NO_SPACE else UserError
+    return kind(
+        f"Cannot write {path}: {error.strerror}.",
+        hint="Free the place or set another training.output_dir, then resume.",
+    )

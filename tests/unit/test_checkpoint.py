@@ -1,0 +1,523 @@
+"""A checkpoint is complete or absent, and what is read is what was written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.trainer import checkpoint as checkpoint_module
+from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
+
+
+def tensors_of(step: int) -> dict[str, torch.Tensor]:
+    return {
+        "weights/a": torch.full((3, 5), float(step)),
+        "optimizer/exp_avg/a": torch.arange(15.0).view(3, 5) / (step + 1),
+    }
+
+
+def save(store: CheckpointStore, step: int, **manifest: object) -> Path:
+    with store.begin(step) as writer:
+        writer.add(0, 0, tensors_of(step))
+        writer.add(1, 0, {"weights/b": torch.full((4,), step, dtype=torch.bfloat16)})
+        return writer.commit({"seed": 1, **manifest})
+
+
+def read_all(reader: CheckpointReader) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for part in reader.read(reader.names()):
+        found.update(part)
+    return found
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def store(tmp_path: Path, said: list[str]) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", notify=said.append)
+
+
+def test_read_returns_every_tensor_bit_for_bit(store: CheckpointStore) -> None:
+    special = {
+        "weights/nan": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
+        "weights/half": torch.randn(7).to(torch.bfloat16),
+        "weights/transposed": torch.randn(3, 4).t(),
+        "weights/scalar": torch.tensor(3),
+        "weights/empty": torch.zeros(0, 2),
+        "weights/names with / and ü": torch.zeros(1, dtype=torch.bool),
+    }
+    with store.begin(1) as writer:
+        writer.add(0, 0, special)
+        writer.commit({})
+    found = read_all(store.open(1))
+    assert set(found) == set(special)
+    for name, tensor in special.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert raw_bytes(found[name]) == raw_bytes(tensor)
+
+
+def test_tied_weights_are_saved_twice_and_equal(store: CheckpointStore) -> None:
+    weight = torch.randn(4, 4)
+    with store.begin(1) as writer:
+        writer.add(0, 0, {"weights/embedding": weight, "weights/head": weight})
+        writer.commit({})
+    found = read_all(store.open(1))
+    assert torch.equal(found["weights/embedding"], weight)
+    assert torch.equal(found["weights/head"], weight)
+    assert found["weights/embedding"].data_ptr() != found["weights/head"].data_ptr()
+
+
+def test_manifest_names_files_hashes_and_tensors(store: CheckpointStore) -> None:
+    directory = save(store, 7, plan=[{"id": "local"}])
+    manifest = store.open(7).manifest
+    assert (manifest["step"], manifest["seed"], manifest["plan"]) == (7, 1, [{"id": "local"}])
+    assert manifest["format_version"] == 1
+    assert sorted(p.name for p in directory.iterdir()) == sorted(
+        ["manifest.json", *(entry["name"] for entry in manifest["files"])]
+    )
+    for entry in manifest["files"]:
+        content = (directory / entry["name"]).read_bytes()
+        assert entry["bytes"] == len(content)
+        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+    assert manifest["files"][1]["tensors"] == ["weights/b"]
+
+
+def test_read_keeps_to_the_part_size(store: CheckpointStore) -> None:
+    with store.begin(1) as writer:
+        for part in range(3):
+            tensors = {f"weights/{part}.{i}": torch.full((25,), float(i)) for i in range(10)}
+            writer.add(0, part, tensors)
+        writer.commit({})
+    reader = store.open(1)
+    parts = list(reader.read(reader.names(), part_bytes=350))
+    assert max(sum(t.nbytes for t in part.values()) for part in parts) <= 350
+    assert sorted(name for part in parts for name in part) == reader.names()
+    assert len(list(reader.read(reader.names()[:2], part_bytes=1))) == 2
+    assert list(reader.read([])) == []
+
+
+def test_read_missing_names_are_listed_at_once(store: CheckpointStore) -> None:
+    save(store, 3)
+    with pytest.raises(CheckpointError, match=r"lacks 2 of 3 tensors: weights/x, weights/y"):
+        store.open(3).read(["weights/a", "weights/x", "weights/y"])
+
+
+def test_writer_refuses_a_name_twice_and_leaves_nothing(store: CheckpointStore) -> None:
+    with store.begin(1) as writer:
+        writer.add(0, 0, tensors_of(1))
+        with pytest.raises(CheckpointError, match="'optimizer/exp_avg/a' from two stages"):
+            writer.add(1, 0, tensors_of(1))
+    assert list(store.root.iterdir()) == []
+
+
+def test_writer_without_commit_leaves_nothing(store: CheckpointStore) -> None:
+    save(store, 1)
+    writer = store.begin(2)
+
+    def interrupted() -> None:
+        with writer:
+            writer.add(0, 0, tensors_of(2))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [p.name for p in store.root.iterdir()] == ["step_1"]
+    with pytest.raises(RuntimeError, match="closed"):
+        writer.commit({})
+
+
+def test_commit_replaces_the_same_step(store: CheckpointStore) -> None:
+    save(store, 4, attempt=1)
+    save(store, 4, attempt=2)
+    assert store.open(4).manifest["attempt"] == 2
+    assert [p.name for p in store.root.iterdir()] == ["step_4"]
+
+
+def test_commit_deletes_the_lowest_beyond_the_limit(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, save_total_limit=2)
+    for step in (10, 20, 30):
+        save(store, step)
+    assert store.complete_steps() == [20, 30]
+    save(store, 5)  # resumed from an early step: the new one is kept although it is the lowest
+    assert store.complete_steps() == [5, 30]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_30", "step_5"]
+
+
+def test_rotation_that_fails_is_said_and_does_not_end_the_run(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, save_total_limit=1, notify=said.append)
+    save(store, 1)
+    replace = os.replace
+
+    def busy(source: Path, target: Path) -> None:
+        if str(target).endswith(".trash"):
+            raise PermissionError(errno.EACCES, "in use")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", busy)
+    save(store, 2)
+    assert store.complete_steps() == [1, 2]
+    assert len(said) == 1
+    assert "Could not delete the old checkpoint" in said[0]
+
+
+def test_discard_after_deletes_later_steps(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        save(store, step)
+    assert store.discard_after(1) == [2, 3]
+    assert store.complete_steps() == [1]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_limit_below_one_is_refused(tmp_path: Path, limit: int) -> None:
+    with pytest.raises(CheckpointError, match="Give 1 or more"):
+        CheckpointStore(tmp_path, save_total_limit=limit)
+
+
+def test_resolve_latest_and_number(store: CheckpointStore) -> None:
+    for step in (2, 10):
+        save(store, step)
+    assert store.resolve("latest") == 10
+    assert store.resolve(2) == 2
+    assert store.resolve("2") == 2
+
+
+@pytest.mark.parametrize("which", ["newest", "-1", "1.5", True, ""])
+def test_resolve_nonsense_is_refused(store: CheckpointStore, which: str) -> None:
+    with pytest.raises(CheckpointError, match="give a step number or 'latest'"):
+        store.resolve(which)
+
+
+def test_resolve_absent_number_lists_the_complete_ones(store: CheckpointStore) -> None:
+    for step in (20, 100):
+        save(store, step)
+    (store.root / "step_50").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint 40(.|\n)*Complete in .*: 20, 100\."):
+        store.resolve(40)
+    with pytest.raises(CheckpointError, match=r"50 is incomplete(.|\n)*Complete in .*: 20, 100\."):
+        store.resolve(50)
+
+
+def test_resolve_without_any_checkpoint_says_so(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        store.resolve("latest")
+    with pytest.raises(CheckpointError, match="There is no complete one"):
+        store.resolve(3)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def rewrite_manifest(path: Path, **changes: object) -> None:
+    content = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+DAMAGES = {
+    "flipped bit": ("stage-1.0.safetensors", flip_a_bit, r"stage-1\.0.*sha256"),
+    "truncated": ("stage-0.0.safetensors", truncate, r"stage-0\.0.* bytes instead of"),
+    "missing file": ("stage-1.0.safetensors", Path.unlink, r"stage-1\.0\S+ is missing"),
+    "no manifest": ("manifest.json", Path.unlink, "has no manifest"),
+    "empty manifest": ("manifest.json", lambda p: p.write_bytes(b""), "cannot be read"),
+    "not UTF-8": ("manifest.json", lambda p: p.write_bytes(b"\xff\xfe{"), "cannot be read"),
+    "not an object": ("manifest.json", lambda p: p.write_bytes(b"[]"), "not an object"),
+    "deep": ("manifest.json", lambda p: p.write_bytes(b"[" * 200_000), "cannot be read"),
+    "edited": ("manifest.json", lambda p: rewrite_manifest(p, seed=2), "changed after"),
+    "newer": (
+        "manifest.json",
+        lambda p: rewrite_manifest(p, format_version=2),
+        r"(?s)format 2.*Upgrade",
+    ),
+    "odd format": ("manifest.json", lambda p: rewrite_manifest(p, format_version="x"), "'x'"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_number_is_refused_and_latest_falls_back(
+    store: CheckpointStore, said: list[str], kind: str
+) -> None:
+    name, damage, text = DAMAGES[kind]
+    for step in (1, 2):
+        save(store, step)
+    assert store.resolve("latest") == 2  # also fills the memory of verified files
+    damage(store.root / "step_2" / name)
+    with pytest.raises(CheckpointError) as caught:
+        store.resolve(2)
+    assert re.search(text, str(caught.value))
+    assert "Complete in" in str(caught.value)
+    assert said == []
+    assert store.resolve("latest") == 1
+    if kind == "no manifest":
+        return  # such a directory does not exist, so nothing was passed over
+    assert len(said) == 1
+    assert said[0].startswith("Checkpoint 2 ")
+    assert said[0].endswith("Using checkpoint 1.")
+
+
+def test_all_damaged_names_each(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        flip_a_bit(save(store, step) / "stage-0.0.safetensors")
+    with pytest.raises(CheckpointError, match=r"(?s)Checkpoint 2 .*Checkpoint 1 .*No valid"):
+        store.resolve("latest")
+
+
+def test_read_verifies_a_file_on_first_use(store: CheckpointStore) -> None:
+    directory = save(store, 1)
+    flip_a_bit(directory / "stage-1.0.safetensors")
+    reader = store.open(1)
+    assert len(list(reader.read(["weights/a"]))) == 1
+    with pytest.raises(CheckpointError, match="damaged"):
+        list(reader.read(["weights/b"]))
+
+
+def test_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
+    save(store, 1).rename(store.root / "step_9")
+    with pytest.raises(CheckpointError, match="holds the checkpoint of step 1"):
+        store.resolve(9)
+
+
+def test_manifest_cannot_name_a_file_elsewhere(store: CheckpointStore) -> None:
+    directory = save(store, 1)
+    path = directory / "manifest.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content.pop("digest")
+    content["files"][0]["name"] = "../step_2/stage-0.0.safetensors"
+    content["digest"] = checkpoint_module._digest(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is not a file of a checkpoint"):
+        store.open(1)
+
+
+def test_leftovers_are_removed_and_said(store: CheckpointStore, said: list[str]) -> None:
+    save(store, 1)
+    for name in ("step_2.tmp", "step_3.trash"):
+        (store.root / name).mkdir()
+        (store.root / name / "manifest.json").write_text("{}", encoding="utf-8")
+    (store.root / "notes.tmp").mkdir()
+    assert store.complete_steps() == [1]
+    save(store, 4)
+    assert sorted(p.name for p in store.root.iterdir()) == ["notes.tmp", "step_1", "step_4"]
+    assert [line.split(",")[0] for line in said] == ["Removed step_2.tmp", "Removed step_3.trash"]
+
+
+def test_interrupted_replacement_is_found_and_put_back(
+    store: CheckpointStore, said: list[str]
+) -> None:
+    save(store, 5).rename(store.root / "step_5.old")
+    assert store.resolve("latest") == 5
+    store.clean()
+    assert [p.name for p in store.root.iterdir()] == ["step_5"]
+    assert "Put checkpoint 5 back" in said[0]
+
+
+def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        store = CheckpointStore(root)
+        with pytest.raises(CheckpointError, match=r"a file is in the way"):
+            store.begin(1)
+        with pytest.raises(CheckpointError, match=r"is a file"):
+            store.complete_steps()
+
+
+def test_root_that_cannot_be_written_is_refused(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, *args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)Permission denied.*Make the directory writable"
+    ):
+        store.begin(1)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="symbolic links need a privilege on Windows")
+def test_symbolic_links_in_the_way_are_refused_and_untouched(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    save(store, 1)
+    elsewhere = tmp_path / "elsewhere"
+    save(CheckpointStore(elsewhere), 2)
+    (store.root / "step_2").symlink_to(elsewhere / "step_2")
+    assert store.complete_steps() == [1]
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        store.open(2)
+    with pytest.raises(CheckpointError, match="in the way"):
+        save(store, 2)
+    (store.root / "step_3.tmp").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="in the way"):
+        store.begin(3)
+    assert CheckpointStore(elsewhere).resolve(2) == 2
+
+
+@pytest.mark.parametrize(
+    ("operation", "error"),
+    [
+        ("save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("_fsync_file", OSError(errno.ENOSPC, "No space left on device")),
+        ("_fsync_directory", OSError(errno.ENOSPC, "No space left on device")),
+    ],
+)
+def test_full_disk_is_a_resource_error_and_keeps_the_old(
+    store: CheckpointStore,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    error: Exception,
+) -> None:
+    save(store, 1)
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint_module, operation, fail)
+    with pytest.raises(ResourceError, match=r"needs [\d.]+ MiB after .* written, [\d.]+ .iB are"):
+        save(store, 2)
+    assert [p.name for p in store.root.iterdir()] == ["step_1"]
+    assert store.resolve("latest") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE")
+def test_disk_that_fills_for_real_keeps_the_old(tmp_path: Path) -> None:
+    """The operating system itself refuses the bytes (a limit on the size of files)."""
+    script = """
+        import resource, sys, torch
+        from hetero_framework.errors import ResourceError
+        from hetero_framework.trainer.checkpoint import CheckpointStore
+        store = CheckpointStore(sys.argv[1])
+        with store.begin(1) as writer:
+            writer.add(0, 0, {"weights/a": torch.zeros(8)})
+            writer.commit({})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            with store.begin(2) as writer:
+                writer.add(0, 0, {"weights/a": torch.zeros(4096)})
+        except ResourceError as error:
+            print(error)
+        print(store.complete_steps(), store.resolve("latest"))
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "No space for checkpoint 2" in result.stdout
+    assert result.stdout.endswith("[1] 1\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+
+
+# Kills the process at the n-th operation on files, before and after it, for every n. One parent has
+# torch loaded; each case is a fork of it.
+_KILL_SCRIPT = """
+    import os, shutil, signal, sys
+    from pathlib import Path
+    import torch
+    from hetero_framework.trainer import checkpoint
+    from hetero_framework.trainer.checkpoint import CheckpointStore
+
+    base, countdown = Path(sys.argv[1]), 0
+
+    def killing(function):
+        def wrapper(*args, **kwargs):
+            global countdown
+            countdown -= 1
+            if countdown == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args, **kwargs)
+            countdown -= 1
+            if countdown == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        return wrapper
+
+    def save(root, step, value):
+        store = CheckpointStore(root, save_total_limit=2, notify=lambda text: None)
+        with store.begin(step) as writer:
+            writer.add(0, 0, {"weights/a": torch.full((64,), float(value))})
+            writer.add(1, 0, {"weights/b": torch.full((64,), float(value))})
+            writer.commit({"value": value})
+
+    def attempt(root, step, number):
+        global countdown
+        countdown = number
+        for name in ("replace", "fsync", "unlink", "rmdir", "open", "mkdir"):
+            setattr(os, name, killing(getattr(os, name)))
+        checkpoint.save_file = killing(checkpoint.save_file)
+        Path.write_text = killing(Path.write_text)
+        shutil.rmtree = killing(shutil.rmtree)
+        save(root, step, 3)
+
+    save(base / "start", 1, 1)
+    save(base / "start", 2, 2)
+    for step in (2, 3):
+        for number in range(1, 1000):
+            root = base / f"{step}-{number}"
+            shutil.copytree(base / "start", root)
+            child = os.fork()
+            if child == 0:
+                attempt(root, step, number)
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if os.WIFEXITED(status):
+                assert os.WEXITSTATUS(status) == 0
+                break
+            assert os.WTERMSIG(status) == signal.SIGKILL
+        print(step, number)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kill_at_every_file_operation_leaves_old_or_new(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_KILL_SCRIPT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    cases = dict(map(int, line.split()) for line in result.stdout.splitlines())
+    assert min(cases.values()) > 25, "the failpoints do not reach the file operations"
+    outcomes = set()
+    for written, count in cases.items():
+        for number in range(1, count):
+            store = CheckpointStore(tmp_path / f"{written}-{number}", notify=lambda text: None)
+            for step in store.complete_steps():
+                store.open(step).verify()
+            step = store.resolve("latest")
+            reader = store.open(step)
+            values = {float(v) for t in read_all(reader).values() for v in t}
+            assert values == {float(reader.manifest["value"])}, (written, number)
+            assert values in ({2.0}, {3.0}), (written, number)
+            outcomes.add((written, values.pop()))
+            save(store, 9)  # and the next run goes on
+            assert not [p for p in store.root.iterdir() if "." in p.name]
+    assert outcomes == {(2, 2.0), (2, 3.0), (3, 2.0), (3, 3.0)}

@@ -1,0 +1,177 @@
+"""metrics.jsonl is strict JSON and equal to that of an uninterrupted run after a resume."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.errors import DataError, ResourceError, UserError
+from hetero_framework.trainer import metrics as metrics_module
+from hetero_framework.trainer.metrics import MetricsWriter
+
+
+def metrics_of(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": step / 4,
+        "loss": 1 / step,
+        "grad_norm": 0.1 * step,
+        "learning_rate": 1e-4,
+        "tokens": 100,
+        "tokens_per_second": 50.0,
+        "step_seconds": 2.0,
+        "stages": [{"index": 0, "busy_s": 1.5}],
+        **changes,
+    }
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def lines_of(directory: Path) -> list[dict[str, Any]]:
+    text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line, parse_constant=refuse_constant) for line in text.splitlines()]
+
+
+def write_steps(directory: Path, first: int, last: int) -> None:
+    with MetricsWriter(directory) as writer:
+        writer.resume(first - 1)
+        for step in range(first, last + 1):
+            writer.step(metrics_of(step))
+            if step % 2 == 0:
+                writer.evaluation({"step": step, "eval_loss": 1.0})
+
+
+def test_each_line_is_on_disk_at_once_and_exact(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "new" / "folder") as writer:
+        for step in (1, 2, 3):
+            writer.step(metrics_of(step, loss=0.1 + 0.2))
+            assert len(lines_of(tmp_path / "new" / "folder")) == step
+    assert lines_of(tmp_path / "new" / "folder")[2] == metrics_of(3, loss=0.1 + 0.2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_json_lacks_become_null(tmp_path: Path, value: float) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(metrics_of(1, loss=value, stages=[{"index": 0, "busy_s": value}]))
+        writer.step(metrics_of(2, grad_norm=value))
+        writer.step(metrics_of(3, tokens_per_second=value))
+    first, second, third = lines_of(tmp_path)
+    assert (first["loss"], first["stages"][0]["busy_s"], first["skipped"]) == (None, None, True)
+    assert (second["grad_norm"], second["skipped"]) == (None, True)
+    assert third["tokens_per_second"] is None
+    assert "skipped" not in third
+
+
+def test_evaluation_adds_the_perplexity(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.evaluation({"step": 4, "eval_loss": 2.0, "eval_tokens": 7})
+        writer.evaluation({"step": 5, "eval_loss": 1000.0})
+        writer.evaluation({"step": 6, "eval_loss": math.nan})
+    assert lines_of(tmp_path) == [
+        {"step": 4, "eval_loss": 2.0, "eval_tokens": 7, "eval_perplexity": math.exp(2.0)},
+        {"step": 5, "eval_loss": 1000.0, "eval_perplexity": None},
+        {"step": 6, "eval_loss": None, "eval_perplexity": None},
+    ]
+
+
+@pytest.mark.parametrize("resumed_step", [0, 1, 4, 5, 9])
+def test_resumed_file_equals_the_uninterrupted_one(tmp_path: Path, resumed_step: int) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    write_steps(whole, 1, 9)
+    write_steps(resumed, 1, 9)
+    with (resumed / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 10, "lo')  # the crash cut this line off
+    write_steps(resumed, resumed_step + 1, 9)
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert [path.name for path in resumed.iterdir()] == ["metrics.jsonl"]
+
+
+def test_resume_returns_the_number_of_lines_dropped(tmp_path: Path) -> None:
+    assert MetricsWriter(tmp_path).resume(3) == 0
+    write_steps(tmp_path, 1, 5)
+    assert MetricsWriter(tmp_path).resume(3) == 3  # steps 4 and 5, evaluation of 4
+    assert MetricsWriter(tmp_path).resume(3) == 0
+
+
+def test_resume_refuses_a_file_that_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nhello\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"line 2: this is not a line of metrics"):
+        MetricsWriter(tmp_path).resume(1)
+
+
+def test_resume_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_steps(tmp_path, 1, 5)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(metrics_module.os, "fsync", fail)
+    with pytest.raises(ResourceError, match="No space left"):
+        MetricsWriter(tmp_path).resume(2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with MetricsWriter(tmp_path / "file") as writer, pytest.raises(UserError, match="Cannot"):
+        writer.step(metrics_of(1))
+
+
+def test_line_without_step_is_a_bug(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match="needs its step"):
+        writer.step({"loss": 1.0})
+
+
+def read_events(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory)).Reload()
+    return {
+        tag: [(event.step, round(event.value, 5)) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, ["tensorboard"], logging_dir=tmp_path / "events") as writer:
+        writer.resume(0)
+        writer.step(metrics_of(1))
+        writer.step(metrics_of(2, loss=math.nan))
+        writer.evaluation({"step": 2, "eval_loss": 3.0})
+    found = read_events(tmp_path / "events")
+    assert found["train/loss"] == [(1, 1.0)]
+    assert found["train/grad_norm"] == [(1, 0.1), (2, 0.2)]
+    assert found["train/learning_rate"] == [(1, 0.0001), (2, 0.0001)]
+    assert found["train/tokens_per_second"] == [(1, 50.0), (2, 50.0)]
+    assert found["eval/loss"] == [(2, 3.0)]
+
+
+@pytest.mark.parametrize("report_to", [None, "none", [], ["wandb"]])
+def test_tensorboard_only_on_request(tmp_path: Path, report_to: Any) -> None:
+    with MetricsWriter(tmp_path, report_to) as writer:
+        writer.step(metrics_of(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_not_installed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path, "all") as writer:
+        writer.step(metrics_of(1))
+    assert "not installed" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
