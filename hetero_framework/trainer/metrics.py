@@ -39,7 +39,7 @@ class MetricsWriter:
     """Writes the metrics of one run into `output_dir`.
 
     `report_to` is transformers' setting: "tensorboard", "all" or "none", or a list of such names.
-    TensorBoard events go to `logging_dir` (default `<output_dir>/runs`), if it is installed.
+    TensorBoard events go to `logging_dir` (default `<output_dir>/tensorboard`), if it is installed.
     A new writer appends; call `resume(step)` first in a run that starts after step `step`
     (0 for a fresh run), so that the file is what an uninterrupted run would have written.
     """
@@ -52,7 +52,7 @@ class MetricsWriter:
         logging_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self.path = Path(output_dir) / METRICS_FILE
-        self._logging_dir = Path(logging_dir) if logging_dir else Path(output_dir) / "runs"
+        self._logging_dir = Path(logging_dir) if logging_dir else Path(output_dir) / "tensorboard"
         self._wants_tensorboard = bool({"tensorboard", "all"}.intersection(_names(report_to)))
         self._file: IO[str] | None = None
         self._board: Any = None
