@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hetero_framework.core.protocol import Message, MessageType
 from hetero_framework.core.tensors import from_wire, to_wire
+from hetero_framework.trainer.runner import Arrival
 from hetero_framework.trainer.stage import GradientReport, StatePart, StepInfo, Tensors
 
 
@@ -53,6 +56,18 @@ def gradient_message(
 def tensor_of(message: Message) -> torch.Tensor | None:
     """The boundary tensor of FORWARD or BACKWARD, lying in the message's own buffer."""
     return from_wire(message.tensors[0]) if message.tensors else None
+
+
+def arrival(message: Message, from_host: Callable[[torch.Tensor], torch.Tensor]) -> Arrival:
+    """A boundary message's tensor on the device. Where that is a copy, the buffer goes back now."""
+    tensor = tensor_of(message)
+    if tensor is None:
+        return Arrival(None, message.release)
+    moved = from_host(tensor)
+    if moved.device.type == "cpu":
+        return Arrival(moved, message.release)
+    message.release()
+    return Arrival(moved)
 
 
 def gradients_message(info: StepInfo, reports: dict[int, GradientReport]) -> Message:

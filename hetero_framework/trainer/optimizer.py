@@ -98,20 +98,11 @@ class Schedule:
 
     def __init__(self, training: TrainingConfig, total_steps: int) -> None:
         self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
-        arguments = TrainingArguments(
-            output_dir="unused", report_to="none", **_warmup(training, total_steps)
-        )
-        if training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            raise ConfigError(
-                f"training.lr_scheduler_type: {training.lr_scheduler_type!r} follows a metric, not "
-                "the step",
-                hint='use a schedule of the step, such as "cosine" or "linear"',
-            )
         try:
             self._scheduler = get_scheduler(
                 training.lr_scheduler_type,
                 optimizer=self._optimizer,
-                num_warmup_steps=arguments.get_warmup_steps(total_steps),
+                num_warmup_steps=training.warmup(total_steps),
                 num_training_steps=total_steps,
                 scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs or {}),
             )
@@ -133,13 +124,6 @@ class Schedule:
         """Bring a fresh schedule to where `committed_steps` commits leave it."""
         while self.committed_steps < committed_steps:
             self.advance()
-
-
-def _warmup(training: TrainingConfig, total_steps: int) -> dict[str, Any]:
-    """transformers 5 takes a ratio as a fractional `warmup_steps`; ours accepts both spellings."""
-    if training.warmup_steps:
-        return {"warmup_steps": training.warmup_steps}
-    return {"warmup_steps": training.warmup_ratio or 0}
 
 
 def state_tensors(

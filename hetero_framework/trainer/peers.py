@@ -10,12 +10,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import hetero_framework
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType
+from hetero_framework.core.session import Session
 from hetero_framework.core.transport import Link, connect
 from hetero_framework.errors import (
     HeteroError,
@@ -28,6 +30,7 @@ from hetero_framework.errors import (
 WorkerId = int | str
 _RELAYED = (MessageType.FORWARD, MessageType.BACKWARD)
 _HANDSHAKE_S = 60.0
+_QUIET_S = 20.0
 
 
 class LinkLost(Exception):
@@ -39,11 +42,25 @@ class LinkLost(Exception):
         self.reason = reason
 
 
+class _Wire:
+    """One connection to a worker and how far its conversation has come."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        # None for the moment between making the wire and its link.
+        self.link: Link | None = None
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+
+
 @dataclass(frozen=True)
 class Event:
     """What the inbox holds: a message of a worker, or the news that its link is gone."""
 
     worker: WorkerId
+    wire: _Wire
     message: Message | None = None
     lost: str | None = None
 
@@ -58,21 +75,25 @@ class Peers:
         max_frame_bytes: int,
         *,
         note: Callable[[str], None],
+        allocate: Callable[[int], memoryview] | None = None,
         exit_text: Callable[[WorkerId], str | None] = lambda worker: None,
     ) -> None:
-        """`note` shows a line to the user; `exit_text` says how a local worker process ended."""
+        """`note` shows a line to the user; `allocate` makes receive buffers (pinned on GPUs);
+        `exit_text` says how a local worker process ended, None while it lives.
+        """
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
         self._run_id = run_id
         self._max_frame_bytes = max_frame_bytes
         self._note = note
+        self._allocate = allocate
         self._exit_text = exit_text
-        self._links: dict[WorkerId, Link] = {}
+        self._wires: dict[WorkerId, _Wire] = {}
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._owners: dict[int, WorkerId] = {}
         self._current: tuple[int, int] = (-1, -1)
-        self._generation = 0
+        self._stop = threading.Event()
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -141,47 +162,47 @@ class Peers:
         deadline = time.monotonic() + timeout_s
         told = False
 
-        def on_retry(error: str, seconds_left: float) -> None:
+        def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
             nonlocal told
             ended = self._exit_text(worker.id)
             if ended is not None:
                 raise NetworkError(f"worker {worker.id} did not start: {ended}")
-            if not told:
-                self._note(
-                    f"waiting for worker {worker.id} at {worker.ip}:{worker.port} "
-                    f"({error}; up to {seconds_left:.0f} s more)"
-                )
+            # A worker of this machine is still importing torch; that is not worth a line.
+            if not told and elapsed_s > _QUIET_S:
                 told = True
+                self._note(
+                    f"waiting for worker {worker.id} at {worker.ip}:{worker.port} ({reason}; "
+                    f"up to {timeout_s - elapsed_s:.0f} s more)"
+                )
 
-        sock = connect(worker.ip, worker.port, timeout_s, on_retry, name=f"worker {worker.id}")
-        self._generation += 1
+        sock = connect(
+            worker.ip, worker.port, timeout_s, on_retry, who=f"worker {worker.id}", stop=self._stop
+        )
         answers: queue.SimpleQueue[Message | str] = queue.SimpleQueue()
-        link = Link(
+        wire = _Wire(Session("coordinator"))
+        wire.link = Link(
             sock,
             name=f"worker {worker.id}",
-            on_message=self._receiver(worker.id, answers),
-            on_close=lambda error: self._closed(worker.id, link, error, answers),
+            on_message=self._receiver(worker.id, wire, answers),
+            on_close=lambda reason: self._closed(worker.id, wire, reason, answers),
             max_frame_bytes=self._max_frame_bytes,
             liveness_s=self._config.training.liveness_timeout_s,
+            allocate=self._allocate,
         )
-        self._links[worker.id] = link
-        link.start()
-        link.send(
-            Message(
-                MessageType.HELLO,
-                {
-                    "protocol": PROTOCOL_VERSION,
-                    "package": hetero_framework.__version__,
-                    "run_id": self._run_id,
-                    "worker_id": worker.id,
-                    "max_frame_bytes": self._max_frame_bytes,
-                },
-            )
-        )
+        self._wires[worker.id] = wire
+        hello = {
+            "protocol": PROTOCOL_VERSION,
+            "package": hetero_framework.__version__,
+            "run_id": self._run_id,
+            "worker_id": worker.id,
+            "max_frame_bytes": self._max_frame_bytes,
+        }
+        with suppress(LinkLost):
+            self.send(worker.id, Message(MessageType.HELLO, hello))
         try:
             answer = answers.get(timeout=max(_HANDSHAKE_S, deadline - time.monotonic()))
         except queue.Empty:
-            link.close()
+            wire.close()
             raise NetworkError(
                 f"worker {worker.id} at {worker.ip}:{worker.port} accepted the connection "
                 "but does not answer",
@@ -193,7 +214,7 @@ class Peers:
                 hint="look at that worker's own screen or log",
             )
         if answer.type is MessageType.REJECT:
-            link.close()
+            wire.close()
             kind = ProtocolError if answer.meta["code"] == "protocol" else NetworkError
             raise kind(
                 f"worker {worker.id} refused: {answer.meta['message']}",
@@ -205,9 +226,14 @@ class Peers:
 
     def send(self, worker_id: WorkerId, message: Message) -> None:
         """Queue a message. Raises LinkLost when the link is already gone."""
-        link = self._links.get(worker_id)
-        if link is None or not link.send(message):
+        wire = self._wires.get(worker_id)
+        if wire is None or wire.link is None:
             raise LinkLost(worker_id, "the link is closed")
+        wire.session.send(message)
+        try:
+            wire.link.send(message)
+        except PeerLostError as error:
+            raise LinkLost(worker_id, error.message) from error
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event, or None after `timeout_s`.
@@ -218,6 +244,10 @@ class Peers:
             event = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
         except queue.Empty:
             return None
+        if event.wire is not self._wires.get(event.worker):
+            if event.message is not None:
+                event.message.release()
+            return self.receive(0)  # of a link that has been replaced
         if event.lost is not None:
             raise LinkLost(event.worker, event.lost)
         assert event.message is not None
@@ -231,55 +261,69 @@ class Peers:
             return self.receive(0)
         return event
 
-    def statistics(self) -> dict[WorkerId, dict[str, float]]:
-        """Bytes in and out and seconds spent writing, per link, since it was opened."""
-        return {worker: link.statistics() for worker, link in self._links.items()}
+    def traffic(self) -> dict[WorkerId, tuple[int, int, float]]:
+        """Per worker: bytes received, bytes sent, seconds spent writing, since its link opened."""
+        return {
+            worker: (link.stats.bytes_in, link.stats.bytes_out, link.stats.write_s)
+            for worker, wire in self._wires.items()
+            if (link := wire.link) is not None
+        }
 
-    def close(self, reason: str) -> None:
+    def close(self, goodbye: Message) -> None:
         """Say goodbye to every worker and close the links, what is queued going out first."""
-        for link in self._links.values():
-            link.send(Message(MessageType.BYE, {"reason": reason}))
-        for link in self._links.values():
-            link.close(drain=True)
-        self._links.clear()
+        self._stop.set()
+        for wire in self._wires.values():
+            if wire.link is not None:
+                with suppress(PeerLostError):
+                    wire.link.send(goodbye)
+        for wire in self._wires.values():
+            wire.close()
+        self._wires.clear()
 
     # -- reader threads -------------------------------------------------------------------------
 
     def _receiver(
-        self, worker_id: WorkerId, answers: queue.SimpleQueue[Message | str]
+        self, worker_id: WorkerId, wire: _Wire, answers: queue.SimpleQueue[Message | str]
     ) -> Callable[[Message], None]:
         greeted = False
 
         def receive(message: Message) -> None:
             nonlocal greeted
+            wire.session.receive(message)
             if message.type in _RELAYED and self._relay(message):
                 return
-            if not greeted:
+            if greeted:
+                self._inbox.put(Event(worker_id, wire, message))
+            else:
                 greeted = True
                 answers.put(message)
-                return
-            self._inbox.put(Event(worker_id, message))
 
         return receive
 
     def _relay(self, message: Message) -> bool:
+        """Pass a boundary frame on to the worker it is for; False if it is for this process."""
         if (message.meta["step"], message.meta["attempt"]) != self._current:
             message.release()
             return True
         owner = self._owners.get(message.meta["stage"])
         if owner is None:
             return False
-        self._links[owner].forward(message)
+        wire = self._wires.get(owner)
+        try:
+            if wire is not None and wire.link is not None:
+                wire.link.forward(message)
+        except PeerLostError:
+            # The receiver is gone, not the sender; its own reader reports the loss.
+            message.release()
         return True
 
     def _closed(
         self,
         worker_id: WorkerId,
-        link: Link,
-        error: Exception | None,
+        wire: _Wire,
+        reason: HeteroError | None,
         answers: queue.SimpleQueue[Message | str],
     ) -> None:
-        reason = str(error) if error is not None else "closed by the worker"
-        answers.put(reason)
-        if self._links.get(worker_id) is link:
-            self._inbox.put(Event(worker_id, lost=reason))
+        text = reason.message if reason is not None else "closed here"
+        answers.put(text)
+        self._inbox.put(Event(worker_id, wire, lost=text))

@@ -39,6 +39,10 @@ class StageStatistics:
     peak_memory_bytes: int
 
 
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class Pipeline:
     """All stages of the model as one thing that can run a step."""
 
@@ -51,14 +55,22 @@ class Pipeline:
         window: int,
         step_timeout_s: float,
         local_peak_memory: Callable[[], int] = lambda: 0,
+        to_host: Callable[[torch.Tensor], torch.Tensor] = _same,
+        from_host: Callable[[torch.Tensor], torch.Tensor] = _same,
     ) -> None:
-        """`local` are the stages of this process; the others are reached through `peers`."""
+        """`local` are the stages of this process; the others are reached through `peers`.
+
+        `to_host` and `from_host` move tensors between this process's device and memory that the
+        wire can read.
+        """
         self._stages = list(stages)
         self._runner = StageRunner(local, outbox=self)
         self._peers = peers
         self._window = window
         self._step_timeout_s = step_timeout_s
         self._local_peak_memory = local_peak_memory
+        self._to_host = to_host
+        self._from_host = from_host
         self._info = StepInfo(step=-1, attempt=0, train=True, micro_batches=0, num_items=1)
         self._losses: dict[int, float] = {}
         self._finished: set[int] = set()
@@ -217,14 +229,16 @@ class Pipeline:
         if self._runner.owns(stage):
             self._runner.put_hidden(stage, micro_batch, Arrival(hidden_BSD))
         else:
-            message = messages.hidden_message(self._info, stage, micro_batch, hidden_BSD)
+            host = self._to_host(hidden_BSD)
+            message = messages.hidden_message(self._info, stage, micro_batch, host)
             self._peers.send(self._peers.owner(stage), message)
 
     def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor | None) -> None:
         if self._runner.owns(stage):
             self._runner.put_gradient(stage, micro_batch, Arrival(gradient_BSD))
         else:
-            message = messages.gradient_message(self._info, stage, micro_batch, gradient_BSD)
+            host = self._to_host(gradient_BSD) if gradient_BSD is not None else None
+            message = messages.gradient_message(self._info, stage, micro_batch, host)
             self._peers.send(self._peers.owner(stage), message)
 
     def loss(self, micro_batch: int, loss: float) -> None:
@@ -240,7 +254,8 @@ class Pipeline:
         for spec in self._stages:
             needed = stage_inputs(spec, inputs)
             if self._runner.owns(spec.index):
-                self._runner.put_inputs(spec.index, micro_batch, needed)
+                on_device = {name: self._from_host(tensor) for name, tensor in needed.items()}
+                self._runner.put_inputs(spec.index, micro_batch, on_device)
             else:
                 message = messages.inputs_message(self._info, spec.index, micro_batch, needed)
                 self._peers.send(spec.owner, message)
@@ -270,9 +285,9 @@ class Pipeline:
         if "attempt" in meta and (meta["step"], meta["attempt"]) != self._key:
             message.release()
         elif kind is MessageType.FORWARD:
-            self._runner.put_hidden(meta["stage"], meta["micro_batch"], _arrival(message))
+            self._runner.put_hidden(meta["stage"], meta["micro_batch"], self._arrival(message))
         elif kind is MessageType.BACKWARD:
-            self._runner.put_gradient(meta["stage"], meta["micro_batch"], _arrival(message))
+            self._runner.put_gradient(meta["stage"], meta["micro_batch"], self._arrival(message))
         elif kind is MessageType.LOSS:
             self.loss(meta["micro_batch"], meta["loss"])
             if not self._info.train:
@@ -281,6 +296,9 @@ class Pipeline:
             raise LinkLost(event.worker, meta["reason"])
         elif kind is not MessageType.CONTROL:
             self._replies[event.worker, kind] = message
+
+    def _arrival(self, message: Message) -> Arrival:
+        return messages.arrival(message, self._from_host)
 
     def _reply(self, worker: WorkerId, kind: MessageType) -> Message:
         self._last_progress = time.monotonic()
@@ -325,7 +343,3 @@ def stage_inputs(spec: StageSpec, inputs: Tensors) -> Tensors:
         for name, tensor in inputs.items()
         if (name != "input_ids" or spec.is_first) and (name != "labels" or spec.is_last)
     }
-
-
-def _arrival(message: Message) -> Arrival:
-    return Arrival(messages.tensor_of(message), message.release)

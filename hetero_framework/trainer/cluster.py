@@ -1,0 +1,265 @@
+"""All processes of a run as one: starts local workers, connects, has every stage loaded, recovers.
+
+`Cluster` owns the processes and links. What it gives to the training loop is a `Pipeline`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.dal import Device, open_device
+from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.errors import HeteroError, PeerLostError
+from hetero_framework.trainer.launch import LocalWorkers
+from hetero_framework.trainer.loading import load_stages
+from hetero_framework.trainer.peers import LinkLost, Peers, WorkerId
+from hetero_framework.trainer.pipeline import Pipeline
+from hetero_framework.trainer.roles import local_worker_ids, threads_for
+from hetero_framework.trainer.schedule import window_size
+from hetero_framework.trainer.stage import StageVerbs
+
+_RECONNECT_S = 60.0
+_MAX_RECOVERIES = 5
+_LOAD_POLL_S = 0.5
+
+Trainable = list[list[tuple[str, tuple[int, ...]]]]
+BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageVerbs]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a process said of its device: name, label, bytes of memory in all and free now."""
+
+    device: str
+    label: str
+    memory_total: int
+    memory_free: int
+
+
+class Cluster:
+    """The processes of one run; a context manager that leaves none behind."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        max_frame_bytes: int,
+        note: Callable[[str], None],
+        build: BuildStages = load_stages,
+        debug: bool = False,
+    ) -> None:
+        self._config = config
+        self._note = note
+        self._build = build
+        self._goodbye = Message(MessageType.BYE, {"reason": "the run is over"})
+        self.run_id = secrets.token_hex(8)
+        self.device = open_device(config.coordinator.device)
+        torch.set_num_threads(threads_for(config, "local"))
+        used = {entry.id for entry in config.shard_plan}
+        self._local = LocalWorkers(
+            config,
+            [worker for worker in local_worker_ids(config) if worker in used],
+            note=note,
+            debug=debug,
+        )
+        self._peers = Peers(
+            config,
+            self.run_id,
+            max_frame_bytes,
+            note=note,
+            allocate=self.device.allocate_host,
+            exit_text=self._exit_text,
+        )
+        self._recoveries = 0
+        self._attempt = 0
+        self.pipeline: Pipeline
+        self.trainable: Trainable
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        goodbye = self._goodbye
+        if error is not None:
+            text = error.message if isinstance(error, HeteroError) else type(error).__name__
+            goodbye = Message(MessageType.BYE, {"reason": f"the run stopped: {text}"[:2000]})
+        self._peers.close(goodbye)
+        self._local.stop()
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def connect(self) -> dict[str | int, MachineFacts]:
+        """Start this machine's workers and reach all of them; what each process runs on."""
+        self._local.start()
+        welcomes = self._peers.connect_all()
+        memory = self.device.memory()
+        facts: dict[str | int, MachineFacts] = {
+            "local": MachineFacts(self.device.name, self.device.label, memory.total, memory.free)
+        }
+        for worker, meta in welcomes.items():
+            facts[worker] = MachineFacts(
+                meta["device"], meta["device_label"], meta["memory_total"], meta["memory_free"]
+            )
+            if meta["torch"].split("+")[0] != torch.__version__.split("+")[0]:
+                self._note(
+                    f"worker {worker} has torch {meta['torch']}, the coordinator "
+                    f"{torch.__version__}: equal to the last bit only with equal versions"
+                )
+        return facts
+
+    def load(self) -> None:
+        """Have every process load its stages, all at once, and build the pipeline."""
+        config, specs = self._config, self._config.stages()
+        for worker in self._peers.workers:
+            self._peers.send(worker, self._setup_message(worker, specs))
+        local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
+        trainable = {stage.index: stage.trainable() for stage in local}
+        for worker, ready in self._ready_messages().items():
+            del worker
+            for entry in ready.meta["stages"]:
+                trainable[entry["index"]] = [(n, tuple(rank)) for n, rank in entry["trainable"]]
+        self.trainable = [trainable[spec.index] for spec in specs]
+        needs = gradient_needs(self.trainable)
+        for stage in local:
+            stage.input_requires_grad = needs[stage.index]
+        for worker in self._peers.workers:
+            own = [spec.index for spec in specs if spec.owner == worker]
+            entries = [{"index": k, "input_requires_grad": needs[k]} for k in own]
+            self._peers.send(worker, Message(MessageType.START, {"stages": entries}))
+        self.pipeline = Pipeline(
+            specs,
+            local,
+            self._peers,
+            window=window_size(len(specs), config.training.max_in_flight),
+            step_timeout_s=config.training.step_timeout_s,
+            local_peak_memory=self.device.peak_memory,
+            to_host=self.device.to_host,
+            from_host=self.device.from_host,
+        )
+        self.pipeline.share_tied_weight()
+
+    def _setup_message(self, worker: WorkerId, specs: Sequence[StageSpec]) -> Message:
+        stages = [
+            {
+                "index": spec.index,
+                "start": spec.start,
+                "end": spec.end,
+                "is_first": spec.is_first,
+                "is_last": spec.is_last,
+            }
+            for spec in specs
+            if spec.owner == worker
+        ]
+        return Message(
+            MessageType.SETUP,
+            {
+                "config": self._config.to_dict(),
+                "stages": stages,
+                "num_stages": len(specs),
+                "num_layers": specs[-1].end,
+                "settings": {},
+            },
+        )
+
+    def _ready_messages(self) -> dict[WorkerId, Message]:
+        """READY of every worker. Loading may take long; heartbeats show that a worker lives."""
+        ready: dict[WorkerId, Message] = {}
+        told = time.monotonic()
+        while len(ready) < len(self._peers.workers):
+            try:
+                event = self._peers.receive(_LOAD_POLL_S)
+            except LinkLost as lost:
+                raise PeerLostError(
+                    f"worker {lost.worker} went away while it loaded: {self._why(lost)}"
+                ) from lost
+            if event is not None and event.message is not None:
+                if event.message.type is MessageType.READY:
+                    ready[event.worker] = event.message
+            elif time.monotonic() - told > 60:
+                told = time.monotonic()
+                absent = [str(w) for w in self._peers.workers if w not in ready]
+                self._note(f"still loading: worker {', '.join(absent)}")
+        return ready
+
+    # -- recovery -------------------------------------------------------------------------------
+
+    @property
+    def attempt(self) -> int:
+        """Number of the current attempt; frames of earlier ones are stale."""
+        return self._attempt
+
+    def traffic(self) -> dict[WorkerId, tuple[int, int, float]]:
+        return self._peers.traffic()
+
+    def retrying(self, action: Callable[[], T]) -> T:
+        """Run `action`; when a link breaks in it, mend the link, forget the attempt, do it again.
+
+        Nothing in `action` may have changed a weight before the break. Raises PeerLostError when
+        the worker or its state is gone.
+        """
+        broken = False
+        while True:
+            try:
+                if broken:
+                    self._attempt += 1
+                    self.pipeline.abort()
+                    broken = False
+                result = action()
+            except LinkLost as lost:
+                broken = True
+                self.recover(lost)
+            else:
+                self._recoveries = 0
+                return result
+
+    def recover(self, lost: LinkLost) -> int | None:
+        """Open the link to a lost worker again; the last step that it committed."""
+        self._recoveries += 1
+        if self._recoveries > _MAX_RECOVERIES:
+            raise PeerLostError(
+                f"the link to worker {lost.worker} broke {self._recoveries} times in one step: "
+                f"{lost.reason}",
+                hint="check the network; continue with --resume latest",
+            ) from lost
+        ended = self._exit_text(lost.worker)
+        if ended is not None:
+            raise PeerLostError(
+                f"worker {lost.worker} is gone: {ended}", hint="continue with --resume latest"
+            ) from lost
+        self._note(f"lost the link to worker {lost.worker} ({lost.reason}); connecting again")
+        timeout_s = min(_RECONNECT_S, self._config.training.connect_timeout_s)
+        welcome: dict[str, Any] = self._peers.reconnect(lost.worker, timeout_s)
+        self._note(f"worker {lost.worker} is back; the step is repeated")
+        return welcome["last_step"]
+
+    def _why(self, lost: LinkLost) -> str:
+        return self._exit_text(lost.worker) or lost.reason
+
+    def _exit_text(self, worker: WorkerId) -> str | None:
+        for ended in self._local.exited():
+            if ended.worker_id == worker:
+                return str(ended)
+        return None
+
+
+def gradient_needs(trainable: Trainable) -> list[bool]:
+    """For each stage: whether anything trainable lies before it, so that its input needs a gradient."""
+    needs, below = [], False
+    for stage in trainable:
+        needs.append(below)
+        below = below or bool(stage)
+    return needs

@@ -1,0 +1,440 @@
+"""The training loop. Read `train` first, then `Coordinator.train_step`.
+
+The coordinator owns the data, the schedule, the decision on every step, checkpoints and metrics.
+It computes its own stages as a worker computes its own, through the same class.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from hetero_framework.config import Config, interval
+from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.data.batches import MicroBatch
+from hetero_framework.errors import (
+    ConfigError,
+    HeteroError,
+    NumericError,
+    ResourceError,
+    StoppedEarly,
+)
+from hetero_framework.trainer import preparation, snapshot
+from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.cluster import Cluster
+from hetero_framework.trainer.decision import LossScale, ModelOrder, clip_factor
+from hetero_framework.trainer.interrupt import StopRequest, wants_checkpoint
+from hetero_framework.trainer.metrics import MetricsWriter
+from hetero_framework.trainer.optimizer import Schedule, check_optimizer
+from hetero_framework.trainer.pipeline import StageStatistics
+from hetero_framework.trainer.snapshot import Position
+from hetero_framework.trainer.stage import GradientReport, StepInfo
+from hetero_framework.visualizer.progress import Progress, StageRow
+
+_MAX_FAILED_SAVES = 3
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished run left: its last step, and where things are."""
+
+    steps: int
+    losses: tuple[float, ...]
+    files: dict[str, Path] = field(default_factory=dict)
+
+
+def train(
+    config: Config,
+    *,
+    resume: int | str | None = None,
+    debug: bool = False,
+    progress: Progress | None = None,
+) -> RunSummary:
+    """Train as the coordinator, start to finish.
+
+    `resume` is a step number or "latest"; it overrides `resume_step` of the configuration. Raises
+    a HeteroError of the kind that says what happened; whatever happens, no worker is left behind.
+    """
+    config.require("model", "data")
+    check_optimizer(config.training)
+    show = progress or Progress(logging_steps=1)
+    with StopRequest() as stop, _output_lock(config):
+        try:
+            parts = preparation.prepare(config, note=show.message)
+            with Cluster(
+                config, max_frame_bytes=parts.max_frame_bytes, note=show.message, debug=debug
+            ) as cluster:
+                facts = cluster.connect()
+                preparation.check_memory(parts, facts)
+                cluster.load()
+                run = Coordinator(config, parts, cluster, show, stop)
+                run.start(resume if resume is not None else config.resume_step, facts)
+                run.loop()
+                return run.finish()
+        except KeyboardInterrupt:
+            raise StoppedEarly("stopped at once; the last complete checkpoint stays valid") from None
+        finally:
+            show.close()
+
+
+class Coordinator:
+    """One run, from its first step to its files."""
+
+    def __init__(
+        self,
+        config: Config,
+        parts: preparation.Prepared,
+        cluster: Cluster,
+        progress: Progress,
+        stop: StopRequest,
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._data: TrainData = parts.data
+        self._cluster = cluster
+        self._pipeline = cluster.pipeline
+        self._progress = progress
+        self._stop = stop
+        self._order = ModelOrder(cluster.trainable)
+        self._schedule = Schedule(config.training, self._data.total_steps)
+        self._scale = LossScale.for_training(config.training.fp16)
+        self._store = CheckpointStore(
+            config.checkpoints, config.training.save_total_limit, notify=progress.message
+        )
+        self._metrics = MetricsWriter(
+            config.output_dir, config.training.report_to, logging_dir=config.logging_dir
+        )
+        self._step = 0  # steps done
+        self._tokens = 0
+        self._skipped = 0  # in a row
+        self._failed_saves = 0
+        self._losses: list[float] = []
+        self._saved_step: int | None = None
+        self._traffic = cluster.traffic()
+
+    # -- the run --------------------------------------------------------------------------------
+
+    def start(self, resume: int | str | None, facts: preparation.Facts) -> None:
+        """Take up a checkpoint or begin afresh, and show what will run where."""
+        if resume is not None:
+            self._restore(resume)
+        else:
+            preparation.set_aside(self._config, self._progress.message)
+        self._metrics.resume(self._step)
+        rows = [
+            StageRow(
+                "coordinator" if spec.owner == "local" else f"worker {spec.owner}",
+                spec.start,
+                spec.end,
+                facts[spec.owner].device,
+            )
+            for spec in self._config.stages()
+        ]
+        preparation.draw_diagram(self._parts, facts, self._progress.message)
+        self._progress.start(self._data.total_steps, rows, self._step)
+
+    def loop(self) -> None:
+        """All steps that are left, with what comes between them."""
+        if self._config.training.eval_on_start and self._step == 0 and self._has_eval:
+            self.evaluate()
+        while self._step < self._data.total_steps:
+            if self._stop.requested is not None:
+                self._stop_early()
+            self.train_step()
+            if self._is_due("eval"):
+                self.evaluate()
+            if self._is_due("save"):
+                self.save()
+
+    def train_step(self) -> None:
+        """One step: all micro-batches through all stages, one decision, one commit."""
+        started = time.perf_counter()
+        batches = self._data.step_batches(self._step)
+        num_items = self._data.num_items(batches)
+
+        losses, reports = self._cluster.retrying(lambda: self._gradients(batches, num_items))
+        loss = math.fsum(losses)
+        norm = self._order.global_norm(reports)
+        rate = self._schedule.rate
+        finite = math.isfinite(loss) and bool(norm.isfinite())
+
+        if finite:
+            factor = clip_factor(norm, self._config.training.max_grad_norm)
+            stages = self._pipeline.commit(rate, factor, self._cluster.recover)
+            self._schedule.advance()
+            self._skipped = 0
+        else:
+            stages = self._pipeline.statistics()
+            self._cluster.retrying(self._pipeline.abort)
+            self._note_skip(losses, reports)
+        self._scale.update(finite)
+        self._step += 1
+        self._tokens += (tokens := sum(int(b["attention_mask"].sum()) for b in batches))
+        self._losses.append(loss)
+        seconds = time.perf_counter() - started
+        self._record(
+            {
+                "step": self._step,
+                "epoch": self._data.epoch_of(self._step - 1),
+                "loss": loss,
+                "grad_norm": float(norm),
+                "learning_rate": rate,
+                "tokens": tokens,
+                "tokens_per_second": tokens / seconds,
+                "step_seconds": seconds,
+                "skipped": not finite,
+            },
+            stages,
+        )
+
+    def _gradients(
+        self, batches: list[MicroBatch], num_items: int
+    ) -> tuple[list[float], list[GradientReport]]:
+        """Everything before the decision; may be repeated, since it changes no weight."""
+        self._pipeline.begin(
+            StepInfo(
+                step=self._step,
+                attempt=self._cluster.attempt,
+                train=True,
+                micro_batches=len(batches),
+                num_items=num_items,
+                loss_scale=self._scale.value,
+            )
+        )
+        losses = self._pipeline.run(batches)
+        return losses, self._pipeline.collect()
+
+    def evaluate(self) -> None:
+        """Mean token loss and perplexity over the evaluation data, through the same pipeline.
+
+        Training's random numbers are functions of the step, so this cannot disturb them.
+        """
+        batches = list(self._data.eval_batches())
+        tokens = sum(self._data.num_items([batch]) for batch in batches)
+        started = time.perf_counter()
+
+        def losses() -> list[float]:
+            self._pipeline.begin(
+                StepInfo(
+                    step=self._step,
+                    attempt=self._cluster.attempt,
+                    train=False,
+                    micro_batches=len(batches),
+                    num_items=1,
+                )
+            )
+            return self._pipeline.run(batches)
+
+        loss = math.fsum(self._cluster.retrying(losses)) / tokens
+        metrics = {
+            "step": self._step,
+            "epoch": self._data.epoch_of(self._step - 1) if self._step else 0.0,
+            "eval_loss": loss,
+            "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "eval_tokens": tokens,
+            "eval_seconds": time.perf_counter() - started,
+        }
+        self._metrics.evaluation(metrics)
+        self._progress.evaluation(metrics)
+
+    def save(self) -> None:
+        """A checkpoint of this step. A full disk does not end the run the first times."""
+        position = Position(
+            step=self._step,
+            committed_steps=self._schedule.committed_steps,
+            skipped_in_a_row=self._skipped,
+            loss_scale=self._scale.value,
+            loss_scale_good_steps=self._scale.good_steps,
+            tokens=self._tokens,
+        )
+        try:
+            path = self._cluster.retrying(
+                lambda: snapshot.save(
+                    self._store, self._pipeline, self._config, position, self._data.fingerprint
+                )
+            )
+        except ResourceError as error:
+            self._failed_saves += 1
+            if self._failed_saves >= _MAX_FAILED_SAVES:
+                raise
+            self._progress.message(f"checkpoint {self._step} could not be written: {error}")
+            return
+        self._failed_saves = 0
+        self._saved_step = self._step
+        self._progress.message(f"checkpoint: {path}")
+
+    def finish(self) -> RunSummary:
+        """Gather what was trained, write it, and say where everything is."""
+        if self._config.training.save_strategy != "no" and self._saved_step != self._step:
+            self.save()
+        result = self._cluster.retrying(
+            lambda: preparation.export(
+                self._parts, (part.tensors for _, _, part in self._pipeline.read_state("export"))
+            )
+        )
+        self._metrics.close()
+        files = preparation.result_files(self._config, result, self._metrics.path)
+        self._progress.close(files)
+        return RunSummary(self._step, tuple(self._losses), files)
+
+    # -- between steps --------------------------------------------------------------------------
+
+    @property
+    def _has_eval(self) -> bool:
+        return self._data.num_eval_examples > 0
+
+    def _is_due(self, what: str) -> bool:
+        """Whether to save or evaluate now: every so many steps, or at the end of an epoch."""
+        training, total = self._config.training, self._data.total_steps
+        if what == "eval":
+            strategy = training.evaluation if self._has_eval else "no"
+            steps = training.eval_steps if training.eval_steps is not None else training.logging_steps
+        else:
+            strategy, steps = training.save_strategy, training.save_steps
+        if strategy == "steps":
+            return self._step % interval(steps, total) == 0
+        ends_epoch = self._step % self._data.steps_per_epoch == 0 or self._step == total
+        return strategy == "epoch" and ends_epoch
+
+    def _note_skip(self, losses: list[float], reports: list[GradientReport]) -> None:
+        """Say where the first non-finite value arose; stop when it keeps happening."""
+        if self._scale.active and self._scale.value > 2.0 and all(map(math.isfinite, losses)):
+            self._progress.message(
+                f"step {self._step + 1}: gradients overflow at loss scale {self._scale.value:g}; "
+                "step skipped, scale halved"
+            )
+            return
+        self._skipped += 1
+        where = first_nonfinite(losses, reports)
+        stage = self._config.stages()[where[0]] if where is not None else None
+        text = "a gradient is not finite"
+        if where is not None and stage is not None:
+            owner = "the coordinator" if stage.owner == "local" else f"worker {stage.owner}"
+            text = (
+                f"non-finite values in micro-batch {where[1]}, first out of stage {stage.index} "
+                f"({owner}, layers {stage.start}-{stage.end})"
+            )
+        self._progress.message(f"step {self._step + 1}: {text}; step skipped")
+        limit = self._config.training.max_skipped_steps
+        if self._skipped > limit:
+            raise NumericError(
+                f"{self._skipped} steps in a row had non-finite losses or gradients; "
+                f"the last: {text}",
+                hint="lower training.learning_rate, look at the data of these steps, or use bf16 "
+                "instead of fp16; training.max_skipped_steps sets the limit",
+            )
+
+    def _stop_early(self) -> None:
+        """Ctrl-C or SIGTERM came: offer a checkpoint, then leave in order."""
+        where = f"stopped by {self._stop.requested} after step {self._step}"
+        hint = "run the same command again to start over"
+        if self._step > 0:
+            self._progress.close()
+            saved = self._saved_step == self._step
+            if not saved and wants_checkpoint(f"{where}. Save a checkpoint?"):
+                self.save()
+            if self._saved_step is not None:
+                hint = "continue with --resume latest"
+        self._metrics.close()
+        raise StoppedEarly(where, hint=hint)
+
+    def _restore(self, resume: int | str) -> None:
+        step = self._store.resolve(resume)
+        reader = self._store.open(step)
+        position = snapshot.load(
+            reader, self._pipeline, self._cluster.trainable, self._config, self._data.fingerprint
+        )
+        self._step = self._saved_step = position.step
+        self._skipped = position.skipped_in_a_row
+        self._tokens = position.tokens
+        self._scale.value = position.loss_scale
+        self._scale.good_steps = position.loss_scale_good_steps
+        self._schedule.fast_forward(position.committed_steps)
+        later = self._store.discard_after(step)
+        if later:
+            names = ", ".join(map(str, later))
+            self._progress.message(f"removed the checkpoints after step {step}: {names}")
+
+    def _record(self, metrics: dict[str, Any], stages: dict[int, StageStatistics]) -> None:
+        """The step's line in metrics.jsonl and on the screen."""
+        traffic = self._cluster.traffic()
+        lines = []
+        seen = set()
+        for spec in self._config.stages():
+            statistics = stages.get(spec.index, StageStatistics(0.0, 0.0, 0, 0))
+            now = traffic.get(spec.owner, (0, 0, 0.0))
+            before = self._traffic.get(spec.owner, (0, 0, 0.0))
+            # A link that was opened again counts from zero; a worker's link is counted once.
+            bytes_in, bytes_out, wire_s = (
+                (0, 0, 0.0)
+                if spec.owner in seen
+                else tuple(n - b if n >= b else n for n, b in zip(now, before, strict=True))
+            )
+            seen.add(spec.owner)
+            lines.append(
+                {
+                    "index": spec.index,
+                    "owner": spec.owner,
+                    "busy_s": statistics.busy_s,
+                    "wait_s": statistics.wait_s,
+                    "wire_s": wire_s,
+                    "bytes_in": bytes_in,
+                    "bytes_out": bytes_out,
+                    "queue_peak": statistics.queue_peak,
+                    "peak_memory": statistics.peak_memory_bytes,
+                }
+            )
+        self._traffic = traffic
+        line = {**metrics, "stages": lines}
+        if not metrics["skipped"]:
+            del line["skipped"]
+        self._metrics.step(line)
+        self._progress.step(line)
+
+
+def first_nonfinite(
+    losses: list[float], reports: list[GradientReport]
+) -> tuple[int, int] | None:
+    """(stage, micro-batch) where the first non-finite value of a step left a stage."""
+    found = [(k, stage) for stage, report in enumerate(reports) for k in report.nonfinite]
+    if not found:
+        bad = [k for k, loss in enumerate(losses) if not math.isfinite(loss)]
+        return (len(reports) - 1, bad[0]) if bad else None
+    micro_batch, stage = min(found)
+    return stage, micro_batch
+
+
+class _output_lock:  # noqa: N801 - used as a function
+    """Two runs must not write into one directory."""
+
+    def __init__(self, config: Config) -> None:
+        self._directory = config.output_dir
+        self._lock: FileLock | None = None
+
+    def __enter__(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self._directory / ".lock")
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(
+                f"another run is writing into {self._directory}",
+                hint="wait for it, stop it, or choose another training.output_dir",
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"training.output_dir: cannot write into {self._directory}: {error.strerror}"
+            ) from error
+
+    def __exit__(self, *exc: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+__all__ = ["Coordinator", "RunSummary", "train"]

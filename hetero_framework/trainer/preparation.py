@@ -1,0 +1,197 @@
+"""What happens once, before and after the steps: read and check everything, write the results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import logging as transformers_logging
+
+from hetero_framework.config import Config, check_plan
+from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.errors import ConfigError
+from hetero_framework.models.adapters import AdapterPlan, plan_adapter
+from hetero_framework.models.export import write_adapter, write_checkpoint
+from hetero_framework.models.memory import StageMemory, check_fits, estimate_memory
+from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
+from hetero_framework.models.weights import resolve_model_path
+from hetero_framework.trainer.cluster import MachineFacts
+from hetero_framework.trainer.metrics import METRICS_FILE
+from hetero_framework.trainer.schedule import window_size
+from hetero_framework.trainer.stage import STATE_PART_BYTES
+from hetero_framework.trainer.verify import admit
+from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
+
+Facts = Mapping[str | int, MachineFacts]
+Note = Callable[[str], None]
+
+_FRAME_MARGIN = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that a run needs to know before any process is started."""
+
+    config: Config
+    model_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: TrainData
+    adapter_plan: AdapterPlan | None
+    memory: list[StageMemory]
+    max_frame_bytes: int
+
+
+def quiet_libraries(config: Config) -> None:
+    """The libraries' own progress bars and notices only with log_level DEBUG."""
+    if config.training.log_level != "DEBUG":
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+
+def prepare(config: Config, note: Note) -> Prepared:
+    """Read the model's configuration, the tokenizer and the data, and check the plan on them.
+
+    Raises the UserError that fits what is wrong; no process has been started and no weight read.
+    """
+    assert config.model is not None
+    quiet_libraries(config)
+    for warning in config.warnings():
+        note(f"warning: {warning}")
+    model_config = load_model_config(config.model, config.base_dir)
+    check_plan(config, num_layers(model_config))
+    tokenizer = load_tokenizer(config)
+    vocab_size = model_config.get_text_config().vocab_size
+    data = load_data(config, tokenizer, vocab_size=vocab_size)
+    for line in data.report:
+        note(line)
+    adapter_plan = None
+    if config.adapter is not None:
+        adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
+    if config.training.verify_architecture and len(config.shard_plan) > 1:
+        result = admit(model_config, shard_ranges(config))
+        note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
+    memory = estimate_memory(config, model_config)
+    return Prepared(
+        config=config,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        data=data,
+        adapter_plan=adapter_plan,
+        memory=memory,
+        max_frame_bytes=largest_frame(config, model_config, data.longest),
+    )
+
+
+def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
+    return tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.stages())
+
+
+def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
+    """Upper bound in bytes of any frame of this run: a boundary tensor or a part of a state.
+
+    A state part holds at most one tensor beyond its size, and no tensor of a model is larger than
+    its embedding or (fused experts) a few feed-forward matrices; 8 bytes cover every number type.
+    """
+    text = model_config.get_text_config()
+    width = int(text.hidden_size)
+    inner = max(
+        int(value)
+        for name in ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
+        if (value := getattr(text, name, None) or 4 * width)
+    )
+    experts = max(
+        int(getattr(text, name, None) or 1)
+        for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    )
+    largest_tensor = 8 * width * max(int(text.vocab_size), 2 * inner * experts)
+    training = config.training
+    rows = max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
+    # Some models carry several residual streams through a boundary.
+    streams = int(getattr(text, "hc_mult", None) or getattr(text, "num_residual_streams", None) or 4)
+    boundary = 4 * rows * max(tokens, 1) * width * streams
+    return max(boundary, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
+
+
+def check_memory(parts: Prepared, facts: Facts) -> None:
+    """Raise before anything is loaded if a stage does not fit its device."""
+    check_fits(parts.memory, {owner: fact.memory_free for owner, fact in facts.items()})
+
+
+def set_aside(config: Config, note: Note) -> None:
+    """Move what an earlier run left in the output directory into `previous-<n>`; delete nothing."""
+    output = config.output_dir
+    old = [
+        path
+        for path in (config.checkpoints, output / METRICS_FILE, config.logging_dir)
+        if path.exists() and (path.is_file() or any(path.iterdir()))
+    ]
+    if not old:
+        return
+    number = 1
+    while (output / f"previous-{number}").exists():
+        number += 1
+    target = output / f"previous-{number}"
+    try:
+        target.mkdir()
+        for path in old:
+            os.replace(path, target / path.name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot move the earlier run in {output} aside: {error.strerror}",
+            hint="choose another training.output_dir, or continue that run with --resume latest",
+        ) from error
+    note(f"moved an earlier run's checkpoints and metrics to {target}")
+
+
+def draw_diagram(parts: Prepared, facts: Facts, note: Note) -> None:
+    """`architecture.<format>` in the output directory, if the configuration wants it."""
+    config = parts.config
+    if not config.training.visualize:
+        return
+    assert config.model is not None
+    details = DiagramDetails(
+        model=config.model.name_or_path or parts.model_config.model_type,
+        num_layers=num_layers(parts.model_config),
+        parameters={m.index: m.parameters for m in parts.memory},
+        memory_bytes={m.index: m.total for m in parts.memory},
+        devices={owner: fact.label for owner, fact in facts.items()},
+    )
+    chosen = config.training.visualization_format
+    draw(config, config.output_dir / f"architecture.{chosen}", chosen, details, notify=note)
+
+
+def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Path:
+    """Write the finished artefact from what the stages gave; returns its directory.
+
+    `output_dir/adapter` where an adapter was trained, else the Hugging Face checkpoint
+    `output_dir/model`; complete, or an error that lists what is missing.
+    """
+    config, model = parts.config, parts.config.model
+    assert model is not None
+    if parts.adapter_plan is not None:
+        target = config.output_dir / "adapter"
+        base = model.name_or_path
+        if base is not None:
+            base = resolve_model_path(base, config.base_dir)
+        write_adapter(target, tensors, parts.adapter_plan, base, model.revision)
+        parts.tokenizer.save_pretrained(target)
+        return target
+    target = config.output_dir / "model"
+    generation = GenerationConfig.from_model_config(parts.model_config)
+    write_checkpoint(target, tensors, parts.model_config, generation, parts.tokenizer)
+    return target
+
+
+def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:
+    """Label and place of everything that a run leaves."""
+    found = {result.name: result, "metrics": metrics, "checkpoints": config.checkpoints}
+    for chosen in (config.training.visualization_format, "svg"):
+        picture = config.output_dir / f"architecture.{chosen}"
+        if config.training.visualize and picture.exists():
+            found["diagram"] = picture
+            break
+    return {label: path for label, path in found.items() if path.exists()}

@@ -1,0 +1,497 @@
+"""A worker: listens, loads the stages that a coordinator gives it, and serves them.
+
+Three kinds of threads: one accepts connections, the link's reader queues what arrives, and the
+main thread, alone, touches the stages. When a link breaks the stages stay as they are, and the
+same run may come back and go on; another run's HELLO replaces them.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+import hetero_framework
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.dal import Device, open_device
+from hetero_framework.core.protocol import (
+    HANDSHAKE_MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Message,
+    MessageType,
+)
+from hetero_framework.core.session import Session
+from hetero_framework.core.transport import Link, Listener
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+from hetero_framework.trainer import messages
+from hetero_framework.trainer.loading import load_stages
+from hetero_framework.trainer.runner import Arrival, StageRunner, TaskFailed
+from hetero_framework.trainer.stage import StatePart, StageVerbs
+
+WorkerId = int | str
+Say = Callable[[str], None]
+BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageVerbs]]
+
+_HELLO_S = 10.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Event:
+    """What the main thread is told: a message, or that a link is gone."""
+
+    link: Link
+    message: Message | None = None
+    lost: str | None = None
+
+
+@dataclass
+class _Run:
+    """One run's stages and how far they have come; outlives its link."""
+
+    run_id: str
+    config: Config | None = None
+    runner: StageRunner | None = None
+    last_step: int | None = None
+    state: Any = None
+    state_of: tuple[int, str, int] | None = None
+
+
+def serve(
+    config: Config,
+    worker_id: WorkerId,
+    *,
+    keep: bool = False,
+    build: BuildStages = load_stages,
+    say: Say | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
+
+    Raises NetworkError when the port is taken, DeviceError when the device is not there, and the
+    run's own error when it fails here; the coordinator has been told the same.
+    """
+    Worker(config, worker_id, keep=keep, build=build, say=say or _print).serve(should_stop)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Worker:
+    """The process behind one entry of `workers`."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker_id: WorkerId,
+        *,
+        keep: bool,
+        build: BuildStages,
+        say: Say,
+    ) -> None:
+        self._entry = config.worker(worker_id)
+        self._base_dir = config.base_dir
+        self._keep = keep
+        self._build = build
+        self._say = say
+        self._device = open_device(self._entry.device)
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._link: Link | None = None
+        self._session = Session("worker")
+        self._run: _Run | None = None
+        self._done = False
+        self._handlers: dict[MessageType, Callable[[Message], None]] = {
+            MessageType.SETUP: self._on_setup,
+            MessageType.START: self._on_start,
+            MessageType.STEP: self._on_step,
+            MessageType.INPUTS: self._on_inputs,
+            MessageType.FORWARD: self._on_forward,
+            MessageType.BACKWARD: self._on_backward,
+            MessageType.COLLECT: self._on_collect,
+            MessageType.COMMIT: self._on_commit,
+            MessageType.ABORT: self._on_abort,
+            MessageType.STATE_REQUEST: self._on_state_request,
+            MessageType.LOAD_STATE: self._on_load_state,
+            MessageType.BYE: self._on_bye,
+            MessageType.ERROR: self._on_error,
+            MessageType.REJECT: self._on_error,
+            MessageType.CONTROL: lambda message: None,
+        }
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def serve(self, should_stop: Callable[[], bool]) -> None:
+        entry = self._entry
+        listener = Listener(entry.ip, entry.port)
+        acceptor = threading.Thread(
+            target=self._accept, args=(listener,), name="accept", daemon=True
+        )
+        acceptor.start()
+        self._say(
+            f"worker {entry.id} listens on {entry.ip}:{entry.port} "
+            f"({self._device.name}, {self._device.label})"
+        )
+        try:
+            while not self._done and not should_stop():
+                self._turn()
+        except HeteroError as error:
+            self._report(error)
+            raise
+        finally:
+            listener.close()
+            if self._link is not None:
+                self._link.close()
+            acceptor.join()
+
+    def _turn(self) -> None:
+        """Handle what has arrived; then one task; wait only when there is neither."""
+        while (event := self._next_event(0)) is not None:
+            self._handle(event)
+        runner = self._run.runner if self._run is not None else None
+        if runner is not None and self._link is not None and runner.info is not None:
+            try:
+                if runner.run_next():
+                    return
+            except LinkGone:
+                return
+        event = self._next_event(_POLL_S)
+        if event is not None:
+            self._handle(event)
+
+    def _next_event(self, timeout_s: float) -> _Event | None:
+        try:
+            return self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _handle(self, event: _Event) -> None:
+        if event.message is not None and event.message.type is MessageType.HELLO:
+            self._on_hello(event.link, event.message)
+        elif event.link is not self._link:
+            if event.message is not None:
+                event.message.release()
+        elif event.lost is not None:
+            self._link = None
+            self._say(f"lost the coordinator ({event.lost}); waiting for it to come back")
+        elif event.message is not None:
+            self._session.receive(event.message)
+            try:
+                self._handlers[event.message.type](event.message)
+            except LinkGone:
+                pass
+
+    # -- connections ----------------------------------------------------------------------------
+
+    def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                self._greet(listener.accept())
+            except NetworkError:
+                return  # the listener was closed
+
+    def _greet(self, sock: Any) -> None:
+        """Start a link for a connection. Nothing but its HELLO, in time, makes it matter."""
+        made = threading.Event()
+        links: list[Link] = []
+
+        def tell(message: Message | None, lost: str | None = None) -> None:
+            made.wait()  # the link's threads may be faster than its constructor
+            self._events.put(_Event(links[0], message, lost))
+
+        links.append(
+            Link(
+                sock,
+                name=f"coordinator {':'.join(map(str, sock.getpeername()[:2]))}",
+                on_message=tell,
+                on_close=lambda reason: tell(None, str(reason) if reason else "closed"),
+                max_frame_bytes=HANDSHAKE_MAX_FRAME_BYTES,
+                handshake_s=_HELLO_S,
+                allocate=self._device.allocate_host,
+            )
+        )
+        made.set()
+
+    def _on_hello(self, link: Link, message: Message) -> None:
+        session = Session("worker")
+        meta = message.meta
+        try:
+            session.receive(message)
+        except ProtocolError as error:
+            self._refuse(link, "protocol", error.message, error.hint)
+            return
+        if str(meta["worker_id"]) != str(self._entry.id):
+            self._refuse(
+                link,
+                "identity",
+                f"this is worker {self._entry.id}, not {meta['worker_id']}",
+                "two workers have exchanged their addresses in the configuration",
+            )
+            return
+        same_run = self._run is not None and self._run.run_id == meta["run_id"]
+        if self._link is not None and not same_run:
+            self._refuse(link, "busy", "it is working for another run", "wait, or stop that run")
+            return
+        if self._link is not None:
+            self._link.close(drain_s=0)
+        if not same_run:
+            self._run = _Run(meta["run_id"])
+            self._device.empty_cache()
+        run = self._run
+        assert run is not None
+        self._link, self._session = link, session
+        link.max_frame_bytes = meta["max_frame_bytes"]
+        memory = self._device.memory()
+        self._say(f"serving the run of {link.name}")
+        self._send(
+            Message(
+                MessageType.WELCOME,
+                {
+                    "protocol": PROTOCOL_VERSION,
+                    "package": hetero_framework.__version__,
+                    "worker_id": self._entry.id,
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                    "device": self._device.name,
+                    "device_label": self._device.label,
+                    "memory_total": memory.total,
+                    "memory_free": memory.free,
+                    "run_id": run.run_id if run.runner is not None else None,
+                    "last_step": run.last_step,
+                },
+            )
+        )
+
+    def _refuse(self, link: Link, code: str, message: str, hint: str | None) -> None:
+        self._say(f"refused {link.name}: {message}")
+        with suppress(PeerLostError):
+            link.send(Message(MessageType.REJECT, {"code": code, "message": message, "hint": hint}))
+        link.close()
+
+    # -- a run ----------------------------------------------------------------------------------
+
+    def _on_setup(self, message: Message) -> None:
+        meta = message.meta
+        run = self._current
+        run.runner = None
+        config = Config.from_dict(meta["config"], self._base_dir)
+        own = {entry["index"] for entry in meta["stages"]}
+        specs = [spec for spec in config.stages() if spec.index in own]
+        self._say("loading " + ", ".join(f"layers {s.start}-{s.end}" for s in specs))
+        stages = self._build(config, specs, self._device)
+        run.config = config
+        run.runner = StageRunner(stages, outbox=self)
+        run.last_step = None
+        self._send(
+            Message(
+                MessageType.READY,
+                {
+                    "stages": [
+                        {
+                            "index": stage.index,
+                            "trainable": [[name, list(rank)] for name, rank in stage.trainable()],
+                        }
+                        for stage in stages
+                    ],
+                    "info": {"device": self._device.name},
+                },
+            )
+        )
+
+    def _on_start(self, message: Message) -> None:
+        for entry in message.meta["stages"]:
+            self._runner.stage(entry["index"]).input_requires_grad = entry["input_requires_grad"]
+        self._say("ready")
+
+    def _on_step(self, message: Message) -> None:
+        self._device.reset_peak_memory()
+        self._runner.begin(messages.step_info(message))
+
+    def _on_inputs(self, message: Message) -> None:
+        if self._is_current(message):
+            inputs = {
+                name: self._device.from_host(tensor).clone()
+                for name, tensor in messages.inputs_of(message).items()
+            }
+            self._runner.put_inputs(message.meta["stage"], message.meta["micro_batch"], inputs)
+        message.release()
+
+    def _on_forward(self, message: Message) -> None:
+        if self._is_current(message):
+            meta = message.meta
+            self._runner.put_hidden(meta["stage"], meta["micro_batch"], messages.arrival(message, self._device.from_host))
+        else:
+            message.release()
+
+    def _on_backward(self, message: Message) -> None:
+        if self._is_current(message):
+            meta = message.meta
+            self._runner.put_gradient(meta["stage"], meta["micro_batch"], messages.arrival(message, self._device.from_host))
+        else:
+            message.release()
+
+    def _on_collect(self, message: Message) -> None:
+        reports = {stage.index: stage.collect() for stage in self._runner.stages}
+        assert self._runner.info is not None
+        self._send(messages.gradients_message(self._runner.info, reports))
+
+    def _on_commit(self, message: Message) -> None:
+        meta, run = message.meta, self._current
+        for stage in self._runner.stages:
+            stage.commit(meta["learning_rate"], meta["grad_scale"])
+            if stage.is_last and message.tensors:
+                weight = messages.tensor_of(message)
+                assert weight is not None
+                stage.set_tied_weight(weight)
+        message.release()
+        run.last_step = meta["step"]
+        statistics = {
+            "stages": {str(i): values for i, values in self._runner.statistics().items()},
+            "peak_memory_bytes": self._device.peak_memory(),
+        }
+        self._send(
+            Message(
+                MessageType.COMMITTED,
+                {"step": meta["step"], "attempt": meta["attempt"], "stats": statistics},
+            )
+        )
+
+    def _on_abort(self, message: Message) -> None:
+        self._runner.abort()
+        self._send(Message(MessageType.ABORTED, dict(message.meta)))
+
+    def _on_state_request(self, message: Message) -> None:
+        meta, run = message.meta, self._current
+        stage, kind, number = meta["stage"], meta["kind"], meta["part"]
+        if number == 0:
+            run.state = self._runner.stage(stage).state(kind)
+        elif run.state_of != (stage, kind, number - 1):
+            raise ProtocolError(f"state part {number} of stage {stage} was asked for out of order")
+        run.state_of = (stage, kind, number)
+        self._send(messages.state_message(stage, kind, number, next(run.state)))
+
+    def _on_load_state(self, message: Message) -> None:
+        meta = message.meta
+        stage = self._runner.stage(meta["stage"])
+        part: StatePart = messages.state_part(message)
+        if meta["tied"]:
+            stage.set_tied_weight(part.tensors["tied"])
+        else:
+            stage.load_state(part)
+        message.release()
+        reply = {"stage": meta["stage"], "part": meta["part"]}
+        self._send(Message(MessageType.STATE_LOADED, reply))
+
+    def _on_bye(self, message: Message) -> None:
+        self._say(f"the coordinator says goodbye: {message.meta['reason']}")
+        self._leave()
+
+    def _on_error(self, message: Message) -> None:
+        self._say(f"the coordinator stopped: {message.meta['message']}")
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._link is not None:
+            self._link.close(drain_s=0)
+        self._link = None
+        self._run = None
+        self._done = not self._keep
+
+    # -- what stages hand on (Outbox) -----------------------------------------------------------
+
+    def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None:
+        if self._runner.owns(stage):
+            self._runner.put_hidden(stage, micro_batch, Arrival(hidden_BSD))
+            return
+        host = self._device.to_host(hidden_BSD)
+        self._send(messages.hidden_message(self._info, stage, micro_batch, host))
+
+    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor | None) -> None:
+        if self._runner.owns(stage):
+            self._runner.put_gradient(stage, micro_batch, Arrival(gradient_BSD))
+            return
+        host = self._device.to_host(gradient_BSD) if gradient_BSD is not None else None
+        self._send(messages.gradient_message(self._info, stage, micro_batch, host))
+
+    def loss(self, micro_batch: int, loss: float) -> None:
+        info = self._info
+        self._send(
+            Message(
+                MessageType.LOSS,
+                {
+                    "step": info.step,
+                    "attempt": info.attempt,
+                    "micro_batch": micro_batch,
+                    "loss": loss,
+                },
+            )
+        )
+
+    def finished(self, micro_batch: int) -> None:
+        """Stage 0 is the coordinator's; here a micro-batch ends with its loss or its gradient."""
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _current(self) -> _Run:
+        if self._run is None:
+            raise ProtocolError("there is no run yet; HELLO comes first")
+        return self._run
+
+    @property
+    def _runner(self) -> StageRunner:
+        runner = self._current.runner
+        if runner is None:
+            raise ProtocolError("no stages are loaded yet; SETUP comes first")
+        return runner
+
+    @property
+    def _info(self) -> Any:
+        info = self._runner.info
+        assert info is not None
+        return info
+
+    def _is_current(self, message: Message) -> bool:
+        info = self._runner.info
+        meta = message.meta
+        return info is not None and (meta["step"], meta["attempt"]) == (info.step, info.attempt)
+
+    def _send(self, message: Message) -> None:
+        if self._link is None:
+            raise LinkGone
+        self._session.send(message)
+        try:
+            self._link.send(message)
+        except PeerLostError as error:
+            raise LinkGone from error
+
+    def _report(self, error: HeteroError) -> None:
+        """Tell the coordinator why this worker ends."""
+        if self._link is None:
+            return
+        where = error.task if isinstance(error, TaskFailed) else None
+        report = Message(
+            MessageType.ERROR,
+            {
+                "kind": type(error).__name__,
+                "message": error.message,
+                "hint": error.hint,
+                "exit_code": error.exit_code,
+                "stage": where.stage if where else None,
+                "micro_batch": where.micro_batch if where else None,
+            },
+        )
+        with suppress(PeerLostError):
+            self._link.send(report)
+
+
+class LinkGone(Exception):
+    """The link broke while something was to be sent; its reader reports the same."""
+
