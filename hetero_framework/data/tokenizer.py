@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from hetero_framework.config import Config
 from hetero_framework.errors import DataError
@@ -58,28 +58,46 @@ def _check_folder(folder: Path) -> None:
     if not files:
         raise DataError(f"{folder} holds no tokenizer files", hint=_HINT)
     for path in files:
-        if path.suffix != ".json":
-            continue
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not readable JSON: {error}", hint=_HINT) from error
+        if path.suffix == ".json" and "auto_map" in _read_json(path):
+            raise DataError(
+                f"{path} names code of its own (auto_map), which is never run here",
+                hint="Convert it to a tokenizer.json, or set model.tokenizer to one that has it.",
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not readable JSON: {error}", hint=_HINT) from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is not a JSON object", hint=_HINT)
+    return content
 
 
 def _load(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     try:
-        settings = get_tokenizer_config(name, revision=revision)
-        if "auto_map" in settings:
-            raise DataError(
-                f"the tokenizer of {name} is code of its own (auto_map), which is never run here",
-                hint="Convert it to a tokenizer.json, or set model.tokenizer to one that has it.",
+        with _TokenizersErrors():
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=revision, trust_remote_code=False
             )
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise DataError(f"cannot load a tokenizer from {name}: {error}", hint=_HINT) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise DataError(f"the tokenizer of {name} has no vocabulary", hint=_HINT)
     return tokenizer
+
+
+class _TokenizersErrors:
+    """Gives the errors of the tokenizers library a type: for a file that it cannot use, such as one
+    of a newer version, it raises `Exception` itself."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if kind is Exception:
+            raise ValueError(str(error)) from error
 
 
 def choose_pad_token(

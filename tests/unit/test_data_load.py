@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import ByT5Tokenizer
+
+from hetero_framework.config import DataConfig
+from hetero_framework.data import load_data, load_tokenizer, num_items
+from hetero_framework.data.tokenizer import choose_pad_token
+from hetero_framework.errors import DataError
+from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
+
+ROWS = [{"text": "The fox " * (index % 4 + 1)} for index in range(11)]
+
+
+def load(tmp_path, rows, *, vocab_size=None, tokenizer=None, training=None, **data):
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    config = make_config(tmp_path, {"train": "train.jsonl", **data}, **(training or {}))
+    return load_data(config, tokenizer or tiny_tokenizer(), vocab_size=vocab_size)
+
+
+def test_load_data_report_says_format_counts_and_padding(tmp_path):
+    rows = [*ROWS, {"text": ""}, {"text": "</s>"}]
+    data = load(tmp_path, rows, max_length=8)
+    cut = sum(len(tiny_tokenizer()(row["text"] + "</s>")["input_ids"]) > 8 for row in rows)
+    assert cut > 1
+    assert data.num_examples == 11
+    assert data.longest == 8
+    assert data.report[0].startswith(f"train: 11 examples, {len(data.examples.ids)} tokens from")
+    assert data.report[1] == "train: format text (fields text)"
+    assert f"{cut} of 13 examples were longer than max_length=8 and were cut" in data.report[2]
+    assert data.report[3].startswith("train: 2 of 13 examples have no token to learn from")
+    assert data.report[4] == "padding token: </s> (the tokenizer: no pad token)"
+
+
+def test_load_data_same_rows_from_other_kinds_of_file_are_the_same_data(tmp_path):
+    messages = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d", "name": "fox"},
+            ]
+        },
+    ]
+    datasets.Dataset.from_list(messages).to_parquet(str(tmp_path / "b.parquet"))
+    datasets.Dataset.from_list(messages).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "c.json").write_text(json.dumps({"data": messages}, indent=1))
+    write_jsonl(tmp_path / "d.jsonl", messages[:1])
+    write_jsonl(tmp_path / "e.jsonl", messages[1:])
+    tokenizer = tiny_tokenizer(CHATML_MARKED)
+    fingerprints = {
+        load_data(make_config(tmp_path, {"train": train}), tokenizer).fingerprint
+        for train in ("b.parquet", "saved", "c.json", ["d.jsonl", "e.jsonl"], "[de].jsonl")
+    }
+    assert len(fingerprints) == 1
+    assert load(tmp_path, messages, tokenizer=tokenizer).fingerprint in fingerprints
+    assert load(tmp_path, messages[::-1], tokenizer=tokenizer).fingerprint not in fingerprints
+
+
+def test_load_data_more_rows_than_one_chunk_keep_their_order(tmp_path):
+    rows = [{"text": f"fox {index}"} for index in range(2345)]
+    data = load(tmp_path, rows, training={"train_sampling_strategy": "sequential"})
+    assert data.num_examples == 2345
+    ids, labels = data.examples[2344]
+    assert tiny_tokenizer().decode(ids) == "fox 2344</s>"
+    assert ids.tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([], {}, "train.jsonl holds no example"),
+        ([{"text": ""}], {}, "none of the 1 examples has a token to learn from"),
+        ([{"text": "The quick"}], {"max_length": 1}, "max_length=1 cuts off all of it; raise it"),
+        ([{"prompt": "long " * 9, "completion": "x"}], {"max_length": 5}, "max_length=5 cuts off"),
+        ([{"text": "a"}, {"body": "b"}], {}, r"train\.jsonl:2: no field text; its fields are body"),
+        ([{"text": "a"}], {"format": "alpaca"}, r"train\.jsonl:1: no field instruction"),
+        ([{"question": "a"}], {}, "cannot be told from the fields question"),
+        ([{"text": "a"}], {"chat_template_path": "x.jinja"}, "chat_template_path: cannot read"),
+        ([{"text": "a"}], {"eval": "no.jsonl"}, "data file not found: no.jsonl"),
+    ],
+)
+def test_load_data_unusable_data_is_a_data_error(tmp_path, rows, settings, message):
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, rows, **settings)
+
+
+def test_load_data_one_empty_file_of_several_is_an_error(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match=r"empty\.jsonl holds no example"):
+        load(tmp_path, ROWS, eval=["train.jsonl", "empty.jsonl"])
+
+
+def test_load_data_token_beyond_the_embeddings_is_an_error(tmp_path):
+    load(tmp_path, ROWS, vocab_size=len(tiny_tokenizer()))
+    with pytest.raises(DataError, match=r"train\.jsonl:1: token .* has only 20 embeddings"):
+        load(tmp_path, ROWS, vocab_size=20)
+
+
+def test_eval_batches_cover_every_example_once_in_order(tmp_path):
+    write_jsonl(tmp_path / "eval.jsonl", ROWS[:7])
+    training = {"per_device_eval_batch_size": 3, "dataloader_drop_last": True}
+    data = load(tmp_path, ROWS, eval="eval.jsonl", training=training)
+    batches = list(data.eval_batches())
+    assert [len(batch["input_ids"]) for batch in batches] == [3, 3, 1]
+    assert data.num_eval_examples == 7
+    total = sum(len(data.eval_examples[index][0]) - 1 for index in range(7))
+    assert sum(data.num_items([batch]) for batch in batches) == total
+    assert torch.equal(batches[2]["input_ids"][0], torch.from_numpy(data.eval_examples[6][0]))
+
+
+def test_eval_batches_without_eval_data_are_none(tmp_path):
+    data = load(tmp_path, ROWS)
+    assert list(data.eval_batches()) == []
+    assert data.num_eval_examples == 0
+
+
+def test_load_data_eval_equal_to_train_warns(tmp_path):
+    data = load(tmp_path, ROWS, eval="train.jsonl")
+    assert "warning: the evaluation data are the training data" in data.report
+
+
+def test_load_data_prompts_that_merge_with_completions_are_counted(tmp_path):
+    data = load(tmp_path, [{"prompt": "the qui", "completion": "ck fox"}])
+    assert any("1 prompts are tokenised differently" in line for line in data.report)
+
+
+def test_load_data_template_with_a_date_warns(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}" + CHATML_MARKED
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    data = load(tmp_path, rows, tokenizer=tiny_tokenizer(template))
+    assert any("today's date" in line for line in data.report)
+
+
+def test_step_batches_use_data_seed_before_seed(tmp_path):
+    def first(**training):
+        return load(tmp_path, ROWS, training=training).step_batches(0)[0]["input_ids"].tolist()
+
+    assert first(seed=1, data_seed=0) == first(seed=2, data_seed=0) == first(seed=0)
+    assert first(seed=1) != first(seed=0)
+
+
+def test_every_step_has_something_to_learn(tmp_path):
+    data = load(
+        tmp_path,
+        [*ROWS, {"text": ""}],
+        training={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+    )
+    assert data.total_steps == 18
+    for step in range(data.total_steps):
+        assert all(num_items([batch]) > 0 for batch in data.step_batches(step))
+
+
+# --- tokenizer -------------------------------------------------------------------------------
+
+
+def test_load_tokenizer_comes_with_the_model_or_from_model_tokenizer(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    text = "The lazy dog"
+    for model in ({"name_or_path": "model"},
+                  {"from_config": {"model_type": "llama"}, "tokenizer": "model"}):  # fmt: skip
+        tokenizer = load_tokenizer(make_config(tmp_path, model=model))
+        assert tokenizer(text)["input_ids"] == tiny_tokenizer()(text)["input_ids"]
+
+
+def test_load_tokenizer_eos_and_pad_of_the_configuration_replace_its_own(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    tokens = {"train": "a.jsonl", "eos_token": "<|im_end|>", "pad_token": "<s>"}
+    tokenizer = load_tokenizer(make_config(tmp_path, tokens))
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<s>")
+    with pytest.raises(DataError, match=r"data\.pad_token: the tokenizer has no token '<nope>'"):
+        load_tokenizer(make_config(tmp_path, {"train": "a.jsonl", "pad_token": "<nope>"}))
+
+
+@pytest.mark.filterwarnings("ignore:This sequence already has </s>:UserWarning")
+def test_load_tokenizer_written_in_python_works_for_text(tmp_path):
+    ByT5Tokenizer().save_pretrained(tmp_path / "model")
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "fox"}, {"text": "a</s>"}])
+    config = make_config(tmp_path, {"train": "a.jsonl"})
+    tokenizer = load_tokenizer(config)
+    assert not tokenizer.is_fast
+    ids = [load_data(config, tokenizer).examples[index][0].tolist() for index in range(2)]
+    assert ids == [tokenizer(text)["input_ids"] for text in ("fox</s>", "a</s>")]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
+    tokenizer.chat_template = CHATML_MARKED
+    with pytest.raises(DataError, match="a tokenizer written in Python"):
+        load_data(config, tokenizer)
+
+
+def broken_folder(folder: Path, kind: str) -> None:
+    if kind == "absent":
+        return
+    folder.mkdir()
+    if kind == "empty":
+        return
+    tiny_tokenizer().save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    if kind == "own code":
+        settings["auto_map"] = {"AutoTokenizer": ["code.Mine", None]}
+        path.write_text(json.dumps(settings))
+    elif kind == "no vocabulary":
+        (folder / "tokenizer.json").unlink()
+        path.write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}))
+    elif kind == "broken json":
+        (folder / "tokenizer.json").write_text('{"version": ')
+    elif kind == "unknown content":
+        model = {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}
+        content = {"version": "1.0", "added_tokens": [], "model": model}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    elif kind == "other json":
+        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("absent", "cannot load a tokenizer from .*model"),
+        ("empty", "holds no tokenizer files"),
+        ("own code", "code of its own .auto_map., which is never run"),
+        ("no vocabulary", "has no vocabulary|cannot load a tokenizer"),
+        ("broken json", r"tokenizer\.json is not readable JSON"),
+        ("unknown content", "cannot load a tokenizer from .*out of vocabulary"),
+        ("other json", r"cannot load a tokenizer from"),
+    ],
+)
+def test_load_tokenizer_unusable_says_what_to_set(tmp_path, monkeypatch, kind, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    broken_folder(tmp_path / "model", kind)
+    with pytest.raises(DataError, match=message) as caught:
+        load_tokenizer(make_config(tmp_path))
+    assert "model.tokenizer" in str(caught.value)
+
+
+def test_load_tokenizer_random_weights_need_model_tokenizer(tmp_path):
+    with pytest.raises(DataError, match="no tokenizer") as caught:
+        load_tokenizer(make_config(tmp_path, model={"from_config": {"model_type": "llama"}}))
+    assert "model.tokenizer" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "missing", "token", "sentence"),
+    [
+        ({"pad_token": "<|end|>"}, 0, "<|end|>", "padding token: <|end|>"),
+        ({"unk_token": "<s>"}, 0, "</s>", "padding token: </s> (the tokenizer: no pad token)"),
+        ({"eos_token": None, "unk_token": "<s>"}, 0, "<s>", "no pad token, no eos token"),
+        ({"pad_token": "<added>"}, 1, "</s>", "<added> is beyond the model's vocabulary"),
+    ],
+)
+def test_choose_pad_token_falls_back_and_says_so(tokens, missing, token, sentence):
+    tokenizer = tiny_tokenizer(**tokens)
+    index, said = choose_pad_token(tokenizer, len(tokenizer) - missing)
+    assert index == tokenizer.convert_tokens_to_ids(token)
+    assert sentence in said
+
+
+def test_choose_pad_token_nothing_to_choose_says_what_to_set():
+    with pytest.raises(DataError, match="no token to pad with") as caught:
+        choose_pad_token(tiny_tokenizer(eos_token=None))
+    assert "data.pad_token" in str(caught.value)
+
+
+# --- docs/data.md ----------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def examples_of_the_page() -> list[tuple[str, str]]:
+    """Heading and content of each ```jsonl block."""
+    sections = re.split(r"^#+ (.*)$", PAGE, flags=re.MULTILINE)[1:]
+    return [
+        (heading, block)
+        for heading, body in zip(sections[::2], sections[1::2], strict=True)
+        for block in re.findall(r"```jsonl\n(.*?)```", body, re.DOTALL)
+    ]
+
+
+@pytest.mark.parametrize(("heading", "block"), examples_of_the_page())
+def test_examples_of_the_page_have_the_format_of_their_heading(tmp_path, heading, block):
+    (tmp_path / "a.jsonl").write_text(block, encoding="utf-8")
+    tokenizer = tiny_tokenizer(CHATML_MARKED)
+    data = load_data(make_config(tmp_path, {"train": "a.jsonl"}), tokenizer)
+    assert data.num_examples == len(block.splitlines())
+    assert any(f"format {heading} " in line for line in data.report)
+
+
+def test_configurations_of_the_page_are_valid():
+    blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 3
+    assert len(examples_of_the_page()) == 6
+    for block in blocks:
+        DataConfig.model_validate(json.loads(block))
