@@ -1,0 +1,115 @@
+"""Write docs/configuration.md from the schema: `python docs/generate.py`."""
+
+from __future__ import annotations
+
+import json
+import typing
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from hetero_framework import config as schema
+from hetero_framework.config import Config
+from hetero_framework.config_problems import UNSUPPORTED
+
+TARGET = Path(__file__).with_name("configuration.md")
+
+_INTRODUCTION = """\
+# hetero_config.json
+
+One JSON file says who takes part, who holds which layers, and what is trained. It is the same file
+on every machine; the coordinator's copy counts. `hetero init` writes one, `hetero check` validates
+one, `hetero schema` prints its JSON Schema. This page is generated from that schema by
+`python docs/generate.py`.
+
+- Values are strict: `9999` is a port, `"9999"` is not. Where a decimal number is expected, a whole
+  one is accepted.
+- Unknown names, repeated keys, comments and trailing commas are errors that name the place.
+- Relative paths start at the folder of the file. Paths of command line options start at the
+  current directory.
+- Only `coordinator` and `shard_plan` are required, and `workers` for plans that name any;
+  training also needs `model` and `data`.
+- Any setting can be replaced for one run: `hetero train --set training.learning_rate=1e-4`.
+- Names in `training` are those of `transformers.TrainingArguments` and mean the same, names in
+  `adapter` those of `peft.LoraConfig`, names in `data` those of TRL's `SFTConfig` where it has
+  them.
+
+## The plan
+
+`shard_plan` lists the stages in the order of the model; entry after entry covers all layers
+exactly once, and each entry is `[start, end)`. The first entry is `"local"`, the coordinator's: it
+holds the embedding, and may hold nothing else (`"start": 0, "end": 0`). The last entry computes
+the loss; it may hold the head alone (`start` = `end` = number of layers). `"local"` and every
+worker may appear several times, and every worker appears at least once.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    parts = [_INTRODUCTION, "## The top level\n", _table(Config)]
+    for name, field in Config.model_fields.items():
+        section = _section(field.annotation)
+        if section is not None:
+            items = " (each entry)" if name in ("workers", "shard_plan") else ""
+            parts += [f"\n## {name}{items}\n", f"{section.__doc__}\n", _table(section)]
+    parts.append("\n## Names that are not supported\n")
+    parts.append("Each is refused with its reason.\n")
+    owners = {
+        "training": "TrainingArguments",
+        "adapter": "LoraConfig",
+        "data": "SFTConfig",
+    }
+    for section_name, reasons in UNSUPPORTED.items():
+        parts += [f"| `{section_name}`: name of {owners[section_name]} | reason |", "|---|---|"]
+        parts += [f"| `{name}` | {reason} |" for name, reason in reasons.items()]
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _table(section: type[schema.Section]) -> str:
+    rows = ["| name | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    for name, field in section.model_fields.items():
+        extra = field.json_schema_extra
+        unit = extra.get("unit", "") if isinstance(extra, dict) else ""
+        cells = [f"`{name}`", _type(field.annotation), _default(field), unit, field.description]
+        rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, schema.Section):
+        return "all defaults"
+    return f"`{json.dumps(value)}`"
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{json.dumps(argument)}`" for argument in arguments)
+    if origin in (typing.Union, UnionType):
+        return " or ".join(dict.fromkeys(_type(argument) for argument in arguments))
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, schema.Section):
+        return "object"
+    names = {str: "text", int: "whole number", float: "number", bool: "boolean", NoneType: "null"}
+    return names.get(annotation, "object")
+
+
+def _section(annotation: Any) -> type[schema.Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, schema.Section):
+        return annotation
+    found = (_section(argument) for argument in typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page(), encoding="utf-8")
+    print(f"wrote {TARGET}")
