@@ -69,7 +69,8 @@ class Progress:
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._logging_steps = max(1, logging_steps)
-        self._is_live = _is_terminal(self._stream) if live is None else live
+        wants_live = _is_terminal(self._stream) if live is None else live
+        self._is_live = wants_live and _is_unicode(self._stream)
         self._lock = threading.RLock()
         self._live: Live | None = None
         self._silent = False
@@ -334,6 +335,11 @@ class _Console(Console):
 def _encodable(text: str, stream: TextIO) -> str:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
+
+
+def _is_unicode(stream: TextIO) -> bool:
+    """Whether bars and ellipses can be written; other terminals get plain lines."""
+    return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def _is_terminal(stream: TextIO) -> bool:
