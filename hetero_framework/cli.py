@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         known = as_hetero_error(error)
         if known is not None:
-            _say_error(str(known))
+            _say_error(str(known), kind="stopped" if isinstance(known, StoppedEarly) else "error")
             return known.exit_code
         _say_error(
             f"{type(error).__name__}: {error}\n  This is a bug; run with --debug for details."
@@ -195,10 +195,10 @@ def _add_check(commands: Any) -> None:
 
 def _run_check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    from hetero_framework.trainer.check import check
+    from hetero_framework.trainer.check import check, text
 
-    report = check(config)
-    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report.text())
+    found = check(config)
+    print(json.dumps(found, indent=2) if arguments.json else text(found))
     return 0
 
 
@@ -238,7 +238,6 @@ def _run_train(arguments: argparse.Namespace) -> int:
     role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id)
     if not role.is_coordinator:
         return _serve(config, role.worker_ids, debug=arguments.debug)
-    _share_cores(config, "local")
     from hetero_framework.trainer.coordinator import train
 
     train(config, resume=arguments.resume, debug=arguments.debug)
@@ -281,18 +280,14 @@ def _serve(config: Any, worker_ids: Sequence[int | str], *, keep: bool = False, 
         from hetero_framework.trainer.launch import run_workers
 
         return run_workers(config, worker_ids, keep=keep, debug=debug)
-    _share_cores(config, worker_ids[0])
+    from hetero_framework.trainer.roles import threads_for
+
+    # Before torch is imported, which reads it once.
+    os.environ["OMP_NUM_THREADS"] = str(threads_for(config, worker_ids[0]))
     from hetero_framework.trainer.worker import serve
 
     serve(config, worker_ids[0], keep=keep)
     return 0
-
-
-def _share_cores(config: Any, owner: int | str) -> None:
-    """Fix the number of CPU threads before torch is imported and reads it."""
-    from hetero_framework.trainer.roles import threads_for
-
-    os.environ["OMP_NUM_THREADS"] = str(threads_for(config, owner))
 
 
 # -- diagram, verify, merge -----------------------------------------------------------------------
@@ -410,12 +405,25 @@ def _add_merge(commands: Any) -> None:
         "--model", required=True, metavar="NAME", help="model directory or hub name"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="type of the result (default: that of the model)",
+    )
 
 
 def _run_merge(arguments: argparse.Namespace) -> int:
-    from hetero_framework.models.adapters import merge_adapter
+    from hetero_framework.models.merge import merge_adapter
 
-    merge_adapter(Path(arguments.adapter), arguments.model, Path(arguments.output))
+    merge_adapter(
+        Path(arguments.adapter),
+        arguments.model,
+        Path(arguments.output),
+        dtype=arguments.dtype,
+        revision=arguments.revision,
+    )
     print(f"wrote {arguments.output}")
     return 0
 
@@ -508,10 +516,7 @@ def _load(arguments: argparse.Namespace) -> Any:
         # A path on the command line starts at the current directory, one in the file at the file.
         path = Path(arguments.output_dir).absolute()
         overrides.append(f"training.output_dir={json.dumps(str(path))}")
-    config = load_config(arguments.config, overrides, getattr(arguments, "base_dir", None))
-    for warning in config.warnings():
-        _note(warning)
-    return config
+    return load_config(arguments.config, overrides, getattr(arguments, "base_dir", None))
 
 
 def _resume_step(text: str) -> int | str:
@@ -536,12 +541,12 @@ def _note(text: str) -> None:
     print(f"hetero: note: {text}", file=sys.stderr, flush=True)
 
 
-def _say_error(message: str) -> None:
+def _say_error(message: str, kind: str = "error") -> None:
     lines = message.splitlines() or [""]
     if len(lines) > _MAX_MESSAGE_LINES:
         lines = [*lines[: _MAX_MESSAGE_LINES - 1], "  ... (all of it with --debug)"]
     with contextlib.suppress(OSError):
-        print("hetero: error: " + "\n".join(lines), file=sys.stderr, flush=True)
+        print(f"hetero: {kind}: " + "\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _use_utf8() -> None:

@@ -333,6 +333,7 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "adapter": {
         "task_type": "it is always CAUSAL_LM",
         "peft_type": "it is always LORA",
+        "peft_version": "PEFT writes it when the adapter is saved",
         "base_model_name_or_path": "model.name_or_path says it",
         "revision": "model.revision says it",
         "inference_mode": "an adapter is trained here",
@@ -352,6 +353,10 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
         "lora_bias": _LORA_ONLY,
         "target_parameters": _LORA_ONLY,
         "arrow_config": _LORA_ONLY,
+        "velora_config": _LORA_ONLY,
+        "monteclora_config": _LORA_ONLY,
+        "use_bdlora": _LORA_ONLY,
+        "kasa_config": _LORA_ONLY,
         "ensure_weight_tying": _LORA_ONLY,
     },
     "data": {
@@ -360,6 +365,7 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
         "eval_packing": _ROWS,
         "padding_free": _ROWS,
         "loss_type": _LOSS,
+        "router_aux_loss_coef": "the routers' auxiliary loss joins all layers in one number",
         "shuffle_dataset": "training.train_sampling_strategy and seed decide the order",
         "activation_offloading": "use training.gradient_checkpointing",
         "trust_remote_code": "code from the hub is never run",

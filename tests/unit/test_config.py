@@ -1,0 +1,560 @@
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import (
+    AdapterConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    TrainingConfig,
+    apply_override,
+    check_plan,
+    json_schema,
+    load_config,
+)
+from hetero_framework.config_problems import UNSUPPORTED
+from hetero_framework.errors import ConfigError, PlanError
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED: dict[str, Any] = {
+    "coordinator": {"hostname": "desk", "ip": "192.168.1.10", "device": "cuda:0"},
+    "workers": [
+        {"id": 1, "hostname": "box", "ip": "192.168.1.20", "port": 9999, "device": "auto"},
+        {"id": 2, "hostname": "mac", "ip": "192.168.1.30", "port": 9999, "device": "mps"},
+    ],
+    "shard_plan": [
+        {"id": "local", "start": 0, "end": 8},
+        {"id": 1, "start": 8, "end": 24},
+        {"id": 2, "start": 24, "end": 32, "is_last": True},
+    ],
+    "training": {"visualize": True, "visualization_format": "png", "log_level": "INFO"},
+    "checkpoint_dir": "checkpoints",
+    "resume_step": None,
+}
+FULL: dict[str, Any] = {
+    **SEED,
+    "model": {"name_or_path": "model"},
+    "adapter": {"r": 4},
+    "data": {"train": "train.jsonl"},
+}
+
+
+def changed(path: str, value: Any, base: dict[str, Any] = FULL) -> dict[str, Any]:
+    raw = copy.deepcopy(base)
+    apply_override(raw, f"{path}={json.dumps(value)}")
+    return raw
+
+
+def message(raw: dict[str, Any], kind: type[ConfigError] = ConfigError) -> str:
+    with pytest.raises(kind) as caught:
+        Config.from_dict(raw, "/work")
+    return str(caught.value)
+
+
+# -- what is accepted -----------------------------------------------------------------------------
+
+
+def test_seed_format_is_accepted() -> None:
+    config = Config.from_dict(SEED, "/base")
+    assert config.model is None
+    assert config.coordinator.port == 9998
+    assert [(s.owner, s.start, s.end, s.is_first, s.is_last) for s in config.stages()] == [
+        ("local", 0, 8, True, False),
+        (1, 8, 24, False, False),
+        (2, 24, 32, False, True),
+    ]
+
+
+def test_paths_start_at_the_base_directory(tmp_path: Path) -> None:
+    config = Config.from_dict(FULL, tmp_path)
+    assert config.output_dir == tmp_path / "runs" / "default"
+    assert config.checkpoints == tmp_path / "checkpoints"
+    assert config.logging_dir == tmp_path / "runs" / "default" / "tensorboard"
+    assert config.path("../x") == tmp_path.parent / "x"
+
+
+def test_to_dict_and_from_dict_are_inverse() -> None:
+    raw = changed("training.lr_scheduler_kwargs", {"num_cycles": 0.5})
+    config = Config.from_dict(raw, "/base")
+    again = Config.from_dict(json.loads(json.dumps(config.to_dict())), "/base")
+    assert again == config
+    assert again.base_dir == config.base_dir
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("training.learning_rate", 1),
+        ("training.num_train_epochs", 2),
+        ("training.warmup_steps", 0.1),
+        ("training.log_level", "debug"),
+        ("data.train", ["a.jsonl", "b.jsonl"]),
+        ("data.max_length", None),
+        ("adapter.target_modules", "all-linear"),
+        ("adapter.target_modules", ["q_proj"]),
+        ("adapter.layers_to_transform", [0, 1]),
+        ("adapter.init_lora_weights", "gaussian"),
+        ("workers[0].ip", "::1"),
+        ("workers[0].ip", "box.lan"),
+        ("workers[0].device", "rocm:1"),
+        ("resume_step", "latest"),
+        ("resume_step", 20),
+    ],
+)
+def test_valid_values_are_accepted(path: str, value: Any) -> None:
+    Config.from_dict(changed(path, value))
+
+
+def test_resume_step_zero_means_from_the_beginning() -> None:
+    assert Config.from_dict(changed("resume_step", 0)).resume_step is None
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [("local", 0, 0), (1, 0, 16), (2, 16, 32)],
+        [("local", 0, 8), (1, 8, 16), (2, 16, 24), (1, 24, 32)],
+        [("local", 0, 8), (1, 8, 16), (2, 16, 24), ("local", 24, 32)],
+        [("local", 0, 8), (1, 8, 32), (2, 32, 32)],
+    ],
+)
+def test_valid_plans_are_accepted(plan: list[tuple[Any, int, int]]) -> None:
+    raw = {**SEED, "shard_plan": [{"id": i, "start": s, "end": e} for i, s, e in plan]}
+    config = Config.from_dict(raw)
+    check_plan(config, 32)
+
+
+def test_a_plan_without_workers_is_accepted() -> None:
+    raw = {"coordinator": {"ip": "::1"}, "shard_plan": [{"id": "local", "start": 0, "end": 4}]}
+    assert Config.from_dict(raw).stages()[0].is_last
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("workers[0].port", "9999", 'workers[0].port: must be a whole number, not the text "9999"'),
+        ("workers[0].port", True, "workers[0].port: must be a whole number, not true"),
+        ("workers[0].port", 99999, "workers[0].port: must be at most 65535, not 99999"),
+        ("workers[0].port", 99.5, "workers[0].port: must be a whole number, not 99.5"),
+        ("workers[0].prot", 1, 'workers[0].prot: unknown key; did you mean "port"?'),
+        ("workers[0].ip", "http://box", "write only the host, without scheme or path"),
+        ("workers[0].ip", "10.0.0.300", "is neither an IP address nor a host name"),
+        ("workers[0].ip", "10.0.0.3:99", 'the port goes into "port"'),
+        ("workers[0].ip", "[::1]", 'the port goes into "port"'),
+        ("workers[0].ip", "", "is neither an IP address nor a host name"),
+        ("workers[0].ip", "0.0.0.0", "workers[0].ip: 0.0.0.0 is no address to connect to"),
+        ("workers[0].device", "gpu", 'workers[0].device: "gpu" is no device'),
+        ("workers[0].id", "local", '"local" names the coordinator'),
+        ("workers[0].id", "a b", "an id has 1 to 64 letters"),
+        ("workers[0].id", 2, "workers[1].id: 2 is the id of workers[0] too"),
+        ("workers[0].id", 1.5, "workers[0].id: must be a whole number or a text, not 1.5"),
+        ("workers[1].ip", "192.168.1.20", "workers[1].port: 192.168.1.20 port 9999 is that of wo"),
+        ("coordinator.port", 9999, None),
+        ("coordinator.learning_rate", 1, 'unknown key here; it belongs into "training"'),
+        ("learning_rate", 1, 'learning_rate: unknown key here; it belongs into "training"'),
+        ("trainning", {}, 'trainning: unknown key; did you mean "training"?'),
+        ("version", "2", 'version: must be "1" or "1.0", not the text "2"'),
+        ("coordinator", None, "coordinator: must be an object {...}, not null"),
+        ("coordinator", [], "coordinator: must be an object {...}, not a list [...]"),
+        ("workers", {}, "workers: must be a list [...], not an object {...}"),
+        ("model.nam", "x", "model.nam: unknown key; known are: name_or_path"),
+        ("model.torch_dtype", "x", 'model.torch_dtype: unknown key; it is called "dtype"'),
+        ("model.dtype", "bf16", 'did you mean "bfloat16"?'),
+        ("model.quantization", "nf5", 'must be "nf4" or "int8", not the text "nf5"'),
+        ("model.name_or_path", None, "model: give either name_or_path or from_config"),
+        ("model", {"from_config": {}}, 'from_config needs a "model_type"'),
+        ("model", {"from_config": {"model_type": "llama"}}, "model.tokenizer: is needed"),
+        ("adapter.r", 0, "adapter.r: must be at least 1, not 0"),
+        ("adapter.lora_dropout", 1, "adapter.lora_dropout: must be less than 1.0, not 1"),
+        ("adapter.loftq_config", {}, "LoraConfig.loftq_config is not supported here because"),
+        ("adapter.target_modules", 3, "must be a text or a list [...], not 3"),
+        ("adapter.target_modules", ["a", 3], "adapter.target_modules[1]: must be a text, not 3"),
+        ("adapter.init_lora_weights", "pissa", 'true or false or "gaussian" or "orthogonal"'),
+        ("data.train", [], "data.train: names no data"),
+        ("data.train", "", "data.train: names no data"),
+        ("data.max_length", 0, "data.max_length: must be at least 1, not 0"),
+        ("data.max_seq_length", 9, 'data.max_seq_length: unknown key; it is called "max_length"'),
+        ("data.packing", True, "SFTConfig.packing is not supported here because"),
+        ("training.learning_rat", 1, 'training.learning_rat: unknown key; did you mean "learning'),
+        ("training.learning_rate", -1, "training.learning_rate: must be at least 0.0, not -1"),
+        ("training.learning_rate", "1e-4", "must be a number, not the text"),
+        ("training.learning_rate", True, "training.learning_rate: must be a number, not true"),
+        ("training.per_device_train_batch_size", 0, "must be at least 1, not 0"),
+        ("training.max_steps", 0, "training.max_steps: must be -1 (no limit) or at least 1"),
+        ("training.save_steps", 2.5, "training.save_steps: must be a whole number of steps"),
+        ("training.bf16", 1, "training.bf16: must be true or false, not 1"),
+        ("training.fsdp", "x", "TrainingArguments.fsdp is not supported here because"),
+        ("training.evaluation_strategy", "no", 'it is called "eval_strategy"'),
+        ("training.log_level", "loud", 'training.log_level: "loud" is not one of DEBUG'),
+        ("training.eval_steps", 5, "training.eval_steps: needs evaluation data; set data.eval"),
+        ("training.eval_strategy", "epoch", "training.eval_strategy: needs evaluation data"),
+        ("training.lr_scheduler_type", "reduce_lr_on_plateau", "depends on evaluation results"),
+        ("training.seed", -1, "training.seed: must be at least 0, not -1"),
+        ("resume_step", "last", 'resume_step: must be "latest" or a whole number'),
+        ("resume_step", -1, 'must be a step number, "latest" or null'),
+        ("resume_step", True, 'resume_step: must be "latest" or a whole number, not true'),
+    ],
+)
+def test_wrong_value_names_the_place_and_the_fix(
+    path: str, value: Any, expected: str | None
+) -> None:
+    raw = changed(path, value)
+    if expected is None:  # not wrong: another machine has this port
+        Config.from_dict(raw)
+    else:
+        assert expected in message(raw)
+
+
+def test_missing_values_are_named() -> None:
+    text = message({"workers": []})
+    assert "coordinator: is missing (The machine that drives the training)" in text
+    assert "shard_plan: is missing (" in text
+
+
+def test_worker_on_the_coordinators_port_is_refused() -> None:
+    raw = changed("workers[0].ip", "192.168.1.10")
+    assert Config.from_dict(raw)
+    raw["workers"][0]["port"] = 9998
+    assert "workers[0].port: 192.168.1.10 port 9998 is that of the coordinator too" in message(raw)
+
+
+def test_localhost_and_loopback_are_one_address() -> None:
+    raw = changed("workers[0].ip", "localhost")
+    raw["workers"][1]["ip"] = "127.0.0.1"
+    assert "is that of workers[0] too" in message(raw)
+
+
+def test_contradictions_in_training_are_refused() -> None:
+    both = {"bf16": True, "fp16": True}
+    assert "bf16 and fp16 exclude each other" in message(changed("training", both))
+    both = {"warmup_steps": 5, "warmup_ratio": 0.1}
+    assert "warmup_steps or warmup_ratio" in message(changed("training", both))
+    raw = changed("training", {"eval_steps": 5, "eval_strategy": "epoch"})
+    assert 'eval_steps needs eval_strategy "steps"' in message(raw)
+
+
+def test_quantised_weights_without_adapter_are_refused() -> None:
+    raw = changed("model.quantization", "nf4")
+    Config.from_dict(raw)
+    assert "quantised weights cannot be trained" in message({**raw, "adapter": None})
+
+
+def test_fp16_weights_cannot_all_be_trained_with_a_loss_scale() -> None:
+    raw = changed("model.dtype", "float16", changed("training.fp16", True))
+    Config.from_dict(raw)
+    assert "training.fp16: needs float32 weights" in message({**raw, "adapter": None})
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ([], "shard_plan: must not be empty"),
+        ([(1, 0, 8), (2, 8, 32)], 'shard_plan[0].id: must be "local"'),
+        ([("local", 0, 8), (1, 10, 24), (2, 24, 32)], "is 10, so nobody holds layers 8 to 9"),
+        ([("local", 0, 8), (1, 9, 24), (2, 24, 32)], "nobody holds layer 8; start it at 8"),
+        ([("local", 2, 8), (1, 8, 24), (2, 24, 32)], "the first entry must start at 0"),
+        ([("local", 0, 8), (1, 6, 24), (2, 24, 32)], "already reach 8; entries are in model order"),
+        ([("local", 0, 8), (2, 24, 32), (1, 8, 24)], "nobody holds layers 8 to 23"),
+        ([("local", 0, 8), (1, 24, 8), (2, 8, 32)], "shard_plan[1]: start 24 is after end 8"),
+        ([("local", 0, 8), (1, 8, 8), (2, 8, 32)], "shard_plan[1]: holds no layer"),
+        ([("local", 0, 0), (1, 0, 0), (2, 0, 0)], "covers no layer"),
+        ([("local", 0, 8), (1, 8, 16), (2, 16, 24), (3, 24, 32)], "shard_plan[3].id: 3 is no work"),
+        ([("local", 0, 8), ("1", 8, 16), (1, 16, 24), (2, 24, 32)], '"1" is written 1 in workers'),
+        ([("local", 0, 8), (1, 8, 32)], "workers[1]: worker 2 has no entry in shard_plan"),
+    ],
+)
+def test_wrong_plan_is_a_plan_error_with_the_fix(
+    plan: list[tuple[Any, int, int]], expected: str
+) -> None:
+    raw = {**SEED, "shard_plan": [{"id": i, "start": s, "end": e} for i, s, e in plan]}
+    if "no entry" in expected:
+        assert expected in message(raw)
+    else:
+        raw["workers"] = [w for w in SEED["workers"] if not plan or w["id"] in {p[0] for p in plan}]
+        if not plan:
+            raw["workers"] = []
+        assert expected in message(raw, PlanError)
+
+
+def test_is_last_must_agree_with_the_order() -> None:
+    raw = changed("shard_plan[0].is_last", True)
+    assert "shard_plan[0].is_last: is true, but only the last entry" in message(raw, PlanError)
+    raw = changed("shard_plan[2].is_last", False)
+    assert "shard_plan[2].is_last: is false" in message(raw, PlanError)
+
+
+def test_plan_is_compared_with_the_models_layers() -> None:
+    config = Config.from_dict(SEED)
+    check_plan(config, 32)
+    with pytest.raises(PlanError, match=r"covers 32 layers, but the model has 36"):
+        check_plan(config, 36)
+    with pytest.raises(PlanError, match=r"shard_plan\[2\].end is 32.*but the model has 28"):
+        check_plan(config, 28)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    raw = changed("training.max_steps", "3")
+    raw["shard_plan"][1]["start"] = 9
+    raw["workers"][0]["ip"] = "http://x"
+    raw["model"]["nam"] = 1
+    text = message(raw)
+    for part in ("training.max_steps", "workers[0].ip", "model.nam"):
+        assert part in text
+    raw["workers"][0]["ip"] = "10.0.0.1"
+    assert "shard_plan[1].start: is 9, so nobody holds layer 8" in message(raw)
+
+
+def test_many_problems_are_cut_to_twenty_lines() -> None:
+    raw = changed("training", {f"unknown_{i}": 1 for i in range(50)})
+    text = message(raw)
+    assert "has 50 problems" in text
+    assert "... and 30 more" in text
+    assert len(text.splitlines()) == 22
+
+
+def test_long_wrong_values_are_shortened() -> None:
+    assert len(message(changed("training.optim_args", ["x" * 10_000]))) < 200
+    assert len(message(changed("model.dtype", "x" * 10_000))) < 300
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+def load(tmp_path: Path, content: str | bytes) -> Config:
+    file = tmp_path / "hetero_config.json"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "is empty"),
+        ("[1]", "must hold one JSON object"),
+        ('{\n  "a": 1,\n}', "line 2, column 9: not valid JSON: a comma before the closing"),
+        ('{\n  "a": [1, 2,]\n}', "line 2, column 13: not valid JSON: a comma before the closing"),
+        ('{\n  // note\n  "a": 1\n}', "line 2, column 3: not valid JSON: JSON has no comments"),
+        ('{"a": 1 # note\n}', "line 1, column 9: not valid JSON: JSON has no comments"),
+        ("{'a': 1}", "double quotes"),
+        ('{"a": True}', "lower case"),
+        ('{"a": 1 "b": 2}', "line 1, column 9: not valid JSON: Expecting ',' delimiter"),
+        ('{"a": {"b": 1}', "the file ends too early"),
+        ('{"a": 1, "a": 2}', 'a: the key "a" is given twice'),
+        ('{"training": {"seed": 1, "seed": 2}}', 'training.seed: the key "seed" is given twice'),
+        ('{"training": {"learning_rate": NaN}}', "training.learning_rate: the number is not fin"),
+        ('{"a": [Infinity]}', "a[0]: the number is not finite"),
+        ('{"a": 1e999}', "a: the number is not finite"),
+        ('{"a": ' + "1" * 5000 + "}", "holds a number that cannot be read"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": 1}'.encode("utf-16"), "is UTF-16 text or binary; save it as UTF-8"),
+        (b'{\n"a": "\xe4"}', "line 2: byte 0xe4 is not UTF-8"),
+        (b"\x00\x01\x02\x03", "binary"),
+    ],
+)
+def test_broken_file_names_line_and_cause(
+    tmp_path: Path, content: str | bytes, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, content)
+    assert expected in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+def test_broken_line_is_shown_with_a_marker(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, '{\n  "port": 12x\n}')
+    lines = str(caught.value).splitlines()
+    assert lines[1].endswith('"port": 12x')
+    assert lines[2].index("^") == lines[1].index("x")
+
+
+def test_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "absent.json")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_config(tmp_path)
+
+
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    config = load(tmp_path, b"\xef\xbb\xbf" + json.dumps(SEED).encode())
+    assert config.base_dir == tmp_path
+
+
+def test_message_of_one_problem_starts_with_the_file(tmp_path: Path) -> None:
+    raw = changed("training.lr", 1)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, json.dumps(raw))
+    assert str(caught.value) == (
+        f'{tmp_path / "hetero_config.json"}: training.lr: unknown key; it is called "learning_rate"'
+    )
+
+
+def test_overrides_replace_settings(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(FULL), encoding="utf-8")
+    settings = ["training.learning_rate=1e-4", "workers[1].port=7", "data.train=other.jsonl"]
+    config = load_config(file, [*settings, "adapter=null"])
+    assert config.training.learning_rate == 1e-4
+    assert config.workers[1].port == 7
+    assert config.data is not None
+    assert config.data.train == "other.jsonl"
+    assert config.adapter is None
+
+
+@pytest.mark.parametrize("setting", ["x", "=1", "workers[9].port=1", "workers.port=1", "[0]=1"])
+def test_override_that_fits_nowhere_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        apply_override(copy.deepcopy(FULL), setting)
+
+
+def test_override_with_an_unknown_name_is_refused() -> None:
+    raw = copy.deepcopy(FULL)
+    apply_override(raw, "training.lerning_rate=1")
+    assert 'did you mean "learning_rate"?' in message(raw)
+
+
+# -- the rest -------------------------------------------------------------------------------------
+
+
+def test_worker_is_found_by_number_or_text() -> None:
+    config = Config.from_dict(SEED)
+    assert config.worker("2").id == 2
+    with pytest.raises(ConfigError, match=r"no worker 3; the configuration has: 1, 2"):
+        config.worker(3)
+
+
+def test_require_names_the_missing_sections() -> None:
+    with pytest.raises(ConfigError, match='no "model" and "data" section'):
+        Config.from_dict(SEED).require("model", "data")
+
+
+def test_warnings_name_what_is_probably_not_meant() -> None:
+    config = Config.from_dict(changed("data.eval", "e.jsonl"))
+    assert any("data.eval is given but never used" in text for text in config.warnings())
+    assert any("gradient_accumulation_steps" in text for text in config.warnings())
+    quiet = changed("training.gradient_accumulation_steps", 8)
+    assert Config.from_dict(quiet).warnings() == ()
+
+
+@pytest.mark.parametrize(
+    ("training", "total", "expected"),
+    [
+        ({"warmup_steps": 10}, 100, 10),
+        ({"warmup_steps": 0.031}, 100, 4),
+        ({"warmup_ratio": 0.1}, 101, 11),
+        ({}, 100, 0),
+    ],
+)
+def test_warmup_is_counted_as_in_transformers(
+    training: dict[str, Any], total: int, expected: int
+) -> None:
+    assert TrainingConfig(**training).warmup(total) == expected
+
+
+def test_evaluation_follows_eval_steps() -> None:
+    assert TrainingConfig().evaluation == "no"
+    assert TrainingConfig(eval_steps=5).evaluation == "steps"
+    assert TrainingConfig(eval_strategy="epoch").evaluation == "epoch"
+
+
+def test_config_cannot_be_changed() -> None:
+    config = Config.from_dict(SEED)
+    with pytest.raises(ValueError, match="frozen"):
+        config.training = TrainingConfig()  # type: ignore[misc]
+
+
+def test_every_field_is_described() -> None:
+    schema = json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    for section in sections:
+        for name, field in section["properties"].items():
+            assert field.get("description"), name
+
+
+def test_training_names_are_those_of_transformers_with_the_same_defaults() -> None:
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    theirs = {f.name: f for f in dataclasses.fields(TrainingArguments)}
+    ours = TrainingConfig.model_fields
+    reasons = UNSUPPORTED["training"]
+    assert not set(ours) & set(reasons)
+    renamed = {"activation_checkpointing", "resume_from_checkpoint"}
+    assert set(theirs) - set(ours) - set(reasons) - renamed == set()
+    differs = {
+        name
+        for name in set(ours) & set(theirs)
+        if ours[name].get_default(call_default_factory=True) != theirs[name].default
+    }
+    documented = {"output_dir", "optim", "logging_steps", "report_to", "log_level", "eval_strategy"}
+    empty = {"lr_scheduler_kwargs", "gradient_checkpointing"}  # {} and false for null
+    assert differs <= documented | empty
+
+
+def test_adapter_names_are_those_of_peft_with_the_same_defaults() -> None:
+    import dataclasses
+
+    from peft import LoraConfig
+
+    theirs = {f.name: f.default for f in dataclasses.fields(LoraConfig)}
+    ours = AdapterConfig.model_fields
+    assert set(theirs) - set(ours) - set(UNSUPPORTED["adapter"]) == set()
+    for name in set(ours) - {"init_from", "rank_pattern", "alpha_pattern"}:
+        assert ours[name].get_default() == theirs[name], name
+
+
+def test_data_names_of_trl_are_known_or_explained() -> None:
+    import dataclasses
+
+    from transformers import TrainingArguments
+    from trl import SFTConfig
+
+    general = {f.name for f in dataclasses.fields(TrainingArguments)}
+    theirs = {f.name for f in dataclasses.fields(SFTConfig)} - general
+    assert theirs - set(DataConfig.model_fields) - set(UNSUPPORTED["data"]) == set()
+
+
+def test_sections_can_be_built_in_python() -> None:
+    assert ModelConfig(name_or_path="x").dtype == "auto"
+    assert AdapterConfig(r=4, target_modules=("q_proj",)).r == 4
+    assert DataConfig(train="x").max_length == 1024
+
+
+@pytest.mark.parametrize("name", ["hetero_config.json", "examples/llama8b_4bit.json"])
+def test_shipped_configuration_is_valid(name: str) -> None:
+    config = load_config(ROOT / name)
+    config.require("model", "data")
+    assert config.warnings() == ()
+
+
+def test_every_json_configuration_of_the_repository_is_checked_here() -> None:
+    shipped = {
+        str(file.relative_to(ROOT).as_posix())
+        for folder in (ROOT, ROOT / "examples")
+        for file in folder.glob("*.json")
+        if "shard_plan" in file.read_text(encoding="utf-8")
+    }
+    marks = test_shipped_configuration_is_valid.pytestmark  # type: ignore[attr-defined]
+    assert shipped == set(marks[0].args[1])
+
+
+def test_documentation_is_up_to_date() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import generate
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    assert generate.page() == generate.TARGET.read_text(encoding="utf-8"), (
+        "run: python docs/generate.py"
+    )
