@@ -66,7 +66,7 @@ def from_wire(wire: WireTensor) -> torch.Tensor:
     if wire.nbytes == 0:
         return torch.empty(wire.shape, dtype=dtype)
     data = bytearray(wire.data) if wire.data.readonly else wire.data
-    flat = torch.frombuffer(data, dtype=torch.uint8)
+    flat = torch.frombuffer(data, dtype=dtype)
     if flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()  # typed loads want aligned memory
-    return flat.view(dtype).reshape(wire.shape)
+    return flat.view(wire.shape)

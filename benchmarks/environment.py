@@ -1,0 +1,47 @@
+"""Hardware, versions and load, for the head of every benchmark result."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hetero_framework.core.dal import list_devices
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "peft", "msgpack", "psutil")
+
+
+def describe() -> dict[str, Any]:
+    """What a result must carry to be compared with another one."""
+    memory = psutil.virtual_memory()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": [f"{device.name}: {device.label}" for device in list_devices()],
+        "cpu_count": psutil.cpu_count(),
+        "memory_total_bytes": memory.total,
+        "load_average_1min": round(psutil.getloadavg()[0], 2),
+    }
+
+
+def save(name: str, result: dict[str, Any]) -> Path:
+    """Write `result` to results/<name>-<date>.json and return the path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{datetime.date.today().isoformat()}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
