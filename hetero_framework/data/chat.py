@@ -16,7 +16,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hetero_framework.data.sources import json_type
+from hetero_framework.data.sources import check_unicode, json_type
 from hetero_framework.errors import DataError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -116,11 +116,12 @@ class ChatRenderer:
         encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
         mask = [False] * len(encoding["input_ids"])
         for start, end in spans:
-            # The same rule as return_assistant_tokens_mask: a token that the span touches counts.
-            first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-            if first is not None:
-                stop = len(mask) if last is None else last + 1
-                mask[first:stop] = [True] * (stop - first)
+            # As return_assistant_tokens_mask: a token that the span touches counts. Characters that
+            # a tokenizer drops have no token.
+            tokens = [encoding.char_to_token(character) for character in range(start, end)]
+            for token in tokens:
+                if token is not None:
+                    mask[token] = True
         return encoding["input_ids"], mask
 
     def _turn(
@@ -195,6 +196,9 @@ def _message(item: Any, where: str) -> Message:
             hint='A message is {"role": "user", "content": "..."}.',
         )
     content = message.get("content")
+    for part in content if isinstance(content, list) else [{"text": content}]:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            check_unicode(part["text"], where)
     if content is None and "tool_calls" not in message:
         raise DataError(f"{where} has no content")
     if isinstance(content, list):

@@ -22,7 +22,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hetero_framework.data.chat import ChatRenderer, check_messages, template_arguments
-from hetero_framework.data.sources import Record, json_type
+from hetero_framework.data.sources import Record, check_unicode, json_type
 from hetero_framework.errors import DataError
 
 # The prompts of tatsu-lab/stanford_alpaca, train.py; the output follows without a space.
@@ -95,6 +95,7 @@ class Formatter:
         self.options = options or Options()
         self.changed_prompts = 0
         self._chat: ChatRenderer | None = None
+        self._conversational: bool | None = None
         if self.options.completion_only_loss and name in ("text", "messages"):
             raise DataError(
                 f"data.completion_only_loss is true, but the data have the format {name}",
@@ -134,7 +135,9 @@ class Formatter:
         )
 
     def _prompt_completion(self, records: list[Record]) -> list[Tokens]:
-        if isinstance(_field(records[0], "prompt"), list):
+        if self._conversational is None:  # the first example of a run decides for all
+            self._conversational = isinstance(_field(records[0], "prompt"), list)
+        if self._conversational:
             return [self._conversational_pair(record) for record in records]
         return self._pairs(
             [
@@ -229,14 +232,7 @@ def string_field(record: Record, name: str) -> str:
         raise DataError(
             f"{record.where}: the field {name} must be a string, found {json_type(value)}"
         )
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{record.where}: the field {name} holds half of a surrogate pair at character "
-            f"{error.start + 1}, which is not text"
-        ) from error
-    return value
+    return check_unicode(value, f"{record.where}: the field {name}")
 
 
 def _field(record: Record, name: str) -> Any:

@@ -107,22 +107,37 @@ def read_records(
 
 
 def _find(entry: str, base_dir: Path) -> list[Source]:
-    path = Path(entry).expanduser()
-    path = path if path.is_absolute() else base_dir / path
+    path = base_dir / Path(entry).expanduser()
     if path.is_dir():
         return [_folder(entry, path)]
     if path.exists():
         return [_file(entry, path)]
     if glob.has_magic(entry):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        files = [match for match in matches if match.is_file()]
+        # root_dir: brackets in the name of the base folder are not part of the pattern.
+        pattern = str(Path(entry).expanduser())
+        matches = sorted(glob.glob(pattern, root_dir=base_dir, recursive=True))
+        files = [match for match in matches if (base_dir / match).is_file()]
         if not files:
             raise DataError(f"no file matches {entry}", hint=f"Looked in {base_dir}.")
-        return [_file(str(match), match) for match in files]
-    suffix = Path(entry).suffix.lower()
-    if suffix in _KINDS or suffix in _PICKLED or suffix == ".gz" or not _HUB_NAME.fullmatch(entry):
+        return [_file(match, base_dir / match) for match in files]
+    if not _may_be_on_hub(entry, path):
         raise DataError(f"data file not found: {entry}", hint=f"Looked at {path}.")
     return [Source(entry, "hub")]
+
+
+def _may_be_on_hub(entry: str, path: Path) -> bool:
+    """Whether a name that is no file can be a hub name, without asking the hub.
+
+    A misspelt file name must not end in minutes of connection attempts.
+    """
+    suffix = path.suffix.lower()
+    if suffix in _KINDS or suffix in _PICKLED or suffix == ".gz":
+        return False
+    if not _HUB_NAME.fullmatch(entry):
+        return False
+    if "/" in entry:
+        return not path.parent.is_dir()
+    return not suffix
 
 
 def _folder(entry: str, path: Path) -> Source:
@@ -230,8 +245,9 @@ def _parse(line: str, where: str) -> Any:
         raise DataError(
             f"{where}: not JSON ({error.msg} at column {error.colno}): {shorten(line)}"
         ) from error
-    except RecursionError as error:
-        raise DataError(f"{where}: nested too deeply: {shorten(line)}") from error
+    except (RecursionError, ValueError) as error:
+        # ValueError: a number of more digits than Python converts.
+        raise DataError(f"{where}: too deep or too long a value: {shorten(line)}") from error
 
 
 def _record(where: str, value: Any, shown: str) -> Record:
@@ -303,8 +319,10 @@ def _decode_item(text: str, index: int, line: _LineCounter) -> tuple[Any, int]:
             f"{line.at(error.pos)}: not JSON ({error.msg} at column {error.colno}): "
             f"{shorten(text[index:])}"
         ) from error
-    except RecursionError as error:
-        raise DataError(f"{line.at(index)}: nested too deeply: {shorten(text[index:])}") from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(
+            f"{line.at(index)}: too deep or too long a value: {shorten(text[index:])}"
+        ) from error
 
 
 _DECODER = json.JSONDecoder()
@@ -404,6 +422,18 @@ def json_type(value: Any) -> str:
         return "true/false"
     names = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
     return names.get(type(value), type(value).__name__)
+
+
+def check_unicode(text: str, where: str) -> str:
+    """`text` itself; DataError when it cannot be written as UTF-8 (JSON can escape such text)."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} holds half of a surrogate pair at character {error.start + 1}, "
+            "which is not text"
+        ) from error
+    return text
 
 
 def batched(records: Iterator[Record], size: int) -> Iterator[list[Record]]:

@@ -242,6 +242,7 @@ GOOD = chat("Hello", "Hi")
         ("messages", {"messages": [*GOOD, {"role": "user"}]}, r"messages\[2\] has no content"),
         ("messages", {"messages": [{"role": "user", "content": 3}]}, "found a number"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
+        ("messages", {"messages": chat("a", "b\udc00")}, r"messages\[1\] holds half of a surr"),
         ("messages", {"messages": chat("only a question")}, "no assistant message"),
         ("messages", {"messages": GOOD, "tools": "{"}, "the field tools is not JSON"),
     ],

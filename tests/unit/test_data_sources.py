@@ -85,9 +85,12 @@ def test_find_sources_patterns_are_sorted_and_lists_keep_their_order(tmp_path):
     assert read(str(tmp_path / "b.jsonl"), tmp_path) == [{"text": "b"}]
 
 
-def test_find_sources_brackets_in_a_file_name_are_not_a_pattern(tmp_path):
-    write_jsonl(tmp_path / "a[1].jsonl", ROWS)
-    assert read("a[1].jsonl", tmp_path) == ROWS
+def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
+    folder = tmp_path / "runs[1]"
+    folder.mkdir()
+    write_jsonl(folder / "a[1].jsonl", ROWS)
+    assert read("a[1].jsonl", folder) == ROWS
+    assert read("*.jsonl", folder) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,9 @@ def test_find_sources_brackets_in_a_file_name_are_not_a_pattern(tmp_path):
         ("a.jsonl", b'{"t": 1}\n[1, 2]', r"a\.jsonl:2: expected a JSON object, found a list"),
         ("a.jsonl", b"null", r"a\.jsonl:1: expected a JSON object, found null"),
         ("a.jsonl", b'{"t": 1}\n{"t": "\xff"}', r"a\.jsonl:2: byte 8 is not valid UTF-8"),
-        ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: (nested too deeply|not JSON)"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: (too deep|not JSON)"),
+        ("a.jsonl", b'{"t": ' + b"1" * 5000 + b"}", r"a\.jsonl:1: too deep or too long a value"),
+        ("a.json", b'[{"t": ' + b"1" * 5000 + b"}]", r"a\.json:1: too deep or too long a value"),
         ("a.jsonl", b"\xff\xfe{\x00", r"UTF-16"),
         ("a.txt", b"fine\nna\xefve", r"a\.txt:2: byte 3 is not valid UTF-8"),
         ("a.json", b'[{"t": 1},\n {"t": }]', r"a\.json:2: not JSON \(.*column 8\)"),
@@ -136,11 +141,14 @@ def test_read_records_line_over_the_limit_is_refused(tmp_path, monkeypatch):
         ("absent.jsonl", "data file not found: absent.jsonl"),
         ("absent/*.jsonl", r"no file matches absent/\*\.jsonl"),
         ("some/deep/path", "data file not found"),
+        ("train.jsnol", "data file not found: train.jsnol"),
+        ("folder/misspelt", "data file not found: folder/misspelt"),
         ([], "list of data files is empty"),
         (".", "not one that datasets.save_to_disk wrote"),
     ],
 )
 def test_find_sources_absent_says_where_it_looked(tmp_path, spec, message):
+    (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=message):
         find_sources(spec, tmp_path)
 
