@@ -141,8 +141,6 @@ def mermaid(config: Config, details: DiagramDetails | None = None) -> str:
             lines.append(f"    s{stage.index}[{text}]")
         if number == 0 and _relays(config):
             lines.append('    relay(["relay"])')
-        if number and not machine.stages:
-            lines.append(f'    idle{number}["no stage"]')
         lines.append("  end")
     for number, machine in enumerate(machines[1:], 1):
         lines.append(f"  m0 ---|{_quoted(machine.link)}| m{number}")
@@ -252,8 +250,6 @@ def _place_machine(
         places.append((stage, y, height))
         y += height
         previous = stage
-    if not machine.stages:
-        scene.labels.append(Label(middle, y + _LINE / 2, "no stage", color=FAINT))
     return iter(places)
 
 
@@ -289,10 +285,7 @@ def _machines(config: Config, details: DiagramDetails) -> list[_Machine]:
             tuple(stage for stage in stages if stage.owner == "local"),
         )
     ]
-    by_use = sorted(
-        config.workers, key=lambda w: order.index(w.id) if w.id in order else len(order)
-    )
-    for worker in by_use:
+    for worker in sorted(config.workers, key=lambda worker: order.index(worker.id)):
         host = f"[{worker.ip}]" if ":" in worker.ip else worker.ip
         machines.append(
             _Machine(
@@ -405,8 +398,7 @@ def _head_height(machine: _Machine, link_lines: list[str]) -> float:
 
 def _machine_height(machine: _Machine, details: DiagramDetails, head: float) -> float:
     height = head + sum(_stage_height(_stage_lines(s, details)) for s in machine.stages) + _PAD
-    gaps = sum(_gap(a, b) for a, b in itertools.pairwise(machine.stages))
-    return height + gaps + (0 if machine.stages else _LINE)
+    return height + sum(_gap(a, b) for a, b in itertools.pairwise(machine.stages))
 
 
 def _machine_width(machine: _Machine, details: DiagramDetails) -> float:

@@ -134,7 +134,7 @@ def test_resumed_run_counts_on(capsys: pytest.CaptureFixture[str]) -> None:
     run(Progress(), first=5)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "resumed after step 4"
-    assert "steps        5 to 6 of 6" in lines
+    assert "steps          5 to 6 of 6" in lines
 
 
 def test_run_that_was_complete_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +170,7 @@ def test_live_display_shows_the_last_state(terminal: io.StringIO) -> None:
     assert set(lines[1]) == {"━"}
     assert lines[2].split() == ["stage", "owner", "layers", "device", "busy", "queue", "memory"]
     assert " ".join(lines[4].split()) == "1 worker 1 8-23 AMD Radeon RX 7900 XTX 40% 1 3.0 GiB"
-    assert "adapter      runs/a/adapter" in lines
+    assert "adapter        runs/a/adapter" in lines
 
 
 def test_messages_stand_above_the_live_display(terminal: io.StringIO) -> None:
