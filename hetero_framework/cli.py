@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework import __version__
-from hetero_framework.errors import HeteroError, ResourceError, UserError
+from hetero_framework.errors import HeteroError, ResourceError, StoppedEarly, UserError
 
 DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT

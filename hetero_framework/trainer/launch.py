@@ -127,8 +127,10 @@ class LocalWorkers:
 
     def _start(self, worker_id: WorkerId, spawner: _Spawner) -> None:
         running = self._children.get(worker_id)
-        if running is not None and running.process.poll() is None:
-            return
+        if running is not None:
+            if running.process.poll() is None:
+                return
+            _stop([running.process], 0.0)  # closes its life line
         worker = self._config.worker(worker_id)
         if network.is_local_address(worker.ip) and not network.port_is_free(worker.ip, worker.port):
             self._note(

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.core import network
+from hetero_framework.errors import ResourceError
+from hetero_framework.trainer.launch import LocalWorkers, describe_exit, run_workers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A worker in miniature: it takes the options of the real one and needs no torch.
+STAND_IN = """
+import argparse, json, os, signal, sys, time
+from hetero_framework.trainer.launch import watch_parent
+parser = argparse.ArgumentParser()
+parser.add_argument("behaviour")
+parser.add_argument("--supervised", action="store_true")
+parser.add_argument("--keep", action="store_true")
+parser.add_argument("--debug", action="store_true")
+parser.add_argument("--config")
+parser.add_argument("--base-dir")
+parser.add_argument("--worker-id")
+options = parser.parse_args()
+if options.behaviour == "stubborn":
+    watch_parent(lambda: None)
+else:
+    watch_parent()
+threads = os.environ["OMP_NUM_THREADS"]
+print(f"hello from {options.worker_id} with {threads} threads", flush=True)
+if options.behaviour == "done":
+    sys.exit(0)
+if options.behaviour == "fail" and options.worker_id == "2":
+    print("the reason", flush=True)
+    sys.exit(6)
+print(os.path.exists(options.config), options.base_dir, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str], list[str]]:
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN, encoding="utf-8")
+    return lambda behaviour: [sys.executable, str(script), behaviour]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    workers = [
+        {"id": i, "ip": "127.0.0.1", "port": network.free_port(), "num_threads": i} for i in (1, 2)
+    ]
+    return Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1"},
+            "workers": workers,
+            "shard_plan": [{"id": i or "local", "start": i, "end": i + 1} for i in range(3)],
+            "training": {"output_dir": "out"},
+        },
+        tmp_path,
+    )
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def says_hello(log: Path) -> bool:
+    return log.exists() and "True" in log.read_text(encoding="utf-8")
+
+
+def test_workers_start_with_their_threads_and_stop(
+    config: Config, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    notes: list[str] = []
+    workers = LocalWorkers(config, (1, 2), note=notes.append, program=program("wait"))
+    with workers:
+        workers.start()
+        pids = workers.pids()
+        assert set(pids) == {1, 2}
+        log = tmp_path / "out" / "logs" / "worker-2.log"
+        wait_until(lambda: says_hello(log))
+        assert log.read_text(encoding="utf-8").splitlines() == [
+            "hello from 2 with 2 threads",
+            f"True {tmp_path}",
+        ]
+        workers.start()  # again: all are there
+        assert workers.pids() == pids
+        assert workers.exited() == []
+    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    assert [note.split(":")[0] for note in notes] == ["worker 1", "worker 2"]
+
+
+def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(
+    config: Config, program: Any
+) -> None:
+    with LocalWorkers(config, (1, 2), program=program("fail")) as workers:
+        workers.start()
+        wait_until(workers.exited)
+        (ended,) = workers.exited()
+        assert (ended.worker_id, ended.code) == (2, 6)
+        assert ended.last_lines[-1] == "the reason"
+        assert "worker 2 ended with exit code 6; the end of its log:\n" in str(ended)
+        first = workers.pids()[1]
+        workers.start()
+        assert workers.pids()[1] == first
+        assert 2 in workers.pids() or workers.exited()
+
+
+def test_killed_worker_is_reported_with_its_signal(config: Config, program: Any) -> None:
+    with LocalWorkers(config, (1,), program=program("wait")) as workers:
+        workers.start()
+        psutil.Process(workers.pids()[1]).kill()
+        wait_until(workers.exited)
+        if os.name != "nt":
+            assert "signal SIGKILL" in str(workers.exited()[0])
+
+
+def test_worker_that_already_listens_is_used(config: Config, program: Any) -> None:
+    from hetero_framework.core.transport import Listener
+
+    notes: list[str] = []
+    listener = Listener("127.0.0.1", config.worker(1).port)
+    try:
+        workers = LocalWorkers(config, (1, 2), note=notes.append, program=program("wait"))
+        with workers:
+            workers.start()
+            assert set(workers.pids()) == {2}
+    finally:
+        listener.close()
+    assert f"already listens at 127.0.0.1 port {config.worker(1).port}; using it" in notes[0]
+
+
+def test_stubborn_worker_is_killed_after_the_grace(config: Config, program: Any) -> None:
+    workers = LocalWorkers(config, (1,), program=program("stubborn"))
+    workers.start()
+    pid = workers.pids()[1]
+    wait_until(lambda: says_hello(workers_log(config)))
+    workers.stop(grace_s=0.2)
+    assert not psutil.pid_exists(pid)
+    workers.stop()
+
+
+def workers_log(config: Config) -> Path:
+    return config.output_dir / "logs" / "worker-1.log"
+
+
+def test_workers_end_when_their_parent_is_killed(
+    config: Config, program: Any, tmp_path: Path
+) -> None:
+    parent_script = tmp_path / "parent.py"
+    parent_script.write_text(
+        "import json, sys, time\n"
+        "from hetero_framework.config import Config\n"
+        "from hetero_framework.trainer.launch import LocalWorkers\n"
+        "raw, base, program = json.loads(sys.argv[1])\n"
+        "workers = LocalWorkers(Config.from_dict(raw, base), (1, 2), program=program)\n"
+        "workers.start()\n"
+        "print(*workers.pids().values(), flush=True)\n"
+        "time.sleep(60)\n",
+        encoding="utf-8",
+    )
+    import json
+
+    argument = json.dumps([config.to_dict(), str(tmp_path), program("wait")])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(parent_script), argument],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        wait_until(lambda: says_hello(workers_log(config)))
+        parent.kill()
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_ctrl_c_reaches_the_parent_alone(config: Config, program: Any) -> None:
+    with LocalWorkers(config, (1,), program=program("wait")) as workers:
+        workers.start()
+        if os.name != "nt":
+            assert os.getpgid(workers.pids()[1]) != os.getpgid(0)
+
+
+def test_program_that_cannot_be_started_is_a_resource_error(config: Config) -> None:
+    workers = LocalWorkers(config, (1,), program=["/does/not/exist"])
+    with pytest.raises(ResourceError, match="cannot start the workers"):
+        workers.start()
+
+
+def test_run_workers_prints_lines_behind_names_and_returns_zero(
+    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_workers(config, (1, 2), program=program("done")) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(line.split(" with ")[0] for line in lines) == [
+        "worker 1 | hello from 1",
+        "worker 2 | hello from 2",
+    ]
+
+
+def test_run_workers_stops_the_others_when_one_fails(
+    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    assert run_workers(config, (1, 2), program=program("fail")) == 6
+    assert time.monotonic() - begin < 30  # worker 1 alone would sleep for a minute
+    assert "worker 2 | the reason" in capfd.readouterr().out
+
+
+def test_exit_codes_and_signals_have_words() -> None:
+    assert describe_exit(2) == "exit code 2"
+    assert describe_exit(-signal.SIGTERM) == "signal SIGTERM"
+    assert describe_exit(-999) == "signal 999"

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.errors import ConfigError
+from hetero_framework.trainer.roles import (
+    Identity,
+    Role,
+    available_cores,
+    decide_role,
+    local_worker_ids,
+    this_machine,
+    threads_for,
+)
+
+
+def config_of(*machines: tuple[str | None, str], threads: int | None = None) -> Config:
+    """The first machine is the coordinator, the others are the workers 1, 2, ..."""
+    name, ip = machines[0]
+    workers = [
+        {"id": i, "hostname": n, "ip": a, "port": 29500 + i, "num_threads": threads}
+        for i, (n, a) in enumerate(machines[1:], start=1)
+    ]
+    plan: list[dict[str, Any]] = [{"id": "local", "start": 0, "end": 1}]
+    plan += [{"id": w["id"], "start": w["id"], "end": int(str(w["id"])) + 1} for w in workers]
+    return Config.from_dict(
+        {"coordinator": {"hostname": name, "ip": ip}, "workers": workers, "shard_plan": plan}
+    )
+
+
+THREE = config_of(("desk", "10.0.0.1"), ("box", "10.0.0.2"), ("mac", "10.0.0.3"))
+LOOPBACK = config_of(("localhost", "127.0.0.1"), (None, "127.0.0.1"), (None, "localhost"))
+SEVERAL = config_of(
+    ("desk", "10.0.0.1"), ("box", "10.0.0.2"), ("box", "10.0.0.2"), (None, "127.0.0.1")
+)
+
+
+def machine(*found: str) -> Identity:
+    names = [text for text in found if not text[0].isdigit()]
+    return Identity.of(names, [text for text in found if text[0].isdigit()] + ["127.0.0.1", "::1"])
+
+
+@pytest.mark.parametrize(
+    ("config", "identity", "expected"),
+    [
+        (THREE, machine("x", "10.0.0.1"), Role(True, ())),
+        (THREE, machine("x", "10.0.0.2"), Role(False, (1,))),
+        (THREE, machine("MAC", "192.168.0.9"), Role(False, (2,))),
+        (THREE, machine("mac.local", "192.168.0.9"), Role(False, (2,))),
+        (THREE, machine("desk", "192.168.0.9"), Role(True, ())),
+        (LOOPBACK, machine("anything", "10.9.9.9"), Role(True, (1, 2))),
+        (SEVERAL, machine("x", "10.0.0.1"), Role(True, (3,))),
+        (SEVERAL, machine("x", "10.0.0.2"), Role(False, (1, 2))),
+        # The address of a DNS name is its name.
+        (config_of((None, "desk.lan"), (None, "box.lan")), machine("box"), Role(False, (1,))),
+        (config_of((None, "desk.lan"), (None, "box.lan")), machine("desk.lan"), Role(True, ())),
+        # IPv6 in another spelling.
+        (config_of((None, "fd00:0:0::1"), (None, "fd00::2")), machine("x", "fd00::1"), None),
+        # A loopback coordinator is wherever no worker is.
+        (
+            config_of((None, "127.0.0.1"), (None, "10.0.0.2")),
+            machine("x", "10.0.0.7"),
+            Role(True, ()),
+        ),
+        (
+            config_of((None, "127.0.0.1"), (None, "10.0.0.2")),
+            machine("x", "10.0.0.2"),
+            Role(False, (1,)),
+        ),
+        # Cloned machines have one host name; their addresses decide.
+        (
+            config_of(("ubuntu", "10.0.0.1"), ("ubuntu", "10.0.0.2")),
+            machine("ubuntu", "10.0.0.2"),
+            Role(False, (1,)),
+        ),
+    ],
+)
+def test_role_follows_addresses_and_names(
+    config: Config, identity: Identity, expected: Role | None
+) -> None:
+    if expected is None:
+        identity = Identity.of(["x"], ["fd00::1"])
+        expected = Role(True, ())
+    assert decide_role(config, identity=identity) == expected
+
+
+def test_role_given_on_the_command_line_wins() -> None:
+    here = machine("x", "10.0.0.1")
+    assert decide_role(THREE, worker_id="2", identity=here) == Role(False, (2,))
+    assert decide_role(THREE, role="worker", worker_id=1, identity=here) == Role(False, (1,))
+    there = machine("x", "10.0.0.9")
+    assert decide_role(THREE, role="coordinator", identity=there) == Role(True, ())
+    assert decide_role(LOOPBACK, role="worker", identity=there) == Role(False, (1, 2))
+
+
+def test_coordinators_own_workers_are_found_by_its_address() -> None:
+    config = config_of(("desk", "10.0.0.1"), (None, "10.0.0.1"), ("box", "10.0.0.2"))
+    assert decide_role(config, identity=machine("x", "10.0.0.1")) == Role(True, (1,))
+    # Behind a translated address only --role says who this is; its own workers stay its own.
+    behind = machine("x", "172.17.0.2")
+    assert decide_role(config, role="coordinator", identity=behind) == Role(True, (1,))
+    assert local_worker_ids(config, behind) == (1,)
+
+
+def test_machine_without_a_role_is_told_both_sides() -> None:
+    with pytest.raises(ConfigError) as caught:
+        decide_role(THREE, identity=machine("stranger", "10.7.7.7"))
+    text = str(caught.value)
+    for part in ("stranger", "10.7.7.7", "coordinator: desk, 10.0.0.1", "worker 2: mac, 10.0.0.3"):
+        assert part in text
+    assert "--worker-id" in text
+
+
+def test_contradicting_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        decide_role(THREE, role="coordinator", worker_id=1, identity=machine("x"))
+    with pytest.raises(ConfigError, match="no worker"):
+        decide_role(THREE, worker_id=7, identity=machine("x"))
+    with pytest.raises(ConfigError, match="--role is"):
+        decide_role(THREE, role="boss", identity=machine("x"))
+    with pytest.raises(ConfigError, match="nothing in the configuration"):
+        decide_role(THREE, role="worker", identity=machine("x", "10.0.0.1"))
+
+
+def test_this_machine_is_the_coordinator_of_a_loopback_configuration() -> None:
+    assert "127.0.0.1" in this_machine().addresses
+    assert decide_role(LOOPBACK) == Role(True, (1, 2))
+
+
+def test_threads_share_the_cores_of_a_machine() -> None:
+    assert threads_for(LOOPBACK, "local", cores=16, environ={}) == 5
+    assert threads_for(LOOPBACK, 2, cores=2, environ={}) == 1
+    assert threads_for(THREE, 1, cores=16, environ={}) == 16
+    assert threads_for(SEVERAL, 1, cores=16, environ={}) == 8
+    assert threads_for(SEVERAL, 3, cores=16, environ={}) == 8
+    assert 1 <= threads_for(LOOPBACK, 1, environ={}) <= available_cores()
+
+
+def test_threads_given_by_environment_or_entry_win() -> None:
+    config = config_of((None, "127.0.0.1"), (None, "127.0.0.1"), threads=3)
+    assert threads_for(config, 1, cores=16, environ={}) == 3
+    assert threads_for(config, 1, cores=16, environ={"OMP_NUM_THREADS": "7"}) == 7
+    assert threads_for(config, 1, cores=16, environ={"OMP_NUM_THREADS": "4,2"}) == 4
+    assert threads_for(config, 1, cores=16, environ={"OMP_NUM_THREADS": "many"}) == 3
