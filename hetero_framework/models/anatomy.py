@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.tiny import causal_lm_class as model_class
 from hetero_framework.models.tiny import shrink
 
 PROBE_ROWS, PROBE_TOKENS = 2, 12
@@ -73,7 +74,7 @@ class Anatomy:
 
     `owner` says, for every parameter outside the blocks, beside which block it lives: -1 with the
     first stage, i with the stage that holds block i, `num_layers` with the last stage.
-    `crossing` names, per block, what it receives beside the hidden state that depends on weights.
+    `shared` gives the blocks beside which a parameter is used, if more than one. `crossing` names, per block, what it receives beside the hidden state that depends on weights.
     `loss_counts_items` tells whether the model's own loss honours `num_items_in_batch`.
     """
 
@@ -88,18 +89,6 @@ class Anatomy:
     @property
     def num_layers(self) -> int:
         return len(self.forms)
-
-
-def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The stock causal-LM class of a configuration. Raises ArchitectureError if there is none."""
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    try:
-        return mapping[type(config)]
-    except KeyError:
-        raise ArchitectureError(
-            f"transformers has no causal language model for model type {config.model_type!r}.",
-            hint="Choose a model whose config.json names a text-generation architecture.",
-        ) from None
 
 
 def learn_anatomy(config: PretrainedConfig) -> Anatomy:
@@ -141,11 +130,7 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> Anatomy:
         blocks=blocks,
         forms=watch.forms(),
         owner=_owners(model, blocks, watch),
-        shared={
-            name: tuple(sorted(phases))
-            for name, phases in watch.phases.items()
-            if len({p // 2 for p in phases}) > 1
-        },
+        shared=_shared(blocks, watch),
         crossing=watch.crossing(),
         loss_counts_items=_loss_counts_items(model, inputs),
     )
@@ -308,6 +293,19 @@ def _owners(model: PreTrainedModel, blocks: str, watch: _Watch) -> dict[str, int
         phase = max(phases) if name in tied else min(phases)
         owner[name] = -1 if phase < 0 else last if phase >= 2 * last - 1 else phase // 2
     return owner
+
+
+def _shared(blocks: str, watch: _Watch) -> dict[str, tuple[int, ...]]:
+    """Parameters used beside more than one block, with those blocks (-1: before the first)."""
+    shared = {}
+    for name, phases in watch.phases.items():
+        users = {phase // 2 for phase in phases}
+        if name.startswith(f"{blocks}."):
+            # Some models rescale their blocks' weights up front; each block's are its own.
+            users.discard(-1)
+        if len(users) > 1:
+            shared[name] = tuple(sorted(users))
+    return shared
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

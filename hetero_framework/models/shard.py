@@ -17,10 +17,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ from hetero_framework.models.weights import Checkpoint, read_config, resolve_mod
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig
     from hetero_framework.core.dal import Device
+    from hetero_framework.models.adapters import AttachedAdapter
 
 Inputs = dict[str, torch.Tensor]
 
@@ -98,8 +100,8 @@ def load_shard(
     if model.quantization is not None:
         compute_dtype = dtype or _config_dtype(config)
         quantization = quantization_config(model.quantization, config, compute_dtype, device)
-    elif (stored := stored_quantization_config(config, device)) is not None:
-        config.quantization_config = stored
+    if (stored := stored_quantization_config(config, device)) is not None:
+        config.quantization_config, quantization = stored, None
     source = resolve_model_path(str(model.name_or_path), base_dir)
     checkpoint = Checkpoint(source, model.revision)
     return build_shard(
@@ -226,11 +228,10 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
             " from weights outside it."
         )
     ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
-    for name, phases in sorted(anatomy.shared.items()):
-        layers = sorted({p // 2 for p in phases})
+    for name, layers in sorted(anatomy.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
         if name not in ends and any(inside) and not all(inside):
-            raise ArchitectureError(f"{name} is shared by layers {layers} of different stages.")
+            raise ArchitectureError(f"{name} is shared by layers {list(layers)} of different stages.")
 
 
 def _tied_ends(tied: dict[str, str], anatomy: Anatomy) -> tuple[str | None, str | None]:
@@ -249,15 +250,23 @@ class _Captured(Exception):
 class PassThrough(nn.Module):
     """Stands for an absent block: returns the hidden state it is given.
 
-    Plain attributes of the block stay, models read some of them (`attention_type`, ...).
+    Models read attributes of their blocks (`attention_type`, `mamba.mup_vector`, ...): plain ones
+    and the shapes of tensors stay, without memory. Methods that a model calls on all its blocks
+    do nothing here.
     """
 
     def __init__(self, block: nn.Module, form: BlockForm) -> None:
         super().__init__()
         self._form = form
+        self._block_class = type(block)
         # Set by the shard: what to do with the hidden state on its way through.
         self.on_hidden: Callable[[torch.Tensor], torch.Tensor] | None = None
-        _copy_plain_attributes(block, self)
+        _copy_outline(block, self)
+
+    def __getattr__(self, name: str) -> Any:
+        if callable(getattr(self.__dict__.get("_block_class"), name, None)):
+            return lambda *args, **kwargs: None
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_BSD = self._form.hidden(args, kwargs)
@@ -289,10 +298,22 @@ class AfterBlocks(nn.Module):
         raise _Captured
 
 
-def _copy_plain_attributes(source: nn.Module, target: nn.Module) -> None:
+def _copy_plain_attributes(source: nn.Module, target: Any) -> None:
     for name, value in vars(source).items():
         if isinstance(value, (str, int, float, bool)) and not hasattr(target, name):
             setattr(target, name, value)
+
+
+def _copy_outline(source: nn.Module, target: Any) -> None:
+    """Plain attributes and tensors' shapes of a module and of the modules in it."""
+    _copy_plain_attributes(source, target)
+    tensors = [*source.named_parameters(recurse=False), *source.named_buffers(recurse=False)]
+    for name, tensor in tensors:
+        setattr(target, name, tensor.detach().to("meta"))
+    for name, child in source.named_children():
+        outline = SimpleNamespace()
+        _copy_outline(child, outline)
+        setattr(target, name, outline)
 
 
 def shard_class(
@@ -324,32 +345,33 @@ def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -
     for index, form in enumerate(anatomy.forms):
         if not rng.start <= index < rng.end:
             blocks[index] = PassThrough(blocks[index], form)
-    stubs: list[tuple[nn.Module, str]] = []
-    for name, owner in anatomy.owner.items():
-        kept = whole.holds(name, rng) or (keep_embedding and name == whole.embedding)
-        if not kept:
-            stubs.extend(_take_out(model, name, after=owner >= anatomy.num_layers))
-    model._hetero_stubs = stubs
+    absent: dict[str, list[str]] = {}
+    for name in anatomy.owner:
+        if not (whole.holds(name, rng) or (keep_embedding and name == whole.embedding)):
+            path, _, attribute = name.rpartition(".")
+            absent.setdefault(path, []).append(attribute)
+    model._hetero_stubs = []
+    for path, attributes in absent.items():
+        owner = anatomy.owner[f"{path}.{attributes[0]}".lstrip(".")]
+        _take_out(model, path, attributes, after=owner >= anatomy.num_layers)
     _restrict_tying(model, whole, rng, keep_embedding)
     # What other stages hold is no news.
     model._keys_to_ignore_on_load_unexpected = {".*"}
 
 
-def _take_out(model: Any, name: str, *, after: bool) -> Iterator[tuple[nn.Module, str]]:
-    """Remove one parameter; yield (module, attribute) where a stub must take its place."""
-    path, _, attribute = name.rpartition(".")
+def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> None:
+    """Remove parameters of the module at `path`; stubs take their place (`_fill_stubs`)."""
     module = model.get_submodule(path)
-    weight = module._parameters.pop(attribute, None)
-    if weight is None:
-        return
-    leaf = path and not any(True for _ in module.children()) and not list(module.parameters(False))
-    if leaf and (after or isinstance(module, nn.Linear)):
+    weights = {name: module._parameters.pop(name) for name in attributes}
+    leaf = path and not any(True for _ in module.children())
+    emptied = not any(p is not None for p in module._parameters.values())
+    if leaf and emptied and (after or isinstance(module, nn.Linear)):
         parent_path, _, child = path.rpartition(".")
-        replacement = AfterBlocks(module) if after else AbsentLinear(module)
-        setattr(model.get_submodule(parent_path), child, replacement)
-        module = replacement
-    setattr(module, attribute, weight.detach())
-    yield module, attribute
+        module = AfterBlocks(module) if after else AbsentLinear(module)
+        setattr(model.get_submodule(parent_path), child, module)
+    for name, weight in weights.items():
+        setattr(module, name, weight.detach())
+        model._hetero_stubs.append((module, name))
 
 
 def _restrict_tying(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -> None:
@@ -452,7 +474,9 @@ def _untie(model: Any, whole: Skeleton, rng: ShardRange) -> None:
     head = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
     setattr(model.get_submodule(path), attribute, head)
     if not rng.is_first:
-        model._hetero_stubs = list(_take_out(model, whole.embedding, after=False))
+        path, _, attribute = whole.embedding.rpartition(".")
+        model._hetero_stubs = []
+        _take_out(model, path, [attribute], after=False)
         _fill_stubs(model)
     model.all_tied_weights_keys.pop(whole.head, None)
 
@@ -538,11 +562,13 @@ class Shard:
         self.config = config
         self.range = rng
         self.on_enter: Callable[[str | int], None] | None = None
-        self.peft_model: Any = None
+        self.adapter: AttachedAdapter | None = None
         self.embedding_name = whole.embedding
         self.head_name = whole.head
         self.tied = whole.head is not None
         self._whole = whole
+        # Asked now: over a quantised base, an adapter's type would pass for the model's later.
+        self._dtype = model.dtype
         self._injected: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
         self._parameters_of_forward = inspect.signature(model.forward).parameters
@@ -553,6 +579,11 @@ class Shard:
         """Names of modules that other stages hold and a stand-in replaces here."""
         kinds = (PassThrough, AbsentLinear, AfterBlocks)
         return tuple(n for n, module in self.model.named_modules() if isinstance(module, kinds))
+
+    @property
+    def loss_counts_items(self) -> bool:
+        """Whether the model's own loss honours `num_items_in_batch`."""
+        return self._whole.anatomy.loss_counts_items
 
     def rank(self, name: str) -> tuple[int, ...]:
         """Position of a parameter in the whole model's order."""
@@ -618,7 +649,7 @@ class Shard:
             zeros = torch.zeros(rows, tokens, dtype=torch.int64, device=hidden_BSD.device)
             return {"input_ids": zeros}
         width = self.model.get_input_embeddings().weight.shape[-1]
-        zeros = torch.zeros(rows, tokens, width, dtype=self.model.dtype, device=hidden_BSD.device)
+        zeros = torch.zeros(rows, tokens, width, dtype=self._dtype, device=hidden_BSD.device)
         return {"inputs_embeds": zeros}
 
     def _install(self) -> None:

@@ -2,53 +2,189 @@
 
 `shrink` keeps the number of layers, their pattern and every switch of a configuration and makes
 only the widths small; `tiny_config` does so to an architecture's default configuration with few
-layers. Both are deterministic.
+layers. Both are deterministic. The rules go by the names that configurations give their fields;
+what the names do not tell stands in one table, with the reason.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hetero_framework.errors import ArchitectureError
 
 TINY_LAYERS = 6
-HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, POSITIONS, EXPERTS = 4, 16, 64, 96, 160, 128, 4
+HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, POSITIONS = 4, 16, 64, 96, 160, 128
+EXPERTS, EXPERT_INNER, RANK, STATE, WINDOW = 4, 32, 16, 16, 8
 
-# Widths by the names that configurations give them.
+
+def _all(names: str, width: int) -> dict[str, int]:
+    return dict.fromkeys(names.split(), width)
+
+
+# Widths by field name. Products agree: heads x head size = hidden size, and the inner size of
+# state-space layers, twice the hidden size, is 8 heads of 16.
 _WIDTHS: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "embedding_size"), HIDDEN),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
-    **dict.fromkeys(("decoder_attention_heads", "num_decoder_attention_heads"), HEADS),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner"), INNER),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), POSITIONS),
-    "head_dim": HEAD_DIM,
-    "vocab_size": VOCABULARY,
+    **_all("hidden_size n_embd d_model emb_dim embed_dim embedding_dim embedding_size", HIDDEN),
+    **_all("word_embed_proj_dim input_embedding_size output_embedding_size lru_width", HIDDEN),
+    **_all("attention_hidden_size backbone_hidden_size ple_embed_dim", HIDDEN),
+    **_all("num_attention_heads n_head n_heads num_heads attention_heads", HEADS),
+    **_all("encoder_attention_heads decoder_attention_heads swa_num_attention_heads", HEADS),
+    **_all("num_encoder_attention_heads num_decoder_attention_heads linear_num_heads", HEADS),
+    **_all("linear_num_value_heads index_n_heads", HEADS),
+    **_all("linear_num_key_heads", 2),
+    **_all(
+        "head_dim swa_head_dim global_head_dim v_head_dim kv_channels d_head dim_head", HEAD_DIM
+    ),
+    **_all("attention_head_size linear_head_dim linear_key_head_dim index_head_dim", HEAD_DIM),
+    **_all("linear_value_head_dim attention_head_dim", HEAD_DIM),
+    **_all("qk_nope_head_dim qk_rope_head_dim rotary_dim", 8),
+    **_all("qk_head_dim", 16),
+    **_all("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_inner dff", INNER),
+    **_all("dim_ff ffn_hidden_size intermediate_size_mlp dense_intermediate_size", INNER),
+    **_all("feed_forward_size shared_intermediate_size", INNER),
+    **_all("moe_intermediate_size shared_expert_intermediate_size", EXPERT_INNER),
+    **_all("shared_experts_intermediate_size moe_shared_expert_intermediate_size", EXPERT_INNER),
+    **_all("expert_ffn_hidden_size router_hidden_size", EXPERT_INNER),
+    **_all("num_experts num_local_experts n_routed_experts moe_num_experts", EXPERTS),
+    **_all("zero_expert_num", 2),
+    **_all("q_lora_rank kv_lora_rank o_lora_rank laurel_rank gated_norm_rank adapter_rank", RANK),
+    **_all("hidden_size_per_layer_input hc_lowrank d_rel mamba_dt_rank time_step_rank", RANK),
+    **_all("state_size mamba_d_state ssm_state_size", STATE),
+    **_all("mamba_n_heads mamba_num_heads n_mamba_heads", 8),
+    **_all("mamba_d_head mamba_head_dim mamba_headdim", 16),
+    **_all("mamba_d_ssm", 2 * HIDDEN),
+    **_all("n_groups mamba_n_groups mamba_ngroups", 1),
+    **_all("sliding_window sliding_window_size attention_window_size local_attention", WINDOW),
+    **_all("window_size chunk_size mamba_chunk_size attention_chunk_size block_size", WINDOW),
+    **_all("keep_window_size rel_extent block_multiple_of", WINDOW),
+    **_all("index_topk index_block_size", 4),
+    **_all("index_topk_blocks", 2),
+    **_all("max_position_embeddings n_positions n_ctx max_seq_len model_max_length", POSITIONS),
+    **_all("context_length max_target_positions max_source_positions", POSITIONS),
+    **_all("original_max_position_embeddings", POSITIONS // 2),
+    **_all(
+        "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size", VOCABULARY
+    ),
 }
+
+# Counts that stay as they are when small already.
+_AT_MOST: dict[str, int] = {
+    **_all("num_experts_per_tok num_experts_per_token moe_topk moe_k num_experts_per_token", 2),
+    **_all("n_group num_expert_group", 2),
+    **_all("topk_group", 1),
+    **_all("first_k_dense_replace num_dense_layers moe_layer_start_index", 1),
+    **_all("attn_layer_period layer_group_size global_attn_every_n_layers", 3),
+    **_all("attn_layer_offset", 1),
+}
+
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
+
+_LAYER_COUNTS = "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers"
+
+# What an architecture's field names do not tell, for its default configuration.
+_DEFAULTS: dict[str, dict[str, Any]] = {}
+
+
+def causal_lm_types() -> list[str]:
+    """All model types for which the installed transformers has a causal language model."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The stock causal-LM class of a configuration. Raises ArchitectureError if there is none."""
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    try:
+        return mapping[type(config)]
+    except KeyError:
+        raise ArchitectureError(
+            f"transformers has no causal language model for model type {config.model_type!r}.",
+            hint="Choose a model whose config.json names a text-generation architecture.",
+        ) from None
+
+
+def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The text part of a composite configuration where the causal language model takes that.
+
+    As AutoModelForCausalLM does; other configurations are returned unchanged.
+    """
+    text_class = config.sub_configs.get("text_config")
+    if text_class is None or causal_lm_class(config).config_class is not text_class:
+        return config
+    text = config.get_text_config()
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    return text
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """A tiny configuration of an architecture, by its `model_type`."""
+    """A tiny configuration of an architecture, by its `model_type`.
+
+    Raises ArchitectureError for a type that transformers does not know.
+    """
     if model_type not in CONFIG_MAPPING:
         raise ArchitectureError(f"transformers knows no model type {model_type!r}.")
     cls: Any = CONFIG_MAPPING[model_type]
-    return shrink(cls(num_hidden_layers=TINY_LAYERS))
+    extra = _DEFAULTS.get(model_type, {})
+    # Only what changes is given, so that the class derives the rest (layer patterns) itself.
+    fields = cls(**extra).to_dict()
+    changes = _narrow(fields, layers=TINY_LAYERS)
+    return causal_lm_config(cls(**{**changes, **extra}))
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
     """`config` with tiny widths: same class, layer count, layer pattern and switches."""
     fields = config.to_dict()
-    changes: dict[str, Any] = {
-        name: width for name, width in _WIDTHS.items() if isinstance(fields.get(name), int)
-    }
-    heads = fields.get("num_attention_heads")
-    groups = fields.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(groups, int):
-        changes["num_key_value_heads"] = HEADS if groups == heads else 1 if groups == 1 else 2
-    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if fields.get(token) is not None:
-            changes[token] = {"pad_token_id": 0, "bos_token_id": 1}.get(token, 2)
-    fields.update(changes)
+    fields.update(_narrow(fields, layers=None))
     fields.pop("quantization_config", None)
     return type(config).from_dict(fields)
+
+
+def _narrow(fields: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """The fields that change, recursively; `layers` None keeps all layers."""
+    changes: dict[str, Any] = {"dtype": torch.float32}
+    for name, value in fields.items():
+        if isinstance(value, dict) and "model_type" in value:
+            changes[name] = (
+                {**value, **_narrow(value, layers)} if layers is None else _narrow(value, layers)
+            )
+        elif isinstance(value, bool) or value is None:
+            continue
+        elif isinstance(value, int) and layers is not None and name in _LAYER_COUNTS.split():
+            changes[name] = layers
+        elif isinstance(value, int) and name in _WIDTHS and value > 0:
+            changes[name] = _WIDTHS[name]
+        elif isinstance(value, list) and name in _WIDTHS:
+            changes[name] = [_WIDTHS[name]] * (layers or len(value))
+        elif isinstance(value, int) and name in _AT_MOST:
+            changes[name] = min(value, _AT_MOST[name])
+    changes.update(_key_value_heads(fields))
+    changes.update(_tokens(fields))
+    return changes
+
+
+def _key_value_heads(fields: dict[str, Any]) -> dict[str, Any]:
+    """All heads, one, or groups of two, as the original has it."""
+    changes = {}
+    for name in _KEY_VALUE_HEADS:
+        groups = fields.get(name)
+        heads = fields.get("num_attention_heads", fields.get("swa_num_attention_heads"))
+        if isinstance(groups, int):
+            changes[name] = HEADS if groups == heads else 1 if groups == 1 else 2
+    return changes
+
+
+def _tokens(fields: dict[str, Any]) -> dict[str, Any]:
+    """Special tokens inside the tiny vocabulary: padding 0, begin 1, end 2, others from the top."""
+    known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    changes: dict[str, Any] = {}
+    top = VOCABULARY
+    for name, value in fields.items():
+        if not name.endswith(("token_id", "token_index")) or value is None or value == -1:
+            continue
+        top -= 1
+        changes[name] = known.get(name, top)
+    return changes

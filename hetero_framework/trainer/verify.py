@@ -1,0 +1,429 @@
+"""Does a cut change what a model computes? Compare the cut model with the whole one.
+
+A tiny random copy of an architecture is trained for three steps twice: as the stock transformers
+model in one piece, and as a chain of shards. Loss, every gradient and every weight must agree.
+What crosses layers outside the hidden state shows here, so that a model that cannot be cut is
+refused with the reason and never trained wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PretrainedConfig
+
+from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.anatomy import learn_anatomy, probe_inputs
+from hetero_framework.models.shard import (
+    Checkpoint,
+    Shard,
+    ShardRange,
+    build_shard,
+    load_model_config,
+    token_loss,
+)
+from hetero_framework.models.tiny import causal_lm_types, shrink, tiny_config
+
+if TYPE_CHECKING:
+    from hetero_framework.config import Config
+
+STEPS = 3
+LEARNING_RATE = 1e-3
+# Relative to the largest entry of a gradient; float32 sums in another order stay far below.
+TOLERANCE = 1e-4
+
+Verdict = Literal["bit-equal", "within tolerance", "refused"]
+
+# What libraries raise on a configuration they cannot build or run.
+_LIBRARY_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one comparison.
+
+    The differences are the largest found: of the losses (absolute), of the first step's gradients
+    and of the weights after training (relative to each tensor's largest entry).
+    """
+
+    model_type: str
+    verdict: Verdict
+    reason: str = ""
+    stages: tuple[ShardRange, ...] = ()
+    loss_difference: float = 0.0
+    gradient_difference: float = 0.0
+    weight_difference: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict != "refused"
+
+
+def ranges_from_cuts(cuts: Sequence[int], layers: int) -> tuple[ShardRange, ...]:
+    """Stages between the given layer numbers: (2, 5) of 6 gives 0-2, 2-5, 5-6.
+
+    Raises ArchitectureError for cuts that are out of order or outside the model.
+    """
+    bounds = [0, *cuts, layers]
+    if bounds != sorted(bounds):
+        raise ArchitectureError(
+            f"Cuts {', '.join(map(str, cuts))} do not fit a model of {layers} layers.",
+            hint=f"Give ascending layer numbers between 0 and {layers}.",
+        )
+    last = len(bounds) - 2
+    return tuple(
+        ShardRange(start, end, i == 0, i == last)
+        for i, (start, end) in enumerate(itertools.pairwise(bounds))
+    )
+
+
+def verify_model(
+    config: Config | None = None,
+    *,
+    model_type: str | None = None,
+    cuts: Sequence[int] | None = None,
+) -> Result:
+    """Compare a tiny copy of the configured model, or of an architecture, with its cut self.
+
+    The cut is `cuts`, else the configuration's plan, else two cuts over the layers.
+    """
+    if config is not None and config.model is not None:
+        tiny = shrink(load_model_config(config.model, config.base_dir))
+    elif model_type is not None:
+        tiny = tiny_config(model_type)
+    else:
+        raise ArchitectureError("There is no model to verify: name a configuration or a type.")
+    if cuts is not None or config is None:
+        layers = learn_anatomy(tiny).num_layers
+        ranges = ranges_from_cuts(_default_cuts(layers) if cuts is None else cuts, layers)
+    else:
+        ranges = tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.stages())
+    return compare(tiny, ranges)
+
+
+def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
+    """Compare before training. Raises ArchitectureError when the cut changes the result."""
+    result = compare(shrink(config), ranges)
+    if not result.passed:
+        raise ArchitectureError(
+            f"A {result.model_type} model cannot be cut this way: {result.reason}",
+            hint="Hold the layers named here on one stage, or choose another architecture"
+            " (docs/architectures.md lists those that pass).",
+        )
+    return result
+
+
+def verify_all(
+    progress: Callable[[Result], None] | None = None, model_types: Iterable[str] | None = None
+) -> list[Result]:
+    """Compare every causal-LM architecture of the installed transformers.
+
+    `progress` is called after each one. An architecture without a working tiny configuration
+    counts as refused.
+    """
+    results = []
+    for model_type in model_types if model_types is not None else causal_lm_types():
+        try:
+            # A composite type is tried as the text model in it; the row keeps the name asked for.
+            result = replace(verify_model(model_type=model_type), model_type=model_type)
+        except ArchitectureError as error:
+            result = Result(model_type, "refused", error.message)
+        except _LIBRARY_ERRORS as error:
+            result = Result(model_type, "refused", f"no tiny copy runs: {_one_line(error)}")
+        results.append(result)
+        if progress is not None:
+            progress(result)
+    return results
+
+
+def _default_cuts(layers: int) -> list[int]:
+    return sorted({max(1, layers // 3), max(1, layers - 1)} - {layers})
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:200]
+
+
+def compare(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
+    """Train the whole model and the chain of its shards; both in float32, on the CPU.
+
+    `config` must be tiny already: its weights are written to a temporary directory and both
+    sides read them from there.
+    """
+    begin = time.perf_counter()
+    config = _deterministic(config)
+    try:
+        whole, shards = _build(config, ranges)
+    except ArchitectureError as error:
+        return Result(config.model_type, "refused", error.message, tuple(ranges))
+    numbers = _train_both(whole, shards, config)
+    seconds = time.perf_counter() - begin
+    return Result(config.model_type, stages=tuple(ranges), seconds=seconds, **numbers)
+
+
+def _deterministic(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy without dropout and its kin: their draws have no counterpart in the whole model."""
+    config = copy.deepcopy(config)
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(part, name, 0.0)
+    return config
+
+
+def _build(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> tuple[Any, list[Shard]]:
+    """The stock model and the shards, from one checkpoint."""
+    anatomy = learn_anatomy(config)
+    with _quiet(), tempfile.TemporaryDirectory() as directory:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = anatomy.model_class._from_config(config, dtype=torch.float32)
+            _perturb(model)
+        model.save_pretrained(directory)
+        whole = anatomy.model_class.from_pretrained(
+            directory, config=config, dtype=torch.float32, use_safetensors=True
+        )
+        checkpoint = Checkpoint(directory)
+        shards = [build_shard(config, checkpoint, rng, dtype=torch.float32) for rng in ranges]
+    whole.train(True)
+    for shard in shards:
+        shard.train(True)
+    return whole, shards
+
+
+def _perturb(model: torch.nn.Module) -> None:
+    """Move vectors off their initial ones and zeros, so that a lost one shows."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 and parameter.is_floating_point():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The library's notices about tiny models are of no use here."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _train_both(whole: Any, shards: list[Shard], config: PretrainedConfig) -> dict[str, Any]:
+    chain = _Chain(shards)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE)
+    loss_difference = gradient_difference = 0.0
+    worst = ""
+    for step in range(STEPS):
+        inputs = probe_inputs(config, seed=step)
+        items = (inputs["labels"][:, 1:] != -100).sum()
+        optimizer.zero_grad()
+        loss = _whole_loss(whole, inputs, items, chain.loss_counts_items)
+        loss.backward()
+        cut_loss = chain.forward_backward(inputs, items)
+        loss_difference = max(loss_difference, abs(loss.item() - cut_loss.item()))
+        if step == 0:
+            lost = chain.lost_gradients(whole)
+            if lost:
+                return _refusal(f"no gradient reaches {_few(lost)}", loss_difference)
+            gradient_difference, worst = chain.differences(whole, lambda p: p.grad)
+            if not loss_difference <= TOLERANCE:
+                return _refusal(f"the loss differs by {loss_difference:.3g}", loss_difference)
+            if not gradient_difference <= TOLERANCE:
+                return _refusal(
+                    f"gradients differ by {gradient_difference:.3g} (relative), most in {worst}",
+                    loss_difference,
+                    gradient_difference,
+                )
+        optimizer.step()
+        chain.step()
+    weight_difference, worst = chain.differences(whole, lambda p: p.detach())
+    numbers = {
+        "loss_difference": loss_difference,
+        "gradient_difference": gradient_difference,
+        "weight_difference": weight_difference,
+    }
+    if max(numbers.values()) == 0:
+        return {"verdict": "bit-equal", **numbers}
+    if weight_difference <= 100 * TOLERANCE and loss_difference <= TOLERANCE:
+        return {"verdict": "within tolerance", "reason": f"most in {worst}", **numbers}
+    return {"verdict": "refused", "reason": f"training diverges, most in {worst}", **numbers}
+
+
+def _refusal(reason: str, loss: float, gradient: float = 0.0) -> dict[str, Any]:
+    return {
+        "verdict": "refused",
+        "reason": f"{reason}: something crosses the cut beside the hidden state",
+        "loss_difference": loss,
+        "gradient_difference": gradient,
+    }
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _whole_loss(
+    whole: Any, inputs: dict[str, torch.Tensor], items: torch.Tensor, counts_items: bool
+) -> torch.Tensor:
+    if counts_items:
+        return whole(**inputs, num_items_in_batch=items, use_cache=False).loss
+    without = {name: value for name, value in inputs.items() if name != "labels"}
+    logits = whole(**without, use_cache=False).logits
+    return token_loss(whole, logits, inputs["labels"], items)
+
+
+class _Chain:
+    """Shards in a row in one process, each with its own optimizer."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self._shards = shards
+        self._first, self._last = shards[0], shards[-1]
+        self.loss_counts_items = self._first.loss_counts_items
+        self._parameters: dict[str, torch.nn.Parameter] = {
+            name: parameter
+            for shard in shards
+            for name, parameter in shard.model.named_parameters()
+            if not (shard.range.is_first and shard.range.is_last and name == shard.head_name)
+        }
+        self._optimizers = []
+        for shard in shards:
+            own: list[torch.nn.Parameter] = [p for n, p in shard.model.named_parameters() if self._parameters.get(n) is p]
+            self._optimizers.append(torch.optim.AdamW(own, lr=LEARNING_RATE))
+
+    def forward_backward(
+        self, inputs: dict[str, torch.Tensor], items: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss; gradients are left in the parameters, the tied ones summed at both ends."""
+        for shard in self._shards:
+            shard.model.zero_grad()
+        hidden = None
+        boundaries = []
+        for shard in self._shards[:-1]:
+            out = shard.forward(inputs, hidden)
+            hidden = out.detach().requires_grad_()
+            boundaries.append((out, hidden))
+        loss = self._last.loss(inputs, hidden, items)
+        loss.backward()
+        for out, received in reversed(boundaries):
+            out.backward(received.grad)
+        self._sum_tied()
+        return loss.detach()
+
+    def _sum_tied(self) -> None:
+        if not self._first.tied:
+            return
+        embedding = self._first.model.get_parameter(self._first.embedding_name)
+        head = self._last.model.get_parameter(self._last.head_name)
+        total = embedding.grad + head.grad
+        embedding.grad, head.grad = total, total.clone()
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def lost_gradients(self, whole: torch.nn.Module) -> list[str]:
+        """Parameters with a gradient in the whole model and none here."""
+        return [
+            name
+            for name, parameter in whole.named_parameters()
+            if parameter.grad is not None
+            and (name not in self._parameters or self._parameters[name].grad is None)
+        ]
+
+    def differences(
+        self, whole: torch.nn.Module, value: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> tuple[float, str]:
+        """Largest difference relative to the whole model's largest entry, and where it is."""
+        worst, where = 0.0, ""
+        for name, parameter in whole.named_parameters():
+            expected = value(parameter)
+            if expected is None or name not in self._parameters:
+                continue
+            actual = value(self._parameters[name])
+            assert actual is not None
+            if torch.equal(actual, expected):
+                continue
+            scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+            difference = float(
+                ((actual - expected).abs().max() / scale).nan_to_num(nan=float("inf"))
+            )
+            if difference > worst:
+                worst, where = difference, name
+        return worst, where
+
+
+def write_architectures(results: Sequence[Result], path: Path) -> None:
+    """Write the table of all architectures as Markdown."""
+    groups: dict[str, list[Result]] = {"bit-equal": [], "within tolerance": [], "refused": []}
+    for result in sorted(results, key=lambda r: r.model_type):
+        groups[result.verdict].append(result)
+    passed = len(groups["bit-equal"]) + len(groups["within tolerance"])
+    lines = [
+        "# Architectures",
+        "",
+        f"Made by `hetero verify --all` on {date.today().isoformat()} with transformers"
+        f" {transformers.__version__}, torch {torch.__version__}, Python"
+        f" {platform.python_version()} on {platform.system()} {platform.machine()}, one thread.",
+        "",
+        f"Each architecture, tiny and random, was trained for {STEPS} steps in one piece and in"
+        " three shards; loss, every gradient and every weight were compared.",
+        f"{passed} of {len(results)} pass: {len(groups['bit-equal'])} to the bit,"
+        f" {len(groups['within tolerance'])} within tolerance;"
+        f" {len(groups['refused'])} are refused.",
+        "",
+        "## Passed, bit-equal",
+        "",
+        ", ".join(f"`{r.model_type}`" for r in groups["bit-equal"]) or "none",
+        "",
+        "## Passed, within tolerance",
+        "",
+        "| architecture | loss | gradients | weights after training | where |",
+        "|---|---|---|---|---|",
+        *(
+            f"| `{r.model_type}` | {r.loss_difference:.1e} | {r.gradient_difference:.1e} |"
+            f" {r.weight_difference:.1e} | {r.reason} |"
+            for r in groups["within tolerance"]
+        ),
+        "",
+        "## Refused",
+        "",
+        "| architecture | reason |",
+        "|---|---|",
+        *(f"| `{r.model_type}` | {r.reason.replace('|', '/')} |" for r in groups["refused"]),
+        "",
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines), encoding="utf-8")
