@@ -354,11 +354,11 @@ class CheckpointWriter:
             found = re.search(r"os error (\d+)", str(error))
             code = int(found[1]) if found else None
         if code in _NO_SPACE:
+            # The files written so far are gone by now, so both numbers are about the whole of it.
             free = shutil.disk_usage(self._store.root).free
             return ResourceError(
-                f"No space for checkpoint {self.step} in {self._store.root}: {path.name} needs "
-                f"{_size(needed_bytes)} after {_size(self._bytes)} already written, "
-                f"{_size(free)} are free.",
+                f"No space for checkpoint {self.step} in {self._store.root}: it needs at least "
+                f"{_size(self._bytes + needed_bytes)}, {_size(free)} are free.",
                 hint="Free some space, lower save_total_limit or set another checkpoint_dir. "
                 "Earlier checkpoints are intact.",
             )

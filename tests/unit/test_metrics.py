@@ -145,7 +145,6 @@ def read_events(directory: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, ["tensorboard"], logging_dir=tmp_path / "events") as writer:
         writer.resume(0)
