@@ -71,8 +71,8 @@ class AdapterPlan:
     """One adapter over the whole model, the same on every machine.
 
     `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of the
-    directly adapted parameters (`target_parameters`) and of `modules_to_save`. `trainable` lists
-    trainable parameter names in the whole model's order. `tensors` maps the adapter file's keys to
+    directly adapted parameters (`target_parameters`) and of `modules_to_save`. `trainable` maps
+    trainable parameter names to shapes, in the whole model's order. `tensors` maps the adapter file's keys to
     shapes; `embedding_tensors` are those of them that are frozen base embeddings, which PEFT writes
     beside an adapted embedding and does not need to read. `weights` is the file to start from.
     """
@@ -81,7 +81,7 @@ class AdapterPlan:
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     saved_modules: tuple[str, ...]
-    trainable: tuple[str, ...]
+    trainable: dict[str, tuple[int, ...]]
     tensors: dict[str, tuple[int, ...]]
     embedding_tensors: frozenset[str]
     weights: Path | None = None
@@ -145,13 +145,18 @@ def attach_adapter(
     if plan is None:
         assert adapter is not None
         plan = plan_adapter(shard.config, adapter, base_dir)
+    attach_plan(shard, plan, seed)
+    return plan
+
+
+def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
+    """Give `shard` its part of a planned adapter, in place, with the plan's or new weights."""
     tuner = _inject(shard.model, _local_config(plan, shard.model), seed)
     shard.adapter = AttachedAdapter(plan, tuner)
     if plan.weights is not None:
         _load_weights(shard, plan)
     if is_quantized(shard.model):
         _cast_trainable_to_bf16(shard.model)
-    return plan
 
 
 def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
@@ -299,7 +304,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         saved_modules=tuple(
             name for name, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)
         ),
-        trainable=tuple(name for name, p in model.named_parameters() if p.requires_grad),
+        trainable={n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad},
         tensors={key: tuple(t.shape) for key, t in {**own, **embeddings}.items()},
         embedding_tensors=frozenset(embeddings),
         weights=weights,

@@ -6,6 +6,7 @@ the whole model before the directory appears under its name.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.models.anatomy import model_class
 from hetero_framework.models.meta import meta_model
 
 if TYPE_CHECKING:
@@ -153,11 +155,19 @@ def write_checkpoint(
                 files.add(key, _own_copy(tensor))
         check.finish()
         files.finish()
-        config.save_pretrained(str(folder))
+        _saved_config(config, files.dtype).save_pretrained(str(folder))
         if generation_config is not None:
             generation_config.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
+
+
+def _saved_config(config: PretrainedConfig, dtype: torch.dtype | None) -> PretrainedConfig:
+    """What `save_pretrained` adds: the class to load it with and the type of the weights."""
+    config = copy.deepcopy(config)
+    config.architectures = [model_class(config).__name__]
+    config.dtype = dtype
+    return config
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,12 +217,15 @@ class _WeightFiles:
         self._pending: Tensors = {}
         self._pending_bytes = 0
         self._files: list[list[str]] = []
+        self.dtype: torch.dtype | None = None
         self._total_bytes = 0
         self._total_parameters = 0
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_file_bytes:
             self._flush()
+        if self.dtype is None and tensor.is_floating_point():
+            self.dtype = tensor.dtype
         self._pending[key] = tensor
         self._pending_bytes += tensor.nbytes
         self._total_bytes += tensor.nbytes

@@ -27,13 +27,13 @@ def quantization_config(
     """How to quantise full-precision weights while they are loaded.
 
     "nf4" is QLoRA's recipe: 4-bit NormalFloat with double quantisation (Dettmers et al. 2023);
-    `compute_dtype` is the type of its matrix products. "int8" is LLM.int8(). For a checkpoint that
-    is quantised so already, its own settings (`stored_quantization_config`). Raises DeviceError
-    where bitsandbytes cannot run, ConfigError when the checkpoint is quantised otherwise.
+    `compute_dtype` is the type of its matrix products. "int8" is LLM.int8(). None for a checkpoint
+    that is quantised so already (see `stored_quantization_config`). Raises DeviceError where
+    bitsandbytes cannot run, ConfigError when the checkpoint is quantised otherwise.
     """
     stored = stored_quantization(model_config)
     if stored == kind:
-        return stored_quantization_config(model_config, device)
+        return None
     if stored is not None:
         raise ConfigError(
             f"model.quantization is {kind!r}, but the checkpoint is quantised already ({stored})",
@@ -74,7 +74,7 @@ def stored_quantization(model_config: PretrainedConfig) -> str | None:
 
 def stored_quantization_config(
     model_config: PretrainedConfig, device: Device
-) -> BitsAndBytesConfig | None:
+) -> dict[str, Any] | None:
     """The settings with which to read an already quantised checkpoint, None for full precision.
 
     They are the checkpoint's own, with the modules that were left alone named explicitly; they
@@ -84,10 +84,10 @@ def stored_quantization_config(
     if stored_quantization(model_config) is None:
         return None
     check_device(device)
-    config = BitsAndBytesConfig.from_dict(stored_settings(model_config))
-    if config.llm_int8_skip_modules is None:
-        config.llm_int8_skip_modules = modules_left_alone(model_config)
-    return config
+    settings = stored_settings(model_config)
+    if settings.get("llm_int8_skip_modules") is None:
+        settings["llm_int8_skip_modules"] = modules_left_alone(model_config)
+    return settings
 
 
 def modules_left_alone(model_config: PretrainedConfig) -> list[str]:

@@ -1,0 +1,117 @@
+"""Fold an adapter into its base model, one block at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.hub import cached_file
+
+from hetero_framework.config import ModelConfig
+from hetero_framework.core.dal import open_device
+from hetero_framework.errors import ModelError
+from hetero_framework.models.adapters import AdapterPlan, attach_plan, plan_saved_adapter
+from hetero_framework.models.export import Tensors, export_layers, write_checkpoint
+from hetero_framework.models.meta import meta_model
+from hetero_framework.models.quantization import stored_quantization
+from hetero_framework.models.shard import ShardRange, load_model_config, load_shard, num_layers
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def merge_adapter(
+    adapter_dir: Path,
+    model: str,
+    out_dir: Path,
+    dtype: DType = "auto",
+    revision: str | None = None,
+) -> None:
+    """Write `model` with the adapter folded in as a Hugging Face checkpoint at `out_dir`.
+
+    `model` is a directory or hub name with full-precision weights, `dtype` the type of the result
+    ("auto": that of the checkpoint). Each block is a shard of its own, merged by PEFT and written
+    before the next is read, so memory holds about one block and one weight file. An adapter on one
+    end of tied embeddings unties them, because the two ends then differ.
+    Raises ModelError for a quantised base, ConfigError for an adapter that does not fit,
+    CheckpointError when `out_dir` holds something else.
+    """
+    base_dir = Path.cwd()
+    settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
+    config = load_model_config(settings, base_dir)
+    stored = stored_quantization(config)
+    if stored is not None:
+        raise ModelError(
+            f"{model} is quantised ({stored}); merging into it would round the adapter away",
+            hint="give the full-precision model that the quantised one was made from",
+        )
+    plan = plan_saved_adapter(config, Path(adapter_dir).expanduser())
+    untie = _adapts_a_tied_end(config, plan)
+    out_config = copy.deepcopy(config)
+    if untie:
+        out_config.get_text_config().tie_word_embeddings = False
+    parts = _merged_layers(settings, base_dir, num_layers(config), plan, untie)
+    source = str(base_dir / model) if (base_dir / model).is_dir() else model
+    write_checkpoint(
+        Path(out_dir),
+        parts,
+        out_config,
+        _generation_config(source, revision),
+        _tokenizer([str(adapter_dir), source], revision),
+    )
+
+
+def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:
+    pairs = (meta_model(config).all_tied_weights_keys or {}).items()
+    ends = {name.rpartition(".")[0] for pair in pairs for name in pair}
+    return bool(ends & {*plan.modules, *plan.saved_modules})
+
+
+def _merged_layers(
+    settings: ModelConfig, base_dir: Path, count: int, plan: AdapterPlan, untie: bool
+) -> Iterator[Tensors]:
+    device = open_device("cpu")
+    for layer in range(count):
+        span = ShardRange(layer, layer + 1, is_first=layer == 0, is_last=layer == count - 1)
+        shard = load_shard(settings, base_dir, span, device, seed=0)
+        if untie and span.is_last:
+            # With one block both ends are here and share memory; a merge into one must not show
+            # in the other.
+            head = shard.model.get_parameter(str(shard.head_name))
+            head.data = head.data.clone()
+        attach_plan(shard, plan, seed=0)
+        assert shard.adapter is not None
+        shard.adapter.tuner.merge_and_unload()
+        shard.adapter = None
+        yield from export_layers(shard, untie=untie)
+
+
+def _generation_config(source: str, revision: str | None) -> GenerationConfig | None:
+    if _file(source, "generation_config.json", revision) is None:
+        return None
+    return GenerationConfig.from_pretrained(source, revision=revision)
+
+
+def _tokenizer(sources: list[str], revision: str | None) -> PreTrainedTokenizerBase | None:
+    """The first tokenizer found; one beside the adapter is the one it was trained with."""
+    for source in sources:
+        if _file(source, "tokenizer_config.json", revision) is not None:
+            return AutoTokenizer.from_pretrained(source, revision=revision)
+    return None
+
+
+def _file(source: str, name: str, revision: str | None) -> str | None:
+    return cached_file(
+        source,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
