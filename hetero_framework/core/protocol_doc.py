@@ -1,0 +1,121 @@
+"""Writes the generated parts of docs/protocol.md: `python -m hetero_framework.core.protocol_doc`.
+
+A part stands between the lines `<!-- generated: NAME -->` and `<!-- end -->`; the rest of the page
+is written by hand. A test checks that the page agrees with the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hetero_framework.core import protocol, session
+from hetero_framework.core.protocol import SPEC, Kind, Message, MessageSpec, MessageType, WireTensor
+
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+_ARROWS = {
+    protocol.COORDINATOR: "coordinator → worker",
+    protocol.WORKER: "worker → coordinator",
+    protocol.EITHER: "either",
+}
+
+
+def render(page: str) -> str:
+    """The page with its generated parts written anew."""
+    for name, write in _PARTS.items():
+        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
+        before, _, rest = page.partition(begin)
+        page = before + begin + write() + end + rest.partition(end)[2]
+    return page
+
+
+def _limits() -> str:
+    rows = [
+        ("protocol version", protocol.PROTOCOL_VERSION),
+        ("largest header of an ordinary message, bytes", protocol.MAX_HEADER_BYTES),
+        ("largest header of a message marked *long*, bytes", protocol.MAX_LONG_HEADER_BYTES),
+        ("largest frame before the handshake is done, bytes", protocol.HANDSHAKE_MAX_FRAME_BYTES),
+        ("largest frame that HELLO proposes by default, bytes", protocol.DEFAULT_MAX_FRAME_BYTES),
+        ("length that no frame reaches, bytes", protocol.IMPOSSIBLE_FRAME_BYTES),
+        ("tensors in a frame", protocol.MAX_TENSORS),
+        ("sizes in a shape", protocol.MAX_DIMS),
+        ("nesting of lists and maps in the fields", protocol.MAX_DEPTH),
+    ]
+    return "| limit | value |\n|---|---|\n" + "".join(f"| {name} | {n} |\n" for name, n in rows)
+
+
+def _dtypes() -> str:
+    rows = "".join(f"| {d.code} | {d.name} | {d.itemsize} |\n" for d in protocol.DTYPES)
+    return "| code | dtype | bytes |\n|---|---|---|\n" + rows
+
+
+def _messages() -> str:
+    return "\n".join(_message(kind, spec) for kind, spec in SPEC.items())
+
+
+def _message(kind: MessageType, spec: MessageSpec) -> str:
+    lines = [f"### {int(kind)} {kind.name} ({_ARROWS[spec.sender]})\n\n{spec.about}\n\n"]
+    lines += _fields("", spec.required) + _fields(" (optional)", spec.optional)
+    low, high = spec.tensors
+    if spec.named:
+        lines.append("- tensors: one for each of `names`, in that order\n")
+    elif high:
+        lines.append(f"- tensors: {low if low == high else f'{low} to {high}'}\n")
+    if spec.long:
+        lines.append("- *long* header\n")
+    return "".join(lines)
+
+
+def _fields(remark: str, fields: Mapping[str, Kind]) -> list[str]:
+    return [f"- `{name}`{remark}: {kind.name}\n" for name, kind in fields.items()]
+
+
+def _order() -> str:
+    lines = ["| phase | meaning | coordinator may send | worker may send |\n|---|---|---|---|\n"]
+    for phase in session.Phase:
+        cells = [_moves(phase, role) for role in (protocol.COORDINATOR, protocol.WORKER)]
+        lines.append(f"| {phase.name} | {phase.value} | {cells[0]} | {cells[1]} |\n")
+    return "".join(lines)
+
+
+def _moves(phase: session.Phase, role: str) -> str:
+    moves = []
+    for kind in session.legal(role, phase):
+        following = session.ORDER[phase][kind]
+        moves.append(kind.name if following is phase else f"{kind.name} → {following.name}")
+    return ", ".join(moves)
+
+
+def _example() -> str:
+    data = bytes.fromhex("803f 0040 4040".replace(" ", ""))  # 1, 2, 3
+    fields = {"step": 7, "attempt": 0, "stage": 1, "micro_batch": 3}
+    message = Message(
+        MessageType.FORWARD, fields, [WireTensor("bfloat16", (1, 1, 3), memoryview(data))]
+    )
+    frame = b"".join(protocol.encode(message))
+    header_bytes, payload_bytes = protocol.parse_prefix(frame[:12])
+    header = frame[12 : 12 + header_bytes]
+    rows = [
+        (frame[:8], f"u64: {len(frame) - 8} bytes follow"),
+        (frame[8:12], f"u32: the header has {header_bytes} bytes"),
+        (header[: -len(_tail(header))], 'msgpack: {"t": 12, "m": {step, attempt, stage, ...}'),
+        (_tail(header), '... "x": [[3, [1, 1, 3]]]}: one bfloat16 tensor of shape 1, 1, 3'),
+        (frame[-payload_bytes:], "the tensor: 1.0, 2.0, 3.0"),
+    ]
+    return "```text\n" + "".join(f"{part.hex(' ')}\n    {what}\n" for part, what in rows) + "```\n"
+
+
+def _tail(header: bytes) -> bytes:
+    return header[header.rindex(b"\xa1x") :]
+
+
+_PARTS: dict[str, Callable[[], str]] = {
+    "limits": _limits,
+    "dtypes": _dtypes,
+    "messages": _messages,
+    "order": _order,
+    "example": _example,
+}
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
