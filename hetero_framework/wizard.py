@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -166,7 +167,7 @@ def run_wizard(
     output: Path,
     *,
     force: bool = False,
-    ask: Callable[[str], str] = input,
+    ask: Callable[[str], str] = lambda prompt: input(prompt),
     say: Callable[[str], None] = print,
 ) -> int:
     """Ask what `answers` leaves open, write the file, and return the exit code.
@@ -325,7 +326,8 @@ def _write_atomically(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config, load_config
+from hetero_framework.errors import UserError
+from hetero_framework.wizard import (
+    Address,
+    Answers,
+    parse_address,
+    propose,
+    run_wizard,
+    split_layers,
+    write_config,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("box", Address("box")),
+        ("box:9000", Address("box", 9000)),
+        ("box:9000:cuda:1", Address("box", 9000, "cuda:1")),
+        ("10.0.0.2:9000:mps", Address("10.0.0.2", 9000, "mps")),
+        ("[::1]:9999", Address("::1", 9999)),
+        ("[fd00::2]:9999:cuda:0", Address("fd00::2", 9999, "cuda:0")),
+        ("[::1]", Address("::1")),
+        ("fd00::2", Address("fd00::2")),
+    ],
+)
+def test_address_is_taken_apart(text: str, expected: Address) -> None:
+    assert parse_address(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "box:port", "box:0", "box:70000", "[::1", "[::1]9999", "a b:1", "box:1:gpu", "box:²"],
+)
+def test_wrong_address_is_refused(text: str) -> None:
+    with pytest.raises(UserError):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("layers", "machines", "sizes"),
+    [
+        (32, 1, [32]),
+        (32, 2, [16, 16]),
+        (32, 3, [10, 11, 11]),
+        (31, 3, [10, 10, 11]),
+        (2, 3, [0, 1, 1]),
+        (1, 2, [0, 1]),
+    ],
+)
+def test_layers_are_split_evenly_with_fewer_on_the_coordinator(
+    layers: int, machines: int, sizes: list[int]
+) -> None:
+    ranges = split_layers(layers, machines)
+    assert [end - start for start, end in ranges] == sizes
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == layers
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+
+
+def test_more_workers_than_layers_are_refused() -> None:
+    with pytest.raises(UserError, match="2 layers are too few for 3 workers"):
+        split_layers(2, 4)
+
+
+def proposed(**answers: Any) -> dict[str, Any]:
+    return propose(Answers(**answers), 6, hostname="desk", own_address="10.0.0.1")
+
+
+def test_proposal_for_this_machine_alone_uses_loopback() -> None:
+    raw = proposed(workers=["localhost", "127.0.0.1:29501", "localhost"])
+    Config.from_dict(raw)
+    assert raw["coordinator"]["ip"] == "127.0.0.1"
+    assert [w["port"] for w in raw["workers"]] == [9999, 29501, 10000]
+
+
+def test_proposal_for_several_machines_uses_this_machines_address() -> None:
+    raw = proposed(workers=["10.0.0.2:9999:cuda:0", "[fd00::2]:9999"], model="m", data="d.jsonl")
+    config = Config.from_dict(raw)
+    assert (config.coordinator.hostname, config.coordinator.ip) == ("desk", "10.0.0.1")
+    assert config.workers[0].device == "cuda:0"
+    assert config.workers[1].ip == "fd00::2"
+    assert config.stages()[-1].end == 6
+    assert config.warnings() == ()
+
+
+def test_proposal_with_another_coordinator() -> None:
+    raw = proposed(workers=["10.0.0.2"], coordinator="10.0.0.9:9000:cpu")
+    assert raw["coordinator"] == {"ip": "10.0.0.9", "port": 9000, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "quantization", "has_adapter"),
+    [(None, None, True), ("lora", None, True), ("qlora", "nf4", True), ("none", None, False)],
+)
+def test_proposal_follows_the_adapter(
+    adapter: str | None, quantization: str | None, has_adapter: bool
+) -> None:
+    config = Config.from_dict(proposed(model="m", adapter=adapter))
+    assert config.model is not None
+    assert config.model.quantization == quantization
+    assert (config.adapter is not None) == has_adapter
+
+
+def test_existing_file_is_kept_without_force(tmp_path: Path) -> None:
+    output = tmp_path / "hetero_config.json"
+    output.write_text("precious", encoding="utf-8")
+    with pytest.raises(UserError, match="exists already"):
+        write_config(Answers(layers=4), output)
+    assert output.read_text(encoding="utf-8") == "precious"
+    write_config(Answers(layers=4), output, force=True)
+    assert load_config(output).stages()[0].end == 4
+    assert [file.name for file in tmp_path.iterdir()] == ["hetero_config.json"]
+
+
+def test_number_of_layers_is_read_from_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "sub" / "model"
+    model.mkdir(parents=True)
+    settings = {"model_type": "llama", "num_hidden_layers": 7, "hidden_size": 8}
+    settings.update(num_attention_heads=2, intermediate_size=8, vocab_size=16)
+    (model / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    answers = Answers(model=str(model), workers=["localhost"])
+    config = write_config(answers, tmp_path / "c.json")
+    assert [(s.start, s.end) for s in config.stages()] == [(0, 3), (3, 7)]
+    assert config.model is not None
+    assert config.model.name_or_path == "sub/model"  # as the file has to write it
+
+
+def test_unknown_number_of_layers_asks_for_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"number of layers is not known\n.*--layers"):
+        write_config(Answers(workers=["localhost"]), tmp_path / "c.json")
+    with pytest.raises(UserError, match="at least one layer"):
+        write_config(Answers(layers=0), tmp_path / "c.json")
+
+
+def test_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="cannot write"):
+        write_config(Answers(layers=4), tmp_path / "file" / "c.json")
+
+
+def replies(*lines: str) -> Callable[[str], str]:
+    waiting: Iterator[str] = iter(lines)
+
+    def ask(prompt: str) -> str:
+        try:
+            return next(waiting)
+        except StopIteration:
+            raise EOFError from None
+
+    return ask
+
+
+def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
+    output = tmp_path / "c.json"
+    said: list[str] = []
+    ask = replies(
+        "", "./absent-model", "many", "6", "2", "box:port", "10.0.0.2", "10.0.0.3:9000:mps", "lara",
+        "none", "train.jsonl",
+    )  # fmt: skip
+    assert run_wizard(Answers(), output, ask=ask, say=said.append) == 0
+    config = load_config(output)
+    assert [w.ip for w in config.workers] == ["10.0.0.2", "10.0.0.3"]
+    assert config.adapter is None
+    assert config.stages()[-1].end == 6
+    text = "\n".join(said)
+    for complaint in ("an answer is needed", '"many" is not a number', '"lara" is not one of'):
+        assert complaint in text
+
+
+def test_wizard_takes_defaults_and_skips_what_is_known(tmp_path: Path) -> None:
+    output = tmp_path / "c.json"
+    answers = Answers(model="m", layers=4)
+    assert run_wizard(answers, output, ask=replies("", "", "", ""), say=lambda text: None) == 0
+    config = load_config(output)
+    assert (config.workers[0].ip, config.workers[0].port) == ("127.0.0.1", 9999)
+    assert config.adapter is not None
+
+
+def test_wizard_does_not_replace_a_file_unasked(tmp_path: Path) -> None:
+    output = tmp_path / "c.json"
+    output.write_text("precious", encoding="utf-8")
+    assert run_wizard(Answers(), output, ask=replies("no"), say=lambda text: None) == 0
+    assert output.read_text(encoding="utf-8") == "precious"
+    answers = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="d")
+    assert run_wizard(answers, output, ask=replies("yes"), say=lambda text: None) == 0
+    assert load_config(output).model is not None
+
+
+def test_wizard_whose_input_ends_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--non-interactive"):
+        run_wizard(Answers(), tmp_path / "c.json", ask=replies(), say=lambda text: None)
+    assert list(tmp_path.iterdir()) == []
