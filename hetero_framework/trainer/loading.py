@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transformers import logging as transformers_logging
+
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.dal import Device
 from hetero_framework.models.adapters import attach_adapter
@@ -27,3 +29,10 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
         plan = attach_adapter(shard, config.adapter, config.base_dir, seed, plan)
         stages.append(Stage(spec, shard, config, device))
     return stages
+
+
+def quiet_libraries(log_level: str) -> None:
+    """Show the libraries' own progress bars and notices with log level DEBUG only."""
+    if log_level != "DEBUG":
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
-from transformers import logging as transformers_logging
 
 from hetero_framework.config import Config, check_plan
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.adapters import AdapterPlan, plan_adapter
 from hetero_framework.models.export import write_adapter, write_checkpoint
-from hetero_framework.models.memory import StageMemory, check_fits, estimate_memory
+from hetero_framework.models.memory import StageEstimate, by_owner, check_fits, estimate
+from hetero_framework.models.meta import meta_model
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.trainer.cluster import MachineFacts
+from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.schedule import window_size
 from hetero_framework.trainer.stage import STATE_PART_BYTES
@@ -30,6 +31,7 @@ Facts = Mapping[str | int, MachineFacts]
 Note = Callable[[str], None]
 
 _FRAME_MARGIN = 1 << 20
+_MAX_STREAMS = 8
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,8 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     data: TrainData
     adapter_plan: AdapterPlan | None
-    memory: list[StageMemory]
+    memory: tuple[StageEstimate, ...]
     max_frame_bytes: int
-
-
-def quiet_libraries(config: Config) -> None:
-    """The libraries' own progress bars and notices only with log_level DEBUG."""
-    if config.training.log_level != "DEBUG":
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
 
 
 def prepare(config: Config, note: Note) -> Prepared:
@@ -58,7 +53,7 @@ def prepare(config: Config, note: Note) -> Prepared:
     Raises the UserError that fits what is wrong; no process has been started and no weight read.
     """
     assert config.model is not None
-    quiet_libraries(config)
+    quiet_libraries(config.training.log_level)
     for warning in config.warnings():
         note(f"warning: {warning}")
     model_config = load_model_config(config.model, config.base_dir)
@@ -74,7 +69,8 @@ def prepare(config: Config, note: Note) -> Prepared:
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
         note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
-    memory = estimate_memory(config, model_config)
+    window = window_size(len(config.shard_plan), config.training.max_in_flight)
+    memory = estimate(config, model_config, window, data.longest, adapter_plan)
     return Prepared(
         config=config,
         model_config=model_config,
@@ -93,32 +89,21 @@ def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
 def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
     """Upper bound in bytes of any frame of this run: a boundary tensor or a part of a state.
 
-    A state part holds at most one tensor beyond its size, and no tensor of a model is larger than
-    its embedding or (fused experts) a few feed-forward matrices; 8 bytes cover every number type.
+    A state part holds at most one tensor beyond its nominal size, in at most 8 bytes per number; a
+    boundary may carry several residual streams, each in at most 4 bytes per number.
     """
-    text = model_config.get_text_config()
-    width = int(text.hidden_size)
-    inner = max(
-        int(value)
-        for name in ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
-        if (value := getattr(text, name, None) or 4 * width)
-    )
-    experts = max(
-        int(getattr(text, name, None) or 1)
-        for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    )
-    largest_tensor = 8 * width * max(int(text.vocab_size), 2 * inner * experts)
+    largest_tensor = 8 * max(p.numel() for p in meta_model(model_config).parameters())
     training = config.training
     rows = max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
-    # Some models carry several residual streams through a boundary.
-    streams = int(getattr(text, "hc_mult", None) or getattr(text, "num_residual_streams", None) or 4)
-    boundary = 4 * rows * max(tokens, 1) * width * streams
+    width = int(model_config.get_text_config().hidden_size)
+    boundary = 4 * _MAX_STREAMS * rows * max(tokens, 1) * width
     return max(boundary, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
 
 
 def check_memory(parts: Prepared, facts: Facts) -> None:
     """Raise before anything is loaded if a stage does not fit its device."""
-    check_fits(parts.memory, {owner: fact.memory_free for owner, fact in facts.items()})
+    for owner, estimates in by_owner(parts.memory).items():
+        check_fits(estimates, facts[owner].device, facts[owner].memory_free)
 
 
 def set_aside(config: Config, note: Note) -> None:
@@ -156,8 +141,7 @@ def draw_diagram(parts: Prepared, facts: Facts, note: Note) -> None:
     details = DiagramDetails(
         model=config.model.name_or_path or parts.model_config.model_type,
         num_layers=num_layers(parts.model_config),
-        parameters={m.index: m.parameters for m in parts.memory},
-        memory_bytes={m.index: m.total for m in parts.memory},
+        memory_bytes={m.stage.index: m.total for m in parts.memory},
         devices={owner: fact.label for owner, fact in facts.items()},
     )
     chosen = config.training.visualization_format

@@ -120,7 +120,7 @@ class Stage:
             torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
         )
         if training.gradient_checkpointing:
-            shard.model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(shard)
         # The head of a tied pair never steps by itself: the embedding's owner does it for both.
         tied_head = shard.head_name if shard.tied else None
         named = trainable_parameters(shard)
@@ -365,6 +365,14 @@ class Stage:
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:
             parameter.grad.mul_(1.0 / self._info.loss_scale)
+
+
+def enable_checkpointing(shard: Shard) -> None:
+    """Recompute each block's forward in its backward, by the library's own means."""
+    model = shard.model
+    # transformers 5.20 gave the method a new name and deprecated the old one.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _in_parts(

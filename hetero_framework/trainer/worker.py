@@ -31,7 +31,7 @@ from hetero_framework.core.session import Session
 from hetero_framework.core.transport import Link, Listener
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 from hetero_framework.trainer import messages
-from hetero_framework.trainer.loading import load_stages
+from hetero_framework.trainer.loading import load_stages, quiet_libraries
 from hetero_framework.trainer.runner import Arrival, StageRunner, TaskFailed
 from hetero_framework.trainer.stage import StatePart, StageVerbs
 
@@ -141,10 +141,14 @@ class Worker:
         )
         try:
             while not self._done and not should_stop():
-                self._turn()
-        except HeteroError as error:
-            self._report(error)
-            raise
+                try:
+                    self._turn()
+                except HeteroError as error:
+                    self._report(error)
+                    if not self._keep:
+                        raise
+                    self._say(f"the run failed here: {error}")
+                    self._leave()
         finally:
             listener.close()
             if self._link is not None:
@@ -180,7 +184,8 @@ class Worker:
                 event.message.release()
         elif event.lost is not None:
             self._link = None
-            self._say(f"lost the coordinator ({event.lost}); waiting for it to come back")
+            if self._run is not None:
+                self._say(f"lost the coordinator ({event.lost}); waiting for it to come back")
         elif event.message is not None:
             self._session.receive(event.message)
             try:
@@ -282,6 +287,7 @@ class Worker:
         run = self._current
         run.runner = None
         config = Config.from_dict(meta["config"], self._base_dir)
+        quiet_libraries(config.training.log_level)
         own = {entry["index"] for entry in meta["stages"]}
         specs = [spec for spec in config.stages() if spec.index in own]
         self._say("loading " + ", ".join(f"layers {s.start}-{s.end}" for s in specs))
@@ -399,7 +405,7 @@ class Worker:
 
     def _leave(self) -> None:
         if self._link is not None:
-            self._link.close(drain_s=0)
+            self._link.close()
         self._link = None
         self._run = None
         self._done = not self._keep

@@ -1,0 +1,147 @@
+"""Real worker processes on the loopback, started once and used by one run after the other.
+
+A coordinator that finds its workers listening uses them, so a test pays for a training run but not
+for importing torch in every process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.core import network
+from hetero_framework.trainer.coordinator import train
+from tests.samples import free_ports, save_llama, save_texts
+
+NUM_WORKERS = 4
+TRAINING = {
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "max_grad_norm": 0.5,
+    "save_strategy": "no",
+    "report_to": "none",
+    "visualize": False,
+    "connect_timeout_s": 60.0,
+}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Worker processes 1..NUM_WORKERS and the addresses at which they listen."""
+
+    machines: dict[str, Any]
+
+    def config(
+        self, output: Path, cuts: list[int], layers: int = 6, **sections: Any
+    ) -> dict[str, Any]:
+        """A configuration of local + one worker per further stage; `training` is merged."""
+        bounds = [0, *cuts, layers]
+        owners = ["local", *range(1, len(bounds) - 1)]
+        training = {**TRAINING, "output_dir": str(output), **sections.pop("training", {})}
+        plan = sections.pop("shard_plan", None) or [
+            {"id": owner, "start": start, "end": end}
+            for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
+        ]
+        used = {entry["id"] for entry in plan}
+        workers = [w for w in self.machines["workers"] if w["id"] in used]
+        return {
+            "coordinator": self.machines["coordinator"],
+            "workers": workers,
+            "shard_plan": plan,
+            "training": training,
+            **sections,
+        }
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    directory = tmp_path_factory.mktemp("pool")
+    ports = free_ports(NUM_WORKERS + 1)
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    machines = {
+        "coordinator": {**machine, "port": ports[0]},
+        "workers": [{**machine, "id": i, "port": ports[i]} for i in range(1, NUM_WORKERS + 1)],
+    }
+    plan = [{"id": "local", "start": 0, "end": 1}] + [
+        {"id": i, "start": i, "end": i + 1} for i in range(1, NUM_WORKERS + 1)
+    ]
+    config = directory / "pool.json"
+    config.write_text(json.dumps({**machines, "shard_plan": plan}))
+    logs = [(directory / f"worker-{i}.log").open("wb") for i in range(1, NUM_WORKERS + 1)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
+            + ["--config", str(config), "--worker-id", str(i)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for i, log in enumerate(logs, 1)
+    ]
+    try:
+        for process, port in zip(processes, ports[1:], strict=True):
+            while network.port_is_free("127.0.0.1", port):
+                with_end(process)
+        yield Pool(machines)
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            process.wait(timeout=30)
+        for log in logs:
+            log.close()
+
+
+def with_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait a moment for a starting process; fail if it ended."""
+    try:
+        code = process.wait(timeout=0.1)
+    except subprocess.TimeoutExpired:
+        return
+    raise AssertionError(f"a worker of the pool ended with {code}")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """21 lines: with batch 2 and accumulation 4, every epoch ends in a partial batch and step."""
+    return save_texts(tmp_path_factory.mktemp("data") / "texts.jsonl", 21)
+
+
+@pytest.fixture
+def losses(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., list[tuple]]:
+    """Train with the given cuts and sections; (loss, grad_norm, learning_rate) of every step."""
+
+    def run(cuts: list[int], name: str = "run", **sections: Any) -> list[tuple]:
+        sections.setdefault("model", {"name_or_path": str(llama)})
+        sections.setdefault("data", {"train": str(texts), "max_length": 64})
+        config = Config.from_dict(pool.config(tmp_path / name, cuts, **sections))
+        train(config, debug=True)
+        return read_metrics(tmp_path / name)
+
+    return run
+
+
+def read_metrics(output: Path) -> list[tuple]:
+    text = (output / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [
+        (line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines if "loss" in line
+    ]

@@ -1,0 +1,85 @@
+"""The promise: the result does not depend on how the model was cut. Compared to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+import torch
+
+from tests.samples import save_llama
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+LORA = {
+    "r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.1,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+}
+PLANS = [[3], [2, 4], [1, 2, 3, 5]]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    folder = output / "adapter" if (output / "adapter").exists() else output / "model"
+    return {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert different == []
+
+
+CASES = {
+    "lora": {"adapter": LORA},
+    "lora_checkpointing": {"adapter": LORA, "training": {"gradient_checkpointing": True}},
+    "full": {},
+    "full_bf16": {"training": {"bf16": True}},
+    "full_fp16": {"training": {"fp16": True}},
+    "lora_pure_bf16": {"adapter": LORA, "bfloat16": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, llama) -> None:
+    sections = dict(CASES[case])
+    if sections.pop("bfloat16", False):
+        sections["model"] = {"name_or_path": str(llama), "dtype": "bfloat16"}
+    whole = losses([], "whole", **sections)
+    assert len(whole) == 9
+    for cuts in PLANS:
+        name = "-".join(map(str, cuts))
+        assert losses(cuts, name, **sections) == whole
+        assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
+
+
+def test_tied_embeddings_under_full_training_stay_one_weight(losses, tmp_path) -> None:
+    model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
+    sections = {"model": {"name_or_path": str(model)}}
+    whole = losses([], "whole", **sections)
+    for cuts in PLANS:
+        name = "-".join(map(str, cuts))
+        assert losses(cuts, name, **sections) == whole
+        assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
+
+
+def test_local_with_the_embedding_only_equals_one_process(losses) -> None:
+    plan = [
+        {"id": "local", "start": 0, "end": 0},
+        {"id": 1, "start": 0, "end": 4},
+        {"id": 2, "start": 4, "end": 6},
+    ]
+    assert losses([], "cut", shard_plan=plan, adapter=LORA) == losses([], "whole", adapter=LORA)
+
+
+def test_worker_listed_twice_and_local_at_the_end_equal_one_process(losses) -> None:
+    plan = [
+        {"id": "local", "start": 0, "end": 1},
+        {"id": 1, "start": 1, "end": 2},
+        {"id": 2, "start": 2, "end": 3},
+        {"id": 1, "start": 3, "end": 5},
+        {"id": "local", "start": 5, "end": 6, "is_last": True},
+    ]
+    assert losses([], "cut", shard_plan=plan, adapter=LORA) == losses([], "whole", adapter=LORA)
