@@ -1,0 +1,498 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import psutil
+import pytest
+
+from hetero_framework.core import transport
+from hetero_framework.core.buffers import BufferPool, size_class
+from hetero_framework.core.protocol import Message, MessageType, WireTensor, encode
+from hetero_framework.core.transport import Link, Listener, connect
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+from tests.fault_proxy import FaultProxy
+
+WAIT_S = 10.0
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
+        pause.wait(0.005)
+
+
+def open_handles() -> int:
+    process = psutil.Process()
+    return process.num_handles() if hasattr(process, "num_handles") else process.num_fds()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Every test ends with the threads and file descriptors that it began with."""
+    threads, handles = set(threading.enumerate()), open_handles()
+    yield
+    wait_until(lambda: set(threading.enumerate()) <= threads, "threads ended")
+    wait_until(lambda: open_handles() <= handles, "sockets closed")
+
+
+class End:
+    """A link with everything that it reported."""
+
+    def __init__(self, sock: socket.socket, name: str, **options: Any) -> None:
+        self.messages: list[Message] = []
+        self.reasons: list[HeteroError | None] = []
+        self.ended = threading.Event()
+        self.on_message: Callable[[Message], None] = self.messages.append
+        self.link = Link(sock, name, lambda m: self.on_message(m), self._close, **options)
+
+    def _close(self, reason: HeteroError | None) -> None:
+        self.reasons.append(reason)
+        self.ended.set()
+
+    def reason(self) -> HeteroError | None:
+        assert self.ended.wait(WAIT_S), "the link did not end"
+        assert len(self.reasons) == 1
+        return self.reasons[0]
+
+    def take(self, count: int = 1) -> list[Message]:
+        wait_until(lambda: len(self.messages) >= count, f"{count} messages")
+        return self.messages
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def sockets(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Two connected TCP sockets; closed at the end of the test."""
+    with Listener("127.0.0.1", 0) as listener:
+        near = stack.enter_context(connect("127.0.0.1", listener.port, WAIT_S))
+        far = stack.enter_context(listener.accept(WAIT_S))
+    return near, far
+
+
+def end(stack: ExitStack, sock: socket.socket, name: str = "peer", **options: Any) -> End:
+    made = End(sock, name, **options)
+    stack.callback(made.link.close, 0.0)
+    return made
+
+
+def pair(stack: ExitStack, **options: Any) -> tuple[End, End]:
+    near, far = sockets(stack)
+    return end(stack, near, "worker", **options), end(stack, far, "coordinator", **options)
+
+
+def proxied(stack: ExitStack, **options: Any) -> tuple[End, End, FaultProxy]:
+    with Listener("127.0.0.1", 0) as listener:
+        proxy = stack.enter_context(FaultProxy(("127.0.0.1", listener.port)))
+        near = stack.enter_context(connect("127.0.0.1", proxy.port, WAIT_S))
+        far = stack.enter_context(listener.accept(WAIT_S))
+    return end(stack, near, "worker", **options), end(stack, far, "coordinator", **options), proxy
+
+
+def control(nbytes: int = 0, number: int = 0) -> Message:
+    data = bytes((number + i) % 251 for i in range(min(nbytes, 251)))
+    payload = (data * (nbytes // 251 + 1))[:nbytes] if nbytes else b""
+    tensors = [WireTensor("uint8", (nbytes,), memoryview(payload))] if nbytes else []
+    return Message(MessageType.CONTROL, {"name": "test", "data": number}, tensors)
+
+
+def payload_of(message: Message) -> bytes:
+    return bytes(message.tensors[0].data)
+
+
+# ---------------------------------------------------------------------------- moving messages
+
+
+def test_messages_arrive_in_order_both_ways(stack: ExitStack) -> None:
+    a, b = pair(stack)
+    for number in range(50):
+        a.link.send(control(number * 100, number))
+        b.link.send(control(7, number))
+    assert [m.meta["data"] for m in b.take(50)] == list(range(50))
+    assert [m.meta["data"] for m in a.take(50)] == list(range(50))
+    assert all(payload_of(m) == payload_of(control(7, m.meta["data"])) for m in a.messages)
+
+
+def test_large_frame_arrives_whole_and_is_counted(stack: ExitStack) -> None:
+    a, b = pair(stack)
+    written = threading.Event()
+    message = control(20_000_000, 3)
+    a.link.send(message, written.set)
+    assert payload_of(b.take()[0]) == payload_of(message)
+    assert written.wait(WAIT_S)
+    size = sum(map(len, encode(message)))
+    wait_until(lambda: a.link.stats.bytes_out == size, "bytes counted")
+    assert b.link.stats.bytes_in == size
+    assert (a.link.stats.frames_out, b.link.stats.frames_in) == (1, 1)
+    assert a.link.stats.write_s > 0
+
+
+def test_many_tensors_pass_the_limit_of_one_system_call(stack: ExitStack) -> None:
+    a, b = pair(stack)
+    tensors = [WireTensor("uint8", (1,), memoryview(bytes([i % 256]))) for i in range(3000)]
+    a.link.send(Message(MessageType.CONTROL, {"name": "x", "data": None}, tensors))
+    received = b.take()[0].tensors
+    assert [t.data[0] for t in received] == [i % 256 for i in range(3000)]
+
+
+def test_without_sendmsg_the_same_bytes_travel(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_HAS_SENDMSG", False)
+    monkeypatch.setattr(transport, "_CAN_TRY", False)
+    a, b = pair(stack)
+    tensors = [control(n, n).tensors[0] for n in (10, 200_000, 5, 7, 300_000)]
+    a.link.send(Message(MessageType.CONTROL, {"name": "x", "data": None}, tensors))
+    assert [bytes(t.data) for t in b.take()[0].tensors] == [bytes(t.data) for t in tensors]
+
+
+def test_relay_forwards_the_bytes_undecoded_and_releases(stack: ExitStack) -> None:
+    source, relay_in = pair(stack)
+    relay_out, target = pair(stack)
+    relay_in.on_message = lambda m: (relay_in.messages.append(m), relay_out.link.forward(m))[0]
+    sent = control(3_000_000, 5)
+    source.link.send(sent)
+    received = target.take()[0]
+    assert b"".join(received.forward_buffers()) == b"".join(encode(sent))
+    wait_until(lambda: relay_in.messages[0].tensors == (), "relayed message released")
+
+
+def test_released_buffers_are_used_again_and_kept_ones_are_not(stack: ExitStack) -> None:
+    allocated: list[int] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        allocated.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    near, far = sockets(stack)
+    a, b = end(stack, near), end(stack, far, allocate=allocate)
+    for number in range(4):
+        a.link.send(control(50_000, number))
+        b.take(number + 1)[number].release()
+        b.messages[number].release()
+    assert len(allocated) == 1
+    for number in range(4, 7):
+        a.link.send(control(50_000, number))
+    assert [payload_of(m)[0] for m in b.take(7)[4:]] == [4, 5, 6]
+    assert len(allocated) == 3
+
+
+def test_frame_over_the_agreed_size_is_refused_on_both_sides(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    a, b = end(stack, near, max_frame_bytes=1 << 20), end(stack, far, max_frame_bytes=2000)
+    a.link.send(control(100))
+    b.take()
+    with pytest.raises(ProtocolError, match="larger than the 2000 bytes"):
+        b.link.send(control(3000))
+    b.link.max_frame_bytes = 4000
+    b.link.send(control(3000))
+    a.take()
+    a.link.send(control(5000))
+    assert isinstance(b.reason(), ProtocolError)
+    assert "at most 4000 are agreed" in str(b.reason())
+
+
+def test_slow_reader_holds_the_sender_back(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    for sock in (near, far):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+    a = end(stack, near, max_queue_bytes=1_500_000)
+    b = end(stack, far)
+    go, arrived = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> None:
+        arrived.set()
+        assert go.wait(WAIT_S)
+        b.messages.append(message)
+
+    b.on_message = handle
+    sent: list[int] = []
+
+    def produce() -> None:
+        for number in range(10):
+            a.link.send(control(1_000_000, number))
+            sent.append(number)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    assert arrived.wait(WAIT_S)
+    wait_until(lambda: a.link.queued_bytes > 0 and len(sent) >= 1, "queue filled")
+    producer.join(0.2)
+    assert producer.is_alive()
+    assert len(sent) <= 4
+    assert a.link.queued_bytes <= 2_100_000
+    go.set()
+    producer.join(WAIT_S)
+    assert [m.meta["data"] for m in b.take(10)] == list(range(10))
+
+
+def test_blocked_sender_is_freed_when_the_link_ends(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    a = end(stack, near, max_queue_bytes=1000)
+    raised: list[HeteroError] = []
+
+    def produce() -> None:
+        try:
+            while True:
+                a.link.send(control(10_000_000))
+        except HeteroError as error:
+            raised.append(error)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    wait_until(lambda: a.link.queued_bytes > 0, "queue filled")
+    far.close()
+    producer.join(WAIT_S)
+    assert isinstance(raised[0], PeerLostError)
+    assert isinstance(a.reason(), PeerLostError)
+
+
+# --------------------------------------------------------------------------------------- ends
+
+
+def test_close_drains_and_ends_both_sides(stack: ExitStack) -> None:
+    a, b = pair(stack)
+    for number in range(20):
+        a.link.send(control(500_000, number))
+    a.link.close()
+    assert a.reason() is None
+    assert len(b.take(20)) == 20
+    reason = b.reason()
+    assert isinstance(reason, PeerLostError)
+    assert str(reason) == "coordinator closed the connection"
+    with pytest.raises(PeerLostError, match="the link is closed"):
+        a.link.send(control())
+    a.link.close()
+
+
+def test_close_from_the_handler_ends_the_link(stack: ExitStack) -> None:
+    a, b = pair(stack)
+    b.on_message = lambda message: b.link.close()
+    a.link.send(control())
+    assert b.reason() is None
+    assert isinstance(a.reason(), PeerLostError)
+
+
+def test_close_without_drain_does_not_wait_for_a_peer_that_does_not_read(stack: ExitStack) -> None:
+    near, _far = sockets(stack)
+    a = end(stack, near)
+    given_back = threading.Event()
+    a.link.send(control(30_000_000), given_back.set)
+    started = time.monotonic()
+    a.link.close(drain_s=0.05)
+    assert time.monotonic() - started < 5
+    assert given_back.is_set()
+    assert a.reason() is None
+
+
+def test_error_of_the_handler_is_the_reason(stack: ExitStack) -> None:
+    a, b = pair(stack)
+
+    def refuse(message: Message) -> None:
+        raise ProtocolError("STEP out of order")
+
+    b.on_message = refuse
+    a.link.send(control())
+    assert str(b.reason()) == "coordinator: STEP out of order"
+
+
+FRAME = b"".join(encode(control(40, 1)))
+
+
+@pytest.mark.parametrize("count", range(len(FRAME) + 1))
+def test_connection_cut_at_any_byte_gives_no_partial_message(count: int, stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    b = end(stack, far)
+    near.sendall(FRAME + FRAME[:count])
+    near.close()
+    reason = b.reason()
+    assert isinstance(reason, PeerLostError)
+    in_between = count in (0, len(FRAME))
+    assert str(reason).endswith("closed the connection" if in_between else "middle of a message")
+    assert len(b.messages) == (2 if count == len(FRAME) else 1)
+
+
+def test_reset_in_the_middle_of_a_message_is_a_lost_peer(stack: ExitStack) -> None:
+    a, b, proxy = proxied(stack)
+    proxy.up.reset_after = 100_000
+    a.link.send(control(1_000_000))
+    assert isinstance(b.reason(), PeerLostError)
+    assert isinstance(a.reason(), PeerLostError)
+    assert b.messages == []
+
+
+def test_one_byte_segments_and_delay_arrive_whole(stack: ExitStack) -> None:
+    a, b, proxy = proxied(stack)
+    proxy.up.slice_bytes, proxy.up.delay_s = 1, 0.0005
+    a.link.send(control(60, 9))
+    assert payload_of(b.take()[0]) == payload_of(control(60, 9))
+
+
+def test_flipped_length_byte_is_a_protocol_error(stack: ExitStack) -> None:
+    a, b, proxy = proxied(stack)
+    proxy.up.flip_at = 0
+    a.link.send(control())
+    assert isinstance(b.reason(), ProtocolError)
+    assert "not a hetero peer" in str(b.reason())
+
+
+def test_blackholed_peer_is_lost_on_both_sides(stack: ExitStack) -> None:
+    a, b, proxy = proxied(stack, heartbeat_s=0.05, liveness_s=0.4)
+    a.link.send(control())
+    b.take()
+    proxy.up.blackhole = proxy.down.blackhole = True
+    for side in (a, b):
+        assert "has been silent for" in str(side.reason())
+
+
+def test_heartbeats_keep_an_idle_link_alive(stack: ExitStack) -> None:
+    a, b = pair(stack, heartbeat_s=0.05, liveness_s=0.3)
+    a.link.send(control())
+    b.link.send(control())
+    wait_until(lambda: b.link.stats.frames_in >= 12, "heartbeats")
+    assert not b.link.closed
+    assert not a.link.closed
+    assert len(a.messages) == len(b.messages) == 1
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /"])
+def test_http_at_the_port_is_named(data: bytes, stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    b = end(stack, far, "10.0.0.9")
+    near.sendall(data)
+    assert str(b.reason()) == "10.0.0.9: not a hetero peer (got 'GET /')"
+    assert isinstance(b.reason(), ProtocolError)
+
+
+def test_silent_connection_misses_the_handshake(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    b = end(stack, far, handshake_s=0.2)
+    near.sendall(b"\x00")
+    assert "did not complete the handshake in 0.2 s" in str(b.reason())
+
+
+# ---------------------------------------------------------------------------- connect, listen
+
+
+def test_port_in_use_is_said_with_the_address() -> None:
+    with (
+        Listener("127.0.0.1", 0) as first,
+        pytest.raises(
+            NetworkError, match=rf"127.0.0.1:{first.port}: the port is in use\n.*\"port\""
+        ),
+    ):
+        Listener("127.0.0.1", first.port)
+
+
+def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
+    with Listener("127.0.0.1", 0) as first:
+        port = first.port
+        near = stack.enter_context(connect("127.0.0.1", port, WAIT_S))
+        far = first.accept(WAIT_S)
+    far.close()  # this side closes first: its port lingers in TIME_WAIT
+    assert near.recv(1) == b""
+    near.close()
+    Listener("127.0.0.1", port).close()
+
+
+def test_address_of_another_machine_cannot_be_listened_on() -> None:
+    with pytest.raises(NetworkError, match=r"does not have the address 198\.51\.100\.7"):
+        Listener("198.51.100.7", 0)
+
+
+def test_accept_times_out_and_ends_when_closed() -> None:
+    listener = Listener("127.0.0.1", 0)
+    with pytest.raises(TimeoutError, match="nobody connected"):
+        listener.accept(0.05)
+    closer = threading.Timer(0.05, listener.close)
+    closer.start()
+    with pytest.raises(NetworkError, match="closed"):
+        listener.accept()
+    closer.join()
+
+
+def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> None:
+    with Listener("127.0.0.1", 0) as probe:
+        port = probe.port
+    started: list[Listener] = []
+    retries: list[tuple[int, float, str]] = []
+
+    def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
+        retries.append((attempt, elapsed_s, reason))
+        if attempt == 2:
+            started.append(stack.enter_context(Listener("127.0.0.1", port)))
+
+    stack.enter_context(connect("127.0.0.1", port, WAIT_S, on_retry))
+    stack.enter_context(started[0].accept(WAIT_S))
+    assert [attempt for attempt, _, _ in retries] == [1, 2]
+    assert "nothing listens" in retries[0][2]
+
+
+def test_connect_that_is_refused_says_who_where_how_long_and_what_to_check() -> None:
+    with Listener("127.0.0.1", 0) as probe:
+        port = probe.port
+    with pytest.raises(NetworkError) as caught:
+        connect("127.0.0.1", port, 0.3, who="worker 2")
+    assert f"cannot reach worker 2 at 127.0.0.1:{port}: the machine answers" in str(caught.value)
+    assert "start the worker there" in str(caught.value)
+
+
+def test_connect_failures_have_different_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = set()
+    for error in (
+        TimeoutError(),
+        ConnectionRefusedError(),
+        socket.gaierror(socket.EAI_NONAME, "unknown"),
+        OSError(101, "Network is unreachable"),
+        OSError(5, "Input/output error"),
+    ):
+
+        def fail(*args: Any, error: OSError = error, **options: Any) -> socket.socket:
+            raise error
+
+        monkeypatch.setattr(socket, "create_connection", fail)
+        with pytest.raises(NetworkError) as caught:
+            connect("box", 9999, 0.05)
+        texts.add(str(caught.value).partition("(tried")[0])
+    assert len(texts) == 5
+
+
+def test_connect_can_be_stopped() -> None:
+    with Listener("127.0.0.1", 0) as probe:
+        port = probe.port
+    stop = threading.Event()
+    with pytest.raises(NetworkError):
+        connect("127.0.0.1", port, 600, lambda *retry: stop.set(), stop=stop)
+
+
+# ------------------------------------------------------------------------------------ buffers
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000, 2**20, 2**20 + 1, 16_000_000])
+def test_size_class_wastes_at_most_an_eighth(nbytes: int) -> None:
+    size = size_class(nbytes)
+    assert nbytes <= size <= max(4096, nbytes * 9 // 8 + 1)
+    assert size_class(size) == size
+
+
+def test_pool_is_bounded_and_shares_sizes() -> None:
+    pool = BufferPool(max_bytes=10_000)
+    first, release_first = pool.take(5000)
+    _, release_second = pool.take(5100)
+    release_first()
+    release_second()
+    assert pool.free_bytes == size_class(5000)
+    again, _ = pool.take(4999)
+    assert again.obj is first.obj
+    assert pool.free_bytes == 0
