@@ -15,7 +15,7 @@ from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.adapters import AdapterPlan, plan_adapter
 from hetero_framework.models.export import write_adapter, write_checkpoint
-from hetero_framework.models.memory import StageEstimate, by_owner, check_fits, estimate
+from hetero_framework.models.memory import StageMemory, check_fits, estimate_memory
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.weights import resolve_model_path
@@ -43,7 +43,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     data: TrainData
     adapter_plan: AdapterPlan | None
-    memory: tuple[StageEstimate, ...]
+    memory: list[StageMemory]
     max_frame_bytes: int
 
 
@@ -70,7 +70,9 @@ def prepare(config: Config, note: Note) -> Prepared:
         result = admit(model_config, shard_ranges(config))
         note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
     window = window_size(len(config.shard_plan), config.training.max_in_flight)
-    memory = estimate(config, model_config, window, data.longest, adapter_plan)
+    memory = estimate_memory(
+        config, model_config, window=window, tokens=data.longest, plan=adapter_plan
+    )
     return Prepared(
         config=config,
         model_config=model_config,
@@ -102,8 +104,7 @@ def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -
 
 def check_memory(parts: Prepared, facts: Facts) -> None:
     """Raise before anything is loaded if a stage does not fit its device."""
-    for owner, estimates in by_owner(parts.memory).items():
-        check_fits(estimates, facts[owner].device, facts[owner].memory_free)
+    check_fits(parts.memory, {owner: fact.memory_free for owner, fact in facts.items()})
 
 
 def set_aside(config: Config, note: Note) -> None:
@@ -141,7 +142,8 @@ def draw_diagram(parts: Prepared, facts: Facts, note: Note) -> None:
     details = DiagramDetails(
         model=config.model.name_or_path or parts.model_config.model_type,
         num_layers=num_layers(parts.model_config),
-        memory_bytes={m.stage.index: m.total for m in parts.memory},
+        parameters={m.index: m.parameters for m in parts.memory},
+        memory_bytes={m.index: m.total for m in parts.memory},
         devices={owner: fact.label for owner, fact in facts.items()},
     )
     chosen = config.training.visualization_format
