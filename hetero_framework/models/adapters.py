@@ -62,6 +62,9 @@ _UNSUPPORTED_FIELDS = (
     "lora_ga_config",
     "velora_config",
     "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
     "ensure_weight_tying",
 )
 
@@ -72,9 +75,10 @@ class AdapterPlan:
 
     `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of the
     directly adapted parameters (`target_parameters`) and of `modules_to_save`. `trainable` maps
-    trainable parameter names to shapes, in the whole model's order. `tensors` maps the adapter file's keys to
-    shapes; `embedding_tensors` are those of them that are frozen base embeddings, which PEFT writes
-    beside an adapted embedding and does not need to read. `weights` is the file to start from.
+    trainable parameter names to shapes, in the whole model's order. `tensors` maps the adapter
+    file's keys to shapes; `embedding_tensors` are those of them that are frozen base embeddings,
+    which PEFT writes beside an adapted embedding and does not need to read. `weights` is the file
+    to start from.
     """
 
     lora_config: LoraConfig
@@ -199,7 +203,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def _lora_config(adapter: AdapterConfig) -> LoraConfig:
-    settings = {
+    settings: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in adapter.model_dump().items()
         if name in _LORA_FIELDS
@@ -375,12 +379,10 @@ class _SeededLora(LoraModel):
         self._training_seed = seed
         super().__init__(model, {ADAPTER_NAME: config}, ADAPTER_NAME)
 
-    def _create_and_replace(
-        self, lora_config: LoraConfig, *args: Any, current_key: str, **kwargs: Any
-    ) -> None:
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_module_seed(self._training_seed, current_key))
-            super()._create_and_replace(lora_config, *args, current_key=current_key, **kwargs)
+            torch.manual_seed(_module_seed(self._training_seed, kwargs["current_key"]))
+            super()._create_and_replace(*args, **kwargs)
 
 
 def _module_seed(seed: int, module: str) -> int:
@@ -414,7 +416,7 @@ def _local_config(plan: AdapterPlan, model: nn.Module) -> LoraConfig:
 
     config = copy.deepcopy(plan.lora_config)
     parameters = {name for name, _ in model.named_parameters()}
-    config.target_modules = set(present(plan.modules)) or DUMMY_TARGET_MODULES
+    config.target_modules = present(plan.modules) or DUMMY_TARGET_MODULES
     if plan.parameters:
         config.target_parameters = [name for name in plan.parameters if name in parameters]
     config.modules_to_save = present(plan.saved_modules) or None

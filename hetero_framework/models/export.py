@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from transformers import (
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
@@ -94,7 +93,7 @@ def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _checkpoint_form(model: PreTrainedModel, state: Tensors) -> Tensors:
+def _checkpoint_form(model: Any, state: Tensors) -> Tensors:
     # What a checkpoint happened to be called when it was loaded (a missing prefix, say) is
     # recorded on the model; the names written here must be the class's own on every stage.
     recorded = getattr(model, "_weight_conversions", None)

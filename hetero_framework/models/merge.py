@@ -96,7 +96,7 @@ def _merged_layers(
 def _generation_config(source: str, revision: str | None) -> GenerationConfig | None:
     if _file(source, "generation_config.json", revision) is None:
         return None
-    return GenerationConfig.from_pretrained(source, revision=revision)
+    return GenerationConfig.from_pretrained(source, revision=revision or "main")
 
 
 def _tokenizer(sources: list[str], revision: str | None) -> PreTrainedTokenizerBase | None:

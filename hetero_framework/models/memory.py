@@ -1,0 +1,333 @@
+"""How much memory each stage needs, from shapes alone.
+
+Weights, gradients and optimizer state are counted tensor by tensor. Activations are an estimate:
+
+    bytes per token and layer = 1.25 c * sum of (inputs + outputs) of the layer's matrices
+
+with c bytes per number: each matrix product keeps its input, its output is kept by what follows,
+and a quarter more stands for norms and residuals. For a GPT block (hidden size h, matrices h x 3h,
+h x h, h x 4h, 4h x h) that is 20 h numbers; Korthikanti et al. 2022 (equation 1, without the
+attention matrix) count 34 h bytes at c = 2, that is 17 h. Attention that stores its matrix
+("eager") adds c + 4 bytes per head and pair of tokens. The last stage holds logits in c bytes and
+three times in float32 (upcast, log-softmax, gradient).
+
+All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
+from hetero_framework.errors import PlanError
+from hetero_framework.models.adapters import AdapterPlan, plan_adapter
+from hetero_framework.models.anatomy import learn_anatomy
+from hetero_framework.models.meta import meta_model
+from hetero_framework.models.quantization import (
+    modules_left_alone,
+    stored_quantization,
+    stored_settings,
+)
+from hetero_framework.models.shard import ShardRange, Skeleton
+
+DEFAULT_TOKENS = 1024
+ACTIVATION_MARGIN = 1.25
+GIB = 1 << 30
+
+# bitsandbytes: numbers that share one scale, scales that share one scale of scales, and the
+# tables that each double-quantised matrix carries (16 and 256 float32, one offset).
+_BLOCK, _NESTED_BLOCK, _NF4_TABLES = 64, 256, 4 * (16 + 256 + 1)
+
+# Numbers of optimizer state per trainable weight, by a part of the optimizer's name.
+_STATES_PER_WEIGHT = (
+    ("adafactor", 0.0),
+    ("sgd", 0.0),
+    ("lion", 1.0),
+    ("adagrad", 1.0),
+    ("rmsprop", 1.0),
+    ("ademamix", 3.0),
+)
+_ADAM_STATES = 2.0
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of one stage. Everything but `activations` and `logits` is counted, not estimated.
+
+    `parameters` is the number of weights, an adapter's included. `activations` are those of
+    `in_flight` micro-batches at once.
+    """
+
+    stage: StageSpec
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    in_flight: int
+
+    @property
+    def index(self) -> int:
+        return self.stage.index
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "optimizer", "activations", "logits")
+        sizes = [f"{name} {gib(getattr(self, name))}" for name in parts if getattr(self, name)]
+        return f"{gib(self.total)} GiB ({', '.join(sizes)})"
+
+
+def estimate_memory(
+    config: Config,
+    model_config: PretrainedConfig,
+    *,
+    window: int | None = None,
+    tokens: int | None = None,
+    plan: AdapterPlan | None = None,
+) -> list[StageMemory]:
+    """Memory of every stage of `config`; loads nothing.
+
+    `window` is the number of micro-batches in the pipeline at once (default: max_in_flight, else
+    twice the stages), `tokens` the longest sample (default: data.max_length), `plan` saves
+    planning the adapter again. Raises as `plan_adapter` and `learn_anatomy`.
+    """
+    assert config.model is not None
+    stages = config.stages()
+    if config.adapter is not None and plan is None:
+        plan = plan_adapter(model_config, config.adapter, config.base_dir)
+    if tokens is None:
+        tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+    if window is None:
+        window = config.training.max_in_flight or 2 * len(stages)
+    shapes = _Shapes(model_config, config.model, plan)
+    return [_stage_memory(spec, shapes, config.training, window, tokens) for spec in stages]
+
+
+def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> None:
+    """Raise PlanError when the stages of a process need more than its device has free.
+
+    `free` gives the free bytes of each owner's device; owners that are not in it are not checked.
+    """
+    problems, short = [], []
+    for owner, available in free.items():
+        own = [m for m in memory if m.stage.owner == owner]
+        if sum(m.total for m in own) > available:
+            short += own
+            who = "the coordinator" if owner == "local" else f"worker {owner}"
+            needs = "; ".join(
+                f"stage {m.index} (layers {m.stage.start}-{m.stage.end}) needs {m}" for m in own
+            )
+            problems.append(f"{who} has {gib(available)} GiB free, but {needs}")
+    if problems:
+        raise PlanError("\n".join(problems), hint=_advice(short))
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, with enough digits for small models too."""
+    return f"{size / GIB:.1f}" if size >= 10 * GIB else f"{size / GIB:.2g}"
+
+
+def _advice(memory: Sequence[StageMemory]) -> str:
+    """What to change, the largest share first."""
+    advice = {
+        "a smaller per_device_train_batch_size, data.max_length or training.max_in_flight, or"
+        " gradient_checkpointing": sum(m.activations + m.logits for m in memory),
+        "an adapter instead of full training": sum(m.gradients + m.optimizer for m in memory),
+        'model.quantization "nf4" with an adapter': sum(m.weights for m in memory),
+    }
+    ordered = sorted((name for name in advice if advice[name]), key=lambda name: -advice[name])
+    return "give it fewer layers in shard_plan; or " + "; or ".join(ordered)
+
+
+class _Shapes:
+    """Sizes of everything in the whole model, to be asked by stage."""
+
+    def __init__(
+        self, config: PretrainedConfig, model: ModelConfig, plan: AdapterPlan | None
+    ) -> None:
+        whole = meta_model(config)
+        self.skeleton = Skeleton(config, learn_anatomy(config))
+        self.text = config.get_text_config()
+        dtype: Any = config.dtype or torch.float32
+        if model.dtype != "auto":
+            dtype = getattr(torch, model.dtype)
+        self.number_bytes = int(dtype.itemsize)
+        quantization = model.quantization or stored_quantization(config)
+        sizes = _module_sizes(whole, quantization, config)
+        self.weights = {
+            name: sizes.get(name, p.numel() * self.number_bytes)
+            for name, p in whole.named_parameters(remove_duplicate=False)
+        }
+        self.numbers = {n: p.numel() for n, p in whole.named_parameters(remove_duplicate=False)}
+        self.buffers = {name: b.nbytes for name, b in whole.named_buffers()}
+        self.trainable = self._trainable(whole, plan, quantization is not None)
+        self.matrices = {
+            name: p.shape
+            for name, p in whole.named_parameters()
+            if p.dim() > 1 and self.skeleton.layer_of(name) is not None
+        }
+        self.upcast_inputs = set(plan.modules) if plan and self.number_bytes < 4 else set()
+        if quantization is not None:
+            self.upcast_inputs = set()
+        self.attention = config._attn_implementation or "sdpa"
+
+    def _trainable(
+        self, whole: PreTrainedModel, plan: AdapterPlan | None, quantized: bool
+    ) -> dict[str, tuple[int, int]]:
+        """{parameter: (numbers, bytes of one)} of what is trained."""
+        if plan is None:
+            return {
+                name: (p.numel(), self.number_bytes)
+                for name, p in whole.named_parameters()
+                if p.is_floating_point()
+            }
+        own = 2 if quantized else 4
+        return {
+            name: (math.prod(shape), own if ".lora_" in name else self.number_bytes)
+            for name, shape in plan.trainable.items()
+        }
+
+    def holds(self, name: str, rng: ShardRange) -> bool:
+        """Whether a stage has a parameter, an adapter's included."""
+        parts = name.split(".")
+        while parts and name not in self.weights and ".".join(parts) not in self.skeleton.modules:
+            parts.pop()
+        return self.skeleton.holds(name if name in self.weights else ".".join(parts), rng)
+
+
+def _module_sizes(
+    model: PreTrainedModel, quantization: str | None, config: PretrainedConfig
+) -> dict[str, int]:
+    """Bytes of the weights that bitsandbytes quantises, statistics included."""
+    if quantization is None:
+        return {}
+    settings = stored_settings(config)
+    skipped = settings.get("llm_int8_skip_modules") or modules_left_alone(config)
+    double = bool(settings.get("bnb_4bit_use_double_quant", True)) if settings else True
+    sizes = {}
+    for name, module in model.named_modules():
+        linear = type(module) is nn.Linear or isinstance(module, Conv1D)
+        if linear and not any(name == skip or name.endswith(f".{skip}") for skip in skipped):
+            count = module.weight.numel()
+            rows = count // module.weight.shape[-1]
+            sizes[f"{name}.weight"] = (
+                count + 4 * rows if quantization == "int8" else _four_bit_size(count, double)
+            )
+    return sizes
+
+
+def _four_bit_size(count: int, double: bool) -> int:
+    blocks = math.ceil(count / _BLOCK)
+    scales = blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) if double else 4 * blocks
+    return math.ceil(count / 2) + scales + (_NF4_TABLES if double else 4 * 16)
+
+
+def _stage_memory(
+    spec: StageSpec, shapes: _Shapes, training: TrainingConfig, window: int, tokens: int
+) -> StageMemory:
+    rng = ShardRange(spec.start, spec.end, spec.is_first, spec.is_last)
+    skeleton = shapes.skeleton
+    held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
+    if spec.is_first and spec.is_last and skeleton.head is not None:
+        # One storage for both ends of a tied pair where both are here.
+        held.pop(skeleton.head)
+    trained = {n: v for n, v in shapes.trainable.items() if shapes.holds(n, rng)}
+    gradients = sum(count * size for count, size in trained.values())
+    added = sum(count * size for name, (count, size) in trained.items() if name not in held)
+    buffers = sum(n for name, n in shapes.buffers.items() if _is_here(skeleton, name, rng))
+    batch_tokens = training.per_device_train_batch_size * tokens
+    in_flight = 1 if spec.is_last else min(window, training.gradient_accumulation_steps)
+    return StageMemory(
+        stage=spec,
+        parameters=sum(shapes.numbers[name] for name in held)
+        + sum(count for name, (count, _) in trained.items() if name not in held),
+        weights=sum(held.values()) + added + buffers,
+        gradients=gradients,
+        optimizer=_optimizer_bytes(training.optim, trained.values()),
+        activations=_activation_bytes(spec, shapes, training, batch_tokens, tokens, in_flight),
+        logits=_logit_bytes(shapes, batch_tokens) if spec.is_last else 0,
+        in_flight=in_flight,
+    )
+
+
+def _is_here(skeleton: Skeleton, name: str, rng: ShardRange) -> bool:
+    layer = skeleton.layer_of(name)
+    return layer is None or rng.start <= layer < rng.end
+
+
+def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
+    """State of an optimizer of transformers, by its name.
+
+    8-bit and 4-bit states are stored as such. Adafactor keeps one number per row and column, which
+    is little enough to be left out, and a paged state counts like one on the device.
+    """
+    states = next((n for part, n in _STATES_PER_WEIGHT if part in optim), _ADAM_STATES)
+    bits = 8 if "8bit" in optim else 4 if "4bit" in optim else None
+    return int(sum(count * states * (bits / 8 if bits else size) for count, size in trained))
+
+
+def _activation_bytes(
+    spec: StageSpec,
+    shapes: _Shapes,
+    training: TrainingConfig,
+    batch_tokens: int,
+    tokens: int,
+    in_flight: int,
+) -> int:
+    """Stored by the layers for backward, over all micro-batches in flight; see the module's head.
+
+    With gradient checkpointing: one hidden state per layer and micro-batch, and one layer in full.
+    """
+    c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
+    hidden = batch_tokens * int(shapes.text.hidden_size) * c
+    layers = [
+        _layer_bytes(layer, shapes, c, tokens) * batch_tokens
+        for layer in range(spec.start, spec.end)
+    ]
+    if training.gradient_checkpointing:
+        return in_flight * hidden * (len(layers) + 1) + max(layers, default=0)
+    return in_flight * (hidden + sum(layers))
+
+
+def _layer_bytes(layer: int, shapes: _Shapes, c: int, tokens: int) -> int:
+    """Bytes per token that one layer stores."""
+    numbers = upcast = 0.0
+    experts = _experts_per_token(shapes.text)
+    for name, shape in shapes.matrices.items():
+        if shapes.skeleton.layer_of(name) == layer:
+            copies = experts if len(shape) > 2 else 1
+            numbers += copies * (shape[-1] + shape[-2])
+            if name.removesuffix(".weight") in shapes.upcast_inputs:
+                # PEFT computes a float32 adapter's share on a float32 copy of the input.
+                upcast += 4 * shape[-1]
+    attention = 0
+    if shapes.attention == "eager":
+        attention = int(shapes.text.num_attention_heads) * tokens * (c + 4)
+    return int(ACTIVATION_MARGIN * c * numbers + upcast + attention)
+
+
+def _experts_per_token(text: PretrainedConfig) -> int:
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1
+
+
+def _logit_bytes(shapes: _Shapes, batch_tokens: int) -> int:
+    c = shapes.number_bytes
+    # In float32 the upcast is no copy, and the gradient needs no second one in c bytes.
+    per_logit = 12 if c == 4 else 2 * c + 12
+    return batch_tokens * int(shapes.text.vocab_size) * per_logit
