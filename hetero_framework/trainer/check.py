@@ -1,0 +1,173 @@
+"""What a configuration means: who does what on which machine, and how much memory it takes.
+
+Reads the model's configuration and looks whether the data is there; loads no weights and starts
+no process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from hetero_framework.config import Config, Machine, check_plan
+from hetero_framework.core.dal import open_device
+from hetero_framework.data.sources import find_sources
+from hetero_framework.errors import ConfigError, DeviceError
+from hetero_framework.models.memory import StageMemory, estimate_memory
+from hetero_framework.models.shard import load_model_config, num_layers
+from hetero_framework.trainer.doctor import gib
+from hetero_framework.trainer.loading import quiet_libraries
+from hetero_framework.trainer.optimizer import check_optimizer
+from hetero_framework.trainer.roles import Role, decide_role
+
+WorkerId = int | str
+
+
+def check(config: Config) -> dict[str, Any]:
+    """The whole report as JSON types; sizes are in bytes.
+
+    Raises PlanError when the plan does not fit the model, and the UserError that fits for a model
+    that cannot be read or cut, or data that is not there.
+    """
+    check_optimizer(config.training)
+    quiet_libraries(config.training.log_level)
+    notes = [f"warning: {warning}" for warning in config.warnings()]
+    model_config: PretrainedConfig | None = None
+    memory: list[StageMemory] = []
+    if config.model is None:
+        notes.append("there is no model section, so layers and memory are not checked")
+    else:
+        model_config = load_model_config(config.model, config.base_dir)
+        check_plan(config, num_layers(model_config))
+        memory = estimate_memory(config, model_config)
+    if config.data is None:
+        notes.append("there is no data section, so this configuration cannot be trained")
+    else:
+        find_sources(config.data.train, config.base_dir)
+        if config.data.eval is not None:
+            find_sources(config.data.eval, config.base_dir)
+    processes = _processes(config, memory)
+    role = _role(config)
+    return {
+        "layers": config.shard_plan[-1].end,
+        "model_type": model_config.model_type if model_config is not None else None,
+        "processes": processes,
+        "this_machine": _this_machine(config, role, processes, notes),
+        "notes": notes,
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """The report for a person."""
+    model = f"{found['model_type'] or 'a model'} with {found['layers']} layers"
+    count = len(found["processes"])
+    processes = f"{count} processes" if count > 1 else "one process"
+    lines = [f"The configuration is valid: {model} on {processes}.", ""]
+    rows = [("process", "machine", "device", "layers", "memory needed")]
+    for process in found["processes"]:
+        where = f"{process['address']} port {process['port']}"
+        if process["hostname"]:
+            where = f"{process['hostname']}, {where}"
+        stages = ", ".join(_layers(stage) for stage in process["stages"]) or "none (relays only)"
+        memory = gib(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
+        rows.append((process["name"], where, process["device"], stages, memory))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    lines += ["", f"This machine: {found['this_machine']['role']}."]
+    lines += [f"  {line}" for line in found["this_machine"]["devices"]]
+    lines += [f"Note: {note}" for note in found["notes"]]
+    return "\n".join(lines)
+
+
+def _layers(stage: dict[str, Any]) -> str:
+    parts = ["embedding"] if stage["is_first"] else []
+    if stage["start"] < stage["end"]:
+        parts.append(f"{stage['start']}-{stage['end'] - 1}")
+    if stage["is_last"]:
+        parts.append("head")
+    return " + ".join(parts)
+
+
+def _processes(config: Config, memory: list[StageMemory]) -> list[dict[str, Any]]:
+    owners: list[tuple[WorkerId, Machine, int]] = [
+        ("local", config.coordinator, config.coordinator.port)
+    ]
+    owners += [(worker.id, worker, worker.port) for worker in config.workers]
+    found = []
+    for owner, machine, port in owners:
+        mine = [item for item in memory if item.stage.owner == owner]
+        found.append(
+            {
+                "name": _name(owner),
+                "hostname": machine.hostname,
+                "address": machine.ip,
+                "port": port,
+                "device": machine.device,
+                "memory_bytes": sum(item.total for item in mine) if memory else None,
+                "stages": [
+                    {
+                        "index": stage.index,
+                        "start": stage.start,
+                        "end": stage.end,
+                        "is_first": stage.is_first,
+                        "is_last": stage.is_last,
+                        "memory": _parts(memory[stage.index]) if memory else None,
+                    }
+                    for stage in config.stages()
+                    if stage.owner == owner
+                ],
+            }
+        )
+    return found
+
+
+def _parts(item: StageMemory) -> dict[str, int]:
+    return {
+        "weights": item.weights,
+        "gradients": item.gradients,
+        "optimizer": item.optimizer,
+        "activations": item.activations,
+        "logits": item.logits,
+    }
+
+
+def _name(owner: WorkerId) -> str:
+    return "coordinator" if owner == "local" else f"worker {owner}"
+
+
+def _role(config: Config) -> Role | None:
+    try:
+        return decide_role(config)
+    except ConfigError:
+        return None  # a configuration may be checked anywhere
+
+
+def _this_machine(
+    config: Config, role: Role | None, processes: list[dict[str, Any]], notes: list[str]
+) -> dict[str, Any]:
+    """This machine's part, and whether what it holds fits its devices."""
+    if role is None:
+        notes.append("nothing here names this machine; train on it needs --role or --worker-id")
+        return {"role": "has no role in this configuration", "devices": []}
+    names = ["coordinator"] * role.is_coordinator
+    names += [f"worker {worker_id}" for worker_id in role.worker_ids]
+    needed: dict[str, int] = {}
+    free: dict[str, tuple[str, int]] = {}
+    for process in processes:
+        if process["name"] in names:
+            try:
+                device = open_device(process["device"])
+            except DeviceError as error:
+                notes.append(f"warning: {process['name']}: {error.message}")
+                continue
+            needed[device.name] = needed.get(device.name, 0) + (process["memory_bytes"] or 0)
+            free[device.name] = (device.label, device.memory().free)
+    lines = []
+    for name, (label, available) in free.items():
+        lines.append(f"{name} ({label}): needs {gib(needed[name])}, {gib(available)} free")
+        if needed[name] > available:
+            notes.append(f"warning: {name} of this machine has too little free memory")
+    return {"role": " and ".join(names), "devices": lines}

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework import cli
+from hetero_framework.config import Config
+from hetero_framework.errors import DataError, PlanError
+from hetero_framework.trainer.check import check, text
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    return {
+        "coordinator": {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"},
+        "workers": [{"id": 1, "ip": "127.0.0.1", "port": 29512, "device": "cpu"}],
+        "shard_plan": [
+            {"id": "local", "start": 0, "end": 0},
+            {"id": 1, "start": 0, "end": 3},
+            {"id": "local", "start": 3, "end": 4},
+        ],
+        "model": {"from_config": LLAMA, "tokenizer": "tokenizer"},
+        "data": {"train": "train.jsonl"},
+        "training": {"gradient_accumulation_steps": 8},
+    }
+
+
+def test_check_says_who_holds_what_and_what_it_needs(raw: dict[str, Any], tmp_path: Path) -> None:
+    found = check(Config.from_dict(raw, tmp_path))
+    coordinator, worker = found["processes"]
+    assert [stage["index"] for stage in coordinator["stages"]] == [0, 2]
+    assert [stage["index"] for stage in worker["stages"]] == [1]
+    # Three layers of four hidden x hidden and three hidden x intermediate matrices, two norms.
+    weights = 3 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) * 4
+    assert worker["stages"][0]["memory"]["weights"] >= weights
+    assert worker["stages"][0]["memory"]["weights"] < 1.1 * weights
+    assert worker["stages"][0]["memory"]["optimizer"] == 2 * weights
+    assert coordinator["memory_bytes"] > 0
+    assert found["this_machine"]["role"] == "coordinator and worker 1"
+    assert found["notes"] == []
+    json.dumps(found)
+
+
+def test_report_is_a_table_with_layers(raw: dict[str, Any], tmp_path: Path) -> None:
+    shown = text(check(Config.from_dict(raw, tmp_path)))
+    assert "The configuration is valid: llama with 4 layers on 2 processes." in shown
+    rows = [line.split("  ") for line in shown.splitlines() if "port" in line]
+    assert "embedding, 3 + head" in [cell.strip() for cell in rows[0]]
+    assert "0-2" in [cell.strip() for cell in rows[1]]
+    assert "This machine: coordinator and worker 1." in shown
+
+
+def test_plan_that_does_not_fit_the_model_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["shard_plan"][2]["end"] = 5
+    with pytest.raises(PlanError, match="covers 5 layers, but the model has 4"):
+        check(Config.from_dict(raw, tmp_path))
+
+
+def test_absent_data_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["data"]["train"] = "absent.jsonl"
+    with pytest.raises(DataError, match=r"absent\.jsonl"):
+        check(Config.from_dict(raw, tmp_path))
+
+
+def test_device_that_is_too_small_or_absent_is_a_warning(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    raw["workers"][0]["device"] = "xpu:7"
+    raw["training"]["per_device_train_batch_size"] = 10**9
+    notes = "\n".join(check(Config.from_dict(raw, tmp_path))["notes"])
+    assert "worker 1: this machine has no device 'xpu:7'" in notes
+    assert "cpu of this machine has too little free memory" in notes
+
+
+def test_seed_format_is_checked_without_a_model(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw.pop("model")
+    raw.pop("data")
+    raw["coordinator"]["ip"] = "192.0.2.77"
+    raw["workers"][0]["ip"] = "192.0.2.78"
+    found = check(Config.from_dict(raw, tmp_path))
+    shown = text(found)
+    assert "a model with 4 layers" in shown
+    assert "This machine: has no role in this configuration." in shown
+    assert "there is no model section" in shown
+
+
+def test_command_prints_text_or_json(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    assert cli.main(["check", "--config", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 4
+    assert cli.main(["check", "--config", str(file)]) == 0
+    assert "memory needed" in capsys.readouterr().out

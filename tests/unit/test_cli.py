@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework import cli
+from hetero_framework.errors import (
+    NetworkError,
+    NumericError,
+    PeerLostError,
+    ResourceError,
+    StoppedEarly,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = (
+    "init", "check", "train", "worker", "diagram", "verify", "merge", "doctor", "schema",
+)  # fmt: skip
+SEED: dict[str, Any] = {
+    "coordinator": {"ip": "127.0.0.1"},
+    "workers": [{"id": 1, "ip": "127.0.0.1", "port": 29511}],
+    "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
+}
+
+
+def run_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(SEED), encoding="utf-8")
+    return file
+
+
+def test_help_and_schema_do_not_import_torch() -> None:
+    program = (
+        "import sys, contextlib, io\n"
+        "import hetero_framework, hetero_framework.config, hetero_framework.cli as cli\n"
+        "import hetero_framework.trainer.roles, hetero_framework.wizard\n"
+        "commands = [[], ['--help'], ['schema']] + [[c, '--help'] for c in sys.argv[1:]]\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    for command in commands:\n"
+        "        with contextlib.suppress(SystemExit):\n"
+        "            cli.main(command)\n"
+        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
+    )
+    done = run_process("-c", program, *COMMANDS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_has_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"examples:\n  hetero {command}" in text
+    assert "--debug" in text
+
+
+def test_module_runs_as_a_program_on_a_bare_terminal() -> None:
+    done = run_process("-m", "hetero_framework", "--help", COLUMNS="1", NO_COLOR="1", TERM="dumb")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert all(command in done.stdout.replace("\n", "") for command in COMMANDS)
+
+
+def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "train", "worker", "diagram", "verify"])
+def test_user_error_is_one_message_and_exit_code_2(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--config", str(tmp_path / "absent.json")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("hetero: error: configuration file ")
+    assert "Traceback" not in captured.err
+    assert len(captured.err.splitlines()) == 2
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--debug", "--config", str(tmp_path / "absent.json")]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" in captured.err
+    assert "hetero: error: configuration file" in captured.err
+
+
+class FakeOutOfMemoryError(RuntimeError):
+    """Stands for torch.OutOfMemoryError, which is recognised by its name."""
+
+
+FakeOutOfMemoryError.__name__ = "OutOfMemoryError"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "start"),
+    [
+        (NetworkError("no way", hint="try"), 2, "hetero: error: no way\n  try"),
+        (PeerLostError("worker 1 is gone"), 4, "hetero: error: worker 1 is gone"),
+        (NumericError("nan"), 5, "hetero: error: nan"),
+        (ResourceError("full"), 6, "hetero: error: full"),
+        (StoppedEarly("at step 3"), 75, "hetero: stopped: at step 3"),
+        (KeyboardInterrupt(), 130, "hetero: error: interrupted"),
+        (MemoryError(), 6, "hetero: error: memory ran out: MemoryError"),
+        (FakeOutOfMemoryError("CUDA out of memory. Tried"), 6, "hetero: error: memory ran out: CU"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            6,
+            "hetero: error: memory ran out: [enforce",
+        ),
+        (OSError(errno.ENOSPC, "No space", "/x"), 6, "hetero: error: the disk is full (/x)"),
+        (RuntimeError("odd"), 1, "hetero: error: RuntimeError: odd\n  This is a bug"),
+        (OSError(errno.EIO, "broken"), 1, "hetero: error: OSError: "),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: BaseException,
+    code: int,
+    start: str,
+    config_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(arguments: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_run_check", fail)
+    assert cli.main(["check"]) == code
+    captured = capsys.readouterr().err
+    assert captured.startswith(start)
+    assert "Traceback" not in captured
+
+
+def test_message_fits_on_one_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Any) -> int:
+        raise NetworkError("\n".join("line" for _ in range(500)))
+
+    monkeypatch.setattr(cli, "_run_schema", fail)
+    assert cli.main(["schema"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 40
+
+
+def test_closed_pipe_is_quiet() -> None:
+    program = (
+        "import subprocess, sys\n"
+        "command = [sys.executable, '-m', 'hetero_framework', 'schema']\n"
+        "pipe = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)\n"
+        "pipe.stdout.close()\n"
+        "error = pipe.stderr.read()\n"
+        "sys.exit((pipe.wait() != 0) or bool(error))\n"
+    )
+    assert run_process("-c", program).returncode == 0
+
+
+def test_schema_is_json_schema_that_accepts_the_shipped_configuration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["$schema"].endswith("2020-12/schema")
+    shipped = json.loads((ROOT / "hetero_config.json").read_text(encoding="utf-8"))
+    assert set(shipped) <= set(schema["properties"])
+    assert set(schema["required"]) == {"coordinator", "shard_plan"}
+
+
+def test_init_without_questions_writes_a_valid_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "c.json"
+    options = ["--non-interactive", "--layers", "8", "--worker", "[::1]:9999", "--adapter", "none"]
+    assert cli.main(["init", *options, "--output", str(output)]) == 0
+    assert "next: hetero check" in capsys.readouterr().out
+    raw = json.loads(output.read_text(encoding="utf-8"))
+    assert raw["workers"][0] == {"id": 1, "ip": "::1", "port": 9999, "device": "auto"}
+    assert cli.main(["init", *options, "--output", str(output)]) == 2
+
+
+def test_wizard_script_is_the_init_command() -> None:
+    done = run_process("init_config.py", "--help", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0
+    assert "hetero init" in done.stdout
+
+
+def test_interrupted_wizard_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert cli.main(["init", "--output", str(tmp_path / "c.json")]) == 130
+    assert capsys.readouterr().err == "hetero: error: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_runs_the_coordinator_with_the_options(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import hetero_framework.trainer.coordinator as coordinator
+
+    calls: list[Any] = []
+    monkeypatch.setattr(coordinator, "train", lambda config, **given: calls.append((config, given)))
+    monkeypatch.chdir(tmp_path)
+    options = ["--resume", "latest", "--output-dir", "here", "--set", "training.seed=7"]
+    assert cli.main(["train", "--config", str(config_file), *options]) == 0
+    ((config, given),) = calls
+    assert given == {"resume": "latest", "debug": False}
+    assert config.output_dir == tmp_path / "here"
+    assert config.training.seed == 7
+
+
+def test_train_on_a_workers_machine_serves_that_worker(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hetero_framework.trainer.worker as worker
+
+    calls: list[Any] = []
+    monkeypatch.setattr(worker, "serve", lambda config, number, **given: calls.append(number))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cli.main(["train", "--config", str(config_file), "--worker-id", "1"]) == 0
+    assert cli.main(["worker", "--config", str(config_file)]) == 0
+    assert calls == [1, 1]
+    assert cli.main(["train", "--config", str(config_file), "--worker-id", "5"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "--resume", "0"], ["train", "--resume", "x"], ["verify", "--cuts", "5,2"]],
+)
+def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+
+
+def test_diagram_prints_mermaid(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["diagram", "--config", str(config_file), "--output", "-"]) == 0
+    assert capsys.readouterr().out.startswith("flowchart")
+    wrong = ["diagram", "--config", str(config_file), "--output", "-", "--format", "png"]
+    assert cli.main(wrong) == 2
+
+
+def test_doctor_reports_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"][-1]["name"] == "cpu"
+    assert found["devices"][-1]["dtypes"]["float32"]["ok"]
+    assert found["attention"]["sdpa"]["ok"]
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "device cpu: " in text
+    assert "graphviz: " in text
+
+
+def test_demo_scripts_start(tmp_path: Path) -> None:
+    picture = tmp_path / "a.mmd"
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = run_process("examples/demo_real.py", "--output", str(picture), **environment)
+    assert done.returncode == 0, done.stderr
+    assert "flowchart" in picture.read_text(encoding="utf-8")
+    done = run_process("examples/demo_llama8b4bit_distributed.py", "--help", **environment)
+    assert "--model DIR" in done.stdout
+    assert done.returncode == 0
+    done = run_process("examples/train.py", "--config", "absent.json", **environment)
+    assert done.returncode == 2
