@@ -32,6 +32,9 @@ Message = dict[str, Any]
 class ChatRenderer:
     """The chat template of one tokenizer, with extra variables for it.
 
+    `trains_stop` says, once an assistant mask was made, whether the first one holds the token that
+    ends a turn; without it a model does not learn to stop.
+
     Raises DataError when there is no template.
     """
 
@@ -53,6 +56,7 @@ class ChatRenderer:
                 "Jinja file in data.chat_template_path.",
             )
         self.template: str = chosen
+        self.trains_stop: bool | None = None
         self.marks_generation = _GENERATION.search(chosen) is not None
 
     @property
@@ -89,7 +93,16 @@ class ChatRenderer:
             raise DataError(
                 f"{where}: the chat template marks no token of the assistant", hint=_NO_MASK_HINT
             )
+        if self.trains_stop is None:
+            self.trains_stop = self._ends_with_special_token(ids, mask)
         return ids, mask
+
+    def _ends_with_special_token(self, ids: list[int], mask: list[bool]) -> bool:
+        """Whether the last trained token, white space aside, is one that can end a turn."""
+        special = {self.tokenizer.eos_token_id, *self.tokenizer.get_added_vocab().values()}
+        trained = [token for token, bit in zip(ids, mask, strict=True) if bit]
+        ends = (token for token in reversed(trained) if str(self.tokenizer.decode([token])).strip())
+        return next(ends, None) in special
 
     def _marked(
         self, messages: list[Message], where: str, extra: dict[str, Any]

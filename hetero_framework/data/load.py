@@ -252,6 +252,11 @@ class _Reader:
                 "the completion follows; the completion begins where they part. End prompts at a "
                 "word boundary"
             )
+        if formatter.renderer is not None and formatter.renderer.trains_stop is False:
+            yield (
+                "warning: the chat template does not count the token that ends a turn as the "
+                "assistant's, so the model may not learn to stop"
+            )
         if formatter.renderer is not None and formatter.renderer.uses_date:
             yield (
                 "warning: the chat template writes today's date; to resume on another day fix it, "

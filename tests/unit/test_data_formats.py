@@ -37,7 +37,7 @@ TEXT = [{"text": text} for text in ("The fox", "two and two is four" * 4, "ends<
 PAIRS = [
     {"prompt": "What is two and two?", "completion": " It is four."},
     {"prompt": "a long prompt " * 6, "completion": "never seen"},  # left out when cut to 24
-    {"prompt": "merges over the bord", "completion": "er"},
+    {"prompt": "the qui", "completion": "ck fox"},  # one token reaches over the border
     {"prompt": "", "completion": "no prompt</s>"},
 ]
 CONVERSATIONS = [
@@ -148,7 +148,9 @@ def test_truncation_keep_end_equals_sft_trainer(tmp_path):
     assert rows == list(theirs["input_ids"])
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "gemma", "phi3", "gemma3", "qwen3_instruct_2507", "cohere", "lfm2"]
+)
 def test_assistant_tokens_without_generation_marks_equal_trl_templates(tmp_path, name):
     template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     assert not ChatRenderer(tiny_tokenizer(template)).marks_generation
@@ -240,6 +242,11 @@ GOOD = chat("Hello", "Hi")
         ("messages", {"messages": ["hello"]}, r"messages\[0\] must be an object, found a string"),
         ("messages", {"messages": [{"content": "a"}]}, r"messages\[0\] has no role; .* content"),
         ("messages", {"messages": [*GOOD, {"role": "user"}]}, r"messages\[2\] has no content"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": None, "tool_calls": None}]},
+            "has no content",
+        ),
         ("messages", {"messages": [{"role": "user", "content": 3}]}, "found a number"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
         ("messages", {"messages": chat("a", "b\udc00")}, r"messages\[1\] holds half of a surr"),

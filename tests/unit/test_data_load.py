@@ -138,6 +138,16 @@ def test_load_data_template_with_a_date_warns(tmp_path):
     assert any("today's date" in line for line in data.report)
 
 
+@pytest.mark.parametrize(
+    ("template", "warns"),
+    [(CHATML_MARKED, False), (CHATML_MARKED.replace("<|im_end|>", ""), True)],
+)
+def test_load_data_template_without_an_end_of_turn_warns(tmp_path, template, warns):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    data = load(tmp_path, rows, tokenizer=tiny_tokenizer(template))
+    assert any("may not learn to stop" in line for line in data.report) == warns
+
+
 def test_step_batches_use_data_seed_before_seed(tmp_path):
     def first(**training):
         return load(tmp_path, ROWS, training=training).step_batches(0)[0]["input_ids"].tolist()
