@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 from pathlib import Path
 
 import datasets
@@ -115,7 +114,7 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.jsonl.gz", gzip.compress(b'{"t": 1}' * 99)[:-9], r"a\.jsonl\.gz: damaged gzip"),
         ("a.parquet", b"PAR1 and nothing else", r"a\.parquet: damaged Parquet file"),
         ("a.parquet", b"hello", r"a\.parquet is not a Parquet file"),
-        ("a.jsonl", pickle.dumps({}), r"a\.jsonl holds pickle data"),
+        ("a.jsonl", b"\x80\x04}\x94.", r"a\.jsonl holds pickle data"),
         ("a.jsonl", b"PK\x03\x04", r"a\.jsonl holds zip data"),
         ("a.pkl", b"", r"pickled format, which can run code"),
         ("a.pt", b"PK\x03\x04", r"pickled format, which can run code"),
