@@ -84,8 +84,9 @@ def text(found: dict[str, Any]) -> str:
 
 def _layers(stage: dict[str, Any]) -> str:
     parts = ["embedding"] if stage["is_first"] else []
-    if stage["start"] < stage["end"]:
-        parts.append(f"{stage['start']}-{stage['end'] - 1}")
+    first, last = stage["start"], stage["end"] - 1
+    if first <= last:
+        parts.append(f"{first}-{last}" if first < last else f"{first}")
     if stage["is_last"]:
         parts.append("head")
     return " + ".join(parts)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from hetero_framework import cli
+from hetero_framework.config import load_config
 from hetero_framework.errors import (
     NetworkError,
     NumericError,
@@ -288,3 +290,25 @@ def test_demo_scripts_start(tmp_path: Path) -> None:
     assert done.returncode == 0
     done = run_process("examples/train.py", "--config", "absent.json", **environment)
     assert done.returncode == 2
+
+
+def test_llama_demo_takes_another_model_and_cuts_it_over_the_same_machines(tmp_path: Path) -> None:
+    path = ROOT / "examples" / "demo_llama8b4bit_distributed.py"
+    spec = importlib.util.spec_from_file_location("demo_llama", path)
+    assert spec is not None
+    assert spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    settings = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 8}
+    settings.update(num_attention_heads=2, intermediate_size=8, vocab_size=16)
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    overrides = demo.settings(str(tmp_path), str(tmp_path / "config.json"))
+    config = load_config(demo.CONFIG, [text.removeprefix("--set=") for text in overrides])
+    assert [(s.owner, s.start, s.end) for s in config.stages()] == [
+        ("local", 0, 1),
+        (1, 1, 3),
+        (2, 3, 5),
+    ]
+    assert config.model is not None
+    assert config.model.name_or_path == str(tmp_path)
+    assert demo.settings(None, None) == []
