@@ -134,7 +134,9 @@ def _is_coordinator(config: Config, identity: Identity) -> bool:
         return True
     # A loopback address means "this machine" everywhere, so it counts only where no worker does.
     return _is_loopback(config.coordinator) and not any(
-        _names_machine(config, worker, identity) for worker in config.workers
+        _names_machine(config, worker, identity)
+        for worker in config.workers
+        if not _is_loopback(worker)
     )
 
 

@@ -70,6 +70,8 @@ def machine(*found: str) -> Identity:
             machine("x", "10.0.0.2"),
             Role(False, (1,)),
         ),
+        # A loopback worker is on the coordinator's machine, whatever its host name says.
+        (config_of((None, "127.0.0.1"), ("x", "127.0.0.1")), machine("x"), Role(True, (1,))),
         # Cloned machines have one host name; their addresses decide.
         (
             config_of(("ubuntu", "10.0.0.1"), ("ubuntu", "10.0.0.2")),
