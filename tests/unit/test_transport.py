@@ -276,6 +276,15 @@ def test_close_drains_and_ends_both_sides(stack: ExitStack) -> None:
     a.link.close()
 
 
+def test_link_closes_the_socket_that_it_was_given(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    a, b = end(stack, near), end(stack, far)
+    a.link.close()
+    a.reason()
+    b.reason()
+    assert near.fileno() == far.fileno() == -1
+
+
 def test_close_from_the_handler_ends_the_link(stack: ExitStack) -> None:
     a, b = pair(stack)
     b.on_message = lambda message: b.link.close()
