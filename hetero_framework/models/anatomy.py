@@ -11,6 +11,7 @@ Shapes: B rows, S tokens, D hidden size.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.tiny import causal_lm_class as model_class
-from hetero_framework.models.tiny import shrink
+from hetero_framework.models.tiny import model_class, shrink
 
 PROBE_ROWS, PROBE_TOKENS = 2, 12
 
@@ -45,9 +45,7 @@ class BlockForm:
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The hidden state among a call's arguments."""
-        if isinstance(self.entry, int) and self.entry < len(args):
-            return args[self.entry]
-        return kwargs[self.entry]  # type: ignore[index]
+        return args[self.entry] if isinstance(self.entry, int) else kwargs[self.entry]
 
     def replace(
         self, hidden_BSD: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,9 +70,10 @@ class BlockForm:
 class Anatomy:
     """Where the parts of a model are.
 
-    `owner` says, for every parameter outside the blocks, beside which block it lives: -1 with the
-    first stage, i with the stage that holds block i, `num_layers` with the last stage.
-    `shared` gives the blocks beside which a parameter is used, if more than one. `crossing` names, per block, what it receives beside the hidden state that depends on weights.
+    `owner` says, for every trained parameter outside the blocks, beside which block it lives: -1
+    with the first stage, i with the stage that holds block i, `num_layers` with the last stage.
+    `shared` gives the blocks beside which a parameter is used, if more than one. `crossing`
+    names, per block, what it receives beside the hidden state that other stages do not have.
     `loss_counts_items` tells whether the model's own loss honours `num_items_in_batch`.
     """
 
@@ -121,15 +120,14 @@ def _learn_cached(entry: _Hashable) -> Anatomy:
 def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> Anatomy:
     model = cls._from_config(config)
     model.train(False)
-    # Every other tensor that depends on weights must be seen, frozen parts included.
-    model.requires_grad_(True)
+    constant = {name for name, p in model.named_parameters() if not p.requires_grad}
     inputs = probe_inputs(config)
     blocks, watch = _find_blocks(model, inputs)
     return Anatomy(
         model_class=cls,
         blocks=blocks,
         forms=watch.forms(),
-        owner=_owners(model, blocks, watch),
+        owner=_owners(model, blocks, watch, constant),
         shared=_shared(blocks, watch),
         crossing=watch.crossing(),
         loss_counts_items=_loss_counts_items(model, inputs),
@@ -159,7 +157,7 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
     for _, name, module in candidates:
         if any(name.startswith(f"{other}.") for other in reasons):
             continue
-        watch = _Watch(model, name, module)
+        watch = _Watch(model, name, module, inputs["input_ids"])
         with torch.enable_grad(), watch:
             model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False)
         if watch.order == list(range(len(module))):
@@ -179,8 +177,11 @@ class _Watch(TorchFunctionMode):
     next, -1 before the first.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, blocks: nn.ModuleList) -> None:
+    def __init__(
+        self, model: PreTrainedModel, name: str, blocks: nn.ModuleList, ids: torch.Tensor
+    ) -> None:
         super().__init__()
+        self._ids = ids
         self._blocks = blocks
         self._prefix = f"{name}."
         self._names: dict[int, list[str]] = {}
@@ -231,18 +232,27 @@ class _Watch(TorchFunctionMode):
         )
 
     def crossing(self) -> dict[int, tuple[str, ...]]:
-        """Per block, its arguments beside the hidden state that depend on weights."""
+        """Per block, its arguments beside the hidden state that only the first stage could have."""
         found = {}
         for index, ((args, kwargs), form) in enumerate(zip(self.calls, self.forms(), strict=True)):
-            named = [*enumerate(args), *kwargs.items()]
+            named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             others = [
-                str(name) if isinstance(name, str) else f"argument {name}"
+                _argument_name(self._blocks[index], name)
                 for name, value in named
                 if name != form.entry and any(t.requires_grad for t in tensors_in(value))
             ]
+            if any(t is self._ids for _, value in named for t in tensors_in(value)):
+                others.append("the token ids")
             if others:
                 found[index] = tuple(others)
         return found
+
+
+def _argument_name(block: nn.Module, name: int | str) -> str:
+    parameters = list(inspect.signature(block.forward).parameters)
+    if isinstance(name, str):
+        return name
+    return parameters[name] if name < len(parameters) else f"argument {name}"
 
 
 def _entry(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
@@ -280,13 +290,19 @@ def _flatten(values: Iterable[Any]) -> Iterator[torch.Tensor]:
         yield from tensors_in(value)
 
 
-def _owners(model: PreTrainedModel, blocks: str, watch: _Watch) -> dict[str, int]:
-    """Beside which block each parameter outside the blocks lives; see `Anatomy.owner`."""
+def _owners(
+    model: PreTrainedModel, blocks: str, watch: _Watch, constant: set[str]
+) -> dict[str, int]:
+    """Beside which block each parameter outside the blocks lives; see `Anatomy.owner`.
+
+    Constants (tables of sines that a model keeps as frozen parameters) have no owner: all need
+    them.
+    """
     last = len(watch.order)
     tied = tied_names(model)
     owner = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if name.startswith(f"{blocks}."):
+        if name.startswith(f"{blocks}.") or name in constant:
             continue
         phases = watch.phases.get(name, {-1})
         # A tied weight is used at both ends; by name, its target is the later one of the two.

@@ -40,6 +40,7 @@ from hetero_framework.models.anatomy import (
     tied_names,
 )
 from hetero_framework.models.quantization import quantization_config, stored_quantization_config
+from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
 
 if TYPE_CHECKING:
@@ -75,12 +76,12 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
         config = read_config(source, model.revision)
     if model.attn_implementation is not None:
         config._attn_implementation = model.attn_implementation
-    return config
+    return causal_lm_config(config)
 
 
 def num_layers(config: PretrainedConfig) -> int:
-    """The number of blocks that a shard plan must cover."""
-    return int(config.get_text_config().num_hidden_layers)
+    """The number of blocks that a shard plan must cover. Raises ArchitectureError."""
+    return learn_anatomy(config).num_layers
 
 
 def load_shard(
@@ -224,14 +225,16 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
     anatomy = whole.anatomy
     for layer, crossing in sorted(anatomy.crossing.items()):
         raise ArchitectureError(
-            f"Layer {layer} receives, beside the hidden state, {', '.join(crossing)}, computed"
-            " from weights outside it."
+            f"Layer {layer} receives, beside the hidden state, {', '.join(crossing)}, from"
+            " outside it."
         )
     ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
     for name, layers in sorted(anatomy.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
         if name not in ends and any(inside) and not all(inside):
-            raise ArchitectureError(f"{name} is shared by layers {list(layers)} of different stages.")
+            raise ArchitectureError(
+                f"{name} is shared by layers {list(layers)} of different stages."
+            )
 
 
 def _tied_ends(tied: dict[str, str], anatomy: Anatomy) -> tuple[str | None, str | None]:
@@ -311,9 +314,17 @@ def _copy_outline(source: nn.Module, target: Any) -> None:
     for name, tensor in tensors:
         setattr(target, name, tensor.detach().to("meta"))
     for name, child in source.named_children():
-        outline = SimpleNamespace()
-        _copy_outline(child, outline)
-        setattr(target, name, outline)
+        setattr(target, name, _outline(child))
+
+
+def _outline(module: nn.Module) -> Any:
+    if isinstance(module, nn.ModuleList):
+        return [_outline(child) for child in module]
+    if isinstance(module, nn.ModuleDict):
+        return {name: _outline(child) for name, child in module.items()}
+    outline = SimpleNamespace()
+    _copy_outline(module, outline)
+    return outline
 
 
 def shard_class(
@@ -415,7 +426,7 @@ def _load(
     cls = shard_class(whole, rng, keep_embedding=keep_embedding)
     skeleton: Any
     with torch.device("meta"):
-        skeleton = cls(copy.deepcopy(config))
+        skeleton = cls._from_config(copy.deepcopy(config), dtype=dtype)
     own = {*dict(skeleton.named_parameters(remove_duplicate=False)), *skeleton.state_dict()}
     wanted = _key_filter(skeleton, whole, own)
     quantized = quantization is not None or hasattr(config, "quantization_config")
@@ -700,7 +711,7 @@ def token_loss(
 ) -> torch.Tensor:
     """The library's causal-LM loss: sum of token losses divided by `num_items`."""
     return model.loss_function(
-        logits=logits,
+        logits=logits.contiguous(),
         labels=labels,
         vocab_size=logits.shape[-1],
         num_items_in_batch=num_items,

@@ -30,7 +30,7 @@ def _all(names: str, width: int) -> dict[str, int]:
 _WIDTHS: dict[str, int] = {
     **_all("hidden_size n_embd d_model emb_dim embed_dim embedding_dim embedding_size", HIDDEN),
     **_all("word_embed_proj_dim input_embedding_size output_embedding_size lru_width", HIDDEN),
-    **_all("attention_hidden_size backbone_hidden_size ple_embed_dim", HIDDEN),
+    **_all("backbone_hidden_size ple_embed_dim", HIDDEN),
     **_all("num_attention_heads n_head n_heads num_heads attention_heads", HEADS),
     **_all("encoder_attention_heads decoder_attention_heads swa_num_attention_heads", HEADS),
     **_all("num_encoder_attention_heads num_decoder_attention_heads linear_num_heads", HEADS),
@@ -40,7 +40,7 @@ _WIDTHS: dict[str, int] = {
         "head_dim swa_head_dim global_head_dim v_head_dim kv_channels d_head dim_head", HEAD_DIM
     ),
     **_all("attention_head_size linear_head_dim linear_key_head_dim index_head_dim", HEAD_DIM),
-    **_all("linear_value_head_dim attention_head_dim", HEAD_DIM),
+    **_all("linear_value_head_dim", HEAD_DIM),
     **_all("qk_nope_head_dim qk_rope_head_dim rotary_dim", 8),
     **_all("qk_head_dim", 16),
     **_all("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_inner dff", INNER),
@@ -54,7 +54,7 @@ _WIDTHS: dict[str, int] = {
     **_all("q_lora_rank kv_lora_rank o_lora_rank laurel_rank gated_norm_rank adapter_rank", RANK),
     **_all("hidden_size_per_layer_input hc_lowrank d_rel mamba_dt_rank time_step_rank", RANK),
     **_all("state_size mamba_d_state ssm_state_size", STATE),
-    **_all("mamba_n_heads mamba_num_heads n_mamba_heads", 8),
+    **_all("mamba_n_heads mamba_num_heads", 8),
     **_all("mamba_d_head mamba_head_dim mamba_headdim", 16),
     **_all("mamba_d_ssm", 2 * HIDDEN),
     **_all("n_groups mamba_n_groups mamba_ngroups", 1),
@@ -74,6 +74,7 @@ _WIDTHS: dict[str, int] = {
 # Counts that stay as they are when small already.
 _AT_MOST: dict[str, int] = {
     **_all("num_experts_per_tok num_experts_per_token moe_topk moe_k num_experts_per_token", 2),
+    **_all("n_mamba_heads", 8),
     **_all("n_group num_expert_group", 2),
     **_all("topk_group", 1),
     **_all("first_k_dense_replace num_dense_layers moe_layer_start_index", 1),
@@ -83,10 +84,46 @@ _AT_MOST: dict[str, int] = {
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 
-_LAYER_COUNTS = "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers"
+_LAYER_COUNTS = _all(
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers", TINY_LAYERS
+)
 
 # What an architecture's field names do not tell, for its default configuration.
-_DEFAULTS: dict[str, dict[str, Any]] = {}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    # Sizes that the class leaves open.
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "nemotron": {"num_key_value_heads": 2},
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "ministral": {"head_dim": HEAD_DIM},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}
+    },
+    # Patterns written out for the default number of layers.
+    "gpt_neo": {
+        "num_layers": TINY_LAYERS,
+        "attention_types": [[["global", "local"], TINY_LAYERS // 2]],
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": TINY_LAYERS,
+        "layer_types": ["conv", "full_attention"] * (TINY_LAYERS // 2),
+    },
+    "zamba2": {
+        "num_hidden_layers": TINY_LAYERS,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": TINY_LAYERS,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * (TINY_LAYERS // 2),
+    },
+    # Switches without which the causal model refuses to run.
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
 
 
 def causal_lm_types() -> list[str]:
@@ -94,16 +131,22 @@ def causal_lm_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The stock causal-LM class of a configuration. Raises ArchitectureError if there is none."""
     mapping: Any = AutoModelForCausalLM._model_mapping
-    try:
+    if type(config) in mapping:
         return mapping[type(config)]
-    except KeyError:
-        raise ArchitectureError(
-            f"transformers has no causal language model for model type {config.model_type!r}.",
-            hint="Choose a model whose config.json names a text-generation architecture.",
-        ) from None
+    # The text part of a composite type is listed under the composite's name.
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        composite = CONFIG_MAPPING[model_type]
+        if composite.sub_configs.get("text_config") is type(config):
+            found = mapping[composite]
+            if found.config_class is type(config):
+                return found
+    raise ArchitectureError(
+        f"transformers has no causal language model for model type {config.model_type!r}.",
+        hint="Choose a model whose config.json names a text-generation architecture.",
+    )
 
 
 def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -112,7 +155,7 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
     As AutoModelForCausalLM does; other configurations are returned unchanged.
     """
     text_class = config.sub_configs.get("text_config")
-    if text_class is None or causal_lm_class(config).config_class is not text_class:
+    if text_class is None or model_class(config).config_class is not text_class:
         return config
     text = config.get_text_config()
     if getattr(config, "quantization_config", None) is not None:
@@ -129,41 +172,48 @@ def tiny_config(model_type: str) -> PretrainedConfig:
         raise ArchitectureError(f"transformers knows no model type {model_type!r}.")
     cls: Any = CONFIG_MAPPING[model_type]
     extra = _DEFAULTS.get(model_type, {})
-    # Only what changes is given, so that the class derives the rest (layer patterns) itself.
-    fields = cls(**extra).to_dict()
-    changes = _narrow(fields, layers=TINY_LAYERS)
-    return causal_lm_config(cls(**{**changes, **extra}))
+    default = cls(**extra).to_dict()
+    return causal_lm_config(shrink(cls(**{**_layer_counts(default), **extra})))
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
     """`config` with tiny widths: same class, layer count, layer pattern and switches."""
-    fields = config.to_dict()
-    fields.update(_narrow(fields, layers=None))
+    fields = _narrow(config.to_dict())
     fields.pop("quantization_config", None)
-    return type(config).from_dict(fields)
+    tiny = type(config).from_dict(fields)
+    tiny.dtype = torch.float32
+    return tiny
 
 
-def _narrow(fields: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """The fields that change, recursively; `layers` None keeps all layers."""
-    changes: dict[str, Any] = {"dtype": torch.float32}
+def _layer_counts(fields: dict[str, Any]) -> dict[str, Any]:
+    """The layer counts among the fields, also those of configurations inside."""
+    changes: dict[str, Any] = {}
     for name, value in fields.items():
-        if isinstance(value, dict) and "model_type" in value:
-            changes[name] = (
-                {**value, **_narrow(value, layers)} if layers is None else _narrow(value, layers)
-            )
+        if isinstance(value, int) and name in _LAYER_COUNTS:
+            changes[name] = TINY_LAYERS
+        elif isinstance(value, dict) and "model_type" in value:
+            changes[name] = _layer_counts(value)
+    return changes
+
+
+def _narrow(fields: dict[str, Any]) -> dict[str, Any]:
+    """All fields with widths made small, recursively."""
+    narrow = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            narrow[name] = _narrow(value)
         elif isinstance(value, bool) or value is None:
             continue
-        elif isinstance(value, int) and layers is not None and name in _LAYER_COUNTS.split():
-            changes[name] = layers
         elif isinstance(value, int) and name in _WIDTHS and value > 0:
-            changes[name] = _WIDTHS[name]
+            narrow[name] = _WIDTHS[name]
         elif isinstance(value, list) and name in _WIDTHS:
-            changes[name] = [_WIDTHS[name]] * (layers or len(value))
+            narrow[name] = [_WIDTHS[name]] * len(value)
         elif isinstance(value, int) and name in _AT_MOST:
-            changes[name] = min(value, _AT_MOST[name])
-    changes.update(_key_value_heads(fields))
-    changes.update(_tokens(fields))
-    return changes
+            narrow[name] = min(value, _AT_MOST[name])
+    narrow.update(_key_value_heads(fields))
+    narrow.update(_related(fields))
+    narrow.update(_tokens(fields))
+    return narrow
 
 
 def _key_value_heads(fields: dict[str, Any]) -> dict[str, Any]:
@@ -177,13 +227,34 @@ def _key_value_heads(fields: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
+def _related(fields: dict[str, Any]) -> dict[str, Any]:
+    """Widths that follow from another one."""
+    changes: dict[str, Any] = {}
+    rotary = fields.get("qk_rope_head_dim")
+    if rotary is not None and fields.get("head_dim") == rotary:
+        changes["head_dim"] = _WIDTHS["qk_rope_head_dim"]
+    if "state_size" in fields and "num_heads" in fields:
+        # State-space heads share the inner size, twice the hidden size.
+        changes["num_heads"] = 2 * HIDDEN // HEAD_DIM
+    inner = fields.get("attention_hidden_size")
+    if isinstance(inner, int):
+        changes["attention_hidden_size"] = HIDDEN * max(1, inner // fields["hidden_size"])
+        if fields.get("attention_head_dim"):
+            changes["attention_head_dim"] = changes["attention_hidden_size"] // HEADS
+    if fields.get("is_decoder") is False:
+        changes["is_decoder"] = True
+    return changes
+
+
 def _tokens(fields: dict[str, Any]) -> dict[str, Any]:
     """Special tokens inside the tiny vocabulary: padding 0, begin 1, end 2, others from the top."""
     known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     changes: dict[str, Any] = {}
     top = VOCABULARY
     for name, value in fields.items():
-        if not name.endswith(("token_id", "token_index")) or value is None or value == -1:
+        # Per-layer settings are keyed by number.
+        is_token = str(name).endswith(("token_id", "token_index"))
+        if not is_token or value is None or value == -1:
             continue
         top -= 1
         changes[name] = known.get(name, top)

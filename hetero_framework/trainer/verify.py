@@ -183,7 +183,8 @@ def compare(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
         whole, shards = _build(config, ranges)
     except ArchitectureError as error:
         return Result(config.model_type, "refused", error.message, tuple(ranges))
-    numbers = _train_both(whole, shards, config)
+    chain = _Chain(shards)
+    numbers = _train_both(whole, chain, config)
     seconds = time.perf_counter() - begin
     return Result(config.model_type, stages=tuple(ranges), seconds=seconds, **numbers)
 
@@ -241,8 +242,7 @@ def _quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def _train_both(whole: Any, shards: list[Shard], config: PretrainedConfig) -> dict[str, Any]:
-    chain = _Chain(shards)
+def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE)
     loss_difference = gradient_difference = 0.0
     worst = ""
@@ -252,7 +252,10 @@ def _train_both(whole: Any, shards: list[Shard], config: PretrainedConfig) -> di
         optimizer.zero_grad()
         loss = _whole_loss(whole, inputs, items, chain.loss_counts_items)
         loss.backward()
-        cut_loss = chain.forward_backward(inputs, items)
+        try:
+            cut_loss = chain.forward_backward(inputs, items)
+        except _LIBRARY_ERRORS as error:
+            return _refusal(f"a shard does not run alone ({_one_line(error)})", 0.0)
         loss_difference = max(loss_difference, abs(loss.item() - cut_loss.item()))
         if step == 0:
             lost = chain.lost_gradients(whole)
@@ -318,9 +321,10 @@ class _Chain:
             for name, parameter in shard.model.named_parameters()
             if not (shard.range.is_first and shard.range.is_last and name == shard.head_name)
         }
+        kept = {id(parameter) for parameter in self._parameters.values()}
         self._optimizers = []
         for shard in shards:
-            own: list[torch.nn.Parameter] = [p for n, p in shard.model.named_parameters() if self._parameters.get(n) is p]
+            own = [p for p in shard.model.parameters() if id(p) in kept]
             self._optimizers.append(torch.optim.AdamW(own, lr=LEARNING_RATE))
 
     def forward_backward(
