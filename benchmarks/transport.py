@@ -3,8 +3,9 @@
     python -m benchmarks.transport --mb 16
 
 Both engines have a connection to one receiving process over the loopback. In each round both send
-the tensor a few times, in alternating order; a transfer lasts from before the send until the
-receiver's acknowledgement is back. The ratio is the median of the rounds' ratios
+the tensor once, in alternating order; a transfer lasts from before the send until the receiver's
+acknowledgement is back. With `--in-flight N` N tensors are sent before the acknowledgements are
+awaited, and the time is divided by N. The ratio is the median of the rounds' ratios
 bare seconds / link seconds: 1 means that the link costs nothing. Prints one JSON object per engine
 and one with the ratio; `--save` keeps all of it under benchmarks/results. `--slow-ms` makes the
 link's receiver sleep, to see that the measurement notices.
@@ -80,8 +81,8 @@ def serve(port: int, payload_bytes: int, slow_ms: float) -> None:
     bare.close()
 
 
-def measure(mb: float, rounds: int, repeats: int, slow_ms: float) -> dict[str, list[float]]:
-    """Seconds of one transfer for each engine and round (the mean of `repeats` transfers)."""
+def measure(mb: float, rounds: int, in_flight: int, slow_ms: float) -> dict[str, list[float]]:
+    """Seconds of one transfer for each engine and round (the mean of those in flight)."""
     tensor = torch.randn(int(mb * 1e6) // 2).to(torch.bfloat16)
     wire = to_wire(tensor)
     head = memoryview(bytes([1]) * _HEAD_BYTES)
@@ -92,39 +93,45 @@ def measure(mb: float, rounds: int, repeats: int, slow_ms: float) -> dict[str, l
             bare = listener.accept(60)
             bare.settimeout(None)
             bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            acknowledged: queue.SimpleQueue[Message] = queue.SimpleQueue()
-            link = Link(listener.accept(60), "receiver", acknowledged.put, _ignore_close)
+            acknowledged: queue.SimpleQueue[float] = queue.SimpleQueue()
+            acknowledgements = memoryview(bytearray(in_flight))
+
+            def note_arrival(message: Message) -> None:
+                acknowledged.put(time.perf_counter())
+
+            link = Link(listener.accept(60), "receiver", note_arrival, _ignore_close)
 
             def send_bare() -> float:
                 started = time.perf_counter()
-                _send_all(bare, [head, wire.data])
-                bare.recv(1)
-                return time.perf_counter() - started
+                for _ in range(in_flight):
+                    _send_all(bare, [head, wire.data])
+                _receive_exactly(bare, acknowledgements)
+                return (time.perf_counter() - started) / in_flight
 
             def send_link() -> float:
                 fields = {**_STEP, "stage": 1, "micro_batch": 0}
                 started = time.perf_counter()
-                link.send(Message(MessageType.FORWARD, fields, (wire,)))
-                acknowledged.get()
-                return time.perf_counter() - started
+                for _ in range(in_flight):
+                    link.send(Message(MessageType.FORWARD, fields, (wire,)))
+                arrived = [acknowledged.get() for _ in range(in_flight)]
+                return (arrived[-1] - started) / in_flight
 
-            seconds = _interleave({"bare": send_bare, "link": send_link}, rounds, repeats)
+            seconds = _interleave({"bare": send_bare, "link": send_link}, rounds)
             bare.close()
             link.close()
             child.wait(timeout=60)
     return seconds
 
 
-def _interleave(
-    engines: dict[str, Callable[[], float]], rounds: int, repeats: int
-) -> dict[str, list[float]]:
+def _interleave(engines: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)
-    for round_number in range(rounds + 1):
+    warm_up = 5  # buffers and the kernel's windows
+    for round_number in range(-warm_up, rounds):
         for name in names if round_number % 2 else names[::-1]:
-            mean = statistics.fmean(engines[name]() for _ in range(repeats))
-            if round_number:  # the first round warms buffers and the kernel's windows
-                seconds[name].append(mean)
+            elapsed = engines[name]()
+            if round_number >= 0:
+                seconds[name].append(elapsed)
     return seconds
 
 
@@ -146,8 +153,8 @@ def summarise(seconds: dict[str, list[float]], payload_bytes: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mb", type=float, default=16.0, help="tensor size in 10^6 bytes")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=10, help="transfers per round and engine")
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--in-flight", type=int, default=1, help="tensors before waiting")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="slow the link's receiver")
     parser.add_argument("--save", action="store_true", help="keep the result as a file")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -156,15 +163,17 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.payload_bytes, options.slow_ms)
         return
-    seconds = measure(options.mb, options.rounds, options.repeats, options.slow_ms)
+    seconds = measure(options.mb, options.rounds, options.in_flight, options.slow_ms)
     result = summarise(seconds, int(options.mb * 1e6))
     for engine in result["engines"]:
         print(json.dumps(engine))
     print(json.dumps({"ratio": result["ratio"], "target": 0.9}))
     if options.save:
-        settings = {"mb": options.mb, "repeats": options.repeats, "slow_ms": options.slow_ms}
+        names = ("mb", "rounds", "in_flight", "slow_ms")
+        settings = {name: getattr(options, name) for name in names}
         whole = {**result, "settings": settings, "environment": environment.describe()}
-        print(f"saved {environment.save('transport', whole)}", file=sys.stderr)
+        suffix = f"-{options.in_flight}-in-flight" if options.in_flight > 1 else ""
+        print(f"saved {environment.save('transport' + suffix, whole)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,9 @@ _TICK_S = 0.5
 """How long a thread sleeps in a socket call before it looks at its deadlines again."""
 _MAX_CALL_BYTES = 1 << 28
 """Most bytes given to one system call; macOS refuses 2 GiB and more."""
-_COALESCE_BYTES = 64 * 1024
-"""Where there is no sendmsg, buffers up to this size are joined into one."""
+_SMALL_BYTES = 64 * 1024
+"""Frames up to this size are written at once, in the sender's thread, when the link is idle; where
+there is no sendmsg, buffers up to this size are joined into one."""
 
 
 def _max_buffers() -> int:
@@ -380,11 +381,9 @@ class Link:
     # ---- writing
 
     def _enqueue(self, outgoing: _Outgoing) -> None:
-        """Write what the system takes at once, in the caller's thread; the writer does the rest.
-
-        Waking the writer costs more than writing a small frame, and the first megabytes of a
-        large one are on their way before it has woken up.
-        """
+        """Hand a frame to the writer; a small one is written at once when nothing is before it,
+        because waking the writer costs more."""
+        small = _CAN_TRY and outgoing.nbytes <= _SMALL_BYTES
         with self._changed:
             # A frame larger than the bound may pass alone.
             self._changed.wait_for(
@@ -396,7 +395,7 @@ class Link:
             )
             if self.closed:
                 raise self._reason or PeerLostError(f"{self.name}: the link is closed")
-            complete = _CAN_TRY and not self._queue and self._write_now(outgoing)
+            complete = small and not self._queue and self._write_now(outgoing)
             if complete:
                 self._count(outgoing)
             else:
@@ -603,7 +602,7 @@ def _coalesced(buffers: Sequence[Buffer]) -> Sequence[Buffer]:
     joined: list[Buffer] = []
     small: list[Buffer] = []
     for buffer in buffers:
-        if len(buffer) <= _COALESCE_BYTES:
+        if len(buffer) <= _SMALL_BYTES:
             small.append(buffer)
             continue
         if small:
