@@ -27,8 +27,8 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_framework.errors import CheckpointError, ResourceError
-from hetero_framework.models.anatomy import model_class
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.tiny import model_class
 
 if TYPE_CHECKING:
     from hetero_framework.models.adapters import AdapterPlan
@@ -125,8 +125,9 @@ def write_adapter(
         check.add(part)
         tensors.update({key: _own_copy(tensor) for key, tensor in part.items()})
     check.finish()
-    config = plan.lora_config
+    config = copy.deepcopy(plan.lora_config)
     config.base_model_name_or_path, config.revision = base_model, revision
+    config.inference_mode = True
     with _atomic_directory(directory, "adapter_config.json") as folder:
         save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
         config.save_pretrained(str(folder))

@@ -172,6 +172,7 @@ class _Shapes:
         }
         self.numbers = {n: p.numel() for n, p in whole.named_parameters(remove_duplicate=False)}
         self.buffers = {name: b.nbytes for name, b in whole.named_buffers()}
+        self.trains_everything = plan is None
         self.trainable = self._trainable(whole, plan, quantization is not None)
         self.matrices = {
             name: p.shape
@@ -245,6 +246,9 @@ def _stage_memory(
         held.pop(skeleton.head)
     trained = {n: v for n, v in shapes.trainable.items() if shapes.holds(n, rng)}
     gradients = sum(count * size for count, size in trained.values())
+    if spec.is_last and skeleton.head in shapes.weights and shapes.trains_everything:
+        # Both ends of a tied pair collect a gradient; only one of them has optimizer state.
+        gradients += shapes.weights[skeleton.head]
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     buffers = sum(n for name, n in shapes.buffers.items() if _is_here(skeleton, name, rng))
     batch_tokens = training.per_device_train_batch_size * tokens

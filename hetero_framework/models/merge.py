@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -88,7 +89,11 @@ def _merged_layers(
             head.data = head.data.clone()
         attach_plan(shard, plan, seed=0)
         assert shard.adapter is not None
-        shard.adapter.tuner.merge_and_unload()
+        with warnings.catch_warnings():
+            # Whether the ends stay tied is decided above, for the whole model.
+            warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")
+            warnings.filterwarnings("ignore", message="Input and output embeddings are no longer")
+            shard.adapter.tuner.merge_and_unload()
         shard.adapter = None
         yield from export_layers(shard, untie=untie)
 

@@ -7,7 +7,7 @@ import copy
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hetero_framework.models.anatomy import model_class
+from hetero_framework.models.tiny import model_class
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:

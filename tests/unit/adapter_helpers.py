@@ -1,0 +1,134 @@
+"""Tiny stock models, cut into shards and run as a chain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from hetero_framework.config import AdapterConfig, ModelConfig
+from hetero_framework.core.dal import open_device
+from hetero_framework.models.adapters import attach_adapter, trainable_parameters
+from hetero_framework.models.shard import Shard, ShardRange, load_shard
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    "gemma": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    },
+    "mixtral": {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_positions": 32},
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+}
+
+
+def save_model(folder: Path, model_type: str = "llama", **changes: Any) -> Path:
+    """A random stock model of 4 layers on disk."""
+    settings = {**SIZES[model_type], **EXTRA.get(model_type, {})}
+    settings.update({"n_layer": 4} if model_type == "gpt2" else {"num_hidden_layers": 4})
+    if model_type != "gpt2":
+        settings.update(num_key_value_heads=2, max_position_embeddings=64)
+    settings.update(vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, **changes)
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def stock(folder: Path, **kwargs: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs).train(False)
+
+
+def ranges(*bounds: int) -> list[ShardRange]:
+    """Shards between the layer numbers `bounds`, e.g. 0, 1, 4."""
+    last = len(bounds) - 2
+    return [
+        ShardRange(start, end, index == 0, index == last)
+        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+    ]
+
+
+def shards(
+    folder: Path,
+    *bounds: int,
+    adapter: AdapterConfig | None = None,
+    seed: int = 7,
+    attach: bool = True,
+    **model: Any,
+) -> list[Shard]:
+    settings = ModelConfig(name_or_path=str(folder), **model)
+    device = open_device("cpu")
+    parts = []
+    for span in ranges(*bounds):
+        shard = load_shard(settings, folder, span, device, seed=seed)
+        if attach:
+            attach_adapter(shard, adapter, folder, seed)
+        shard.train(False)
+        parts.append(shard)
+    return parts
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 96, (2, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def chain_logits(parts: list[Shard]) -> torch.Tensor:
+    inputs, hidden = batch(), None
+    with torch.no_grad():
+        for shard in parts[:-1]:
+            hidden = shard.forward(inputs, hidden)
+        return parts[-1].logits(inputs, hidden)
+
+
+def chain_backward(parts: list[Shard]) -> torch.Tensor:
+    """Loss of the chain; leaves gradients on the shards' parameters."""
+    inputs = batch()
+    crossing: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hidden = None
+    for shard in parts[:-1]:
+        out = shard.forward(inputs, hidden)
+        leaf = out.detach().requires_grad_()
+        crossing.append((out, leaf))
+        hidden = leaf
+    loss = parts[-1].loss(inputs, hidden, None)
+    loss.backward()
+    for out, leaf in reversed(crossing):
+        if out.requires_grad:
+            out.backward(leaf.grad)
+    return loss.detach()
+
+
+def stock_logits(model: torch.nn.Module) -> torch.Tensor:
+    inputs = batch()
+    with torch.no_grad():
+        return model(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
+        ).logits
+
+
+def randomise(parts: list[Shard]) -> None:
+    """Give every trainable tensor a value of its own, as if it had been trained."""
+    with torch.no_grad():
+        for shard in parts:
+            for name, parameter in trainable_parameters(shard):
+                generator = torch.Generator().manual_seed(sum(name.encode()))
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_((0.05 * noise).to(parameter.dtype))

@@ -1,0 +1,350 @@
+"""Adapters on shards against stock transformers and PEFT on the whole model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from hetero_framework.config import AdapterConfig
+from hetero_framework.errors import CheckpointError, ConfigError
+from hetero_framework.models.adapters import (
+    adapter_tensors,
+    expected_adapter_keys,
+    export_parts,
+    plan_adapter,
+    resolve_targets,
+    trainable_parameters,
+)
+from hetero_framework.models.export import write_adapter
+from hetero_framework.models.shard import Shard
+from tests.unit.adapter_helpers import (
+    batch,
+    chain_backward,
+    chain_logits,
+    randomise,
+    save_model,
+    shards,
+    stock,
+    stock_logits,
+)
+
+PREFIX = "base_model.model."
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
+def write(folder: Path, parts: list[Shard], base: Path) -> Path:
+    adapter = parts[0].adapter
+    assert adapter is not None
+    write_adapter(folder, [dict(export_parts(p)) for p in parts], adapter.plan, str(base))
+    return folder
+
+
+def stock_peft(base: Path, adapter: Path, **kwargs: Any) -> PeftModel:
+    model = PeftModel.from_pretrained(stock(base), str(adapter), **kwargs)
+    model.train(False)
+    return model
+
+
+CASES = {
+    "default targets": ("llama", {"lora_dropout": 0.1}),
+    "all-linear DoRA": ("llama", {"target_modules": "all-linear", "use_dora": True}),
+    "regex, rslora, biases": (
+        "gpt2",
+        {"target_modules": r".*\.h\.[13]\.attn\.c_attn", "use_rslora": True, "bias": "all"},
+    ),
+    "one layer only": ("llama", {"layers_to_transform": (2,), "target_modules": ("q_proj",)}),
+    "patterns": (
+        "llama",
+        {
+            "target_modules": ("q_proj", "v_proj"),
+            "exclude_modules": r".*layers\.0\..*",
+            "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 3},
+            "alpha_pattern": {"v_proj": 5},
+        },
+    ),
+    "tied embedding, saved norm": (
+        "gemma",
+        {"target_modules": ("q_proj", "embed_tokens"), "modules_to_save": ("norm",)},
+    ),
+    "saved head": ("llama", {"modules_to_save": ("lm_head",), "target_modules": ("o_proj",)}),
+    "fused experts": ("mixtral", {"target_modules": ("q_proj", "w1", "w2", "w3")}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+@pytest.mark.parametrize("case", CASES)
+def test_adapter_trained_on_shards_loads_into_stock_model_bit_equal(
+    case: str, tmp_path: Path
+) -> None:
+    model_type, settings = CASES[case]
+    base = save_model(tmp_path / "base", model_type)
+    parts = shards(base, 0, 1, 3, 4, adapter=AdapterConfig(**settings))
+    randomise(parts)
+    folder = write(tmp_path / "adapter", parts, base)
+
+    model = stock_peft(base, folder, is_trainable=True)
+    assert torch.equal(chain_logits(parts), stock_logits(model))
+
+    model(**batch(), use_cache=False).loss.backward()
+    chain_backward(parts)
+    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    found = dict(item for part in parts for item in trainable_parameters(part))
+    assert list(found) == sorted(found, key=lambda n: next(p for p in parts).rank(n))
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
+def test_initial_weights_do_not_depend_on_the_cut_but_on_the_seed(
+    init: bool | str, llama: Path
+) -> None:
+    adapter = AdapterConfig(target_modules="all-linear", init_lora_weights=init)  # type: ignore[arg-type]
+
+    def initial(*bounds: int, seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(len(bounds))
+        before = torch.get_rng_state()
+        parts = shards(llama, *bounds, adapter=adapter, seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        return {k: t for part in parts for k, t in adapter_tensors(part).items()}
+
+    whole, cut, other = initial(0, 4, seed=1), initial(0, 0, 2, 3, 4, seed=1), initial(0, 4, seed=2)
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
+    a_keys = [key for key in whole if "lora_A" in key]
+    assert not any(torch.equal(whole[key], other[key]) for key in a_keys)
+    assert len({float(whole[key].sum()) for key in a_keys}) == len(a_keys)
+
+
+def test_initial_weights_follow_pefts_rule(llama: Path) -> None:
+    found = adapter_tensors(shards(llama, 0, 4, adapter=AdapterConfig())[0])
+    for key, tensor in found.items():
+        if "lora_B" in key:
+            assert not tensor.any()
+        else:
+            # Kaiming uniform with a = sqrt(5): uniform in +-1/sqrt(inputs).
+            assert 0.9 / 8 < tensor.abs().max() <= 1 / 8
+
+
+def test_adapter_is_float32_over_bfloat16_as_in_peft(llama: Path) -> None:
+    (shard,) = shards(llama, 0, 4, adapter=AdapterConfig(), dtype="bfloat16")
+    model = get_peft_model(stock(llama, dtype=torch.bfloat16), LoraConfig(task_type="CAUSAL_LM"))
+    expected = {n.removeprefix(PREFIX): p.dtype for n, p in model.named_parameters()}
+    assert {n: p.dtype for n, p in shard.model.named_parameters()} == expected
+
+
+def test_adapter_config_file_equals_pefts(llama: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 16, "target_modules": ("q_proj", "v_proj")}
+    parts = shards(llama, 0, 2, 4, adapter=AdapterConfig(**settings))
+    write(tmp_path / "ours", parts, llama)
+    model = get_peft_model(
+        stock(llama),
+        LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]),
+    )
+    model.save_pretrained(tmp_path / "theirs")
+    files = [tmp_path / who / "adapter_config.json" for who in ("ours", "theirs")]
+    ours, theirs = (json.loads(file.read_text()) for file in files)
+    assert sorted(ours.pop("target_modules")) == sorted(theirs.pop("target_modules"))
+    assert ours == theirs
+    keys = [set(load_file(file.with_name("adapter_model.safetensors"))) for file in files]
+    assert (
+        keys[0]
+        == keys[1]
+        == expected_adapter_keys(AutoConfig.from_pretrained(llama), AdapterConfig(**settings))
+    )
+
+
+def test_targets_are_resolved_on_the_whole_model(llama: Path) -> None:
+    config = AutoConfig.from_pretrained(llama)
+    names = resolve_targets(config, AdapterConfig(target_modules=r".*\.[13]\.mlp\.up_proj"))
+    assert names == ["model.layers.1.mlp.up_proj", "model.layers.3.mlp.up_proj"]
+
+
+def test_shard_without_target_trains_nothing(llama: Path) -> None:
+    parts = shards(llama, 0, 2, 4, adapter=AdapterConfig(target_modules=r".*layers\.3.*q_proj"))
+    assert [len(trainable_parameters(part)) for part in parts] == [0, 2]
+    assert adapter_tensors(parts[0]) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ("nothing",)}, "nothing"),
+        ({"target_modules": ("q_proj", "qproj")}, "'qproj'"),
+        ({"modules_to_save": ("head",)}, "'head'"),
+        ({"target_modules": ("q_proj",), "layers_to_transform": (9,)}, "9"),
+    ],
+)
+def test_target_that_matches_nothing_is_an_error_that_lists_modules(
+    settings: dict[str, Any], said: str, llama: Path
+) -> None:
+    with pytest.raises(ConfigError, match="down_proj, .*q_proj") as caught:
+        plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(**settings))
+    assert said in str(caught.value)
+
+
+def test_full_training_trains_every_weight_in_model_order(llama: Path) -> None:
+    parts = shards(llama, 0, 1, 4)
+    found = [(part.rank(n), n) for part in parts for n, _ in trainable_parameters(part)]
+    assert [n for _, n in sorted(found)] == [n for n, _ in stock(llama).named_parameters()]
+
+
+# -- adapter.init_from ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that stock PEFT wrote, with weights other than its initial ones."""
+    folder = tmp_path_factory.mktemp("adapter")
+    model = get_peft_model(
+        stock(llama),
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=4,
+            lora_alpha=12,
+            lora_dropout=0.05,
+            target_modules=["q_proj", "down_proj"],
+        ),
+    )
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_continued_adapter_equals_pefts_own_loading(llama: Path, saved: Path) -> None:
+    parts = shards(llama, 0, 1, 3, 4, adapter=AdapterConfig(init_from=str(saved)))
+    model = stock_peft(llama, saved, is_trainable=True)
+    assert torch.equal(chain_logits(parts), stock_logits(model))
+    found = dict(item for part in parts for item in trainable_parameters(part))
+    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert parts[0].adapter is not None
+    assert parts[0].adapter.plan.lora_config.r == 4
+
+
+@pytest.mark.parametrize(
+    "settings", [{"r": 8}, {"target_modules": ("q_proj",)}, {"lora_alpha": 8}, {"use_dora": True}]
+)
+def test_setting_that_contradicts_the_adapter_is_an_error(
+    settings: dict[str, Any], llama: Path, saved: Path
+) -> None:
+    config = AutoConfig.from_pretrained(llama)
+    adapter = AdapterConfig(init_from=str(saved), **settings)
+    with pytest.raises(ConfigError, match=f"adapter.{next(iter(settings))} is"):
+        plan_adapter(config, adapter)
+
+
+def test_agreeing_settings_and_another_dropout_are_accepted(llama: Path, saved: Path) -> None:
+    adapter = AdapterConfig(
+        init_from=str(saved), r=4, target_modules=("down_proj", "q_proj"), lora_dropout=0.2
+    )
+    plan = plan_adapter(AutoConfig.from_pretrained(llama), adapter)
+    assert plan.lora_config.lora_dropout == 0.2
+
+
+def test_defaults_written_out_on_the_wire_are_no_contradiction(llama: Path, saved: Path) -> None:
+    text = AdapterConfig(init_from=str(saved)).model_dump_json()
+    plan = plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig.model_validate_json(text))
+    assert plan.lora_config.r == 4
+    assert plan.lora_config.lora_dropout == 0.05
+
+
+def test_adapter_file_with_missing_or_foreign_tensors_is_refused(
+    llama: Path, saved: Path, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(llama)
+    (tmp_path / "adapter_config.json").write_bytes((saved / "adapter_config.json").read_bytes())
+    tensors = load_file(saved / "adapter_model.safetensors")
+    key = f"{PREFIX}model.layers.2.self_attn.q_proj.lora_A.weight"
+    tensor = tensors.pop(key)
+    adapter = AdapterConfig(init_from=str(tmp_path))
+    for changed, said in (
+        (tensors, "missing: .*layers.2"),
+        ({**tensors, key: tensor, key.replace("2", "7"): tensor.clone()}, "no layer: .*layers.7"),
+        ({**tensors, key: tensor[:2].contiguous()}, r"has shape \(2, 64\)"),
+    ):
+        save_file(changed, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ConfigError, match=said):
+            plan_adapter(config, adapter)
+
+
+def test_adapter_directory_that_is_absent_or_broken_is_an_error(
+    llama: Path, saved: Path, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(llama)
+    adapter = AdapterConfig(init_from="adapter")
+    with pytest.raises(ConfigError, match="no adapter in"):
+        plan_adapter(config, adapter, tmp_path)
+    (tmp_path / "adapter").mkdir()
+    settings = (saved / "adapter_config.json").read_text()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(settings)
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"no safetensors")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        plan_adapter(config, adapter, tmp_path)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "pissa_niter_4"])
+def test_initialisation_that_rewrites_the_base_is_refused(
+    init: str, llama: Path, saved: Path, tmp_path: Path
+) -> None:
+    settings = json.loads((saved / "adapter_config.json").read_text())
+    settings["init_lora_weights"] = init
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "adapter_model.safetensors").write_bytes(
+        (saved / "adapter_model.safetensors").read_bytes()
+    )
+    with pytest.raises(ConfigError, match="base weights"):
+        plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(init_from=str(tmp_path)))
+
+
+# -- the finished directory -----------------------------------------------------------------------
+
+
+def test_incomplete_adapter_is_never_written(llama: Path, tmp_path: Path) -> None:
+    parts = shards(llama, 0, 1, 3, 4, adapter=AdapterConfig())
+    assert parts[0].adapter is not None
+    tensors = [dict(export_parts(part)) for part in parts]
+    target = tmp_path / "adapter"
+    plan = parts[0].adapter.plan
+    for given, said in (
+        (tensors[:1] + tensors[2:], r"8 missing tensors: .*layers\.1\."),
+        (tensors + tensors[:1], "two stages"),
+        (tensors + [{"else": torch.zeros(1)}], "does not have: else"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            write_adapter(target, given, plan, str(llama))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_adapter_replaces_an_older_one_but_nothing_else(llama: Path, tmp_path: Path) -> None:
+    parts = shards(llama, 0, 4, adapter=AdapterConfig())
+    target = write(tmp_path / "adapter", parts, llama)
+    (target / "stale").write_text("")
+    write(target, parts, llama)
+    assert {p.name for p in target.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter1.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="will not be replaced"):
+        write(thesis, parts, llama)
+    assert (thesis / "chapter1.txt").read_text() == "mine"

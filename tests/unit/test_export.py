@@ -1,0 +1,220 @@
+"""Checkpoints and merged adapters against transformers' and PEFT's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from hetero_framework.config import AdapterConfig
+from hetero_framework.errors import CheckpointError, ModelError, ResourceError
+from hetero_framework.models import export
+from hetero_framework.models.adapters import export_parts
+from hetero_framework.models.export import (
+    expected_checkpoint_tensors,
+    export_tensors,
+    write_adapter,
+    write_checkpoint,
+)
+from hetero_framework.models.merge import merge_adapter
+from hetero_framework.models.shard import Shard
+from tests.unit.adapter_helpers import (
+    chain_logits,
+    randomise,
+    save_model,
+    shards,
+    stock,
+    stock_logits,
+)
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "gpt2 tied": ("gpt2", {}),
+    "gemma tied": ("gemma", {}),
+}
+
+
+def load_cleanly(folder: Path) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.train(False)
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: t for f in sorted(folder.glob("*.safetensors")) for k, t in load_file(f).items()}
+
+
+def parts_of(pieces: list[Shard]) -> list[dict[str, torch.Tensor]]:
+    return [dict(export_parts(piece)) for piece in pieces]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoint_from_shards_equals_the_librarys_own(name: str, tmp_path: Path) -> None:
+    model_type, settings = MODELS[name]
+    base = save_model(tmp_path / "base", model_type, **settings)
+    pieces = shards(base, 0, 1, 3, 4)
+    generation = GenerationConfig.from_pretrained(base)
+    target = tmp_path / "out"
+    write_checkpoint(target, parts_of(pieces), pieces[0].config, generation, max_file_bytes=100_000)
+    ours, theirs = files_of(target), files_of(base)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert torch.equal(stock_logits(load_cleanly(target)), chain_logits(pieces))
+    for file in ("config.json", "generation_config.json"):
+        assert (target / file).read_text() == (base / file).read_text()
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in ours.values())
+    assert len(set(index["weight_map"].values())) > 1
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["base", "out"]
+
+
+def test_trained_weights_and_not_the_loaded_ones_are_exported(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    pieces = shards(base, 0, 2, 4)
+    randomise(pieces)
+    write_checkpoint(tmp_path / "out", parts_of(pieces), pieces[0].config)
+    logits = stock_logits(load_cleanly(tmp_path / "out"))
+    assert torch.equal(logits, chain_logits(pieces))
+    assert not torch.equal(logits, stock_logits(stock(base)))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_exported_names_are_the_classes_own_whatever_the_checkpoint_called_them(
+    tmp_path: Path,
+) -> None:
+    base = save_model(tmp_path / "base", "gpt2")
+    model = stock(base)
+    model.transformer.save_pretrained(tmp_path / "bare")
+    pieces = shards(tmp_path / "bare", 0, 2, 4)
+    found = {k for piece in pieces for k in export_tensors(piece)}
+    assert found == set(expected_checkpoint_tensors(model.config)) == set(files_of(base))
+
+
+def test_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    pieces = shards(base, 0, 1, 3, 4)
+    parts = parts_of(pieces)
+    for given, said in (
+        (parts[:1] + parts[2:], "missing tensors: model.layers.1"),
+        (parts + parts[-1:], "two stages"),
+        ([{**parts[0], "extra": torch.zeros(2)}], "does not have: extra"),
+        ([{"model.norm.weight": torch.zeros(3)}], "wrong shape: model.norm.weight"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            write_checkpoint(tmp_path / "out", given, pieces[0].config, max_file_bytes=50_000)
+        assert [p.name for p in tmp_path.iterdir()] == ["base"]
+
+
+def test_failing_disk_leaves_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model(tmp_path / "base")
+    pieces = shards(base, 0, 4)
+    target = tmp_path / "out"
+    write_checkpoint(target, parts_of(pieces), pieces[0].config)
+    before = files_of(target)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    randomise(pieces)
+    with pytest.raises(ResourceError, match="No space left"):
+        write_checkpoint(target, parts_of(pieces), pieces[0].config)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
+    assert all(torch.equal(t, before[k]) for k, t in files_of(target).items())
+
+
+def test_writer_keeps_no_more_than_a_file_and_copies_what_it_keeps(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    (piece,) = shards(base, 0, 4)
+    buffer = torch.zeros(96 * 64)
+
+    def reused() -> Any:
+        for key, tensor in export_parts(piece):
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            yield {key: view.copy_(tensor)}
+        buffer.zero_()
+
+    buffer = torch.zeros(max(t.numel() for _, t in export_parts(piece)))
+    write_checkpoint(tmp_path / "out", reused(), piece.config)
+    ours, theirs = files_of(tmp_path / "out"), files_of(base)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+# -- merging --------------------------------------------------------------------------------------
+
+
+def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig) -> Path:
+    pieces = shards(base, 0, 2, 4, adapter=adapter)
+    randomise(pieces)
+    assert pieces[0].adapter is not None
+    write_adapter(folder, parts_of(pieces), pieces[0].adapter.plan, str(base))
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"target_modules": "all-linear", "use_dora": True}),
+        ("llama", {"modules_to_save": ("lm_head",), "target_modules": ("q_proj", "embed_tokens")}),
+        ("gpt2", {"bias": "all"}),
+        ("mixtral", {"target_modules": ("q_proj", "w1", "w2", "w3")}),
+    ],
+)
+def test_merged_checkpoint_equals_pefts_merge(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", model_type)
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(**settings))
+    merge_adapter(adapter, str(base), tmp_path / "merged")
+    reference = PeftModel.from_pretrained(stock(base), str(adapter)).merge_and_unload()
+    merged = load_cleanly(tmp_path / "merged")
+    assert torch.equal(stock_logits(merged), stock_logits(reference))
+    assert (tmp_path / "merged" / "generation_config.json").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+@pytest.mark.parametrize("layers", [4, 1])
+def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "gemma", num_hidden_layers=layers)
+    pieces = shards(base, 0, layers, adapter=AdapterConfig(target_modules=("embed_tokens",)))
+    randomise(pieces)
+    assert pieces[0].adapter is not None
+    write_adapter(tmp_path / "adapter", parts_of(pieces), pieces[0].adapter.plan, str(base))
+    merge_adapter(tmp_path / "adapter", str(base), tmp_path / "merged")
+    merged = load_cleanly(tmp_path / "merged")
+    assert not merged.config.tie_word_embeddings
+    unmerged = PeftModel.from_pretrained(stock(base), str(tmp_path / "adapter"))
+    torch.testing.assert_close(stock_logits(merged), stock_logits(unmerged))
+
+
+def test_merge_writes_the_wanted_type(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
+    merge_adapter(adapter, str(base), tmp_path / "merged", dtype="bfloat16")
+    model = load_cleanly(tmp_path / "merged")
+    reference = PeftModel.from_pretrained(
+        stock(base, dtype=torch.bfloat16), str(adapter)
+    ).merge_and_unload()
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(stock_logits(model), stock_logits(reference))
+
+
+def test_merge_into_a_quantised_model_says_to_give_the_full_one(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="full-precision model"):
+        merge_adapter(tmp_path / "adapter", str(base), tmp_path / "merged")
