@@ -73,10 +73,13 @@ def train(
                 facts = cluster.connect()
                 preparation.check_memory(parts, facts)
                 cluster.load()
-                run = Coordinator(config, parts, cluster, show, stop)
-                run.start(resume if resume is not None else config.resume_step, facts)
-                run.loop()
-                return run.finish()
+                with MetricsWriter(
+                    config.output_dir, config.training.report_to, logging_dir=config.logging_dir
+                ) as metrics:
+                    run = Coordinator(config, parts, cluster, metrics, show, stop)
+                    run.start(resume if resume is not None else config.resume_step, facts)
+                    run.loop()
+                    return run.finish()
         except KeyboardInterrupt:
             raise StoppedEarly("stopped at once; the last complete checkpoint stays valid") from None
         finally:
@@ -91,6 +94,7 @@ class Coordinator:
         config: Config,
         parts: preparation.Prepared,
         cluster: Cluster,
+        metrics: MetricsWriter,
         progress: Progress,
         stop: StopRequest,
     ) -> None:
@@ -107,9 +111,7 @@ class Coordinator:
         self._store = CheckpointStore(
             config.checkpoints, config.training.save_total_limit, notify=progress.message
         )
-        self._metrics = MetricsWriter(
-            config.output_dir, config.training.report_to, logging_dir=config.logging_dir
-        )
+        self._metrics = metrics
         self._step = 0  # steps done
         self._tokens = 0
         self._skipped = 0  # in a row
@@ -278,7 +280,6 @@ class Coordinator:
                 self._parts, (part.tensors for _, _, part in self._pipeline.read_state("export"))
             )
         )
-        self._metrics.close()
         files = preparation.result_files(self._config, result, self._metrics.path)
         self._progress.close(files)
         return RunSummary(self._step, tuple(self._losses), files)
@@ -341,7 +342,6 @@ class Coordinator:
                 self.save()
             if self._saved_step is not None:
                 hint = "continue with --resume latest"
-        self._metrics.close()
         raise StoppedEarly(where, hint=hint)
 
     def _restore(self, resume: int | str) -> None:

@@ -1,0 +1,48 @@
+# make setup   .venv with everything (VENV=... another place, TORCH_SPEC=... another torch)
+# make demo    the whole job on this machine, offline after setup
+# make test    lint, types and the whole suite
+# make bench   the benchmarks; results under benchmarks/results
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_SPEC ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+ifeq ($(OS),Windows_NT)
+BIN := $(VENV)/Scripts
+else
+BIN := $(VENV)/bin
+endif
+STAMP := $(VENV)/.hetero-setup
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(STAMP)
+
+# torch first: with it installed, nothing that follows pulls another (and larger) build of it.
+$(STAMP): requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH_SPEC)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -c "import pathlib; pathlib.Path('$(STAMP)').touch()"
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+bench: setup
+	$(BIN)/python -m benchmarks.transport
+	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.shard_memory
+
+clean:
+	$(PYTHON) -c "import shutil; [shutil.rmtree(p, ignore_errors=True) for p in ('runs', 'build', '.pytest_cache', '.mypy_cache', '.ruff_cache')]"

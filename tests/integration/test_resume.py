@@ -1,0 +1,134 @@
+"""A resumed run is the uninterrupted one, to the last bit, also under another plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_framework.config import Config
+from hetero_framework.errors import CheckpointError
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import Pool, read_metrics
+from tests.integration.test_parity import LORA, assert_same, weights
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
+
+
+def make(pool: Pool, llama: Path, texts: Path, output: Path, cuts: list[int], **sections) -> Config:
+    training = {**SAVING, **sections.pop("training", {})}
+    return Config.from_dict(
+        pool.config(
+            output,
+            cuts,
+            model={"name_or_path": str(llama)},
+            data={"train": str(texts), "max_length": 64, "eval": str(texts)},
+            training=training,
+            **sections,
+        )
+    )
+
+
+def evals(output: Path) -> list[tuple]:
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [(e["step"], e["eval_loss"], e["eval_perplexity"]) for e in lines if "eval_loss" in e]
+
+
+@pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
+def test_resume_under_other_plans_equals_the_uninterrupted_run(
+    adapter, pool, llama, texts, tmp_path
+) -> None:
+    training = {"eval_steps": 3}
+    train(make(pool, llama, texts, tmp_path / "whole", [3], adapter=adapter, training=training))
+    # Stopped after step 5 (of 9, in the middle of the second epoch), then resumed from step 4.
+    parts = tmp_path / "parts"
+    first = make(pool, llama, texts, parts, [2, 4], adapter=adapter, training=training)
+    stop_after(first, 5)
+    train(make(pool, llama, texts, parts, [1, 2, 3, 5], adapter=adapter, training=training), resume=4)
+    assert read_metrics(parts) == read_metrics(tmp_path / "whole")
+    assert evals(parts) == evals(tmp_path / "whole")
+    assert [step for step, _, _ in evals(parts)] == [3, 6, 9]
+    assert_same(weights(parts), weights(tmp_path / "whole"))
+
+
+def stop_after(config: Config, steps: int) -> None:
+    """Train and die after so many steps, as a crash would: nothing is saved on the way out."""
+    from hetero_framework.visualizer.progress import Progress
+
+    class Crash(Exception):
+        pass
+
+    class Bomb(Progress):
+        def step(self, metrics) -> None:
+            super().step(metrics)
+            if metrics["step"] == steps:
+                raise Crash
+
+    with pytest.raises(Crash):
+        train(config, progress=Bomb())
+
+
+def test_resume_of_an_absent_step_lists_the_complete_ones(pool, llama, texts, tmp_path) -> None:
+    config = make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 5})
+    train(config)
+    with pytest.raises(CheckpointError, match="2, 4, 5"):
+        train(config, resume=3)
+
+
+def test_resume_with_other_data_or_settings_is_refused(pool, llama, texts, tmp_path) -> None:
+    train(make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 2}))
+    other = make(pool, llama, texts, tmp_path / "run", [3], training={"seed": 7})
+    with pytest.raises(CheckpointError, match=r"training\.seed was 42, now it is 7"):
+        train(other, resume="latest")
+    texts2 = tmp_path / "other.jsonl"
+    texts2.write_text(texts.read_text() + '{"text": "one more"}\n')
+    with pytest.raises(CheckpointError, match="other training data"):
+        train(make(pool, llama, texts2, tmp_path / "run", [3]), resume="latest")
+
+
+def test_checkpoint_needs_no_worker_disk(pool, llama, texts, tmp_path) -> None:
+    config = make(pool, llama, texts, tmp_path / "run", [2, 4], adapter=LORA)
+    train(config)
+    steps = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert steps == ["step_6", "step_8", "step_9"]
+    files = {p.name for p in (tmp_path / "run" / "checkpoints" / "step_9").iterdir()}
+    assert files == {"manifest.json", *(f"stage-{k}.0.safetensors" for k in range(3))}
+
+
+def test_fresh_start_keeps_an_earlier_run(pool, llama, texts, tmp_path) -> None:
+    config = make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 2})
+    train(config)
+    train(config)
+    assert (tmp_path / "run" / "previous-1" / "checkpoints" / "step_2" / "manifest.json").exists()
+    assert len(read_metrics(tmp_path / "run")) == 2
+
+
+def test_evaluation_leaves_training_alone(pool, llama, texts, tmp_path) -> None:
+    train(make(pool, llama, texts, tmp_path / "with", [3], adapter=LORA, training={"eval_steps": 1}))
+    train(make(pool, llama, texts, tmp_path / "without", [3], adapter=LORA))
+    assert read_metrics(tmp_path / "with") == read_metrics(tmp_path / "without")
+    assert len(evals(tmp_path / "with")) == 9
+
+
+def test_eval_loss_is_the_mean_over_tokens(pool, llama, texts, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from hetero_framework.data import load_data, load_tokenizer
+
+    config = make(
+        pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 1, "eval_on_start": True, "eval_strategy": "steps"}
+    )
+    train(config)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    data = load_data(config, load_tokenizer(config))
+    total = items = 0.0
+    with torch.no_grad():
+        for batch in data.eval_batches():
+            count = data.num_items([batch])
+            total += float(model(**batch, num_items_in_batch=torch.tensor(1.0)).loss)
+            items += count
+    assert evals(tmp_path / "run")[0][1] == total / items
