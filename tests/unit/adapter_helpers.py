@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def ranges(*bounds: int) -> list[ShardRange]:
     last = len(bounds) - 2
     return [
         ShardRange(start, end, index == 0, index == last)
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for index, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
 
 

@@ -190,7 +190,7 @@ def test_shard_without_target_trains_nothing(llama: Path) -> None:
 def test_target_that_matches_nothing_is_an_error_that_lists_modules(
     settings: dict[str, Any], said: str, llama: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="down_proj, .*q_proj") as caught:
+    with pytest.raises(ConfigError, match=r"down_proj, .*q_proj") as caught:
         plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(**settings))
     assert said in str(caught.value)
 
