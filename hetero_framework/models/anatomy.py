@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.tiny import model_class, shrink
 
 PROBE_ROWS, PROBE_TOKENS = 2, 12
@@ -92,7 +93,8 @@ class Anatomy:
 
 def learn_anatomy(config: PretrainedConfig) -> Anatomy:
     """Learn the anatomy of `config`'s model. Raises ArchitectureError when no cut is possible."""
-    tiny = shrink(config)
+    with quiet_library():
+        tiny = shrink(config)
     key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
     return _learn_cached(_Hashable(key, tiny))
 
@@ -112,7 +114,7 @@ class _Hashable:
 
 @functools.lru_cache(maxsize=8)
 def _learn_cached(entry: _Hashable) -> Anatomy:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_library():
         torch.manual_seed(0)
         return _learn(model_class(entry.config), entry.config)
 

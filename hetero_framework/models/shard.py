@@ -40,6 +40,7 @@ from hetero_framework.models.anatomy import (
     tied_names,
 )
 from hetero_framework.models.quantization import quantization_config, stored_quantization_config
+from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
 
@@ -432,7 +433,7 @@ def _load(
     quantized = quantization is not None or hasattr(config, "quantization_config")
     model: Any
     report: dict[str, Any]
-    with checkpoint.slices(wanted) as slices:
+    with quiet_library(), checkpoint.slices(wanted) as slices:
         model, report = cls.from_pretrained(  # type: ignore[misc]
             None,
             config=config,

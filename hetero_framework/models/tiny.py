@@ -212,6 +212,7 @@ def _narrow(fields: dict[str, Any]) -> dict[str, Any]:
             narrow[name] = min(value, _AT_MOST[name])
     narrow.update(_key_value_heads(fields))
     narrow.update(_related(fields))
+    narrow.update(_rotary(fields))
     narrow.update(_tokens(fields))
     return narrow
 
@@ -243,6 +244,19 @@ def _related(fields: dict[str, Any]) -> dict[str, Any]:
             changes["attention_head_dim"] = changes["attention_hidden_size"] // HEADS
     if fields.get("is_decoder") is False:
         changes["is_decoder"] = True
+    return changes
+
+
+def _rotary(fields: dict[str, Any]) -> dict[str, Any]:
+    """Lists with one entry per rotary frequency, or sections of them."""
+    frequencies = int(HEAD_DIM * fields.get("partial_rotary_factor", 1.0)) // 2
+    changes: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        if name in fields:
+            changes[name] = [1.0] * frequencies
+    if isinstance(fields.get("mrope_section"), list):
+        third = frequencies // 3
+        changes["mrope_section"] = [frequencies - 2 * third, third, third]
     return changes
 
 

@@ -8,13 +8,12 @@ refused with the reason and never trained wrong.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.anatomy import learn_anatomy, probe_inputs
+from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import (
     Checkpoint,
     Shard,
@@ -116,7 +116,8 @@ def verify_model(
     if config is not None and config.model is not None:
         tiny = shrink(load_model_config(config.model, config.base_dir))
     elif model_type is not None:
-        tiny = tiny_config(model_type)
+        with quiet_library():
+            tiny = tiny_config(model_type)
     else:
         raise ArchitectureError("There is no model to verify: name a configuration or a type.")
     if cuts is not None or config is None:
@@ -202,7 +203,7 @@ def _deterministic(config: PretrainedConfig) -> PretrainedConfig:
 def _build(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> tuple[Any, list[Shard]]:
     """The stock model and the shards, from one checkpoint."""
     anatomy = learn_anatomy(config)
-    with _quiet(), tempfile.TemporaryDirectory() as directory:
+    with quiet_library(), tempfile.TemporaryDirectory() as directory:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = anatomy.model_class._from_config(config, dtype=torch.float32)
@@ -225,21 +226,6 @@ def _perturb(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 1 and parameter.is_floating_point():
                 parameter.add_(0.1 * torch.randn_like(parameter))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The library's notices about tiny models are of no use here."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.logging.enable_progress_bar()
 
 
 def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig) -> dict[str, Any]:

@@ -1,0 +1,469 @@
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hetero_framework.config import ModelConfig
+from hetero_framework.core.dal import open_device
+from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.models import weights
+from hetero_framework.models.anatomy import learn_anatomy, probe_inputs
+from hetero_framework.models.shard import (
+    Checkpoint,
+    Shard,
+    ShardRange,
+    build_shard,
+    load_model_config,
+    load_shard,
+    num_layers,
+)
+from hetero_framework.models.tiny import tiny_config
+
+ITEMS = torch.tensor(21)
+CUTS = {
+    "one shard": [0, 6],
+    "two shards": [0, 3, 6],
+    "embedding alone": [0, 0, 2, 6],
+    "head alone": [0, 1, 5, 6, 6],
+}
+
+
+def ranges(bounds: list[int]) -> list[ShardRange]:
+    last = len(bounds) - 2
+    return [
+        ShardRange(start, end, i == 0, i == last)
+        for i, (start, end) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+@functools.lru_cache
+def config_of(model_type: str) -> Any:
+    return tiny_config(model_type)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that gives the directory of a tiny random checkpoint, several files each."""
+
+    @functools.lru_cache
+    def make(model_type: str) -> Path:
+        path = tmp_path_factory.mktemp(model_type)
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config_of(model_type))
+        model.save_pretrained(path, max_shard_size="60KB")
+        return path
+
+    return make
+
+
+def build(model_type: str, path: Path | None, bounds: list[int], **kwargs: Any) -> list[Shard]:
+    checkpoint = None if path is None else Checkpoint(str(path))
+    return [build_shard(config_of(model_type), checkpoint, r, **kwargs) for r in ranges(bounds)]
+
+
+def run(shards: list[Shard], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    """Loss and all gradients; gradients of a tied weight are summed under the embedding's name."""
+    hidden, boundaries = None, []
+    for shard in shards[:-1]:
+        out = shard.forward(inputs, hidden)
+        hidden = out.detach().requires_grad_()
+        boundaries.append((out, hidden))
+    loss = shards[-1].loss(inputs, hidden, ITEMS)
+    loss.backward()
+    for out, received in reversed(boundaries):
+        out.backward(received.grad)
+    gradients: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        for name, parameter in shard.model.named_parameters():
+            if parameter.grad is not None:
+                assert name not in gradients
+                gradients[name] = parameter.grad
+    if shards[0].tied:
+        head = gradients.pop(str(shards[0].head_name))
+        gradients[str(shards[0].embedding_name)] += head
+    return loss.detach(), gradients
+
+
+@functools.lru_cache
+def whole(model_type: str, path: Path) -> tuple[torch.Tensor, dict, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    inputs = probe_inputs(config_of(model_type))
+    output = model(**inputs, num_items_in_batch=ITEMS, use_cache=False)
+    output.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return output.loss.detach(), gradients, output.logits.detach()
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+def test_cut_model_equals_whole_model_to_the_bit(
+    model_type: str, cut: str, checkpoints: Any
+) -> None:
+    path = checkpoints(model_type)
+    expected_loss, expected, _ = whole(model_type, path)
+    loss, gradients = run(build(model_type, path, CUTS[cut]), probe_inputs(config_of(model_type)))
+    assert torch.equal(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(gradients[name], gradient), name
+
+
+def test_logits_of_the_last_shard_equal_the_whole_models(checkpoints: Any) -> None:
+    path = checkpoints("llama")
+    first, last = build("llama", path, [0, 4, 6])
+    inputs = probe_inputs(config_of("llama"))
+    logits = last.logits(inputs, first.forward(inputs, None))
+    assert torch.equal(logits, whole("llama", path)[2])
+
+
+def test_loss_without_item_count_is_the_mean(checkpoints: Any) -> None:
+    (shard,) = build("llama", checkpoints("llama"), [0, 6])
+    inputs = probe_inputs(config_of("llama"))
+    labels = int((inputs["labels"][:, 1:] != -100).sum())
+    mean, total = shard.loss(inputs, None, None), shard.loss(inputs, None, torch.tensor(1))
+    torch.testing.assert_close(mean * labels, total)
+
+
+def test_position_ids_reach_every_shard(checkpoints: Any) -> None:
+    inputs = probe_inputs(config_of("llama"))
+    shifted = {**inputs, "position_ids": torch.arange(12).expand(2, 12) * 3}
+    one = build("llama", checkpoints("llama"), [0, 6])
+    cut = build("llama", checkpoints("llama"), [0, 2, 6])
+    assert torch.equal(run(one, shifted)[0], run(cut, shifted)[0])
+    assert not torch.equal(run(one, shifted)[0], run(one, inputs)[0])
+
+
+def test_shard_holds_only_its_layers_under_global_names(checkpoints: Any) -> None:
+    expected = set(AutoModelForCausalLM.from_pretrained(checkpoints("llama")).state_dict())
+    shards = build("llama", checkpoints("llama"), [0, 2, 5, 6])
+    held = [{name for name, _ in s.model.named_parameters()} for s in shards]
+    assert set().union(*held) == expected
+    assert sum(map(len, held)) == len(expected)
+    assert {n.split(".")[2] for n in held[1]} == {"2", "3", "4"}
+    assert "model.layers.0" in shards[1].absent_modules
+    assert "lm_head" in shards[1].absent_modules
+    assert "model.layers.3" not in shards[1].absent_modules
+
+
+def test_rank_restores_the_whole_models_order(checkpoints: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("gpt2"))
+    shards = build("gpt2", checkpoints("gpt2"), [0, 2, 5, 6])
+    ranked = [(s.rank(n), n) for s in shards for n, _ in s.model.named_parameters()]
+    random.Random(0).shuffle(ranked)
+    merged = [name for _, name in sorted(ranked)]
+    assert merged == [*[n for n, _ in model.named_parameters()], "lm_head.weight"]
+    lora = "transformer.h.3.attn.c_attn.lora_A.default.weight"
+    assert shards[0].rank("transformer.h.3.attn.c_attn.bias") < shards[0].rank(lora)
+    assert shards[0].rank(lora) < shards[0].rank("transformer.h.3.attn.c_proj.weight")
+
+
+def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
+    (alone,) = build("gpt2", checkpoints("gpt2"), [0, 6])
+    embedding = alone.model.get_parameter("transformer.wte.weight")
+    head = alone.model.get_parameter("lm_head.weight")
+    assert alone.tied
+    assert (alone.embedding_name, alone.head_name) == ("transformer.wte.weight", "lm_head.weight")
+    assert embedding is not head
+    assert embedding.data_ptr() == head.data_ptr()
+
+    first, last = build("gpt2", checkpoints("gpt2"), [0, 3, 6])
+    assert torch.equal(last.model.get_parameter("lm_head.weight"), embedding)
+    assert "transformer.wte.weight" not in dict(last.model.named_parameters())
+    assert "lm_head.weight" not in dict(first.model.named_parameters())
+
+
+def test_untied_model_says_so(checkpoints: Any) -> None:
+    (shard,) = build("llama", checkpoints("llama"), [0, 6])
+    assert (shard.tied, shard.embedding_name, shard.head_name) == (False, None, None)
+
+
+def test_random_weights_do_not_depend_on_the_cut() -> None:
+    for model_type in ("gpt2", "mixtral", "mamba"):
+        held: dict[str, torch.Tensor] = {}
+        for shard in build(model_type, None, [0, 2, 5, 6], seed=5):
+            held.update(shard.model.state_dict())
+        (alone,) = build(model_type, None, [0, 6], seed=5)
+        expected = alone.model.state_dict()
+        assert held.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(held[name], value), name
+
+
+def test_random_weights_depend_on_the_seed_and_follow_the_models_own_rule() -> None:
+    (one,), (other,) = build("gpt2", None, [0, 6], seed=5), build("gpt2", None, [0, 6], seed=6)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    weight = one.model.get_parameter(name)
+    assert not torch.equal(weight, other.model.get_parameter(name))
+    assert not torch.equal(weight, one.model.get_parameter(name.replace("1", "2")))
+    assert weight.std().item() == pytest.approx(config_of("gpt2").initializer_range, rel=0.1)
+    assert torch.equal(one.model.get_parameter("transformer.ln_f.weight"), torch.ones(64))
+
+
+def seed_by_place(place: str | int) -> None:
+    torch.manual_seed(1000 + place if isinstance(place, int) else len(place))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+def test_dropout_does_not_depend_on_the_cut(checkpointing: bool, checkpoints: Any) -> None:
+    assert config_of("gpt2").resid_pdrop == 0.1
+    inputs = probe_inputs(config_of("gpt2"))
+    results = []
+    for bounds in CUTS.values():
+        shards = build("gpt2", checkpoints("gpt2"), bounds)
+        for shard in shards:
+            shard.train(True)
+            shard.on_enter = seed_by_place
+            if checkpointing:
+                enable_checkpointing(shard)
+        results.append(run(shards, inputs))
+    loss, gradients = results[0]
+    assert not torch.equal(loss, whole("gpt2", checkpoints("gpt2"))[0])
+    for other_loss, other in results[1:]:
+        assert torch.equal(other_loss, loss)
+        assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
+
+
+def enable_checkpointing(shard: Shard) -> None:
+    enable = getattr(shard.model, "activation_checkpointing_enable", None)
+    (enable or shard.model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def test_recompute_gives_the_gradients_of_the_stored_forward(checkpoints: Any) -> None:
+    inputs = probe_inputs(config_of("gpt2"))
+    both = []
+    for checkpointing in (False, True):
+        shards = build("gpt2", checkpoints("gpt2"), [0, 2, 6])
+        for shard in shards:
+            shard.train(True)
+            shard.on_enter = seed_by_place
+            if checkpointing:
+                enable_checkpointing(shard)
+        both.append(run(shards, inputs)[1])
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+
+
+def test_places_are_announced_once_and_in_order(checkpoints: Any) -> None:
+    seen: list[str | int] = []
+    inputs = probe_inputs(config_of("llama"))
+    shards = build("llama", checkpoints("llama"), [0, 0, 4, 6, 6])
+    for shard in shards:
+        shard.on_enter = seen.append
+    run(shards, inputs)
+    assert seen == ["embedding", 0, 1, 2, 3, 4, 5, "head"]
+
+
+class CountingFile:
+    """A safetensors file that writes down which tensors are read."""
+
+    def __init__(self, path: str, read: set[str], opened: set[str], **kwargs: Any) -> None:
+        self._file = safe_open(path, **kwargs)
+        self._read = read
+        opened.add(Path(path).name)
+
+    def __enter__(self) -> CountingFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._file.__exit__(*exc)
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_slice(self, name: str) -> Any:
+        lazy, read = self._file.get_slice(name), self._read
+
+        class Slice:
+            def __getitem__(self, index: Any) -> torch.Tensor:
+                read.add(name)
+                return lazy[index]
+
+            def __getattr__(self, attribute: str) -> Any:
+                return getattr(lazy, attribute)
+
+        return Slice()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
+    read: set[str] = set()
+    opened: set[str] = set()
+    monkeypatch.setattr(
+        weights,
+        "safe_open",
+        lambda path, **kwargs: CountingFile(path, read, opened, **kwargs),
+    )
+    return read, opened
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_only_own_tensors_are_read_and_only_their_files_opened(
+    model_type: str, checkpoints: Any, reads: tuple[set[str], set[str]]
+) -> None:
+    read, opened = reads
+    path = checkpoints(model_type)
+    files = json.loads((path / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
+    own = {name for name in files if name.startswith(("model.layers.2.", "model.layers.3."))}
+    build_shard(config_of(model_type), Checkpoint(str(path)), ShardRange(2, 4, False, False))
+    assert read == own
+    assert opened == {files[name] for name in own}
+    assert opened < set(files.values())
+
+
+def test_single_file_is_read_by_tensor(
+    tmp_path: Path, checkpoints: Any, reads: tuple[set[str], set[str]]
+) -> None:
+    source = checkpoints("gpt2")
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path)
+    read, _ = reads
+    build_shard(config_of("gpt2"), Checkpoint(str(tmp_path)), ShardRange(5, 6, False, True))
+    blocks = {name for name in load_file(tmp_path / "model.safetensors") if ".h.5." in name}
+    ends = {"transformer.ln_f.weight", "transformer.ln_f.bias", "transformer.wte.weight"}
+    assert read == blocks | ends
+
+
+def test_from_the_hub_only_needed_files_are_asked_for(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints("llama")
+    asked: list[tuple[str, str, str | None]] = []
+
+    def fake_hub(repo: str, filename: str, revision: str | None = None, **_: Any) -> str | None:
+        asked.append((repo, filename, revision))
+        return str(path / filename) if (path / filename).exists() else None
+
+    monkeypatch.setattr(weights, "cached_file", fake_hub)
+    checkpoint = Checkpoint("somebody/tiny", "v2")
+    build_shard(config_of("llama"), checkpoint, ShardRange(0, 1, True, False))
+    index = json.loads((path / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
+    needed = {
+        file
+        for name, file in index.items()
+        if name.startswith(("model.layers.0.", "model.embed_tokens."))
+    }
+    assert {repo for repo, _, _ in asked} == {"somebody/tiny"}
+    assert {revision for _, _, revision in asked} == {"v2"}
+    assert {file for _, file, _ in asked} == needed | {"model.safetensors.index.json"}
+    assert needed < set(index.values())
+
+
+def device() -> Any:
+    return open_device("cpu")
+
+
+def test_load_shard_takes_dtype_from_checkpoint_or_configuration(
+    tmp_path: Path, checkpoints: Any
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    rng = ShardRange(0, 2, True, False)
+    settings = ModelConfig(name_or_path="half")
+    assert load_shard(settings, tmp_path, rng, device(), seed=0).model.dtype == torch.bfloat16
+    settings = ModelConfig(name_or_path="half", dtype="float32")
+    assert load_shard(settings, tmp_path, rng, device(), seed=0).model.dtype == torch.float32
+
+
+def test_load_shard_from_config_uses_the_seed(tmp_path: Path) -> None:
+    fields = {k: v for k, v in config_of("llama").to_dict().items() if k != "dtype"}
+    settings = ModelConfig(from_config=fields)
+    rng = ShardRange(2, 3, False, False)
+    one, same, other = (
+        load_shard(settings, tmp_path, rng, device(), seed=seed).model.state_dict()
+        for seed in (1, 1, 2)
+    )
+    name = "model.layers.2.mlp.up_proj.weight"
+    assert torch.equal(one[name], same[name])
+    assert not torch.equal(one[name], other[name])
+    assert num_layers(load_model_config(settings, tmp_path)) == 6
+
+
+def test_attention_implementation_is_respected(checkpoints: Any, tmp_path: Path) -> None:
+    rng = ShardRange(0, 1, True, False)
+    for name, expected in (("eager", "eager"), (None, "sdpa")):
+        settings = ModelConfig(name_or_path=str(checkpoints("llama")), attn_implementation=name)
+        shard = load_shard(settings, tmp_path, rng, device(), seed=0)
+        assert shard.model.config._attn_implementation == expected
+
+
+def test_missing_directory_names_path_and_host(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model_config(ModelConfig(name_or_path="./nowhere"), tmp_path)
+    assert str(tmp_path / "nowhere") in str(caught.value)
+    assert socket.gethostname() in str(caught.value)
+
+
+def test_unreachable_hub_name_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=socket.gethostname()):
+        load_model_config(ModelConfig(name_or_path="somebody/never-was"), tmp_path)
+
+
+def test_pickled_checkpoint_is_refused(tmp_path: Path) -> None:
+    config_of("llama").save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(ModelError, match="safetensors"):
+        Checkpoint(str(tmp_path))
+
+
+def test_remote_code_is_refused(tmp_path: Path) -> None:
+    fields = {"model_type": "my_own", "auto_map": {"AutoConfig": "configuration_my_own.MyOwn"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ModelError, match="auto_map"):
+        load_model_config(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
+
+
+def test_broken_configuration_is_a_model_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError):
+        load_model_config(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
+    with pytest.raises(ModelError, match="from_config"):
+        load_model_config(ModelConfig(from_config={"model_type": "no_such"}), tmp_path)
+
+
+def test_missing_tensor_is_named(tmp_path: Path, checkpoints: Any) -> None:
+    AutoModelForCausalLM.from_pretrained(checkpoints("llama")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.4.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint(str(tmp_path))
+    build_shard(config_of("llama"), checkpoint, ShardRange(0, 3, True, False))
+    with pytest.raises(ModelError, match=r"model\.layers\.4\.mlp\.up_proj\.weight"):
+        build_shard(config_of("llama"), checkpoint, ShardRange(3, 6, False, True))
+
+
+def test_what_joins_all_layers_is_refused() -> None:
+    config = tiny_config("mixtral")
+    config.output_router_logits = True
+    with pytest.raises(ArchitectureError, match="output_router_logits"):
+        build_shard(config, None, ShardRange(0, 3, True, False))
+    config = tiny_config("opt")
+    config.layerdrop = 0.1
+    with pytest.raises(ArchitectureError, match="layerdrop"):
+        build_shard(config, None, ShardRange(0, 3, True, False))
+
+
+def test_what_crosses_layers_is_named_and_allowed_in_one_shard() -> None:
+    config = tiny_config("gemma4_text")
+    with pytest.raises(ArchitectureError, match="per_layer_input"):
+        build_shard(config, None, ShardRange(0, 3, True, False))
+    build_shard(config, None, ShardRange(0, 6, True, True))
+
+
+def test_anatomy_places_parts_by_use() -> None:
+    gpt2 = learn_anatomy(config_of("gpt2"))
+    assert gpt2.blocks == "transformer.h"
+    assert gpt2.owner["transformer.wpe.weight"] == -1
+    assert gpt2.owner["transformer.ln_f.weight"] == 6
+    assert gpt2.owner["lm_head.weight"] == 6
+    bloom = learn_anatomy(tiny_config("bloom"))
+    assert bloom.owner["transformer.word_embeddings_layernorm.weight"] == -1

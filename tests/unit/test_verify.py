@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hetero_framework.config import Config
+from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.shard import Shard, ShardRange
+from hetero_framework.models.tiny import tiny_config
+from hetero_framework.trainer.verify import (
+    Result,
+    admit,
+    compare,
+    ranges_from_cuts,
+    verify_all,
+    verify_model,
+    write_architectures,
+)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama",
+        "gemma3_text",
+        "mixtral",
+        "qwen3_next",
+        "gpt_oss",
+        "deepseek_v3",
+        "granite",
+        "gpt2",
+        "opt",
+        "bloom",
+        "falcon_h1",
+        "mamba",
+    ],
+)
+def test_architecture_passes_to_the_bit(model_type: str) -> None:
+    result = verify_model(model_type=model_type)
+    assert (result.verdict, result.reason) == ("bit-equal", "")
+    assert len(result.stages) == 3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gemma4_text", "per_layer_input"),
+        ("hrm_text", "no list of blocks"),
+        ("hy_v4", "does not run alone"),
+        ("xlm", "loss differs"),
+        ("zamba2", "original_hidden_states"),
+    ],
+)
+def test_architecture_with_a_second_path_is_refused(model_type: str, reason: str) -> None:
+    (result,) = verify_all(model_types=[model_type])
+    assert result.verdict == "refused"
+    assert reason in result.reason
+
+
+def test_changed_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Shard.forward
+
+    def wrong(self: Shard, *args: Any) -> torch.Tensor:
+        return forward(self, *args) * 1.001
+
+    monkeypatch.setattr(Shard, "forward", wrong)
+    result = verify_model(model_type="llama")
+    assert result.verdict == "refused"
+    assert "differ" in result.reason
+
+
+def test_last_bit_is_noticed_but_tolerated(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Shard.forward
+
+    def rounded(self: Shard, *args: Any) -> torch.Tensor:
+        return forward(self, *args) * (1 + 1e-7)
+
+    monkeypatch.setattr(Shard, "forward", rounded)
+    result = verify_model(model_type="llama")
+    assert result.verdict == "within tolerance"
+    assert 0 < result.gradient_difference < 1e-4
+
+
+def test_admit_raises_with_the_reason() -> None:
+    config = tiny_config("gemma4_text")
+    with pytest.raises(ArchitectureError, match="per_layer_input"):
+        admit(config, ranges_from_cuts([3], 6))
+
+
+def test_admit_takes_any_plan_of_a_large_model() -> None:
+    config = LlamaConfig(num_hidden_layers=10, tie_word_embeddings=True)
+    plan = [
+        ShardRange(0, 0, True, False),
+        ShardRange(0, 7, False, False),
+        ShardRange(7, 10, False, True),
+    ]
+    assert admit(config, plan).verdict == "bit-equal"
+    assert admit(config, [ShardRange(0, 10, True, True)]).verdict == "bit-equal"
+
+
+def test_verify_uses_the_plan_of_a_configuration(tmp_path: Path) -> None:
+    fields = tiny_config("llama").to_dict()
+    config = Config.from_dict(
+        {
+            "version": "1",
+            "coordinator": {"hostname": "a", "ip": "127.0.0.1"},
+            "workers": [{"id": 1, "hostname": "a", "ip": "127.0.0.1", "port": 9871}],
+            "shard_plan": [
+                {"id": "local", "start": 0, "end": 2},
+                {"id": 1, "start": 2, "end": 6, "is_last": True},
+            ],
+            "model": {"from_config": {k: v for k, v in fields.items() if k != "dtype"}},
+        },
+        tmp_path,
+    )
+    result = verify_model(config)
+    assert [(s.start, s.end) for s in result.stages] == [(0, 2), (2, 6)]
+    assert [(s.start, s.end) for s in verify_model(config, cuts=[1, 5]).stages] == [
+        (0, 1),
+        (1, 5),
+        (5, 6),
+    ]
+
+
+def test_cuts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ArchitectureError, match="6 layers"):
+        ranges_from_cuts([4, 2], 6)
+    with pytest.raises(ArchitectureError, match="6 layers"):
+        ranges_from_cuts([7], 6)
+
+
+def test_compare_reads_what_it_wrote_and_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    compare(tiny_config("llama"), ranges_from_cuts([3], 6))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
+    results = [
+        Result("zeta", "bit-equal"),
+        Result("beta", "within tolerance", "most in x", weight_difference=2e-6),
+        Result("alpha", "refused", "Layer 1 receives a | b"),
+    ]
+    path = tmp_path / "docs" / "architectures.md"
+    write_architectures(results, path)
+    text = path.read_text("utf-8")
+    assert "2 of 3 pass" in text
+    assert "`zeta`" in text
+    assert "| `beta` | 0.0e+00 | 0.0e+00 | 2.0e-06 | most in x |" in text
+    assert "| `alpha` | Layer 1 receives a / b |" in text
+
+
+def test_progress_is_called_for_each_architecture() -> None:
+    seen: list[Result] = []
+    results = verify_all(seen.append, ["llama", "hrm_text"])
+    assert seen == results
+    assert [r.model_type for r in results] == ["llama", "hrm_text"]
