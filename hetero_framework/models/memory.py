@@ -10,8 +10,12 @@ h x h, h x 4h, 4h x h) that is 22 h numbers; Korthikanti et al. 2022 (equation 1
 attention matrix) count 34 h bytes at c = 2, that is 17 h. Of what autograd really stores the
 estimate is 1.2 for Llama and Gemma, 0.9 to 1.0 for Qwen3-MoE, and 0.7 for GPT-2, whose GELU is
 spelled out in single operations. Attention that stores its matrix
-("eager") adds c + 4 bytes per head and pair of tokens. The last stage holds logits in c bytes and
-three times in float32 (upcast, log-softmax, gradient).
+("eager") adds c + 4 bytes per head and pair of tokens. The last stage holds logits in c bytes and,
+in float32, their upcast, its log-softmax and the gradients of both.
+
+Measured for a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU: full training estimated
+3.15 GiB, peak resident set over an idle process 2.84; LoRA on all linear layers 1.88 against 2.51.
+Autograd stored 0.78 GiB there; the C library's allocator kept the rest of freed temporaries.
 
 All sizes are bytes.
 """
@@ -138,7 +142,7 @@ def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> 
 
 def gib(size: int) -> str:
     """Bytes in GiB, with enough digits for small models too."""
-    return f"{size / GIB:.1f}" if size >= 10 * GIB else f"{size / GIB:.2g}"
+    return f"{size / GIB:.2f}" if size >= GIB // 10 else f"{size / GIB:.2g}"
 
 
 def _advice(memory: Sequence[StageMemory]) -> str:
@@ -334,6 +338,6 @@ def _experts_per_token(text: PretrainedConfig) -> int:
 
 def _logit_bytes(shapes: _Shapes, batch_tokens: int) -> int:
     c = shapes.number_bytes
-    # In float32 the upcast is no copy, and the gradient needs no second one in c bytes.
-    per_logit = 12 if c == 4 else 2 * c + 12
+    # In float32 the upcast is no copy.
+    per_logit = 16 if c == 4 else c + 16
     return batch_tokens * int(shapes.text.vocab_size) * per_logit
