@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -17,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework import __version__
-from hetero_framework.errors import HeteroError, ResourceError, StoppedEarly, UserError
+from hetero_framework.errors import HeteroError, StoppedEarly, UserError, as_hetero_error
 
 DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT
 _MAX_MESSAGE_LINES = 40
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-_NO_DISK = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,31 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{type(error).__name__}: {error}\n  This is a bug; run with --debug for details."
         )
         return HeteroError.exit_code
-
-
-def as_hetero_error(error: BaseException) -> HeteroError | None:
-    """`error` itself, or what memory and disk errors of other libraries mean; None for a bug."""
-    if isinstance(error, HeteroError):
-        return error
-    text = str(error).strip().splitlines()
-    first = text[0] if text else type(error).__name__
-    lower = first.lower()
-    if (
-        isinstance(error, MemoryError)
-        or any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__)
-        or (isinstance(error, RuntimeError) and any(words in lower for words in _NO_MEMORY))
-    ):
-        return ResourceError(
-            f"memory ran out: {first}",
-            hint="Give this machine fewer layers, or lower per_device_train_batch_size or"
-            " data.max_length; `hetero check` shows what each stage needs.",
-        )
-    if isinstance(error, OSError) and error.errno in _NO_DISK:
-        where = f" ({error.filename})" if error.filename else ""
-        return ResourceError(
-            f"the disk is full{where}", hint="Free space, or lower save_total_limit."
-        )
-    return None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -19,6 +19,11 @@ HeteroError                 1   a bug in this package, unless a subclass says ot
 
 from __future__ import annotations
 
+import errno
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_NO_DISK = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+
 
 class HeteroError(Exception):
     """Base of all errors of this package.
@@ -117,3 +122,28 @@ def error_from_peer(kind: str, message: str) -> HeteroError:
             return cls(message)
         tree.extend(cls.__subclasses__())
     return HeteroError(f"{kind}: {message}")
+
+
+def as_hetero_error(error: BaseException) -> HeteroError | None:
+    """`error` itself, or what memory and disk errors of other libraries mean; None for a bug."""
+    if isinstance(error, HeteroError):
+        return error
+    text = str(error).strip().splitlines()
+    first = text[0] if text else type(error).__name__
+    lower = first.lower()
+    if (
+        isinstance(error, MemoryError)
+        or any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__)
+        or (isinstance(error, RuntimeError) and any(words in lower for words in _NO_MEMORY))
+    ):
+        return ResourceError(
+            f"memory ran out: {first}",
+            hint="Give this machine fewer layers, or lower per_device_train_batch_size or"
+            " data.max_length; `hetero check` shows what each stage needs.",
+        )
+    if isinstance(error, OSError) and error.errno in _NO_DISK:
+        where = f" ({error.filename})" if error.filename else ""
+        return ResourceError(
+            f"the disk is full{where}", hint="Free space, or lower save_total_limit."
+        )
+    return None

@@ -1,4 +1,4 @@
-"""Small real things for tests: a tokenizer, models with random weights, data files, configurations."""
+"""Small real things for tests: a tokenizer, models with random weights, data files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-WORDS = "the a model trains on many small machines and every layer keeps its own weights".split()
+TEXT = "the a model trains on many small machines and every layer keeps its own weights"
+WORDS = TEXT.split()
 
 
 def save_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
@@ -74,36 +75,3 @@ def free_ports(count: int) -> list[int]:
     for sock in held:
         sock.close()
     return ports
-
-
-def config_dict(model: Path, data: Path, output: Path, cuts: list[int], layers: int = 6) -> dict:
-    """A configuration with one stage per part between `cuts`, the first one local."""
-    bounds = [0, *cuts, layers]
-    ports = free_ports(len(bounds) - 1)
-    owners: list[Any] = ["local", *range(1, len(bounds) - 1)]
-    return {
-        "coordinator": {"hostname": "localhost", "ip": "127.0.0.1", "port": ports[0], "device": "cpu"},
-        "workers": [
-            {"id": i, "hostname": "localhost", "ip": "127.0.0.1", "port": ports[i], "device": "cpu"}
-            for i in owners[1:]
-        ],
-        "shard_plan": [
-            {"id": owner, "start": start, "end": end}
-            for owner, start, end in zip(owners, bounds, bounds[1:])
-        ],
-        "model": {"name_or_path": str(model)},
-        "data": {"train": str(data), "max_length": 64},
-        "training": {
-            "output_dir": str(output),
-            "num_train_epochs": 3,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 4,
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 2,
-            "max_grad_norm": 0.5,
-            "save_strategy": "no",
-            "report_to": "none",
-            "visualize": False,
-        },
-    }

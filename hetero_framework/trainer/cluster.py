@@ -257,7 +257,7 @@ class Cluster:
 
 
 def gradient_needs(trainable: Trainable) -> list[bool]:
-    """For each stage: whether anything trainable lies before it, so that its input needs a gradient."""
+    """For each stage whether anything trainable lies before it: its input then needs a gradient."""
     needs, below = [], False
     for stage in trainable:
         needs.append(below)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hetero_framework.config import Config, interval
-from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.data import TrainData
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.errors import (
     ConfigError,
-    HeteroError,
     NumericError,
     ResourceError,
     StoppedEarly,
@@ -63,8 +61,8 @@ def train(
     """
     config.require("model", "data")
     check_optimizer(config.training)
-    show = progress or Progress(logging_steps=1)
-    with StopRequest() as stop, _output_lock(config):
+    show = progress or Progress()
+    with StopRequest() as stop, _OutputLock(config):
         try:
             parts = preparation.prepare(config, note=show.message)
             with Cluster(
@@ -81,7 +79,9 @@ def train(
                     run.loop()
                     return run.finish()
         except KeyboardInterrupt:
-            raise StoppedEarly("stopped at once; the last complete checkpoint stays valid") from None
+            raise StoppedEarly(
+                "stopped at once; the last complete checkpoint stays valid"
+            ) from None
         finally:
             show.close()
 
@@ -139,7 +139,9 @@ class Coordinator:
             for spec in self._config.stages()
         ]
         preparation.draw_diagram(self._parts, facts, self._progress.message)
-        self._progress.start(self._data.total_steps, rows, self._step)
+        total = self._data.total_steps
+        logging_steps = interval(self._config.training.logging_steps, total)
+        self._progress.start(total, rows, self._step, logging_steps)
 
     def loop(self) -> None:
         """All steps that are left, with what comes between them."""
@@ -295,7 +297,9 @@ class Coordinator:
         training, total = self._config.training, self._data.total_steps
         if what == "eval":
             strategy = training.evaluation if self._has_eval else "no"
-            steps = training.eval_steps if training.eval_steps is not None else training.logging_steps
+            steps = (
+                training.eval_steps if training.eval_steps is not None else training.logging_steps
+            )
         else:
             strategy, steps = training.save_strategy, training.save_steps
         if strategy == "steps":
@@ -398,9 +402,7 @@ class Coordinator:
         self._progress.step(line)
 
 
-def first_nonfinite(
-    losses: list[float], reports: list[GradientReport]
-) -> tuple[int, int] | None:
+def first_nonfinite(losses: list[float], reports: list[GradientReport]) -> tuple[int, int] | None:
     """(stage, micro-batch) where the first non-finite value of a step left a stage."""
     found = [(k, stage) for stage, report in enumerate(reports) for k in report.nonfinite]
     if not found:
@@ -410,7 +412,7 @@ def first_nonfinite(
     return stage, micro_batch
 
 
-class _output_lock:  # noqa: N801 - used as a function
+class _OutputLock:
     """Two runs must not write into one directory."""
 
     def __init__(self, config: Config) -> None:

@@ -127,9 +127,7 @@ def state_message(stage: int, kind: str, number: int, part: StatePart) -> Messag
     )
 
 
-def load_state_message(
-    stage: int, number: int, part: StatePart, *, tied: bool = False
-) -> Message:
+def load_state_message(stage: int, number: int, part: StatePart, *, tied: bool = False) -> Message:
     """`tied`: the part is the embedding's weight for a head that is one with it."""
     return Message(
         MessageType.LOAD_STATE,

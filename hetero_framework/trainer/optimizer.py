@@ -6,7 +6,7 @@ update of one parameter looks at that parameter alone; the others are refused by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self) -> None:
-        # The optimizer is a stand-in without gradients; stepping it keeps torch's order check quiet.
+        # A stand-in without gradients; stepping it keeps torch's check of the order quiet.
         self._optimizer.step()
         self._scheduler.step()
         self.committed_steps += 1
@@ -127,7 +127,7 @@ class Schedule:
 
 
 def state_tensors(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
 ) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
     """Optimizer state by parameter name: (tensors, plain values) of each parameter that has any."""
     result = {}
@@ -140,7 +140,7 @@ def state_tensors(
 
 def load_state_tensors(
     optimizer: torch.optim.Optimizer,
-    names: dict[nn.Parameter, str],
+    names: Mapping[Any, str],
     state: dict[str, dict[str, Any]],
 ) -> None:
     """Put back what `state_tensors` gave, by name, through the optimizer's own loading."""

@@ -241,7 +241,9 @@ class Peers:
         Raises the worker's own error when it reports one, and LinkLost when its link broke.
         """
         try:
-            event = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
+            event = (
+                self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
+            )
         except queue.Empty:
             return None
         if event.wire is not self._wires.get(event.worker):

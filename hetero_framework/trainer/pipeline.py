@@ -1,4 +1,4 @@
-"""The engine: drives micro-batches through all stages, local and remote, and decides steps together.
+"""The engine: drives micro-batches through all stages, local and remote.
 
 One thread computes and decides here; readers and writers of the links work beside it. The policy
 is schedule.py's, the numbers are the stages'; this module only moves things.
@@ -7,21 +7,21 @@ is schedule.py's, the numbers are the stages'; this module only moves things.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hetero_framework.config import StageSpec
 from hetero_framework.core.protocol import Message, MessageType
-from hetero_framework.errors import PeerLostError, ProtocolError
+from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer import messages
 from hetero_framework.trainer.peers import Event, LinkLost, Peers, WorkerId
 from hetero_framework.trainer.runner import Arrival, StageRunner
 from hetero_framework.trainer.stage import (
     GradientReport,
-    StatePart,
     StageVerbs,
+    StatePart,
     StepInfo,
     Tensors,
 )
@@ -118,8 +118,10 @@ class Pipeline:
         reports: dict[int, GradientReport] = {}
         for worker in self._peers.workers:
             reports.update(messages.reports_of(self._reply(worker, MessageType.GRADIENTS)))
-        tied = next((r.tied_gradient for r in reports.values() if r.tied_gradient is not None), None)
-        # From the back: where `local` holds the head too, its share is known before the embedding's.
+        tied = next(
+            (r.tied_gradient for r in reports.values() if r.tied_gradient is not None), None
+        )
+        # From the back: where `local` holds the head too, its share is known first.
         for stage in reversed(self._runner.stages):
             report = stage.collect(tied if stage.is_first else None)
             tied = report.tied_gradient if report.tied_gradient is not None else tied
@@ -165,7 +167,7 @@ class Pipeline:
                     pending.discard(lost.worker)
                     if lost.worker in to_send:
                         to_send.remove(lost.worker)
-        return self._statistics(replies)
+        return self.statistics(replies)
 
     def abort(self) -> None:
         """Forget the step everywhere; weights stay as they are."""
@@ -250,7 +252,7 @@ class Pipeline:
     # -- inside ---------------------------------------------------------------------------------
 
     def _launch(self, micro_batch: int, inputs: Tensors) -> None:
-        """Let one more micro-batch in: what each stage needs of it goes ahead of the activations."""
+        """Let one more micro-batch in: what stages need of it goes ahead of the activations."""
         for spec in self._stages:
             needed = stage_inputs(spec, inputs)
             if self._runner.owns(spec.index):
@@ -271,8 +273,8 @@ class Pipeline:
             self._handle(event)
         elif time.monotonic() - self._last_progress > self._step_timeout_s:
             raise PeerLostError(
-                f"nothing has moved for {self._step_timeout_s:.0f} s in step {self._info.step + 1}; "
-                f"waiting for {waiting_for()}",
+                f"nothing has moved for {self._step_timeout_s:.0f} s in step "
+                f"{self._info.step + 1}; waiting for {waiting_for()}",
                 hint="a worker hangs or is far slower than planned: look at its screen; "
                 "training.step_timeout_s sets this limit",
             )
@@ -316,15 +318,21 @@ class Pipeline:
     def _open_micro_batches(self, batches: Sequence[Tensors]) -> str:
         return ", ".join(str(k) for k in range(len(batches)) if k not in self._finished)
 
-    def _statistics(self, replies: dict[WorkerId, Message]) -> dict[int, StageStatistics]:
+    def statistics(
+        self, replies: Mapping[WorkerId, Message] | None = None
+    ) -> dict[int, StageStatistics]:
+        """Of the step so far: this process's stages, and those in the workers' COMMITTED."""
         seconds = time.perf_counter() - self._began
         raw = {
             index: {**values, "peak_memory_bytes": self._local_peak_memory()}
             for index, values in self._runner.statistics().items()
         }
-        for message in replies.values():
+        for message in (replies or {}).values():
             for index, values in message.meta["stats"]["stages"].items():
-                raw[int(index)] = {**values, "peak_memory_bytes": message.meta["stats"]["peak_memory_bytes"]}
+                raw[int(index)] = {
+                    **values,
+                    "peak_memory_bytes": message.meta["stats"]["peak_memory_bytes"],
+                }
         return {
             index: StageStatistics(
                 busy_s=values["busy_s"],
@@ -337,7 +345,7 @@ class Pipeline:
 
 
 def stage_inputs(spec: StageSpec, inputs: Tensors) -> Tensors:
-    """What a stage needs of a micro-batch: tokens at the front, labels at the end, masks everywhere."""
+    """A stage's part of a micro-batch: tokens in front, labels at the end, masks everywhere."""
     return {
         name: tensor
         for name, tensor in inputs.items()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from hetero_framework.errors import HeteroError
+from hetero_framework.errors import HeteroError, as_hetero_error
 from hetero_framework.trainer.schedule import BACKWARD, FORWARD, Task, choose
 from hetero_framework.trainer.stage import StageVerbs, StepInfo, Tensors
 
@@ -39,20 +39,18 @@ class Outbox(Protocol):
     def finished(self, micro_batch: int) -> None: ...
 
 
-class TaskFailed(HeteroError):
-    """A stage raised while it worked; carries where."""
-
-    def __init__(self, task: Task, cause: Exception) -> None:
-        super().__init__(
-            f"stage {task.stage} failed in the {task.kind} of micro-batch {task.micro_batch}: "
-            f"{type(cause).__name__}: {cause}"
-        )
-        self.task = task
+def task_failed(task: Task, cause: Exception) -> HeteroError:
+    """The error for the user when a stage raised in its work: where, and out of memory or a bug."""
+    known = as_hetero_error(cause)
+    where = f"stage {task.stage}, {task.kind} of micro-batch {task.micro_batch}"
+    if known is not None:
+        return type(known)(f"{where}: {known.message}", hint=known.hint)
+    return HeteroError(f"{where}: {type(cause).__name__}: {cause}")
 
 
 @dataclass
 class _Lane:
-    """One stage and what waits for it. The next micro-batch of each direction is fixed: k, k+1..."""
+    """One stage and what waits for it. Each direction takes its micro-batches in order."""
 
     stage: StageVerbs
     next_forward: int = 0
@@ -113,7 +111,7 @@ class StageRunner:
         lane.queue_peak = max(lane.queue_peak, len(lane.hidden) + len(lane.gradients))
 
     def run_next(self) -> bool:
-        """Do one task, if any is ready. Raises TaskFailed when a stage raises."""
+        """Do one task, if any is ready. Raises HeteroError that says where when a stage raises."""
         ready = [task for lane in self._lanes.values() for task in self._ready(lane)]
         if not ready:
             return False
@@ -123,7 +121,7 @@ class StageRunner:
         try:
             send = self._backward(lane) if task.kind == BACKWARD else self._forward(lane)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
-            raise TaskFailed(task, error) from error
+            raise task_failed(task, error) from error
         lane.busy_s += time.perf_counter() - started
         send()
         return True
@@ -200,7 +198,10 @@ class StageRunner:
         lane.inputs.clear()
 
 
-def _own(result: torch.Tensor | None, arrival: Arrival) -> torch.Tensor | None:
+_T = TypeVar("_T", torch.Tensor, "torch.Tensor | None")
+
+
+def _own(result: _T, arrival: Arrival) -> _T:
     """`result`, copied if it lies in the receive buffer that is about to be given back."""
     if result is None or arrival.tensor is None or not result.numel():
         return result

@@ -150,7 +150,9 @@ def _names_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
     return grouped
 
 
-def _parts(tensors: Iterator[dict[str, torch.Tensor]], values: dict[str, Any]) -> Iterator[StatePart]:
+def _parts(
+    tensors: Iterator[dict[str, torch.Tensor]], values: dict[str, Any]
+) -> Iterator[StatePart]:
     """The parts as they come, the values and the mark on a last, empty one."""
     for part in tensors:
         yield StatePart(part)

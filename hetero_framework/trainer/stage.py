@@ -73,7 +73,7 @@ class StatePart:
 
 
 class StageVerbs(Protocol):
-    """What the pipeline asks of a stage; `Stage` is the real one, benchmarks bring sleeping ones."""
+    """What is asked of a stage; `Stage` is the real one, benchmarks bring sleeping ones."""
 
     index: int
     is_first: bool
@@ -127,7 +127,7 @@ class Stage:
         self._parameters = [(name, p) for name, p in named if name != tied_head]
         by_name = dict(named)
         self._tied_head = by_name.get(tied_head) if tied_head else None
-        self._tied_embedding = by_name.get(shard.embedding_name) if shard.tied else None
+        self._tied_embedding = by_name.get(shard.embedding_name or "")
         self._names = {p: name for name, p in self._parameters}
         self._optimizer = (
             build_optimizer(training, shard.model, list(self._names)) if self._names else None

@@ -29,11 +29,17 @@ from hetero_framework.core.protocol import (
 )
 from hetero_framework.core.session import Session
 from hetero_framework.core.transport import Link, Listener
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+from hetero_framework.errors import (
+    HeteroError,
+    NetworkError,
+    PeerLostError,
+    ProtocolError,
+    as_hetero_error,
+)
 from hetero_framework.trainer import messages
 from hetero_framework.trainer.loading import load_stages, quiet_libraries
-from hetero_framework.trainer.runner import Arrival, StageRunner, TaskFailed
-from hetero_framework.trainer.stage import StatePart, StageVerbs
+from hetero_framework.trainer.runner import Arrival, StageRunner
+from hetero_framework.trainer.stage import StageVerbs, StatePart
 
 WorkerId = int | str
 Say = Callable[[str], None]
@@ -143,11 +149,15 @@ class Worker:
             while not self._done and not should_stop():
                 try:
                     self._turn()
-                except HeteroError as error:
-                    self._report(error)
+                except Exception as error:
+                    # Whatever it is, the coordinator hears of it before this process may end.
+                    known = as_hetero_error(error) or HeteroError(
+                        f"{type(error).__name__}: {error}"
+                    )
+                    self._report(known)
                     if not self._keep:
                         raise
-                    self._say(f"the run failed here: {error}")
+                    self._say(f"the run failed here: {known}")
                     self._leave()
         finally:
             listener.close()
@@ -188,10 +198,8 @@ class Worker:
                 self._say(f"lost the coordinator ({event.lost}); waiting for it to come back")
         elif event.message is not None:
             self._session.receive(event.message)
-            try:
+            with suppress(LinkGone):
                 self._handlers[event.message.type](event.message)
-            except LinkGone:
-                pass
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -332,14 +340,22 @@ class Worker:
     def _on_forward(self, message: Message) -> None:
         if self._is_current(message):
             meta = message.meta
-            self._runner.put_hidden(meta["stage"], meta["micro_batch"], messages.arrival(message, self._device.from_host))
+            self._runner.put_hidden(
+                meta["stage"],
+                meta["micro_batch"],
+                messages.arrival(message, self._device.from_host),
+            )
         else:
             message.release()
 
     def _on_backward(self, message: Message) -> None:
         if self._is_current(message):
             meta = message.meta
-            self._runner.put_gradient(meta["stage"], meta["micro_batch"], messages.arrival(message, self._device.from_host))
+            self._runner.put_gradient(
+                meta["stage"],
+                meta["micro_batch"],
+                messages.arrival(message, self._device.from_host),
+            )
         else:
             message.release()
 
@@ -482,7 +498,6 @@ class Worker:
         """Tell the coordinator why this worker ends."""
         if self._link is None:
             return
-        where = error.task if isinstance(error, TaskFailed) else None
         report = Message(
             MessageType.ERROR,
             {
@@ -490,8 +505,6 @@ class Worker:
                 "message": error.message,
                 "hint": error.hint,
                 "exit_code": error.exit_code,
-                "stage": where.stage if where else None,
-                "micro_batch": where.micro_batch if where else None,
             },
         )
         with suppress(PeerLostError):
@@ -500,4 +513,3 @@ class Worker:
 
 class LinkGone(Exception):
     """The link broke while something was to be sent; its reader reports the same."""
-

@@ -64,11 +64,10 @@ class Progress:
         self,
         stream: TextIO | None = None,
         *,
-        logging_steps: int = 1,
         live: bool | None = None,
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
-        self._logging_steps = max(1, logging_steps)
+        self._logging_steps = 1
         wants_live = _is_terminal(self._stream) if live is None else live
         self._is_live = wants_live and _is_unicode(self._stream)
         self._lock = threading.RLock()
@@ -90,10 +89,18 @@ class Progress:
         self._wire_bytes = 0
 
     def start(
-        self, total_steps: int, stages: Sequence[StageRow] = (), resumed_step: int = 0
+        self,
+        total_steps: int,
+        stages: Sequence[StageRow] = (),
+        resumed_step: int = 0,
+        logging_steps: int = 1,
     ) -> None:
-        """Begin; `resumed_step` is the last step that an earlier run completed."""
+        """Begin; `resumed_step` is the last step that an earlier run completed.
+
+        Without a terminal a line is printed every `logging_steps` steps, and at the end.
+        """
         with self._lock:
+            self._logging_steps = 1
             self._total_steps = total_steps
             self._resumed_step = self._step = resumed_step
             self._rows = list(stages)

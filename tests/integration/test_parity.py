@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 import torch
+from safetensors.torch import load_file
 
 from tests.samples import save_llama
 
@@ -23,7 +23,9 @@ PLANS = [[3], [2, 4], [1, 2, 3, 5]]
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
     folder = output / "adapter" if (output / "adapter").exists() else output / "model"
-    return {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
+    return {
+        k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()
+    }
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -48,7 +48,9 @@ def test_resume_under_other_plans_equals_the_uninterrupted_run(
     parts = tmp_path / "parts"
     first = make(pool, llama, texts, parts, [2, 4], adapter=adapter, training=training)
     stop_after(first, 5)
-    train(make(pool, llama, texts, parts, [1, 2, 3, 5], adapter=adapter, training=training), resume=4)
+    train(
+        make(pool, llama, texts, parts, [1, 2, 3, 5], adapter=adapter, training=training), resume=4
+    )
     assert read_metrics(parts) == read_metrics(tmp_path / "whole")
     assert evals(parts) == evals(tmp_path / "whole")
     assert [step for step, _, _ in evals(parts)] == [3, 6, 9]
@@ -108,7 +110,9 @@ def test_fresh_start_keeps_an_earlier_run(pool, llama, texts, tmp_path) -> None:
 
 
 def test_evaluation_leaves_training_alone(pool, llama, texts, tmp_path) -> None:
-    train(make(pool, llama, texts, tmp_path / "with", [3], adapter=LORA, training={"eval_steps": 1}))
+    train(
+        make(pool, llama, texts, tmp_path / "with", [3], adapter=LORA, training={"eval_steps": 1})
+    )
     train(make(pool, llama, texts, tmp_path / "without", [3], adapter=LORA))
     assert read_metrics(tmp_path / "with") == read_metrics(tmp_path / "without")
     assert len(evals(tmp_path / "with")) == 9
@@ -120,7 +124,12 @@ def test_eval_loss_is_the_mean_over_tokens(pool, llama, texts, tmp_path) -> None
     from hetero_framework.data import load_data, load_tokenizer
 
     config = make(
-        pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 1, "eval_on_start": True, "eval_strategy": "steps"}
+        pool,
+        llama,
+        texts,
+        tmp_path / "run",
+        [3],
+        training={"max_steps": 1, "eval_on_start": True, "eval_strategy": "steps"},
     )
     train(config)
     model = AutoModelForCausalLM.from_pretrained(llama)

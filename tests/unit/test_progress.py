@@ -45,8 +45,8 @@ def metrics_of(step: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def run(progress: Progress, first: int = 1, last: int = 6) -> None:
-    progress.start(last, ROWS, first - 1)
+def run(progress: Progress, first: int = 1, last: int = 6, logging_steps: int = 1) -> None:
+    progress.start(last, ROWS, first - 1, logging_steps)
     for step in range(first, last + 1):
         progress.step(metrics_of(step))
     progress.close({"adapter": "runs/a/adapter"})
@@ -85,7 +85,7 @@ def screen(text: str) -> list[str]:
 
 
 def test_plain_lines_say_each_logged_step(capsys: pytest.CaptureFixture[str]) -> None:
-    run(Progress(logging_steps=2))
+    run(Progress(), logging_steps=2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
         "stage 0: coordinator, layers 0-7, NVIDIA H200",
@@ -100,7 +100,7 @@ def test_plain_lines_say_each_logged_step(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_last_step_is_always_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    run(Progress(logging_steps=4))
+    run(Progress(), logging_steps=4)
     out = capsys.readouterr().out
     assert [step in out for step in ("step 4/6", "step 5/6", "step 6/6")] == [True, False, True]
 
