@@ -100,7 +100,7 @@ class Progress:
         Without a terminal a line is printed every `logging_steps` steps, and at the end.
         """
         with self._lock:
-            self._logging_steps = 1
+            self._logging_steps = max(1, logging_steps)
             self._total_steps = total_steps
             self._resumed_step = self._step = resumed_step
             self._rows = list(stages)
