@@ -604,6 +604,12 @@ class Shard:
     def train(self, mode: bool = True) -> None:
         """Training mode (dropout, activation checkpointing) on or off."""
         self.model.train(mode)
+        for module in self.model.modules():
+            # Outside training mode bitsandbytes repacks 4-bit weights for good on some CPUs, and
+            # training after an evaluation would go on with other numbers. The module itself does
+            # nothing else with the mode.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.training = True
 
     def forward(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
         """Hidden state that leaves this shard; not for the last one.
@@ -685,9 +691,14 @@ class Shard:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.on_enter is not None:
                 self.on_enter(index)
-            if index == self.range.start and self._injected is not None:
-                return form.replace(self._injected, args, kwargs)
-            return None
+            if index != self.range.start or self.range.is_first:
+                return None
+            # Recomputing a checkpointed block comes here again, after the forward has ended; it
+            # brings the tensor that stood in for the hidden state, which keeps the real one.
+            stand_in: Any = form.hidden(args, kwargs)
+            if self._injected is not None:
+                stand_in._hetero_hidden = self._injected
+            return form.replace(stand_in._hetero_hidden, args, kwargs)
 
         return hook
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Checkpoint:
                 hint="Only safetensors are read. Convert .bin files once with"
                 " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
             )
-        with safe_open(str(single), framework="pt") as file:
+        with _open(single) as file:
             self.files = dict.fromkeys(file.keys(), SINGLE_FILE)
 
     def _fetch(self, filename: str) -> Path | None:
@@ -116,5 +117,14 @@ class Checkpoint:
                 path = self._fetch(filename)
                 if path is None:
                     raise ModelError(f"Model {self.source!r} lacks its file {filename}.")
-                opened[filename] = stack.enter_context(safe_open(str(path), framework="pt"))
+                opened[filename] = stack.enter_context(_open(path))
             yield {name: opened[self.files[name]].get_slice(name) for name in names}
+
+
+def _open(path: Path) -> Any:
+    """A safetensors file, mapped into memory."""
+    if sys.platform == "win32":
+        # There a mapped file cannot be deleted or replaced, and its size is charged at once.
+        with suppress(TypeError):  # safetensors without a choice of backend
+            return safe_open(str(path), framework="pt", backend="pread")
+    return safe_open(str(path), framework="pt")
