@@ -1,0 +1,200 @@
+"""Other people's training loops over the same files: what a distributed run is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
+from transformers.trainer_pt_utils import get_parameter_names
+from trl import SFTConfig, SFTTrainer
+
+from tests.integration.conftest import TRAINING
+
+Step = tuple[float, float, float]  # loss, norm of the gradient, learning rate
+Steps = list[Step]
+Tensors = dict[str, torch.Tensor]
+
+
+def save_adapter(model: Path, directory: Path, **settings: Any) -> Path:
+    """A PEFT adapter for the model, both of its matrices random, saved into `directory`."""
+    torch.manual_seed(5)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        **{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+        | {"init_lora_weights": False}
+        | settings,
+    )
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(directory)
+    return directory
+
+
+def stock_model(
+    model: Path, adapter: Path | None = None, **settings: Any
+) -> PreTrainedModel | PeftModel:
+    """The library's own whole model, with the adapter on it if one is given; all to be trained."""
+    whole = AutoModelForCausalLM.from_pretrained(model, **settings)
+    return whole if adapter is None else PeftModel.from_pretrained(whole, adapter, is_trainable=True)
+
+
+def trained_weights(model: torch.nn.Module) -> Tensors:
+    """What training changed: the adapter's tensors, or all weights."""
+    if isinstance(model, PeftModel):
+        return dict(get_peft_model_state_dict(model))
+    return dict(model.state_dict())
+
+
+def trainer_run(
+    model: Path, rows: Path, output: Path, adapter: Path | None = None, **training: Any
+) -> tuple[Steps, Tensors]:
+    """transformers.Trainer over {"text": ...} lines, tokenised by hand."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    trainer = Trainer(
+        stock_model(model, adapter),
+        _arguments(TrainingArguments, output, training),
+        train_dataset=tokenized(rows, tokenizer),
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+    )
+    trainer.train()
+    return _logged(trainer), trained_weights(trainer.model)
+
+
+def sft_run(
+    model: Path, rows: Path, output: Path, adapter: Path | None = None, **settings: Any
+) -> tuple[Steps, Tensors]:
+    """TRL's SFTTrainer over the lines of a file."""
+    trainer = SFTTrainer(
+        stock_model(model, adapter),
+        _arguments(SFTConfig, output, settings),
+        train_dataset=datasets.Dataset.from_list(read_rows(rows)),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    trainer.train()
+    return _logged(trainer), trained_weights(trainer.model)
+
+
+def torch_run(
+    model: Path, rows: Path, adapter: Path | None = None, **training: Any
+) -> tuple[Steps, Tensors]:
+    """A plain loop in torch: the whole model, torch's AdamW, clip_grad_norm_ and GradScaler."""
+    settings = {"weight_decay": 0.0, "fp16": False, "max_steps": -1, "seed": 42, **TRAINING}
+    settings.update(training)
+    whole = stock_model(model, adapter)
+    whole.train()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    batches = list(_epochs(tokenized(rows, tokenizer), DataCollatorForSeq2Seq(tokenizer), settings))
+    no_decay = ["bias", "norm"]
+    decayed = set(get_parameter_names(whole, [torch.nn.LayerNorm], no_decay))
+    named = [(name, p) for name, p in whole.named_parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named if n in decayed]},
+            {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+        ],
+        lr=settings["learning_rate"],
+        weight_decay=settings["weight_decay"],
+    )
+    schedule = get_scheduler(
+        settings["lr_scheduler_type"], optimizer, settings["warmup_steps"], len(batches)
+    )
+    scaler = torch.amp.GradScaler("cpu", enabled=settings["fp16"])
+    steps: Steps = []
+    for micro_batches in batches:
+        items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+        losses = []
+        for batch in micro_batches:
+            with torch.autocast("cpu", torch.float16, enabled=settings["fp16"]):
+                loss = whole(**batch, num_items_in_batch=torch.tensor(float(items))).loss
+            scaler.scale(loss).backward()
+            losses.append(float(loss.detach()))
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], settings["max_grad_norm"])
+        steps.append((math.fsum(losses), float(norm), optimizer.param_groups[0]["lr"]))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if math.isfinite(norm):
+            schedule.step()
+    return steps, trained_weights(whole)
+
+
+def _epochs(rows: datasets.Dataset, collate: Any, settings: dict[str, Any]) -> Iterator[list]:
+    """The micro-batches of every step, in the order of accelerate's seedable sampler."""
+    size = settings["per_device_train_batch_size"]
+    for epoch in range(settings["num_train_epochs"]):
+        generator = torch.Generator().manual_seed(settings["seed"] + epoch)
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        micro_batches = [
+            dict(collate([rows[i] for i in order[first : first + size]]))
+            for first in range(0, len(order), size)
+        ]
+        count = settings["gradient_accumulation_steps"]
+        for first in range(0, len(micro_batches), count):
+            yield micro_batches[first : first + count]
+
+
+def tokenized(rows: Path, tokenizer: Any, max_length: int = 64) -> datasets.Dataset:
+    """input_ids, attention_mask and labels of {"text": ...} lines that end in the end token."""
+    found = []
+    for row in read_rows(rows):
+        ids = tokenizer(row["text"] + tokenizer.eos_token)["input_ids"][:max_length]
+        found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids})
+    return datasets.Dataset.from_list(found)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_agree(ours: Steps, theirs: Steps) -> None:
+    """Every step's loss, norm and learning rate, to 1e-5."""
+    assert len(ours) == len(theirs)
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
+        assert one == pytest.approx(other, rel=1e-5, abs=0), f"step {number}"
+
+
+def assert_close(ours: Tensors, theirs: Tensors, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Weights that took the same steps; PEFT's files name an adapter's tensors as its state does."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(
+            tensor, theirs[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def _arguments(cls: type, output: Path, settings: dict[str, Any]) -> Any:
+    """The configuration's `training` section, taken by the library under the same names."""
+    known = {field.name for field in fields(cls)}
+    chosen = {"optim": "adamw_torch", "bf16": False, "gradient_checkpointing": False, **TRAINING}
+    chosen |= settings
+    if "activation_checkpointing" in known:  # the name since transformers 5.20
+        chosen["activation_checkpointing"] = chosen.pop("gradient_checkpointing")
+    return cls(
+        **{name: value for name, value in chosen.items() if name in known}
+        | {"output_dir": str(output), "logging_steps": 1, "logging_strategy": "steps"}
+        | {"use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+    )
+
+
+def _logged(trainer: Trainer) -> Steps:
+    return [
+        (entry["loss"], entry["grad_norm"], entry["learning_rate"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]

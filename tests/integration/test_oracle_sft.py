@@ -1,0 +1,132 @@
+"""TRL's SFTTrainer agrees with three stages on the same file, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+import random
+from typing import Any
+
+import pytest
+
+from hetero_framework.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
+from tests.integration.oracles import assert_agree, assert_close, save_adapter, sft_run
+from tests.integration.test_parity import weights
+from tests.samples import WORDS, save_llama
+from tests.unit.data_helpers import CHATML_MARKED, tiny_tokenizer, write_jsonl
+
+pytestmark = pytest.mark.xdist_group("pool2")
+
+Rows = list[dict[str, Any]]
+COUNT = 21
+
+
+def words(draw: random.Random, longest: int = 12) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randint(2, longest)))
+
+
+def pairs(draw: random.Random) -> Rows:
+    return [{"prompt": words(draw), "completion": " " + words(draw)} for _ in range(COUNT)]
+
+
+def conversations(draw: random.Random) -> Rows:
+    """One to three turns, some after a system message."""
+    rows = []
+    for number in range(COUNT):
+        turns = [
+            {"role": role, "content": words(draw, 6)}
+            for _ in range(draw.randint(1, 3))
+            for role in ("user", "assistant")
+        ]
+        system = [{"role": "system", "content": words(draw, 4)}] if number % 3 == 0 else []
+        rows.append({"messages": system + turns})
+    return rows
+
+
+def conversational_pairs(draw: random.Random) -> Rows:
+    return [
+        {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+        for row in conversations(draw)
+    ]
+
+
+def alpaca(draw: random.Random) -> Rows:
+    return [
+        {
+            "instruction": words(draw),
+            "input": words(draw) if number % 2 else "",
+            "output": words(draw),
+        }
+        for number in range(COUNT)
+    ]
+
+
+def as_pairs(rows: Rows) -> Rows:
+    """Alpaca's records, formatted the way its authors did; TRL has no such format."""
+    return [
+        {
+            "prompt": (ALPACA_WITH_INPUT if row["input"] else ALPACA_WITHOUT_INPUT).format(**row),
+            "completion": row["output"],
+        }
+        for row in rows
+    ]
+
+
+# Rows of the file, and what both sides are told about it.
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "text": (lambda draw: [{"text": words(draw, 24)} for _ in range(COUNT)], {"max_length": 40}),
+    "prompt_completion": (pairs, {}),
+    "prompt_completion_whole": (pairs, {"completion_only_loss": False, "max_length": 48}),
+    "messages": (conversations, {"assistant_only_loss": True, "max_length": 96}),
+    "messages_whole": (conversations, {"assistant_only_loss": False}),
+    "messages_pairs": (conversational_pairs, {}),
+    "alpaca": (alpaca, {}),
+}
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose tokenizer has a chat template with generation marks."""
+    model = save_llama(
+        tmp_path_factory.mktemp("chat"), vocab_size=400, max_position_embeddings=1024
+    )
+    tiny_tokenizer(CHATML_MARKED).save_pretrained(model)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_sft_trainer(case, losses, chat_model, tmp_path) -> None:
+    make, settings = CASES[case]
+    rows = make(random.Random(1))
+    ours_file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    theirs_file = ours_file
+    if case == "alpaca":
+        theirs_file = write_jsonl(tmp_path / "pairs.jsonl", as_pairs(rows))
+    adapter = save_adapter(chat_model, tmp_path / "adapter")
+    training = {"num_train_epochs": 1}
+    ours = losses(
+        [2, 4],
+        model={"name_or_path": str(chat_model)},
+        data={"train": str(ours_file), **settings},
+        training=training,
+        adapter={"init_from": str(adapter)},
+    )
+    theirs, trained = sft_run(
+        chat_model, theirs_file, tmp_path / "trl", adapter, **settings, **training
+    )
+    assert_agree(ours, theirs)
+    assert_close(weights(tmp_path / "run"), trained)
+
+
+def test_three_epochs_of_full_training_agree_with_sft_trainer(losses, chat_model, tmp_path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", conversations(random.Random(2)))
+    settings = {"assistant_only_loss": True}
+    training = {"weight_decay": 0.1, "gradient_checkpointing": True}
+    ours = losses(
+        [2, 4],
+        model={"name_or_path": str(chat_model)},
+        data={"train": str(rows), **settings},
+        training=training,
+    )
+    theirs, trained = sft_run(chat_model, rows, tmp_path / "trl", **settings, **training)
+    assert_agree(ours, theirs)
+    assert_close(weights(tmp_path / "run"), trained)

@@ -1,0 +1,50 @@
+"""transformers.Trainer in one process agrees with three stages over real sockets, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.oracles import assert_agree, assert_close, save_adapter, trainer_run
+from tests.integration.test_parity import weights
+from tests.samples import save_llama
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+# The data and the rest of the settings are the fixtures': uneven lengths, accumulation 4, three
+# epochs with a partial last micro-batch and step, warm-up and cosine, clipping at 0.5.
+CASES = {
+    "decay": {"weight_decay": 0.1},
+    "bf16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "adafactor": {"optim": "adafactor"},
+    "sgd_linear": {"optim": "sgd", "lr_scheduler_type": "linear", "learning_rate": 0.05},
+    "max_steps": {"max_steps": 5, "data_seed": 3, "gradient_accumulation_steps": 3},
+    "drop_last": {"dataloader_drop_last": True, "num_train_epochs": 1.5, "max_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_full_training_agrees_with_trainer(case, losses, llama, texts, tmp_path) -> None:
+    training = CASES[case]
+    ours = losses([2, 4], training=training)
+    theirs, trained = trainer_run(llama, texts, tmp_path / "trainer", **training)
+    assert_agree(ours, theirs)
+    assert_close(weights(tmp_path / "run"), trained)
+
+
+@pytest.mark.parametrize("training", [{"weight_decay": 0.1}, {"bf16": True}], ids=["decay", "bf16"])
+def test_lora_agrees_with_trainer(training, losses, llama, texts, tmp_path) -> None:
+    adapter = save_adapter(llama, tmp_path / "adapter")
+    ours = losses([2, 4], training=training, adapter={"init_from": str(adapter)})
+    theirs, trained = trainer_run(llama, texts, tmp_path / "trainer", adapter, **training)
+    assert_agree(ours, theirs)
+    assert_close(weights(tmp_path / "run"), trained)
+
+
+def test_tied_embeddings_agree_with_trainer(losses, texts, tmp_path) -> None:
+    model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
+    ours = losses([2, 4], model={"name_or_path": str(model)})
+    theirs, trained = trainer_run(model, texts, tmp_path / "trainer")
+    assert_agree(ours, theirs)
+    del trained["lm_head.weight"]  # a checkpoint holds the one weight once
+    assert_close(weights(tmp_path / "run"), trained)
