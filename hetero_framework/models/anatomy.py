@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,6 +28,21 @@ from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.tiny import model_class, shrink
 
 PROBE_ROWS, PROBE_TOKENS = 2, 12
+
+# What libraries raise on a configuration they cannot build or run.
+LIBRARY_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 
 # Asking a weight for its shape or type is no use of the weight.
 _QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size"}
@@ -92,11 +108,27 @@ class Anatomy:
 
 
 def learn_anatomy(config: PretrainedConfig) -> Anatomy:
-    """Learn the anatomy of `config`'s model. Raises ArchitectureError when no cut is possible."""
-    with quiet_library():
-        tiny = shrink(config)
-    key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
-    return _learn_cached(_Hashable(key, tiny))
+    """Learn the anatomy of `config`'s model.
+
+    Raises ArchitectureError when it cannot be cut, or when its tiny copy does not run.
+    """
+    try:
+        with quiet_library():
+            tiny = shrink(config)
+            key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
+            return _learn_cached(_Hashable(key, tiny))
+    except LIBRARY_ERRORS as error:
+        raise ArchitectureError(
+            f"No tiny copy of a {config.model_type} model runs, so that its cut cannot be"
+            f" verified: {one_line(error)}",
+            hint="docs/architectures.md lists the architectures that can be cut.",
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one short line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:200]
 
 
 class _Hashable:
@@ -114,7 +146,7 @@ class _Hashable:
 
 @functools.lru_cache(maxsize=8)
 def _learn_cached(entry: _Hashable) -> Anatomy:
-    with torch.random.fork_rng(devices=[]), quiet_library():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _learn(model_class(entry.config), entry.config)
 

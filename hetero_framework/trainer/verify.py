@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.anatomy import learn_anatomy, probe_inputs
+from hetero_framework.models.anatomy import LIBRARY_ERRORS, learn_anatomy, one_line, probe_inputs
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import (
     Checkpoint,
@@ -46,21 +45,6 @@ LEARNING_RATE = 1e-3
 TOLERANCE = 1e-4
 
 Verdict = Literal["bit-equal", "within tolerance", "refused"]
-
-# What libraries raise on a configuration they cannot build or run.
-_LIBRARY_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True)
@@ -155,8 +139,8 @@ def verify_all(
             result = replace(verify_model(model_type=model_type), model_type=model_type)
         except ArchitectureError as error:
             result = Result(model_type, "refused", error.message)
-        except _LIBRARY_ERRORS as error:
-            result = Result(model_type, "refused", f"no tiny copy runs: {_one_line(error)}")
+        except LIBRARY_ERRORS as error:
+            result = Result(model_type, "refused", f"no tiny copy runs: {one_line(error)}")
         results.append(result)
         if progress is not None:
             progress(result)
@@ -165,11 +149,6 @@ def verify_all(
 
 def _default_cuts(layers: int) -> list[int]:
     return sorted({max(1, layers // 3), max(1, layers - 1)} - {layers})
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:200]
 
 
 def compare(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
@@ -240,8 +219,8 @@ def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig) -> dict[str
         loss.backward()
         try:
             cut_loss = chain.forward_backward(inputs, items)
-        except _LIBRARY_ERRORS as error:
-            return _refusal(f"a shard does not run alone ({_one_line(error)})", 0.0)
+        except LIBRARY_ERRORS as error:
+            return _refusal(f"a shard does not run alone ({one_line(error)})", 0.0)
         loss_difference = max(loss_difference, abs(loss.item() - cut_loss.item()))
         if step == 0:
             lost = chain.lost_gradients(whole)

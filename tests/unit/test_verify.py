@@ -36,6 +36,7 @@ from hetero_framework.trainer.verify import (
         "opt",
         "bloom",
         "falcon_h1",
+        "roformer",
         "mamba",
     ],
 )
