@@ -231,6 +231,11 @@ class AdapterConfig(Section):
         description='Modules that get an update: a list of names, "all-linear", or a regular'
         " expression. null: PEFT's choice for the architecture.",
     )
+    target_parameters: tuple[str, ...] | None = Field(
+        default=None,
+        description="Parameters that get an update directly, such as the fused experts"
+        ' "mlp.experts.down_proj".',
+    )
     exclude_modules: str | tuple[str, ...] | None = Field(
         default=None, description="Modules that get none although target_modules names them."
     )

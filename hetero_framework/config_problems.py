@@ -351,7 +351,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
         "layer_replication": "it changes the number of layers that shard_plan cuts",
         "runtime_config": _LORA_ONLY,
         "lora_bias": _LORA_ONLY,
-        "target_parameters": _LORA_ONLY,
         "arrow_config": _LORA_ONLY,
         "velora_config": _LORA_ONLY,
         "monteclora_config": _LORA_ONLY,

@@ -377,10 +377,18 @@ SPEC: dict[MessageType, MessageSpec] = {
         long=True,
     ),
     MessageType.LOAD_STATE: MessageSpec(
-        "Coordinator to worker: part `part` of a saved state for a stage, as STATE gave it; with "
-        "`tied` the embedding's weight for a head that is one with it. Answered by STATE_LOADED.",
+        "Coordinator to worker: part `part` of what a stage shall take over: a `checkpoint` as "
+        "STATE gave it, the tensors of an `adapter` file, or the embedding's weight for a head "
+        "that is one with it (`tied`). Answered by STATE_LOADED.",
         COORDINATOR,
-        {"stage": INT, "part": INT, "last": BOOL, "tied": BOOL, "names": NAMES, "info": MAP},
+        {
+            "stage": INT,
+            "kind": _one_of("checkpoint", "adapter", "tied"),
+            "part": INT,
+            "last": BOOL,
+            "names": NAMES,
+            "info": MAP,
+        },
         tensors=_MANY,
         named=True,
         long=True,

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
-from hetero_framework.errors import ConfigError
+from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.export import ADAPTER_WEIGHTS, PEFT_PREFIX, export_layers
 from hetero_framework.models.meta import meta_model
 
@@ -49,6 +50,19 @@ ADAPTER_NAME = "default"
 LOCAL_INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
 
 _LORA_FIELDS = frozenset(LoraConfig.__dataclass_fields__)
+
+# Settings that say where an adapter came from or how it starts, not what it is.
+_NOT_STRUCTURE = frozenset(
+    {
+        "task_type",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "auto_mapping",
+        "init_lora_weights",
+    }
+)
 
 # LoraConfig settings that change more than the wrapped module or need data before training.
 _UNSUPPORTED_FIELDS = (
@@ -121,6 +135,61 @@ def plan_saved_adapter(model_config: PretrainedConfig, folder: Path) -> AdapterP
     return _plan(model_config, lora_config, weights)
 
 
+def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfig:
+    """`adapter` with what `init_from` brought along written out, for machines without that file.
+
+    Raises ConfigError when the saved adapter has a setting that the configuration cannot say.
+    """
+    if plan.weights is None:
+        return adapter
+    saved = plan.lora_config
+    fields = [name for name in type(adapter).model_fields if name in _LORA_FIELDS]
+    raw = {name: _plain(getattr(saved, name)) for name in fields}
+    raw["init_lora_weights"] = True  # what the saved weights replace
+    explicit = type(adapter).model_validate_json(json.dumps(raw))
+    ours, theirs = _lora_config(explicit).to_dict(), saved.to_dict()
+    lost = [
+        key
+        for key in theirs.keys() - _NOT_STRUCTURE
+        if _comparable(ours.get(key)) != _comparable(theirs[key])
+    ]
+    if lost:
+        raise ConfigError(
+            f"adapter.init_from: its settings {', '.join(sorted(lost))} are not supported"
+        )
+    return explicit
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (set, frozenset)) else value
+
+
+def saved_tensors(plan: AdapterPlan, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """The wanted tensors of the file that the plan starts from, by their keys in it."""
+    assert plan.weights is not None
+    with _open(plan.weights) as file:
+        return {key: file.get_tensor(key) for key in file.keys() if wanted(key)}  # noqa: SIM118
+
+
+def load_adapter_tensors(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Copy an adapter file's tensors into the shard, as far as they are its own; their keys."""
+    own = adapter_tensors(shard)
+    found = own.keys() & tensors.keys()
+    with torch.no_grad():
+        for key in found:
+            own[key].copy_(tensors[key])
+    return set(found)
+
+
+def check_adapter_complete(shard: Shard, loaded: set[str]) -> None:
+    """Raise CheckpointError unless every tensor of the shard's adapter is among `loaded`."""
+    assert shard.adapter is not None
+    missing = adapter_tensors(shard).keys() - loaded - shard.adapter.plan.embedding_tensors
+    if missing:
+        shown = ", ".join(sorted(missing)[:5])
+        raise CheckpointError(f"the adapter lacks {len(missing)} tensors of this stage: {shown}")
+
+
 def resolve_targets(model_config: PretrainedConfig, adapter: AdapterConfig) -> list[str]:
     """Full names of the modules that the adapter wraps in the whole model, in model order."""
     return list(plan_adapter(model_config, adapter).modules)
@@ -158,7 +227,8 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
     tuner = _inject(shard.model, _local_config(plan, shard.model), seed)
     shard.adapter = AttachedAdapter(plan, tuner)
     if plan.weights is not None:
-        _load_weights(shard, plan)
+        own = adapter_tensors(shard)
+        load_adapter_tensors(shard, saved_tensors(plan, own.__contains__))
     if is_quantized(shard.model):
         _cast_trainable_to_bf16(shard.model)
 
@@ -458,13 +528,3 @@ def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str,
             if name in state:
                 tensors[key] = state[name]
     return tensors
-
-
-def _load_weights(shard: Shard, plan: AdapterPlan) -> None:
-    """Fill the shard's adapter from the file; reads this shard's tensors only."""
-    assert plan.weights is not None
-    with _open(plan.weights) as file, torch.no_grad():
-        there = set(file.keys())
-        for key, tensor in adapter_tensors(shard).items():
-            if key in there:
-                tensor.copy_(file.get_tensor(key))

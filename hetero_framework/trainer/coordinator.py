@@ -66,7 +66,7 @@ def train(
         try:
             parts = preparation.prepare(config, note=show.message)
             with Cluster(
-                config, max_frame_bytes=parts.max_frame_bytes, note=show.message, debug=debug
+                parts.config, max_frame_bytes=parts.max_frame_bytes, note=show.message, debug=debug
             ) as cluster:
                 facts = cluster.connect()
                 preparation.check_memory(parts, facts)
@@ -128,6 +128,7 @@ class Coordinator:
             self._restore(resume)
         else:
             preparation.set_aside(self._config, self._progress.message)
+            preparation.load_initial_adapter(self._parts, self._pipeline)
         self._metrics.resume(self._step)
         rows = [
             StageRow(

@@ -127,15 +127,14 @@ def state_message(stage: int, kind: str, number: int, part: StatePart) -> Messag
     )
 
 
-def load_state_message(stage: int, number: int, part: StatePart, *, tied: bool = False) -> Message:
-    """`tied`: the part is the embedding's weight for a head that is one with it."""
+def load_state_message(stage: int, kind: str, number: int, part: StatePart) -> Message:
     return Message(
         MessageType.LOAD_STATE,
         {
             "stage": stage,
+            "kind": kind,
             "part": number,
             "last": part.last,
-            "tied": tied,
             "names": list(part.tensors),
             "info": part.values,
         },

@@ -202,28 +202,21 @@ class Pipeline:
                 message.release()
                 number, last = number + 1, part.last
 
-    def load_state(self, stage: int, parts: Iterable[StatePart]) -> None:
-        """Give a stage its part of a checkpoint."""
+    def load_state(self, stage: int, kind: str, parts: Iterable[StatePart]) -> None:
+        """Have a stage take over its parts of a "checkpoint", an "adapter" or a "tied" weight."""
         spec = self._stages[stage]
         for number, part in enumerate(parts):
             if self._runner.owns(stage):
-                self._runner.stage(stage).load_state(part)
+                self._runner.stage(stage).load_state(kind, part)
                 continue
-            self._peers.send(spec.owner, messages.load_state_message(stage, number, part))
+            self._peers.send(spec.owner, messages.load_state_message(stage, kind, number, part))
             self._reply(spec.owner, MessageType.STATE_LOADED)
 
     def share_tied_weight(self) -> None:
         """After loading: give the head the embedding's weight where they are one."""
         tied = next((w for s in self._runner.stages if (w := s.tied_weight()) is not None), None)
-        if tied is None:
-            return
-        last = self._stages[-1]
-        if self._runner.owns(last.index):
-            self._runner.stage(last.index).set_tied_weight(tied)
-            return
-        part = StatePart({"tied": tied}, last=True)
-        self._peers.send(last.owner, messages.load_state_message(last.index, 0, part, tied=True))
-        self._reply(last.owner, MessageType.STATE_LOADED)
+        if tied is not None:
+            self.load_state(len(self._stages) - 1, "tied", [StatePart({"tied": tied}, last=True)])
 
     # -- what stages hand on --------------------------------------------------------------------
 

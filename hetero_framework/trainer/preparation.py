@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -13,7 +14,14 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from hetero_framework.config import Config, check_plan
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.errors import ConfigError
-from hetero_framework.models.adapters import AdapterPlan, plan_adapter
+from hetero_framework.models.adapters import (
+    PEFT_PREFIX,
+    AdapterPlan,
+    explicit_settings,
+    plan_adapter,
+    saved_tensors,
+)
+from hetero_framework.models.anatomy import learn_anatomy
 from hetero_framework.models.export import write_adapter, write_checkpoint
 from hetero_framework.models.memory import StageMemory, check_fits, estimate_memory
 from hetero_framework.models.meta import meta_model
@@ -22,8 +30,9 @@ from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.metrics import METRICS_FILE
+from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.schedule import window_size
-from hetero_framework.trainer.stage import STATE_PART_BYTES
+from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.trainer.verify import admit
 from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
 
@@ -36,7 +45,11 @@ _MAX_STREAMS = 8
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that a run needs to know before any process is started."""
+    """Everything that a run needs to know before any process is started.
+
+    `config` is what the processes are given: settings that a file on this machine brought along
+    (`adapter.init_from`) are written out in it.
+    """
 
     config: Config
     model_config: PretrainedConfig
@@ -66,6 +79,8 @@ def prepare(config: Config, note: Note) -> Prepared:
     adapter_plan = None
     if config.adapter is not None:
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
+        explicit = explicit_settings(config.adapter, adapter_plan)
+        config = config.model_copy(update={"adapter": explicit})
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
         note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
@@ -105,6 +120,29 @@ def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -
 def check_memory(parts: Prepared, facts: Facts) -> None:
     """Raise before anything is loaded if a stage does not fit its device."""
     check_fits(parts.memory, {owner: fact.memory_free for owner, fact in facts.items()})
+
+
+def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
+    """Give every stage its tensors of the adapter that the run starts from, if there is one.
+
+    Only the coordinator needs the file.
+    """
+    plan = parts.adapter_plan
+    if plan is None or plan.weights is None:
+        return
+    blocks = f"{PEFT_PREFIX}{learn_anatomy(parts.model_config).blocks}."
+    for spec in parts.config.stages():
+        own = {str(layer) for layer in range(spec.start, spec.end)}
+
+        def wanted(key: str, own: set[str] = own) -> bool:
+            # What lies outside the blocks belongs to one of the ends; a stage takes what is its.
+            return not key.startswith(blocks) or key[len(blocks) :].partition(".")[0] in own
+
+        tensors = saved_tensors(plan, wanted)
+        named: list[tuple[str, torch.Tensor, dict[str, Any]]] = [
+            (key, tensor, {}) for key, tensor in tensors.items()
+        ]
+        pipeline.load_state(spec.index, "adapter", in_parts(named))
 
 
 def set_aside(config: Config, note: Note) -> None:

@@ -101,7 +101,7 @@ def load(
         wanted = [f"{WEIGHTS}/{name}" for name, _ in parameters]
         wanted += [n for name, _ in parameters for n in states.get(name, ())]
         own = {n: values[n] for name, _ in parameters for n in value_names.get(name, ())}
-        pipeline.load_state(stage, _parts(reader.read(wanted), own))
+        pipeline.load_state(stage, "checkpoint", _parts(reader.read(wanted), own))
     pipeline.share_tied_weight()
     return Position(**reader.manifest["position"])
 

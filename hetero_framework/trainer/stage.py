@@ -10,7 +10,7 @@ stage, so that gradients add up in one order under any cut and any timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,7 +20,12 @@ import torch
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.dal import Device
 from hetero_framework.errors import CheckpointError
-from hetero_framework.models.adapters import export_parts, trainable_parameters
+from hetero_framework.models.adapters import (
+    check_adapter_complete,
+    export_parts,
+    load_adapter_tensors,
+    trainable_parameters,
+)
 from hetero_framework.models.shard import Shard
 from hetero_framework.trainer.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.trainer.randomness import Place, forward_seed
@@ -98,7 +103,7 @@ class StageVerbs(Protocol):
     def abort(self) -> None: ...
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]: ...
     def state(self, kind: str) -> Iterator[StatePart]: ...
-    def load_state(self, part: StatePart) -> None: ...
+    def load_state(self, kind: str, part: StatePart) -> None: ...
     def tied_weight(self) -> torch.Tensor | None: ...
     def set_tied_weight(self, weight: torch.Tensor) -> None: ...
 
@@ -136,6 +141,7 @@ class Stage:
         self._saved: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._finite: dict[int, torch.Tensor] = {}
         self._loading: dict[str, dict[str, Any]] = {}
+        self._loaded_keys: set[str] = set()
         self._current_micro_batch = 0
         shard.on_enter = self._enter
 
@@ -259,9 +265,9 @@ class Stage:
         "optimizer/<key>/<parameter>". kind "export": tensors as the finished artefact names them.
         """
         if kind == "export":
-            yield from _in_parts((name, t, {}) for name, t in export_parts(self._shard))
+            yield from in_parts((name, t, {}) for name, t in export_parts(self._shard))
             return
-        yield from _in_parts(self._checkpoint_entries())
+        yield from in_parts(self._checkpoint_entries())
 
     def _checkpoint_entries(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         states = state_tensors(self._optimizer, self._names) if self._optimizer else {}
@@ -274,12 +280,24 @@ class Stage:
             for key, tensor in tensors.items():
                 yield f"{OPTIMIZER}/{key}/{name}", self._device.to_host(tensor), {}
 
-    def load_state(self, part: StatePart) -> None:
-        """Take back checkpoint parts; the optimizer's are put in place with the last one.
+    def load_state(self, kind: str, part: StatePart) -> None:
+        """Take over parts of a "checkpoint" (as `state` gave it), of an "adapter" file, or a
+        "tied" weight.
 
         Raises CheckpointError for a tensor that has no place here, or a trainable weight without
         a tensor.
         """
+        if kind == "tied":
+            self.set_tied_weight(part.tensors["tied"])
+        elif kind == "adapter":
+            self._loaded_keys |= load_adapter_tensors(self._shard, part.tensors)
+            if part.last:
+                check_adapter_complete(self._shard, self._loaded_keys)
+        else:
+            self._load_checkpoint(part)
+
+    def _load_checkpoint(self, part: StatePart) -> None:
+        """Weights at once; the optimizer's state is put in place with the last part."""
         parameters = dict(self._parameters)
         for full_name, value in [*part.tensors.items(), *part.values.items()]:
             kind, _, rest = full_name.partition("/")
@@ -375,9 +393,8 @@ def enable_checkpointing(shard: Shard) -> None:
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
-def _in_parts(
-    entries: Iterator[tuple[str, torch.Tensor, dict[str, Any]]],
-) -> Iterator[StatePart]:
+def in_parts(entries: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> Iterator[StatePart]:
+    """(name, tensor, values) triples in parts of about `STATE_PART_BYTES`, the last one marked."""
     tensors: Tensors = {}
     values: dict[str, Any] = {}
     size = 0

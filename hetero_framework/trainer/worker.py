@@ -27,7 +27,7 @@ from hetero_framework.core.protocol import (
     Message,
     MessageType,
 )
-from hetero_framework.core.session import Session
+from hetero_framework.core.session import Phase, Session
 from hetero_framework.core.transport import Link, Listener
 from hetero_framework.errors import (
     HeteroError,
@@ -47,6 +47,8 @@ BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageVerb
 
 _HELLO_S = 10.0
 _POLL_S = 0.5
+# Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
+_WORKING = (Phase.STEP, Phase.EVALUATION)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class _Run:
     run_id: str
     config: Config | None = None
     runner: StageRunner | None = None
+    started: bool = False
     last_step: int | None = None
     state: Any = None
     state_of: tuple[int, str, int] | None = None
@@ -105,6 +108,7 @@ class Worker:
     ) -> None:
         self._entry = config.worker(worker_id)
         self._base_dir = config.base_dir
+        self._liveness_s = config.training.liveness_timeout_s
         self._keep = keep
         self._build = build
         self._say = say
@@ -159,6 +163,10 @@ class Worker:
                         raise
                     self._say(f"the run failed here: {known}")
                     self._leave()
+        except KeyboardInterrupt:
+            # Without this the coordinator would wait for a link that cannot come back.
+            self._report(PeerLostError("it was stopped on its own machine (Ctrl-C)"))
+            raise
         finally:
             listener.close()
             if self._link is not None:
@@ -170,7 +178,7 @@ class Worker:
         while (event := self._next_event(0)) is not None:
             self._handle(event)
         runner = self._run.runner if self._run is not None else None
-        if runner is not None and self._link is not None and runner.info is not None:
+        if runner is not None and self._link is not None and self._session.phase in _WORKING:
             try:
                 if runner.run_next():
                     return
@@ -190,8 +198,10 @@ class Worker:
         if event.message is not None and event.message.type is MessageType.HELLO:
             self._on_hello(event.link, event.message)
         elif event.link is not self._link:
+            # Of a link that has been replaced, or of a stranger who does not begin with HELLO.
             if event.message is not None:
                 event.message.release()
+                event.link.close(drain_s=0)
         elif event.lost is not None:
             self._link = None
             if self._run is not None:
@@ -206,9 +216,13 @@ class Worker:
     def _accept(self, listener: Listener) -> None:
         while True:
             try:
-                self._greet(listener.accept())
+                sock = listener.accept()
             except NetworkError:
                 return  # the listener was closed
+            try:
+                self._greet(sock)
+            except OSError:
+                sock.close()  # it was gone before it could be greeted
 
     def _greet(self, sock: Any) -> None:
         """Start a link for a connection. Nothing but its HELLO, in time, makes it matter."""
@@ -226,6 +240,7 @@ class Worker:
                 on_message=tell,
                 on_close=lambda reason: tell(None, str(reason) if reason else "closed"),
                 max_frame_bytes=HANDSHAKE_MAX_FRAME_BYTES,
+                liveness_s=self._liveness_s,
                 handshake_s=_HELLO_S,
                 allocate=self._device.allocate_host,
             )
@@ -276,7 +291,7 @@ class Worker:
                     "device_label": self._device.label,
                     "memory_total": memory.total,
                     "memory_free": memory.free,
-                    "run_id": run.run_id if run.runner is not None else None,
+                    "run_id": run.run_id if run.started else None,
                     "last_step": run.last_step,
                 },
             )
@@ -286,14 +301,15 @@ class Worker:
         self._say(f"refused {link.name}: {message}")
         with suppress(PeerLostError):
             link.send(Message(MessageType.REJECT, {"code": code, "message": message, "hint": hint}))
-        link.close()
+        # Not here: closing waits for the peer, and a run may be going on.
+        threading.Thread(target=link.close, name="refuse", daemon=True).start()
 
     # -- a run ----------------------------------------------------------------------------------
 
     def _on_setup(self, message: Message) -> None:
         meta = message.meta
         run = self._current
-        run.runner = None
+        run.runner, run.started = None, False
         config = Config.from_dict(meta["config"], self._base_dir)
         quiet_libraries(config.training.log_level)
         own = {entry["index"] for entry in meta["stages"]}
@@ -322,6 +338,7 @@ class Worker:
     def _on_start(self, message: Message) -> None:
         for entry in message.meta["stages"]:
             self._runner.stage(entry["index"]).input_requires_grad = entry["input_requires_grad"]
+        self._current.started = True
         self._say("ready")
 
     def _on_step(self, message: Message) -> None:
@@ -366,6 +383,10 @@ class Worker:
 
     def _on_commit(self, message: Message) -> None:
         meta, run = message.meta, self._current
+        if not self._is_current(message):
+            raise ProtocolError(
+                f"COMMIT of step {meta['step']}, attempt {meta['attempt']}: its gradients are not here"
+            )
         for stage in self._runner.stages:
             stage.commit(meta["learning_rate"], meta["grad_scale"])
             if stage.is_last and message.tensors:
@@ -403,10 +424,7 @@ class Worker:
         meta = message.meta
         stage = self._runner.stage(meta["stage"])
         part: StatePart = messages.state_part(message)
-        if meta["tied"]:
-            stage.set_tied_weight(part.tensors["tied"])
-        else:
-            stage.load_state(part)
+        stage.load_state(meta["kind"], part)
         message.release()
         reply = {"stage": meta["stage"], "part": meta["part"]}
         self._send(Message(MessageType.STATE_LOADED, reply))

@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hetero_framework.config import Config
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import read_metrics
 from tests.samples import save_llama
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -85,3 +88,33 @@ def test_worker_listed_twice_and_local_at_the_end_equal_one_process(losses) -> N
         {"id": "local", "start": 5, "end": 6, "is_last": True},
     ]
     assert losses([], "cut", shard_plan=plan, adapter=LORA) == losses([], "whole", adapter=LORA)
+
+
+def test_adapter_to_start_from_is_needed_on_the_coordinator_only(
+    pool, llama, texts, tmp_path
+) -> None:
+    """The path is relative to the coordinator's configuration; no worker finds anything there."""
+
+    def run(cuts: list[int], name: str, **adapter) -> None:
+        raw = pool.config(
+            tmp_path / name,
+            cuts,
+            model={"name_or_path": str(llama)},
+            data={"train": str(texts), "max_length": 64},
+            adapter=adapter,
+        )
+        train(Config.from_dict(raw, tmp_path))
+
+    run([], "first", **LORA, use_dora=True, modules_to_save=["lm_head"])
+    run([], "whole", init_from="first/adapter")
+    run([2, 4], "cut", init_from="first/adapter")
+    assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    assert weights(tmp_path / "cut").keys() == weights(tmp_path / "first").keys()
+
+
+def test_layers_below_the_adapter_get_no_gradient_and_change_nothing(losses) -> None:
+    adapter = {**LORA, "layers_to_transform": [4, 5]}
+    whole = losses([], "whole", adapter=adapter)
+    assert losses([2, 4], "cut", adapter=adapter) == whole
+    assert losses([1, 5], "within", adapter=adapter) == whole

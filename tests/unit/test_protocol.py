@@ -119,7 +119,7 @@ def examples() -> dict[str, Message]:
             [tensor("float16", 2), tensor("bool")],
         ),
         m.LOAD_STATE: (
-            {**named, "tied": False, "info": {}},
+            {**named, "kind": "adapter", "info": {}},
             [tensor("uint8", 0), tensor("float64", 1)],
         ),
         m.STATE_LOADED: ({"stage": 1, "part": 0}, []),
