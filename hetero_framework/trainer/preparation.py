@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from hetero_framework.config import Config, check_plan
 from hetero_framework.data import TrainData, load_data, load_tokenizer
-from hetero_framework.errors import ConfigError
+from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.models.adapters import (
     PEFT_PREFIX,
     AdapterPlan,
@@ -31,6 +31,7 @@ from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.pipeline import Pipeline
+from hetero_framework.trainer.roles import machine_of
 from hetero_framework.trainer.schedule import window_size
 from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.trainer.verify import admit
@@ -76,6 +77,7 @@ def prepare(config: Config, note: Note) -> Prepared:
     data = load_data(config, tokenizer, vocab_size=vocab_size)
     for line in data.report:
         note(line)
+    check_positions(model_config, data.longest)
     adapter_plan = None
     if config.adapter is not None:
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
@@ -99,6 +101,25 @@ def prepare(config: Config, note: Note) -> Prepared:
     )
 
 
+def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
+    """Raise DataError when a sample is longer than the model's table of positions.
+
+    Only learned tables end; rotary and other computed positions go on.
+    """
+    model = meta_model(model_config)
+    words = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        is_table = isinstance(module, torch.nn.Embedding) and module is not words
+        if is_table and ("position" in name or name.endswith("wpe")):
+            # OPT and its kin keep two extra rows in front.
+            rows = int(getattr(model_config.get_text_config(), "max_position_embeddings", 0))
+            if rows and tokens > rows:
+                raise DataError(
+                    f"the longest sample has {tokens} tokens, but the model has {rows} positions",
+                    hint=f"set data.max_length to {rows} or less",
+                )
+
+
 def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
     return tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.stages())
 
@@ -118,8 +139,27 @@ def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -
 
 
 def check_memory(parts: Prepared, facts: Facts) -> None:
-    """Raise before anything is loaded if a stage does not fit its device."""
-    check_fits(parts.memory, {owner: fact.memory_free for owner, fact in facts.items()})
+    """Raise before anything is loaded if a stage does not fit its device.
+
+    Processes that share a device (CPU workers of one machine, two workers on one card) share what
+    is free: from each one's view the others have taken theirs.
+    """
+    needs: dict[str | int, int] = dict.fromkeys(facts, 0)
+    for memory in parts.memory:
+        needs[memory.stage.owner] += memory.total
+    shared: dict[tuple[str, str], int] = {}
+    places = {owner: (_machine(parts.config, owner), fact.device) for owner, fact in facts.items()}
+    for owner, place in places.items():
+        shared[place] = shared.get(place, 0) + needs[owner]
+    free = {
+        owner: max(0, fact.memory_free - (shared[places[owner]] - needs[owner]))
+        for owner, fact in facts.items()
+    }
+    check_fits(parts.memory, free)
+
+
+def _machine(config: Config, owner: str | int) -> str:
+    return machine_of(config, config.coordinator if owner == "local" else config.worker(owner))
 
 
 def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:

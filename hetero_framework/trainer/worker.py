@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -196,7 +197,8 @@ class Worker:
 
     def _handle(self, event: _Event) -> None:
         if event.message is not None and event.message.type is MessageType.HELLO:
-            self._on_hello(event.link, event.message)
+            with suppress(LinkGone):
+                self._on_hello(event.link, event.message)
         elif event.link is not self._link:
             # Of a link that has been replaced, or of a stranger who does not begin with HELLO.
             if event.message is not None:
@@ -314,8 +316,12 @@ class Worker:
         quiet_libraries(config.training.log_level)
         own = {entry["index"] for entry in meta["stages"]}
         specs = [spec for spec in config.stages() if spec.index in own]
-        self._say("loading " + ", ".join(f"layers {s.start}-{s.end}" for s in specs))
+        layers = ", ".join(f"layers {spec.start}-{spec.end}" for spec in specs)
+        self._tell(f"loading {layers}")
+        began = time.monotonic()
         stages = self._build(config, specs, self._device)
+        seconds = time.monotonic() - began
+        self._tell(f"loaded {layers} onto {self._device.name} in {seconds:.0f} s")
         run.config = config
         run.runner = StageRunner(stages, outbox=self)
         run.last_step = None
@@ -511,6 +517,11 @@ class Worker:
             self._link.send(message)
         except PeerLostError as error:
             raise LinkGone from error
+
+    def _tell(self, text: str) -> None:
+        """A line here and on the coordinator's screen."""
+        self._say(text)
+        self._send(Message(MessageType.LOG, {"level": "INFO", "text": text}))
 
     def _report(self, error: HeteroError) -> None:
         """Tell the coordinator why this worker ends."""
