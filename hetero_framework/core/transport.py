@@ -52,6 +52,9 @@ def _max_buffers() -> int:
     return 16
 
 
+REFUSED = "the machine answers, but nothing listens on that port"
+"""The reason that `on_retry` is given when no process has the port."""
+
 _IOV_MAX = _max_buffers()
 _HAS_SENDMSG = hasattr(socket.socket, "sendmsg")
 _CAN_TRY = hasattr(socket, "MSG_DONTWAIT")
@@ -123,7 +126,7 @@ def _explain_connect(error: OSError, host: str, port: int) -> tuple[str, str]:
         )
     if isinstance(error, ConnectionRefusedError):
         return (
-            "the machine answers, but nothing listens on that port",
+            REFUSED,
             f"start the worker there and check that its port is {port}",
         )
     if isinstance(error, TimeoutError):

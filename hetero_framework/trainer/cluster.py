@@ -29,6 +29,8 @@ from hetero_framework.trainer.stage import StageVerbs
 _RECONNECT_S = 60.0
 _MAX_RECOVERIES = 5
 _LOAD_POLL_S = 0.5
+_IN_ORDER_S = 10.0
+_AT_ONCE_S = 2.0
 
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageVerbs]]
@@ -97,8 +99,11 @@ class Cluster:
         if error is not None:
             text = error.message if isinstance(error, HeteroError) else type(error).__name__
             goodbye = Message(MessageType.BYE, {"reason": f"the run stopped: {text}"[:2000]})
-        self._peers.close(goodbye)
-        self._local.stop()
+        at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
+        try:
+            self._peers.close(goodbye, _AT_ONCE_S if at_once else _IN_ORDER_S)
+        finally:
+            self._local.stop(_AT_ONCE_S if at_once else _IN_ORDER_S)
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -123,13 +128,22 @@ class Cluster:
 
     def load(self) -> None:
         """Have every process load its stages, all at once, and build the pipeline."""
+        try:
+            self._load()
+        except LinkLost as lost:
+            raise PeerLostError(
+                f"worker {lost.worker} went away while it loaded: {self._why(lost)}",
+                hint="look at its screen or log, then start again",
+            ) from lost
+        self.retrying(self.pipeline.share_tied_weight)
+
+    def _load(self) -> None:
         config, specs = self._config, self._config.stages()
         for worker in self._peers.workers:
             self._peers.send(worker, self._setup_message(worker, specs))
         local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
         trainable = {stage.index: stage.trainable() for stage in local}
-        for worker, ready in self._ready_messages().items():
-            del worker
+        for ready in self._ready_messages().values():
             for entry in ready.meta["stages"]:
                 trainable[entry["index"]] = [(n, tuple(rank)) for n, rank in entry["trainable"]]
         self.trainable = [trainable[spec.index] for spec in specs]
@@ -150,7 +164,6 @@ class Cluster:
             to_host=self.device.to_host,
             from_host=self.device.from_host,
         )
-        self.pipeline.share_tied_weight()
 
     def _setup_message(self, worker: WorkerId, specs: Sequence[StageSpec]) -> Message:
         stages = [
@@ -180,12 +193,7 @@ class Cluster:
         ready: dict[WorkerId, Message] = {}
         told = time.monotonic()
         while len(ready) < len(self._peers.workers):
-            try:
-                event = self._peers.receive(_LOAD_POLL_S)
-            except LinkLost as lost:
-                raise PeerLostError(
-                    f"worker {lost.worker} went away while it loaded: {self._why(lost)}"
-                ) from lost
+            event = self._peers.receive(_LOAD_POLL_S)
             if event is not None and event.message is not None:
                 if event.message.type is MessageType.READY:
                     ready[event.worker] = event.message

@@ -76,11 +76,13 @@ def train(
                 ) as metrics:
                     run = Coordinator(config, parts, cluster, metrics, show, stop)
                     run.start(resume if resume is not None else config.resume_step, facts)
-                    run.loop()
-                    return run.finish()
+                    with stop.waiting():
+                        run.loop()
+                        return run.finish()
         except KeyboardInterrupt:
             raise StoppedEarly(
-                "stopped at once; the last complete checkpoint stays valid"
+                f"stopped at once by {stop.requested or 'Ctrl-C'}",
+                hint="complete checkpoints, if there are any, stay valid: --resume latest",
             ) from None
         finally:
             show.close()
@@ -128,7 +130,9 @@ class Coordinator:
             self._restore(resume)
         else:
             preparation.set_aside(self._config, self._progress.message)
-            preparation.load_initial_adapter(self._parts, self._pipeline)
+            self._cluster.retrying(
+                lambda: preparation.load_initial_adapter(self._parts, self._pipeline)
+            )
         self._metrics.resume(self._step)
         rows = [
             StageRow(
@@ -352,8 +356,9 @@ class Coordinator:
     def _restore(self, resume: int | str) -> None:
         step = self._store.resolve(resume)
         reader = self._store.open(step)
-        position = snapshot.load(
-            reader, self._pipeline, self._cluster.trainable, self._config, self._data.fingerprint
+        trainable, fingerprint = self._cluster.trainable, self._data.fingerprint
+        position = self._cluster.retrying(
+            lambda: snapshot.load(reader, self._pipeline, trainable, self._config, fingerprint)
         )
         self._step = self._saved_step = position.step
         self._skipped = position.skipped_in_a_row

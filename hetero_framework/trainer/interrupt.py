@@ -1,19 +1,29 @@
-"""Ctrl-C and SIGTERM as a request: finish the step, then stop. A second one stops at once."""
+"""Ctrl-C and SIGTERM. Between steps they are a request: finish the step, offer a checkpoint, stop.
+Before the first step, and the second time, they stop at once, as KeyboardInterrupt.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+_ONCE_MORE = b"\nhetero: stopping after this step; once more stops at once\n"
+
 
 class StopRequest:
-    """Context manager that notes a signal in `requested` instead of raising at any line."""
+    """Context manager that turns the signals into KeyboardInterrupt or, while `waiting`, into the
+    name of the signal in `requested`.
+    """
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._waiting = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -33,10 +43,22 @@ class StopRequest:
             signal.signal(number, handler)
         self._previous.clear()
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the first signal is only noted; whoever works there looks at `requested`."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None:
+        again, self.requested = self.requested is not None, signal.Signals(number).name
+        if again or not self._waiting:
             raise KeyboardInterrupt
-        self.requested = signal.Signals(number).name
+        # Not print: the signal may have come in the middle of one.
+        with contextlib.suppress(OSError):
+            os.write(2, _ONCE_MORE)
 
 
 def wants_checkpoint(question: str) -> bool:

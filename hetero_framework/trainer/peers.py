@@ -17,8 +17,8 @@ from typing import Any
 import hetero_framework
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType
-from hetero_framework.core.session import Session
-from hetero_framework.core.transport import Link, connect
+from hetero_framework.core.session import Phase, Session
+from hetero_framework.core.transport import REFUSED, Link, connect
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -29,8 +29,15 @@ from hetero_framework.errors import (
 
 WorkerId = int | str
 _RELAYED = (MessageType.FORWARD, MessageType.BACKWARD)
+_WORKING = (Phase.STEP, Phase.EVALUATION)
 _HANDSHAKE_S = 60.0
 _QUIET_S = 20.0
+_BUSY_PAUSE_S = 1.0
+_RECONNECT_TRIES = 3
+# A process that lost its link still listens; so long a refusal means that it has ended.
+_REFUSED_S = 5.0
+_GOODBYE_S = 5.0
+_SLICE_S = 0.2
 
 
 class LinkLost(Exception):
@@ -42,6 +49,10 @@ class LinkLost(Exception):
         self.reason = reason
 
 
+class _Busy(Exception):
+    """The worker serves another run at present."""
+
+
 class _Wire:
     """One connection to a worker and how far its conversation has come."""
 
@@ -50,9 +61,9 @@ class _Wire:
         # None for the moment between making the wire and its link.
         self.link: Link | None = None
 
-    def close(self) -> None:
+    def close(self, drain_s: float = _GOODBYE_S) -> None:
         if self.link is not None:
-            self.link.close()
+            self.link.close(drain_s)
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class Peers:
         self._owners: dict[int, WorkerId] = {}
         self._current: tuple[int, int] = (-1, -1)
         self._stop = threading.Event()
+        self._dialling: list[threading.Thread] = []
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -110,6 +122,10 @@ class Peers:
         """From now on only boundary frames of this attempt at this step are passed on."""
         self._current = (step, attempt)
 
+    def generation(self, worker_id: WorkerId) -> object:
+        """Something that is equal as long as a worker's link is the same one."""
+        return self._wires.get(worker_id)
+
     # -- connecting -----------------------------------------------------------------------------
 
     def connect_all(self) -> dict[WorkerId, dict[str, Any]]:
@@ -123,20 +139,20 @@ class Peers:
 
         def dial(worker: WorkerConfig) -> None:
             try:
-                welcomes[worker.id] = self._open(worker, self._config.training.connect_timeout_s)
+                welcomes[worker.id] = self._open_when_free(worker)
             except HeteroError as error:
                 errors[worker.id] = error
 
-        threads = [
+        self._dialling = [
             threading.Thread(target=dial, args=(w,), name=f"dial-{w.id}", daemon=True)
             for w in self._workers.values()
         ]
-        for thread in threads:
+        for thread in self._dialling:
             thread.start()
-        for thread in threads:
+        for thread in self._dialling:
             # Joined in slices so that Ctrl-C is heard on every system.
             while thread.is_alive():
-                thread.join(0.2)
+                thread.join(_SLICE_S)
         for worker_id in self._workers:
             if worker_id in errors:
                 raise errors[worker_id]
@@ -144,21 +160,52 @@ class Peers:
 
     def reconnect(self, worker_id: WorkerId, timeout_s: float) -> dict[str, Any]:
         """Dial a lost worker again. Raises PeerLostError when its process or state is gone."""
-        try:
-            welcome = self._open(self._workers[worker_id], timeout_s)
-        except (NetworkError, ProtocolError) as error:
-            raise PeerLostError(
-                f"worker {worker_id} does not come back: {error.message}",
-                hint="start it again, then continue with --resume latest",
-            ) from error
+        deadline = time.monotonic() + timeout_s
+        for tries_left in reversed(range(_RECONNECT_TRIES)):
+            try:
+                welcome = self._open(
+                    self._workers[worker_id], max(0.1, deadline - time.monotonic()), again=True
+                )
+                break
+            except (NetworkError, ProtocolError, _Busy) as error:
+                # A link that breaks in the handshake is as likely to break as any other.
+                if tries_left and self._exit_text(worker_id) is None:
+                    continue
+                text = error.message if isinstance(error, HeteroError) else str(error)
+                raise PeerLostError(
+                    f"worker {worker_id} does not come back: {text}",
+                    hint="start it again, then continue with --resume latest",
+                ) from error
         if welcome.get("run_id") != self._run_id:
             raise PeerLostError(
-                f"worker {worker_id} came back without its state (its process was restarted)",
+                f"worker {worker_id} came back without its stages (it was started again?)",
                 hint="continue with --resume latest",
             )
         return welcome
 
-    def _open(self, worker: WorkerConfig, timeout_s: float) -> dict[str, Any]:
+    def _open_when_free(self, worker: WorkerConfig) -> dict[str, Any]:
+        """Open the link at the start of a run; wait for a worker that ends another one."""
+        deadline = time.monotonic() + self._config.training.connect_timeout_s
+        told = False
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._open(worker, max(0.1, left))
+            except _Busy as busy:
+                if left < _BUSY_PAUSE_S or self._stop.is_set():
+                    raise NetworkError(
+                        f"worker {worker.id} at {worker.ip}:{worker.port} refused: {busy}",
+                        hint="stop the other run, or give this one another worker",
+                    ) from None
+                if not told:
+                    told = True
+                    self._note(f"worker {worker.id}: {busy}; waiting up to {left:.0f} s for it")
+            self._stop.wait(_BUSY_PAUSE_S)
+
+    def _open(
+        self, worker: WorkerConfig, timeout_s: float, *, again: bool = False
+    ) -> dict[str, Any]:
+        """Connect and shake hands once. `again`: the worker has been there before."""
         deadline = time.monotonic() + timeout_s
         told = False
 
@@ -166,7 +213,11 @@ class Peers:
             nonlocal told
             ended = self._exit_text(worker.id)
             if ended is not None:
-                raise NetworkError(f"worker {worker.id} did not start: {ended}")
+                raise NetworkError(ended if again else f"worker {worker.id} did not start: {ended}")
+            if again and reason == REFUSED and elapsed_s > _REFUSED_S:
+                raise NetworkError(
+                    f"nothing listens at {worker.ip}:{worker.port} any more (its process ended)"
+                )
             # A worker of this machine is still importing torch; that is not worth a line.
             if not told and elapsed_s > _QUIET_S:
                 told = True
@@ -178,6 +229,9 @@ class Peers:
         sock = connect(
             worker.ip, worker.port, timeout_s, on_retry, who=f"worker {worker.id}", stop=self._stop
         )
+        if self._stop.is_set():
+            sock.close()
+            raise NetworkError(f"worker {worker.id}: the run ended while it was connecting")
         answers: queue.SimpleQueue[Message | str] = queue.SimpleQueue()
         wire = _Wire(Session("coordinator"))
         wire.link = Link(
@@ -187,6 +241,7 @@ class Peers:
             on_close=lambda reason: self._closed(worker.id, wire, reason, answers),
             max_frame_bytes=self._max_frame_bytes,
             liveness_s=self._config.training.liveness_timeout_s,
+            handshake_s=max(_HANDSHAKE_S, timeout_s),
             allocate=self._allocate,
         )
         self._wires[worker.id] = wire
@@ -199,28 +254,35 @@ class Peers:
         }
         with suppress(LinkLost):
             self.send(worker.id, Message(MessageType.HELLO, hello))
-        try:
-            answer = answers.get(timeout=max(_HANDSHAKE_S, deadline - time.monotonic()))
-        except queue.Empty:
-            wire.close()
+        # A worker may be in the middle of a long computation; its heartbeats show that it lives.
+        answer = self._answer(answers, max(deadline, time.monotonic() + _HANDSHAKE_S))
+        if answer is None or isinstance(answer, str):
+            wire.close(drain_s=0)
+            why = answer or "the connection was accepted, but HELLO is not answered"
             raise NetworkError(
-                f"worker {worker.id} at {worker.ip}:{worker.port} accepted the connection "
-                "but does not answer",
-                hint="is another run using it, or another program on that port?",
-            ) from None
-        if isinstance(answer, str):
-            raise NetworkError(
-                f"worker {worker.id} at {worker.ip}:{worker.port} closed the connection: {answer}",
-                hint="look at that worker's own screen or log",
+                f"no worker answered at {worker.ip}:{worker.port} (worker {worker.id}): {why}",
+                hint="is it another program that has this port? Else look at that worker's own "
+                "screen or log",
             )
         if answer.type is MessageType.REJECT:
             wire.close()
+            if answer.meta["code"] == "busy":
+                raise _Busy(answer.meta["message"])
             kind = ProtocolError if answer.meta["code"] == "protocol" else NetworkError
             raise kind(
                 f"worker {worker.id} refused: {answer.meta['message']}",
                 hint=answer.meta.get("hint"),
             )
         return answer.meta
+
+    def _answer(
+        self, answers: queue.SimpleQueue[Message | str], deadline: float
+    ) -> Message | str | None:
+        """The first thing that comes back; None at the deadline or when the run is over."""
+        while time.monotonic() < deadline and not self._stop.is_set():
+            with suppress(queue.Empty):
+                return answers.get(timeout=_SLICE_S)
+        return None
 
     # -- traffic --------------------------------------------------------------------------------
 
@@ -240,16 +302,22 @@ class Peers:
 
         Raises the worker's own error when it reports one, and LinkLost when its link broke.
         """
-        try:
-            event = (
-                self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
-            )
-        except queue.Empty:
-            return None
-        if event.wire is not self._wires.get(event.worker):
-            if event.message is not None:
-                event.message.release()
-            return self.receive(0)  # of a link that has been replaced
+        while True:
+            try:
+                event = (
+                    self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get(False)
+                )
+            except queue.Empty:
+                return None
+            if event.wire is self._wires.get(event.worker):
+                if (known := self._known(event)) is not None:
+                    return known
+            elif event.message is not None:
+                event.message.release()  # of a link that has been replaced
+            timeout_s = 0
+
+    def _known(self, event: Event) -> Event | None:
+        """`event`, unless it is for the user alone; raises what it means when it is bad news."""
         if event.lost is not None:
             raise LinkLost(event.worker, event.lost)
         assert event.message is not None
@@ -260,7 +328,7 @@ class Peers:
             raise error
         if event.message.type is MessageType.LOG:
             self._note(f"worker {event.worker}: {event.message.meta['text']}")
-            return self.receive(0)
+            return None
         return event
 
     def traffic(self) -> dict[WorkerId, tuple[int, int, float]]:
@@ -271,16 +339,22 @@ class Peers:
             if (link := wire.link) is not None
         }
 
-    def close(self, goodbye: Message) -> None:
-        """Say goodbye to every worker and close the links, what is queued going out first."""
+    def close(self, goodbye: Message, drain_s: float = _GOODBYE_S) -> None:
+        """Say goodbye to every worker and close the links; what is queued goes out first, for at
+        most `drain_s` seconds in all.
+        """
         self._stop.set()
-        for wire in self._wires.values():
-            if wire.link is not None:
-                with suppress(PeerLostError):
-                    wire.link.send(goodbye)
-        for wire in self._wires.values():
-            wire.close()
+        deadline = time.monotonic() + drain_s
+        for thread in self._dialling:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        wires = list(self._wires.values())
         self._wires.clear()
+        for wire in wires:
+            if wire.link is not None:
+                with suppress(HeteroError):
+                    wire.link.send(goodbye)
+        for wire in wires:
+            wire.close(max(0.0, deadline - time.monotonic()))
 
     # -- reader threads -------------------------------------------------------------------------
 
@@ -311,9 +385,12 @@ class Peers:
         if owner is None:
             return False
         wire = self._wires.get(owner)
+        if wire is None or wire.link is None or wire.session.phase not in _WORKING:
+            # Of an attempt that is over; a link that has just come back would not expect it.
+            message.release()
+            return True
         try:
-            if wire is not None and wire.link is not None:
-                wire.link.forward(message)
+            wire.link.forward(message)
         except PeerLostError:
             # The receiver is gone, not the sender; its own reader reports the loss.
             message.release()

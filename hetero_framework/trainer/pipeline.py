@@ -71,10 +71,11 @@ class Pipeline:
         self._local_peak_memory = local_peak_memory
         self._to_host = to_host
         self._from_host = from_host
-        self._info = StepInfo(step=-1, attempt=0, train=True, micro_batches=0, num_items=1)
+        self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._losses: dict[int, float] = {}
         self._finished: set[int] = set()
         self._replies: dict[tuple[WorkerId, MessageType], Message] = {}
+        self._aborting: dict[WorkerId, object] = {}
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
         peers.route(stages)
@@ -170,13 +171,24 @@ class Pipeline:
         return self.statistics(replies)
 
     def abort(self) -> None:
-        """Forget the step everywhere; weights stay as they are."""
+        """Forget the step everywhere; weights stay as they are. When it returns, nothing that was
+        sent before is on its way any more.
+
+        After LinkLost it may be called again: a worker that is aborting already is not told twice.
+        """
         self._runner.abort()
-        self._replies.clear()
         for worker in self._peers.workers:
-            self._peers.send(worker, self._step_only(MessageType.ABORT))
-        for worker in self._peers.workers:
+            link = self._peers.generation(worker)
+            if self._aborting.get(worker) is not link:
+                self._replies.pop((worker, MessageType.ABORTED), None)
+                self._aborting[worker] = link
+                self._peers.send(worker, self._step_only(MessageType.ABORT))
+        for worker in [w for w in self._peers.workers if w in self._aborting]:
             self._reply(worker, MessageType.ABORTED)
+            del self._aborting[worker]
+        for message in self._replies.values():
+            message.release()
+        self._replies.clear()
 
     # -- state ----------------------------------------------------------------------------------
 

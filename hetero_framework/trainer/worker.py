@@ -391,7 +391,8 @@ class Worker:
         meta, run = message.meta, self._current
         if not self._is_current(message):
             raise ProtocolError(
-                f"COMMIT of step {meta['step']}, attempt {meta['attempt']}: its gradients are not here"
+                f"COMMIT of step {meta['step']}, attempt {meta['attempt']}, whose gradients are "
+                "not here"
             )
         for stage in self._runner.stages:
             stage.commit(meta["learning_rate"], meta["grad_scale"])
