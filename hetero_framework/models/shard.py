@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -36,7 +35,6 @@ from hetero_framework.models.anatomy import (
     Anatomy,
     BlockForm,
     learn_anatomy,
-    tensors_in,
     tied_names,
 )
 from hetero_framework.models.quantization import quantization_config, stored_quantization_config
@@ -507,8 +505,8 @@ def _random(
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(config), dtype=dtype)
     model.to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), _SeededByName(model, seed) as seeded:
-        seeded.initialize()
+    with torch.random.fork_rng(devices=[]):
+        _initialize("", model, model, seed)
     model.tie_weights(recompute_mapping=False)
     model.to(device)
     _fill_stubs(model)
@@ -516,41 +514,13 @@ def _random(
     return model
 
 
-class _SeededByName(TorchFunctionMode):
-    """Seeds every random fill of a weight by the run's seed and the weight's name."""
-
-    def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        super().__init__()
-        self._model = model
-        self._seed = seed
-        self._names = {_storage(t): n for n, t in model.named_parameters()}
-
-    def initialize(self) -> None:
-        """Run the model's `_init_weights` over all modules, innermost first."""
-        self._visit("", self._model, self._model)
-
-    def _visit(self, name: str, module: nn.Module, owner: PreTrainedModel) -> None:
-        inner = module if isinstance(module, PreTrainedModel) else owner
-        for child_name, child in module.named_children():
-            self._visit(f"{name}.{child_name}" if name else child_name, child, inner)
-        torch.manual_seed(_derive(self._seed, "module", name))
-        inner._initialize_weights(module)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # Functions that change a tensor in place end in an underscore.
-        if getattr(func, "__name__", "").endswith("_"):
-            tensor = next(tensors_in((args, kwargs)), None)
-            name = None if tensor is None else self._names.get(_storage(tensor))
-            if tensor is not None and name is not None:
-                offset = int(tensor.storage_offset())
-                torch.manual_seed(_derive(self._seed, "weight", name, offset))
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:
+    """Run the model's `_init_weights` over all modules, innermost first, seeded by their names."""
+    inner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        _initialize(f"{name}.{child_name}" if name else child_name, child, inner, seed)
+    torch.manual_seed(_derive(seed, name))
+    inner._initialize_weights(module)
 
 
 def _derive(*parts: str | int) -> int:

@@ -163,8 +163,8 @@ def compare(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
         whole, shards = _build(config, ranges)
     except ArchitectureError as error:
         return Result(config.model_type, "refused", error.message, tuple(ranges))
-    chain = _Chain(shards)
-    numbers = _train_both(whole, chain, config)
+    with quiet_library():
+        numbers = _train_both(whole, _Chain(shards), config)
     seconds = time.perf_counter() - begin
     return Result(config.model_type, stages=tuple(ranges), seconds=seconds, **numbers)
 

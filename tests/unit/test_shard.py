@@ -135,6 +135,18 @@ def test_loss_without_item_count_is_the_mean(checkpoints: Any) -> None:
     torch.testing.assert_close(mean * labels, total)
 
 
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "pure"])
+def test_cut_equals_whole_in_bfloat16(autocast: bool, checkpoints: Any) -> None:
+    path, inputs = checkpoints("llama"), probe_inputs(config_of("llama"))
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = model(**inputs, num_items_in_batch=ITEMS, use_cache=False).loss
+        for bounds in CUTS.values():
+            loss, _ = run(build("llama", path, bounds, dtype=dtype), inputs)
+            assert torch.equal(loss, expected)
+
+
 def test_position_ids_reach_every_shard(checkpoints: Any) -> None:
     inputs = probe_inputs(config_of("llama"))
     shifted = {**inputs, "position_ids": torch.arange(12).expand(2, 12) * 3}
