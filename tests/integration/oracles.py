@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import datasets
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -50,7 +50,9 @@ def stock_model(
 ) -> PreTrainedModel | PeftModel:
     """The library's own whole model, with the adapter on it if one is given; all to be trained."""
     whole = AutoModelForCausalLM.from_pretrained(model, **settings)
-    return whole if adapter is None else PeftModel.from_pretrained(whole, adapter, is_trainable=True)
+    if adapter is None:
+        return whole
+    return PeftModel.from_pretrained(whole, adapter, is_trainable=True)
 
 
 def trained_weights(model: torch.nn.Module) -> Tensors:
@@ -170,7 +172,7 @@ def assert_agree(ours: Steps, theirs: Steps) -> None:
 
 
 def assert_close(ours: Tensors, theirs: Tensors, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Weights that took the same steps; PEFT's files name an adapter's tensors as its state does."""
+    """Weights that took the same steps."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(
