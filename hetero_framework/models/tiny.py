@@ -89,6 +89,12 @@ _LAYER_COUNTS = _all(
 )
 
 # What an architecture's field names do not tell, for its default configuration.
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.0625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     # Sizes that the class leaves open.
@@ -120,6 +126,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * (TINY_LAYERS // 2),
     },
+    # Multipliers that do nothing by default, as the published models have them.
+    "granite": _MULTIPLIERS,
+    "granite_swa": _MULTIPLIERS,
+    "granitemoe": _MULTIPLIERS,
+    "granitemoe_swa": _MULTIPLIERS,
+    "granitemoehybrid": _MULTIPLIERS,
+    "granitemoeshared": _MULTIPLIERS,
     # Switches without which the causal model refuses to run.
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
