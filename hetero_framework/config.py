@@ -598,6 +598,13 @@ def interval(value: float, total_steps: int) -> int:
     return int(value) if value >= 1 else math.ceil(total_steps * value)
 
 
+def layers_text(start: int, end: int) -> str:
+    """`[start, end)` in words that include both ends, as in "layers 0-7"."""
+    if end <= start:
+        return "no layers"
+    return f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """One stage of the plan: layers [start, end) at `owner` ("local" or a worker id)."""
@@ -608,6 +615,11 @@ class StageSpec:
     end: int
     is_first: bool
     is_last: bool
+
+    @property
+    def layers(self) -> str:
+        """The layers in words: "layers 0-7"."""
+        return layers_text(self.start, self.end)
 
 
 class Config(Section):

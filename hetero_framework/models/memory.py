@@ -133,7 +133,7 @@ def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> 
             short += own
             who = "the coordinator" if owner == "local" else f"worker {owner}"
             needs = "; ".join(
-                f"stage {m.index} (layers {m.stage.start}-{m.stage.end}) needs {m}" for m in own
+                f"stage {m.index} ({m.stage.layers}) needs {m}" for m in own
             )
             problems.append(f"{who} has {gib(available)} GiB free, but {needs}")
     if problems:

@@ -445,7 +445,7 @@ def _load(
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise ModelError(
             f"The checkpoint {checkpoint.source!r} lacks {len(missing)} weights of layers"
-            f" {rng.start}-{rng.end}: {shown}"
+            f" {rng.start} to {rng.end - 1}: {shown}"
         )
     model.config.name_or_path = checkpoint.source
     _fill_stubs(model)

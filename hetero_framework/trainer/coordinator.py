@@ -328,7 +328,7 @@ class Coordinator:
             owner = "the coordinator" if stage.owner == "local" else f"worker {stage.owner}"
             text = (
                 f"non-finite values in micro-batch {where[1]}, first out of stage {stage.index} "
-                f"({owner}, layers {stage.start}-{stage.end})"
+                f"({owner}, {stage.layers})"
             )
         self._progress.message(f"step {self._step + 1}: {text}; step skipped")
         limit = self._config.training.max_skipped_steps

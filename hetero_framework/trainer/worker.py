@@ -316,7 +316,7 @@ class Worker:
         quiet_libraries(config.training.log_level)
         own = {entry["index"] for entry in meta["stages"]}
         specs = [spec for spec in config.stages() if spec.index in own]
-        layers = ", ".join(f"layers {spec.start}-{spec.end}" for spec in specs)
+        layers = ", ".join(spec.layers for spec in specs)
         self._tell(f"loading {layers}")
         began = time.monotonic()
         stages = self._build(config, specs, self._device)

@@ -31,7 +31,7 @@ from hetero_framework.visualizer.scene import (
     to_svg,
     wrap,
 )
-from hetero_framework.visualizer.text import bytes_text, count_text, layers_text, printable
+from hetero_framework.visualizer.text import bytes_text, count_text, printable
 
 Format = Literal["png", "svg", "pdf", "mmd"]
 
@@ -312,7 +312,7 @@ def _stage_lines(stage: StageSpec, details: DiagramDetails) -> list[str]:
     if stage.is_first:
         parts.append("embedding")
     if stage.end > stage.start:
-        parts.append(layers_text(stage.start, stage.end))
+        parts.append(stage.layers)
     if stage.is_last:
         parts.append("head")
     lines = [" + ".join(parts) or "no layers"]

@@ -23,7 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_framework.visualizer.text import bytes_text, duration_text, layers_text, printable
+from hetero_framework.config import layers_text
+from hetero_framework.visualizer.text import bytes_text, duration_text, printable
 
 REDRAW_INTERVAL_S = 0.1
 RECENT_STEPS = 20  # the speed and the remaining time are means over so many steps

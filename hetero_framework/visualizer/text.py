@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 
-def layers_text(start: int, end: int) -> str:
-    """`[start, end)` in words that include both ends, as in "layers 0-7"."""
-    if end <= start:
-        return "no layers"
-    return f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
-
-
 def bytes_text(nbytes: float) -> str:
     """A number of bytes with a binary unit: "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.config import layers_text
 from hetero_framework.visualizer.progress import Progress, StageRow
 from hetero_framework.visualizer.text import (
     bytes_text,
     count_text,
     duration_text,
-    layers_text,
     printable,
 )
 
