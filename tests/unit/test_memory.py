@@ -161,7 +161,7 @@ def test_stages_that_do_not_fit_are_named_with_numbers_and_a_way_out(tmp_path: P
         check_fits(memory, {"local": 10 * GIB, 1: need - 1})
     text = str(caught.value)
     assert "worker 1 has" in text
-    assert "stage 1 (layers 1-4) needs" in text
+    assert "stage 1 (layers 1-3) needs" in text
     assert "coordinator" not in text
     assert "fewer layers in shard_plan" in text
 
