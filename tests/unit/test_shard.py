@@ -420,7 +420,7 @@ def test_unreachable_hub_name_is_a_model_error(tmp_path: Path) -> None:
         load_model_config(ModelConfig(name_or_path="somebody/never-was"), tmp_path)
 
 
-def test_pickled_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_bin_checkpoint_is_refused(tmp_path: Path) -> None:
     config_of("llama").save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(ModelError, match="safetensors"):

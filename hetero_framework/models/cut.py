@@ -1,0 +1,322 @@
+"""Taking everything outside a layer range out of a model.
+
+A shard's class is a subclass of the model's own. Absent blocks become stand-ins that pass the
+hidden state on; absent weights before the blocks become stubs that have a shape but no memory, so
+that the code around them still runs; reaching what follows the blocks ends the forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.anatomy import Anatomy, BlockForm, tied_names
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Layers `[start, end)`; the first shard also has what comes before, the last what follows."""
+
+    start: int
+    end: int
+    is_first: bool
+    is_last: bool
+
+
+class Skeleton:
+    """The whole model without its weights: names and order of everything in it."""
+
+    def __init__(self, config: PretrainedConfig, anatomy: Anatomy) -> None:
+        self.anatomy = anatomy
+        with torch.device("meta"):
+            model = anatomy.model_class._from_config(copy.deepcopy(config))
+        blocks = model.get_submodule(anatomy.blocks)
+        if len(blocks) != anatomy.num_layers:
+            raise ArchitectureError(
+                f"{type(model).__name__} has {len(blocks)} blocks, its tiny copy "
+                f"{anatomy.num_layers}."
+            )
+        self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.names = {*self.parameters, *model.state_dict()}
+        self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
+        self.tied = tied_names(model)
+        self.head, self.embedding = _tied_ends(self.tied, anatomy)
+        self._local: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for name in self.parameters:
+            parent = name.rpartition(".")[0]
+            self._local[name] = counts[parent] = counts.get(parent, -1) + 1
+
+    def rank(self, name: str) -> tuple[int, ...]:
+        """Where a parameter stands in the whole model: (module, place in the module).
+
+        Parameters that an adapter adds stand behind the own ones of the deepest module of the
+        whole model that their name runs through; equal ranks keep the stage's own order.
+        """
+        parts = name.split(".")
+        for length in range(len(parts) - 1, -1, -1):
+            module = ".".join(parts[:length])
+            if module in self.modules:
+                return self.modules[module], self._local.get(name, len(self.parameters))
+        raise AssertionError("the root module has the empty name")
+
+    def layer_of(self, name: str) -> int | None:
+        """The block that a name lies in, or None outside the blocks."""
+        prefix = f"{self.anatomy.blocks}."
+        index = name.removeprefix(prefix).partition(".")[0]
+        return int(index) if name.startswith(prefix) and index.isdigit() else None
+
+    def holds(self, name: str, rng: ShardRange) -> bool:
+        """Whether a shard has the parameter or module of this name (a head for a tied weight)."""
+        layer = self.layer_of(name)
+        if layer is not None:
+            return rng.start <= layer < rng.end
+        owner = self.anatomy.owner.get(name)
+        if owner is None:
+            inside = [o for n, o in self.anatomy.owner.items() if n.startswith(f"{name}.")]
+            return not inside or any(self._owns(o, rng) for o in inside)
+        return self._owns(owner, rng)
+
+    def _owns(self, owner: int, rng: ShardRange) -> bool:
+        if owner < 0:
+            return rng.is_first
+        if owner >= self.anatomy.num_layers:
+            return rng.is_last
+        return rng.start <= owner < rng.end
+
+
+def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> None:
+    """Refuse what would cross the boundaries of `rng` beside the hidden state.
+
+    Raises ArchitectureError with the reason.
+    """
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        raise ArchitectureError(
+            "The router's auxiliary loss (output_router_logits) joins all layers in one loss.",
+            hint="Set output_router_logits to false in the model's configuration.",
+        )
+    for name in ("layerdrop", "layer_dropout"):
+        if getattr(text, name, 0.0):
+            raise ArchitectureError(
+                f"{name} = {getattr(text, name)} skips layers at random, over all stages.",
+                hint=f"Set {name} to 0 in the model's configuration.",
+            )
+    if rng.is_first and rng.is_last:
+        return
+    anatomy = whole.anatomy
+    for layer, crossing in sorted(anatomy.crossing.items()):
+        raise ArchitectureError(
+            f"Layer {layer} receives, beside the hidden state, {', '.join(crossing)}, from"
+            " outside it."
+        )
+    ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
+    for name, layers in sorted(anatomy.shared.items()):
+        inside = [rng.start <= layer < rng.end for layer in layers]
+        if name not in ends and any(inside) and not all(inside):
+            raise ArchitectureError(
+                f"{name} is shared by layers {list(layers)} of different stages."
+            )
+
+
+def _tied_ends(tied: dict[str, str], anatomy: Anatomy) -> tuple[str | None, str | None]:
+    """(head, embedding) when one weight is used at both ends of the model."""
+    for target, source in tied.items():
+        owners = anatomy.owner.get(target), anatomy.owner.get(source)
+        if owners == (anatomy.num_layers, -1):
+            return target, source
+    return None, None
+
+
+class Captured(Exception):
+    """Ends a forward once the hidden state has left the last block of a shard."""
+
+
+class PassThrough(nn.Module):
+    """Stands for an absent block: returns the hidden state it is given.
+
+    Models read attributes of their blocks (`attention_type`, `mamba.mup_vector`, ...): plain ones
+    and the shapes of tensors stay, without memory. Methods that a model calls on all its blocks
+    do nothing here.
+    """
+
+    def __init__(self, block: nn.Module, form: BlockForm) -> None:
+        super().__init__()
+        self._form = form
+        self._block_class = type(block)
+        # Set by the shard: what to do with the hidden state on its way through.
+        self.on_hidden: Callable[[torch.Tensor], torch.Tensor] | None = None
+        _copy_outline(block, self)
+
+    def __getattr__(self, name: str) -> Any:
+        if callable(getattr(self.__dict__.get("_block_class"), name, None)):
+            return lambda *args, **kwargs: None
+        return super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_BSD = self._form.hidden(args, kwargs)
+        if self.on_hidden is not None:
+            hidden_BSD = self.on_hidden(hidden_BSD)
+        return self._form.wrap(hidden_BSD)
+
+
+class AbsentLinear(nn.Module):
+    """Stands for an absent projection before the blocks; its output is not used."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.out_features: int
+        _copy_plain_attributes(linear, self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(*x.shape[:-1], self.out_features)
+
+
+class AfterBlocks(nn.Module):
+    """Stands for an absent module after the blocks: reaching it ends the forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        _copy_plain_attributes(module, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise Captured
+
+
+STAND_INS = (PassThrough, AbsentLinear, AfterBlocks)
+
+
+def _copy_plain_attributes(source: nn.Module, target: Any) -> None:
+    for name, value in vars(source).items():
+        if isinstance(value, (str, int, float, bool)) and not hasattr(target, name):
+            setattr(target, name, value)
+
+
+def _copy_outline(source: nn.Module, target: Any) -> None:
+    """Plain attributes and tensors' shapes of a module and of the modules in it."""
+    _copy_plain_attributes(source, target)
+    tensors = [*source.named_parameters(recurse=False), *source.named_buffers(recurse=False)]
+    for name, tensor in tensors:
+        setattr(target, name, tensor.detach().to("meta"))
+    for name, child in source.named_children():
+        setattr(target, name, _outline(child))
+
+
+def _outline(module: nn.Module) -> Any:
+    if isinstance(module, nn.ModuleList):
+        return [_outline(child) for child in module]
+    if isinstance(module, nn.ModuleDict):
+        return {name: _outline(child) for name, child in module.items()}
+    outline = SimpleNamespace()
+    _copy_outline(module, outline)
+    return outline
+
+
+def shard_class(
+    whole: Skeleton, rng: ShardRange, *, keep_embedding: bool = False
+) -> type[PreTrainedModel]:
+    """The model's own class with everything outside `rng` taken out after construction.
+
+    `keep_embedding` leaves the embedding in a shard that has only the head, while a tied head
+    is loaded from it.
+    """
+    base = whole.anatomy.model_class
+
+    def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        _prune(self, whole, rng, keep_embedding)
+
+    body = {
+        "__init__": __init__,
+        # The library tells its own models from others by module and name.
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+    }
+    return type(base.__name__, (base,), body)
+
+
+def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -> None:
+    anatomy = whole.anatomy
+    blocks = model.get_submodule(anatomy.blocks)
+    for index, form in enumerate(anatomy.forms):
+        if not rng.start <= index < rng.end:
+            blocks[index] = PassThrough(blocks[index], form)
+    absent: dict[str, list[str]] = {}
+    for name in anatomy.owner:
+        if not (whole.holds(name, rng) or (keep_embedding and name == whole.embedding)):
+            path, _, attribute = name.rpartition(".")
+            absent.setdefault(path, []).append(attribute)
+    model._hetero_stubs = []
+    for path, attributes in absent.items():
+        owner = anatomy.owner[f"{path}.{attributes[0]}".lstrip(".")]
+        _take_out(model, path, attributes, after=owner >= anatomy.num_layers)
+    _restrict_tying(model, whole, rng, keep_embedding)
+    # What other stages hold is no news.
+    model._keys_to_ignore_on_load_unexpected = {".*"}
+
+
+def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> None:
+    """Remove parameters of the module at `path`; stubs take their place (`fill_stubs`)."""
+    module = model.get_submodule(path)
+    weights = {name: module._parameters.pop(name) for name in attributes}
+    leaf = path and not any(True for _ in module.children())
+    emptied = not any(p is not None for p in module._parameters.values())
+    if leaf and emptied and (after or isinstance(module, nn.Linear)):
+        parent_path, _, child = path.rpartition(".")
+        module = AfterBlocks(module) if after else AbsentLinear(module)
+        setattr(model.get_submodule(parent_path), child, module)
+    for name, weight in weights.items():
+        setattr(module, name, weight.detach())
+        model._hetero_stubs.append((module, name))
+
+
+def _restrict_tying(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -> None:
+    """Leave in the library's tables only ties whose both ends are here."""
+
+    def here(name: str) -> bool:
+        return whole.holds(name, rng) or (keep_embedding and name == whole.embedding)
+
+    for prefix, submodule in model.named_modules():
+        if isinstance(submodule, PreTrainedModel):
+            module: Any = submodule
+            dot = f"{prefix}." if prefix else ""
+            module._tied_weights_keys = None
+            module.all_tied_weights_keys = {
+                target: source
+                for target, source in (module.all_tied_weights_keys or {}).items()
+                if here(dot + target) and here(dot + source)
+            }
+
+
+def fill_stubs(model: Any) -> None:
+    """Give absent weights that a forward may still touch a shape but no memory (zero stride)."""
+    device, dtype = model.device, model.dtype
+    for module, name in model._hetero_stubs:
+        shape = getattr(module, name).shape
+        setattr(module, name, torch.zeros((), dtype=dtype, device=device).expand(shape))
+    del model._hetero_stubs
+
+
+def untie(model: Any, whole: Skeleton, rng: ShardRange) -> None:
+    """Make embedding and head two parameters, over one storage where both are here."""
+    if whole.head is None or not rng.is_last:
+        return
+    assert whole.embedding is not None
+    weight = model.get_parameter(whole.embedding)
+    path, _, attribute = whole.head.rpartition(".")
+    head = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+    setattr(model.get_submodule(path), attribute, head)
+    if not rng.is_first:
+        path, _, attribute = whole.embedding.rpartition(".")
+        model._hetero_stubs = []
+        _take_out(model, path, [attribute], after=False)
+        fill_stubs(model)
+    model.all_tied_weights_keys.pop(whole.head, None)
