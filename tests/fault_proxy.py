@@ -14,7 +14,13 @@ import contextlib
 import socket
 import struct
 import threading
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgpack
+
+from hetero_framework.core.protocol import PREFIX_BYTES, MessageType
 
 _CHUNK_BYTES = 65_536
 _TICK_S = 0.02
@@ -33,12 +39,63 @@ class Faults:
     seen: int = 0
 
 
+@dataclass
+class FrameCut:
+    """Break the connection at the next frame of this type: with none of it passed on, with its
+    first half, or with all of it."""
+
+    direction: str  # "up" or "down"
+    kind: MessageType
+    where: str  # "before", "middle" or "after"
+    reset: bool = False
+    also: Callable[[], None] | None = None  # called at the same moment
+
+
+@dataclass
+class _Frames:
+    """Where in a stream of frames its next byte is."""
+
+    head: bytearray = field(default_factory=bytearray)
+    rest: int = 0
+
+    def scan(self, data: bytes, wanted: MessageType, where: str) -> int | None:
+        """How many bytes of `data` may pass before the cut; None when it is not in there."""
+        at = 0
+        while at < len(data):
+            if self.rest:
+                step = min(self.rest, len(data) - at)
+                self.rest -= step
+                at += step
+                continue
+            self.head.append(data[at])
+            at += 1
+            if len(self.head) < PREFIX_BYTES:
+                continue
+            total, header = struct.unpack(">QI", self.head[:PREFIX_BYTES])
+            if len(self.head) < PREFIX_BYTES + header:
+                continue
+            kind = msgpack.unpackb(self.head[PREFIX_BYTES:], raw=False)["t"]
+            size, got = total + 8, len(self.head)
+            self.head.clear()
+            self.rest = size - got
+            if kind == wanted:
+                offset = {"before": 0, "middle": size // 2, "after": size}[where]
+                # The frame's first bytes may have passed with the piece before.
+                return max(0, at - got + offset)
+        return None
+
+
 class FaultProxy:
-    """Listens on 127.0.0.1:`port` and passes every connection on to `target`."""
+    """Listens on 127.0.0.1:`port` and passes every connection on to `target`.
+
+    `cuts` happen one after the other, each at the first fitting frame after the one before it.
+    """
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.up = Faults()
         self.down = Faults()
+        self.cuts: deque[FrameCut] = deque()
+        self.connections = 0
         self._target = target
         self._stop = threading.Event()
         self._sockets: list[socket.socket] = []
@@ -81,18 +138,25 @@ class FaultProxy:
             except OSError:
                 near.close()
                 continue
+            self.connections += 1
             self._sockets += [near, far]
-            for source, sink, faults in ((near, far, self.up), (far, near, self.down)):
+            over = threading.Event()
+            for name, source, sink in (("up", near, far), ("down", far, near)):
                 source.settimeout(_TICK_S)
                 thread = threading.Thread(
-                    target=self._pump, args=(source, sink, faults), name="proxy pump"
+                    target=self._pump, args=(name, source, sink, over), name="proxy pump"
                 )
                 self._threads.append(thread)
                 thread.start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, faults: Faults) -> None:
+    def _pump(
+        self, name: str, source: socket.socket, sink: socket.socket, over: threading.Event
+    ) -> None:
+        faults = self.up if name == "up" else self.down
+        frames = _Frames()
+        owed = None  # bytes to pass on before a cut that has been decided
         with contextlib.suppress(OSError):
-            while not self._stop.is_set():
+            while not (self._stop.is_set() or over.is_set()):
                 if faults.blackhole:
                     self._stop.wait(_TICK_S)
                     continue
@@ -103,8 +167,34 @@ class FaultProxy:
                 if not data:
                     sink.shutdown(socket.SHUT_WR)
                     return
+                if over.is_set():
+                    return
+                if owed is None:
+                    owed = self._next_cut(name, frames, data)
+                if owed is not None:
+                    self._send(sink, bytearray(data[:owed]))
+                    owed -= min(owed, len(data))
+                    if owed == 0:
+                        over.set()
+                        self._cut(source, sink)
+                        return
+                    continue
                 if not self._pass_on(bytearray(data), source, sink, faults):
                     return
+
+    def _next_cut(self, name: str, frames: _Frames, data: bytes) -> int | None:
+        cut = self.cuts[0] if self.cuts and self.cuts[0].direction == name else None
+        # A type that no frame has: follow the frames, cut nothing.
+        kind, where = (cut.kind, cut.where) if cut else (0, "before")
+        return frames.scan(data, kind, where)  # type: ignore[arg-type]
+
+    def _cut(self, source: socket.socket, sink: socket.socket) -> None:
+        cut = self.cuts[0]
+        if cut.also is not None:
+            cut.also()
+        for sock in (sink, source):
+            (_reset if cut.reset else _close)(sock)
+        self.cuts.popleft()
 
     def _pass_on(
         self, data: bytearray, source: socket.socket, sink: socket.socket, faults: Faults

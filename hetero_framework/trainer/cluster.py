@@ -17,7 +17,7 @@ import torch
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.dal import Device, open_device
 from hetero_framework.core.protocol import Message, MessageType
-from hetero_framework.errors import HeteroError, PeerLostError
+from hetero_framework.errors import HeteroError, PeerLostError, UserError
 from hetero_framework.trainer.launch import LocalWorkers
 from hetero_framework.trainer.loading import load_stages
 from hetero_framework.trainer.peers import LinkLost, Peers, WorkerId
@@ -210,6 +210,21 @@ class Cluster:
         """Number of the current attempt; frames of earlier ones are stale."""
         return self._attempt
 
+    @property
+    def workers(self) -> list[WorkerId]:
+        """Ids of the workers that take part."""
+        return self._peers.workers
+
+    def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
+        """Between steps: what the handler for `name` in a worker says to `data`.
+
+        Raises UserError when it failed or is not registered there.
+        """
+        if worker not in self.workers:
+            known = ", ".join(map(str, self.workers)) or "none"
+            raise UserError(f"there is no worker {worker!r} to ask (workers: {known})")
+        return self.retrying(lambda: self.pipeline.control(worker, name, data))
+
     def traffic(self) -> dict[WorkerId, tuple[int, int, float]]:
         return self._peers.traffic()
 
@@ -234,8 +249,8 @@ class Cluster:
                 self._recoveries = 0
                 return result
 
-    def recover(self, lost: LinkLost) -> int | None:
-        """Open the link to a lost worker again; the last step that it committed."""
+    def recover(self, lost: LinkLost) -> None:
+        """Open the link to a lost worker again; it has its stages still. Raises PeerLostError."""
         self._recoveries += 1
         if self._recoveries > _MAX_RECOVERIES:
             raise PeerLostError(
@@ -250,9 +265,8 @@ class Cluster:
             ) from lost
         self._note(f"lost the link to worker {lost.worker} ({lost.reason}); connecting again")
         timeout_s = min(_RECONNECT_S, self._config.training.connect_timeout_s)
-        welcome: dict[str, Any] = self._peers.reconnect(lost.worker, timeout_s)
-        self._note(f"worker {lost.worker} is back; the step is repeated")
-        return welcome["last_step"]
+        self._peers.reconnect(lost.worker, timeout_s)
+        self._note(f"worker {lost.worker} is back")
 
     def _why(self, lost: LinkLost) -> str:
         return self._exit_text(lost.worker) or lost.reason

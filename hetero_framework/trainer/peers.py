@@ -158,7 +158,7 @@ class Peers:
                 raise errors[worker_id]
         return welcomes
 
-    def reconnect(self, worker_id: WorkerId, timeout_s: float) -> dict[str, Any]:
+    def reconnect(self, worker_id: WorkerId, timeout_s: float) -> None:
         """Dial a lost worker again. Raises PeerLostError when its process or state is gone."""
         deadline = time.monotonic() + timeout_s
         for tries_left in reversed(range(_RECONNECT_TRIES)):
@@ -181,7 +181,6 @@ class Peers:
                 f"worker {worker_id} came back without its stages (it was started again?)",
                 hint="continue with --resume latest",
             )
-        return welcome
 
     def _open_when_free(self, worker: WorkerConfig) -> dict[str, Any]:
         """Open the link at the start of a run; wait for a worker that ends another one."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from hetero_framework import control
 from hetero_framework.config import StageSpec
 from hetero_framework.core.protocol import Message, MessageType
 from hetero_framework.errors import PeerLostError
@@ -76,6 +78,7 @@ class Pipeline:
         self._finished: set[int] = set()
         self._replies: dict[tuple[WorkerId, MessageType], Message] = {}
         self._aborting: dict[WorkerId, object] = {}
+        self._requests = 0
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
         peers.route(stages)
@@ -130,11 +133,11 @@ class Pipeline:
         return [reports[spec.index] for spec in self._stages]
 
     def commit(
-        self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], int | None]
+        self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
     ) -> dict[int, StageStatistics]:
         """Step everywhere. Once this has begun, the step is decided: a link that breaks now is
-        mended by `recover`, which returns the last step the worker committed, and the commit is
-        repeated to it if it had not arrived.
+        mended by `recover`, and the commit repeated; a worker that has done it already only
+        says so.
         """
         for stage in self._runner.stages:
             stage.commit(learning_rate, grad_scale)
@@ -161,13 +164,11 @@ class Pipeline:
                     replies[worker] = self._reply(worker, MessageType.COMMITTED)
                     pending.discard(worker)
             except LinkLost as lost:
-                committed = recover(lost)
-                if committed != self._info.step and lost.worker not in to_send:
+                recover(lost)
+                self._replies.pop((lost.worker, MessageType.COMMITTED), None)
+                pending.add(lost.worker)
+                if lost.worker not in to_send:
                     to_send.append(lost.worker)
-                elif committed == self._info.step:
-                    pending.discard(lost.worker)
-                    if lost.worker in to_send:
-                        to_send.remove(lost.worker)
         return self.statistics(replies)
 
     def abort(self) -> None:
@@ -229,6 +230,16 @@ class Pipeline:
         tied = next((w for s in self._runner.stages if (w := s.tied_weight()) is not None), None)
         if tied is not None:
             self.load_state(len(self._stages) - 1, "tied", [StatePart({"tied": tied}, last=True)])
+
+    # -- messages of others' making ---------------------------------------------------------------
+
+    def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
+        """Ask a worker's handler for `name`; its answer. Raises UserError when it has none."""
+        self._requests += 1
+        self._peers.send(worker, control.request(self._requests, name, data))
+        message = self._reply(worker, MessageType.CONTROL)
+        message.release()
+        return control.result(message)
 
     # -- what stages hand on --------------------------------------------------------------------
 
@@ -301,7 +312,9 @@ class Pipeline:
                 self.finished(meta["micro_batch"])
         elif kind is MessageType.BYE:
             raise LinkLost(event.worker, meta["reason"])
-        elif kind is not MessageType.CONTROL:
+        elif kind is MessageType.CONTROL and meta.get("answers") != self._requests:
+            message.release()
+        else:
             self._replies[event.worker, kind] = message
 
     def _arrival(self, message: Message) -> Arrival:

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 import hetero_framework
+from hetero_framework import control
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.dal import Device, open_device
 from hetero_framework.core.protocol import (
@@ -134,7 +135,7 @@ class Worker:
             MessageType.BYE: self._on_bye,
             MessageType.ERROR: self._on_error,
             MessageType.REJECT: self._on_error,
-            MessageType.CONTROL: lambda message: None,
+            MessageType.CONTROL: self._on_control,
         }
 
     # -- the loop -------------------------------------------------------------------------------
@@ -389,6 +390,22 @@ class Worker:
 
     def _on_commit(self, message: Message) -> None:
         meta, run = message.meta, self._current
+        if run.last_step != meta["step"]:
+            self._commit(message)
+        message.release()
+        statistics = {
+            "stages": {str(i): values for i, values in self._runner.statistics().items()},
+            "peak_memory_bytes": self._device.peak_memory(),
+        }
+        self._send(
+            Message(
+                MessageType.COMMITTED,
+                {"step": meta["step"], "attempt": meta["attempt"], "stats": statistics},
+            )
+        )
+
+    def _commit(self, message: Message) -> None:
+        meta = message.meta
         if not self._is_current(message):
             raise ProtocolError(
                 f"COMMIT of step {meta['step']}, attempt {meta['attempt']}, whose gradients are "
@@ -400,18 +417,7 @@ class Worker:
                 weight = messages.tensor_of(message)
                 assert weight is not None
                 stage.set_tied_weight(weight)
-        message.release()
-        run.last_step = meta["step"]
-        statistics = {
-            "stages": {str(i): values for i, values in self._runner.statistics().items()},
-            "peak_memory_bytes": self._device.peak_memory(),
-        }
-        self._send(
-            Message(
-                MessageType.COMMITTED,
-                {"step": meta["step"], "attempt": meta["attempt"], "stats": statistics},
-            )
-        )
+        self._current.last_step = meta["step"]
 
     def _on_abort(self, message: Message) -> None:
         self._runner.abort()
@@ -435,6 +441,12 @@ class Worker:
         message.release()
         reply = {"stage": meta["stage"], "part": meta["part"]}
         self._send(Message(MessageType.STATE_LOADED, reply))
+
+    def _on_control(self, message: Message) -> None:
+        reply = control.answer(message)
+        message.release()
+        if reply is not None:
+            self._send(reply)
 
     def _on_bye(self, message: Message) -> None:
         self._say(f"the coordinator says goodbye: {message.meta['reason']}")
