@@ -201,6 +201,7 @@ def _add_train(commands: Any) -> None:
         help="what this machine is (default: by its addresses and host name)",
     )
     parser.add_argument("--worker-id", metavar="ID", help="which worker this process is")
+    _add_import(parser)
 
 
 def _run_train(arguments: argparse.Namespace) -> int:
@@ -208,6 +209,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
     from hetero_framework.trainer.roles import decide_role
 
     role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id)
+    _import_files(arguments)
     if not role.is_coordinator:
         return _serve(config, role.worker_ids, debug=arguments.debug)
     from hetero_framework.trainer.coordinator import train
@@ -231,6 +233,7 @@ def _add_worker(commands: Any) -> None:
     _add_config(parser)
     parser.add_argument("--worker-id", metavar="ID", help="which worker this process is")
     parser.add_argument("--keep", action="store_true", help="wait for the next run after each")
+    _add_import(parser)
     parser.add_argument("--base-dir", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
 
@@ -244,6 +247,7 @@ def _run_worker(arguments: argparse.Namespace) -> int:
     from hetero_framework.trainer.roles import decide_role
 
     role = decide_role(config, role="worker", worker_id=arguments.worker_id)
+    _import_files(arguments)
     return _serve(config, role.worker_ids, keep=arguments.keep, debug=arguments.debug)
 
 
@@ -478,6 +482,25 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="replace a setting of the file, as in training.max_steps=10; may be repeated",
     )
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="FILE",
+        help="run a Python file first that registers control messages (docs/extending.md)",
+    )
+
+
+def _import_files(arguments: argparse.Namespace) -> None:
+    if arguments.imports:
+        from hetero_framework import control
+
+        for file in arguments.imports:
+            control.import_file(Path(file))
 
 
 def _load(arguments: argparse.Namespace) -> Any:

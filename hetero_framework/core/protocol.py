@@ -409,10 +409,13 @@ SPEC: dict[MessageType, MessageSpec] = {
         {"reason": STR},
     ),
     MessageType.CONTROL: MessageSpec(
-        "Either side: the extension point. `name` says what `data` and the tensors mean; a "
-        "receiver that does not know the name ignores it.",
+        "Either side: the extension point. `name` says what `data` and the tensors mean. With "
+        "`request`, a number of the sender's choice, it is answered by a CONTROL of the same name "
+        "with that number in `answers`, and with `error` if it failed or the name is not known "
+        "there. Without `request`, a receiver that does not know the name ignores it.",
         EITHER,
         {"name": STR, "data": ANY},
+        {"request": INT, "answers": INT, "error": STR},
         tensors=_MANY,
         long=True,
     ),

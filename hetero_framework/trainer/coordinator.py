@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from hetero_framework import control
 from hetero_framework.config import Config, interval
 from hetero_framework.data import TrainData
 from hetero_framework.data.batches import MicroBatch
@@ -156,6 +157,7 @@ class Coordinator:
             if self._stop.requested is not None:
                 self._stop_early()
             self.train_step()
+            control.step_done(self._step, self._cluster)
             if self._is_due("eval"):
                 self.evaluate()
             if self._is_due("save"):

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import IO
 
 import hetero_framework
+from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.core import network
 from hetero_framework.errors import PeerLostError, ResourceError
@@ -230,6 +231,8 @@ class _Spawner:
         os.replace(unfinished, snapshot)
         self._command = [*program, "--supervised", "--config", str(snapshot)]
         self._command += ["--base-dir", str(config.base_dir)] + ["--debug"] * debug
+        for file in control.imported_files():
+            self._command += ["--import", str(file)]
 
     def spawn(self, worker_id: WorkerId, output: IO[bytes] | int) -> subprocess.Popen[bytes]:
         """A worker process in a session of its own, so that Ctrl-C reaches the parent alone."""

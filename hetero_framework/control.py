@@ -1,0 +1,139 @@
+"""Messages of your own between coordinator and workers, over the links that are there anyway.
+
+    from hetero_framework import control
+
+    @control.on("gpu_temperature")
+    def gpu_temperature(data):          # in the worker that is asked
+        return {"celsius": 61}
+
+    @control.after_step
+    def watch(step, cluster):           # in the coordinator
+        for worker in cluster.workers:
+            print(worker, cluster.control(worker, "gpu_temperature"))
+
+Save this as watch.py and add `--import watch.py` to the command on every machine. The messages
+travel as CONTROL, which extends the protocol without a new version; data are what msgpack knows:
+null, bool, int, float, string, bytes, list, and map with string keys. docs/extending.md has the
+whole of it. This module knows no socket; it makes and reads messages.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.errors import HeteroError, UserError
+
+
+class Cluster(Protocol):
+    """What an `after_step` function may use of the coordinator's cluster."""
+
+    @property
+    def workers(self) -> Sequence[int | str]: ...
+
+    def control(self, worker: int | str, name: str, data: Any = None) -> Any: ...
+
+
+Handler = Callable[[Any], Any]
+Watcher = Callable[[int, Cluster], None]
+_H = TypeVar("_H", bound=Handler)
+_W = TypeVar("_W", bound=Watcher)
+
+_handlers: dict[str, Handler] = {}
+_watchers: list[Watcher] = []
+_imported: list[Path] = []
+
+# What a handler raises goes to the one who asked; it must not end a run that is hours old.
+_FAILURES = (
+    HeteroError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def on(name: str) -> Callable[[_H], _H]:
+    """Decorator: answer requests called `name` with what the function returns for their data.
+
+    It runs in the worker's computing thread between two tasks, so it should take milliseconds.
+    A second function for the same name replaces the first.
+    """
+
+    def register(handler: _H) -> _H:
+        _handlers[name] = handler
+        return handler
+
+    return register
+
+
+def after_step(watcher: _W) -> _W:
+    """Decorator: call the function as `watcher(step, cluster)` in the coordinator after each step.
+
+    `step` counts from 1. The next step waits for it; what it raises ends the run.
+    """
+    _watchers.append(watcher)
+    return watcher
+
+
+def import_file(path: Path) -> None:
+    """Run a Python file that registers functions, once. Raises UserError if there is none."""
+    path = path.resolve()
+    if path in _imported:
+        return
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UserError(f"--import {path}: no such Python file")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    _imported.append(path)
+
+
+def imported_files() -> tuple[Path, ...]:
+    """The files that worker processes started from here must import too."""
+    return tuple(_imported)
+
+
+def step_done(step: int, cluster: Cluster) -> None:
+    """Call every `after_step` function."""
+    for watcher in _watchers:
+        watcher(step, cluster)
+
+
+def request(number: int, name: str, data: Any) -> Message:
+    """The message that asks; `number` comes back with the answer."""
+    return Message(MessageType.CONTROL, {"name": name, "data": data, "request": number})
+
+
+def answer(message: Message) -> Message | None:
+    """Let this process's handler see a CONTROL message; the answer, if one was asked for.
+
+    An unknown name, a handler that fails and data that cannot travel become the answer's `error`.
+    """
+    name, number = message.meta["name"], message.meta.get("request")
+    reply = {"name": name, "data": None, "answers": number}
+    handler = _handlers.get(name)
+    try:
+        if handler is None:
+            raise UserError(f"no handler for {name!r} is registered")
+        data = handler(message.meta["data"])
+        return None if number is None else Message(MessageType.CONTROL, {**reply, "data": data})
+    except _FAILURES as error:
+        text = error.message if isinstance(error, HeteroError) else repr(error)
+        failed = {**reply, "error": f"{name}: {text}"}
+        return None if number is None else Message(MessageType.CONTROL, failed)
+
+
+def result(message: Message) -> Any:
+    """The data of an answer. Raises UserError with the `error` that it carries instead."""
+    if message.meta.get("error") is not None:
+        raise UserError(
+            message.meta["error"],
+            hint="a worker knows the handlers of the files that its own --import options name",
+        )
+    return message.meta["data"]

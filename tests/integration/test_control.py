@@ -1,0 +1,69 @@
+"""Messages of one's own over real sockets: the shipped example, and workers without it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hetero_framework import control
+from hetero_framework.cli import main
+from hetero_framework.config import Config
+from hetero_framework.errors import UserError
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import TRAINING
+from tests.samples import free_ports
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "watch_machines.py"
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_handlers", {})
+    monkeypatch.setattr(control, "_watchers", [])
+    monkeypatch.setattr(control, "_imported", [])
+
+
+def test_example_asks_the_worker_it_started_after_every_step(
+    tmp_path, llama, texts, capsys
+) -> None:
+    ports = free_ports(2)
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    config = {
+        "coordinator": {**machine, "port": ports[0]},
+        "workers": [{**machine, "id": "box", "port": ports[1]}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": "box", "start": 3, "end": 6}],
+        "model": {"name_or_path": str(llama)},
+        "data": {"train": str(texts), "max_length": 64},
+        "training": {**TRAINING, "max_steps": 2, "output_dir": str(tmp_path / "run")},
+    }
+    file = tmp_path / "hetero_config.json"
+    file.write_text(json.dumps(config))
+    assert main(["train", "--config", str(file), "--import", str(EXAMPLE), "--debug"]) == 0
+    lines = re.findall(r"step (\d), worker box: processor \d+ % busy", capsys.readouterr().out)
+    assert lines == ["1", "2"]
+
+
+def test_worker_without_the_handler_is_an_error_that_names_it(pool, llama, texts, tmp_path) -> None:
+    answers: list[object] = []
+
+    def ask(step: int, cluster: control.Cluster) -> None:
+        assert cluster.workers == [1]
+        with pytest.raises(UserError, match="there is no worker 9 to ask"):
+            cluster.control(9, "x")
+        answers.append(cluster.control(1, "not_there"))
+
+    control.after_step(ask)
+    sections = {
+        "model": {"name_or_path": str(llama)},
+        "data": {"train": str(texts), "max_length": 64},
+        "training": {"max_steps": 2},
+    }
+    with pytest.raises(UserError, match="not_there: no handler for 'not_there'") as caught:
+        train(Config.from_dict(pool.config(tmp_path / "run", [3], **sections)))
+    assert "--import" in str(caught.value)
+    assert answers == []

@@ -1,0 +1,110 @@
+"""Requests to handlers as messages; no socket."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_framework import control
+from hetero_framework.core.protocol import Message, MessageType, decode, encode
+from hetero_framework.errors import DeviceError, UserError
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a test stays registered."""
+    monkeypatch.setattr(control, "_handlers", {})
+    monkeypatch.setattr(control, "_watchers", [])
+    monkeypatch.setattr(control, "_imported", [])
+
+
+def over_the_wire(message: Message) -> Message:
+    return decode(b"".join(bytes(buffer) for buffer in encode(message)))
+
+
+def ask(name: str, data: object, number: int = 7) -> Message:
+    reply = control.answer(over_the_wire(control.request(number, name, data)))
+    assert reply is not None
+    return over_the_wire(reply)
+
+
+def test_request_gets_what_the_handler_returns_for_its_data() -> None:
+    control.on("double")(lambda data: {"twice": data * 2, "raw": b"\x00"})
+    reply = ask("double", 21, number=3)
+    assert reply.meta["answers"] == 3
+    assert reply.meta["name"] == "double"
+    assert control.result(reply) == {"twice": 42, "raw": b"\x00"}
+
+
+def test_decorator_returns_the_function_and_a_second_one_replaces_it() -> None:
+    @control.on("who")
+    def first(data: object) -> str:
+        return "first"
+
+    assert first(None) == "first"
+    control.on("who")(lambda data: "second")
+    assert control.result(ask("who", None)) == "second"
+
+
+def test_unknown_name_is_told_to_the_one_who_asked() -> None:
+    with pytest.raises(UserError, match="nobody: no handler for 'nobody' is registered"):
+        control.result(ask("nobody", None))
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        (KeyError("card"), "KeyError"),
+        (DeviceError("no sensor"), "no sensor"),
+        (OSError(5), "OS"),
+    ],
+)
+def test_handler_that_raises_is_told_to_the_one_who_asked(raised: Exception, text: str) -> None:
+    @control.on("temperature")
+    def fails(data: object) -> None:
+        raise raised
+
+    with pytest.raises(UserError, match=f"temperature: .*{text}"):
+        control.result(ask("temperature", None))
+
+
+def test_answer_that_cannot_travel_is_told_to_the_one_who_asked() -> None:
+    control.on("objects")(lambda data: object())
+    with pytest.raises(UserError, match="object cannot travel"):
+        control.result(ask("objects", None))
+
+
+def test_notice_reaches_the_handler_and_gets_no_answer() -> None:
+    seen: list[object] = []
+    control.on("note")(seen.append)
+    notice = Message(MessageType.CONTROL, {"name": "note", "data": "hello"})
+    assert control.answer(notice) is None
+    assert seen == ["hello"]
+    assert control.answer(Message(MessageType.CONTROL, {"name": "other", "data": None})) is None
+
+
+def test_watchers_see_every_step_in_the_order_of_registration() -> None:
+    seen: list[tuple[str, int]] = []
+    control.after_step(lambda step, cluster: seen.append(("a", step)))
+    control.after_step(lambda step, cluster: seen.append(("b", step)))
+    for step in (1, 2):
+        control.step_done(step, cluster=None)  # type: ignore[arg-type]
+    assert seen == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+
+
+def test_file_is_imported_once_and_remembered_for_worker_processes(tmp_path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from hetero_framework import control\n"
+        "control.on('mine')(lambda data: 1)\n"
+        "control.after_step(print)\n"
+    )
+    control.import_file(file)
+    control.import_file(tmp_path / "." / "mine.py")
+    assert control.imported_files() == (file.resolve(),)
+    assert control.result(ask("mine", None)) == 1
+    assert len(control._watchers) == 1
+
+
+def test_file_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"--import .*absent.py: no such Python file"):
+        control.import_file(tmp_path / "absent.py")
