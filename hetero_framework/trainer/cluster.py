@@ -24,7 +24,7 @@ from hetero_framework.trainer.peers import LinkLost, Peers, WorkerId
 from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.roles import local_worker_ids, threads_for
 from hetero_framework.trainer.schedule import window_size
-from hetero_framework.trainer.stage import StageVerbs
+from hetero_framework.trainer.verbs import StageVerbs
 
 _RECONNECT_S = 60.0
 _MAX_RECOVERIES = 5

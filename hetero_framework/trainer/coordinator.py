@@ -33,7 +33,7 @@ from hetero_framework.trainer.metrics import MetricsWriter
 from hetero_framework.trainer.optimizer import Schedule, check_optimizer
 from hetero_framework.trainer.pipeline import StageStatistics
 from hetero_framework.trainer.snapshot import Position
-from hetero_framework.trainer.stage import GradientReport, StepInfo
+from hetero_framework.trainer.verbs import GradientReport, StepInfo
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3

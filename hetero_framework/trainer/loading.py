@@ -20,6 +20,7 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
     does not fit it.
     """
     assert config.model is not None
+    quiet_libraries(config.training.log_level)
     seed = config.training.seed
     plan = None
     stages = []

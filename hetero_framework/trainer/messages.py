@@ -9,7 +9,7 @@ import torch
 from hetero_framework.core.protocol import Message, MessageType
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.trainer.runner import Arrival
-from hetero_framework.trainer.stage import GradientReport, StatePart, StepInfo, Tensors
+from hetero_framework.trainer.verbs import GradientReport, StatePart, StepInfo, Tensors
 
 
 def step_message(info: StepInfo) -> Message:

@@ -20,7 +20,7 @@ from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer import messages
 from hetero_framework.trainer.peers import Event, LinkLost, Peers, WorkerId
 from hetero_framework.trainer.runner import Arrival, StageRunner
-from hetero_framework.trainer.stage import (
+from hetero_framework.trainer.verbs import (
     GradientReport,
     StageVerbs,
     StatePart,

@@ -15,7 +15,7 @@ import torch
 
 from hetero_framework.errors import HeteroError, as_hetero_error
 from hetero_framework.trainer.schedule import BACKWARD, FORWARD, Task, choose
-from hetero_framework.trainer.stage import StageVerbs, StepInfo, Tensors
+from hetero_framework.trainer.verbs import StageVerbs, StepInfo, Tensors
 
 
 def _nothing() -> None:

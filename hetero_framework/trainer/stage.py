@@ -4,7 +4,7 @@ The same class serves the coordinator's own shard and a worker's; a remote stage
 over a channel. Shapes: B rows of a micro-batch, S tokens, D hidden size; `hidden_BSD` crosses a
 boundary forward, its gradient crosses it backward.
 
-Order is part of the contract: micro-batches go forward and backward in ascending order on every
+Order is part of it: micro-batches go forward and backward in ascending order on every
 stage, so that gradients add up in one order under any cut and any timing.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,83 +28,10 @@ from hetero_framework.models.adapters import (
 from hetero_framework.models.shard import Shard
 from hetero_framework.trainer.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.trainer.randomness import Place, forward_seed
-
-Tensors = dict[str, torch.Tensor]
+from hetero_framework.trainer.verbs import GradientReport, StatePart, StepInfo, Tensors
 
 STATE_PART_BYTES = 64 << 20
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """What every stage must know of a step before its first micro-batch.
-
-    `num_items` is the number of label tokens in the whole global batch: every loss is divided by
-    it. `loss_scale` multiplies the loss before backward (fp16); gradients are divided by it again
-    before anybody looks at them. `attempt` tells a repeated step's frames from stale ones.
-    """
-
-    step: int
-    attempt: int
-    train: bool
-    micro_batches: int
-    num_items: int
-    loss_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class GradientReport:
-    """A stage's share of the decision on a step.
-
-    `norms` are float32 2-norms, one per trainable parameter in the stage's order, of gradients
-    already divided by the loss scale. `nonfinite` names micro-batches whose output here was not
-    finite. `tied_gradient` is the head's gradient where head and embedding are one weight and the
-    embedding lives on another stage.
-    """
-
-    norms: torch.Tensor
-    nonfinite: tuple[int, ...] = ()
-    tied_gradient: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class StatePart:
-    """A bounded piece of a stage's state: named tensors and the values that are no tensors."""
-
-    tensors: Tensors
-    values: dict[str, Any] = field(default_factory=dict)
-    last: bool = False
-
-
-class StageVerbs(Protocol):
-    """What is asked of a stage; `Stage` is the real one, benchmarks bring sleeping ones."""
-
-    index: int
-    is_first: bool
-    is_last: bool
-    input_requires_grad: bool
-
-    def begin(self, info: StepInfo) -> None: ...
-    def forward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> torch.Tensor: ...
-    def forward_backward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[float, torch.Tensor | None]: ...
-    def evaluate(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> float: ...
-    def backward(
-        self, micro_batch: int, gradient_BSD: torch.Tensor | None
-    ) -> torch.Tensor | None: ...
-    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport: ...
-    def commit(self, learning_rate: float, grad_scale: float) -> None: ...
-    def abort(self) -> None: ...
-    def trainable(self) -> list[tuple[str, tuple[int, ...]]]: ...
-    def state(self, kind: str) -> Iterator[StatePart]: ...
-    def load_state(self, kind: str, part: StatePart) -> None: ...
-    def tied_weight(self) -> torch.Tensor | None: ...
-    def set_tied_weight(self, weight: torch.Tensor) -> None: ...
 
 
 class Stage:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
-import transformers
 
 import hetero_framework
 from hetero_framework import control
@@ -39,9 +39,8 @@ from hetero_framework.errors import (
     as_hetero_error,
 )
 from hetero_framework.trainer import messages
-from hetero_framework.trainer.loading import load_stages, quiet_libraries
 from hetero_framework.trainer.runner import Arrival, StageRunner
-from hetero_framework.trainer.stage import StageVerbs, StatePart
+from hetero_framework.trainer.verbs import StageVerbs, StatePart
 
 WorkerId = int | str
 Say = Callable[[str], None]
@@ -79,12 +78,14 @@ def serve(
     config: Config,
     worker_id: WorkerId,
     *,
+    build: BuildStages,
     keep: bool = False,
-    build: BuildStages = load_stages,
     say: Say | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
+
+    `build` makes the stages: `loading.load_stages` loads real ones.
 
     Raises NetworkError when the port is taken, DeviceError when the device is not there, and the
     run's own error when it fails here; the coordinator has been told the same.
@@ -289,7 +290,7 @@ class Worker:
                     "package": hetero_framework.__version__,
                     "worker_id": self._entry.id,
                     "torch": torch.__version__,
-                    "transformers": transformers.__version__,
+                    "transformers": metadata.version("transformers"),
                     "device": self._device.name,
                     "device_label": self._device.label,
                     "memory_total": memory.total,
@@ -314,7 +315,6 @@ class Worker:
         run = self._current
         run.runner, run.started = None, False
         config = Config.from_dict(meta["config"], self._base_dir)
-        quiet_libraries(config.training.log_level)
         own = {entry["index"] for entry in meta["stages"]}
         specs = [spec for spec in config.stages() if spec.index in own]
         layers = ", ".join(spec.layers for spec in specs)

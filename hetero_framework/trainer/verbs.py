@@ -1,0 +1,87 @@
+"""What can be asked of a stage: the contract between the engine and whatever computes.
+
+Pipeline, runner, worker and messages know this module alone; `stage.Stage` is the real thing, and
+the benchmarks bring stages that sleep. Shapes: B rows of a micro-batch, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What every stage must know of a step before its first micro-batch.
+
+    `num_items` is the number of label tokens in the whole global batch: every loss is divided by
+    it. `loss_scale` multiplies the loss before backward (fp16); gradients are divided by it again
+    before anybody looks at them. `attempt` tells a repeated step's frames from stale ones.
+    """
+
+    step: int
+    attempt: int
+    train: bool
+    micro_batches: int
+    num_items: int
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """A stage's share of the decision on a step.
+
+    `norms` are float32 2-norms, one per trainable parameter in the stage's order, of gradients
+    already divided by the loss scale. `nonfinite` names micro-batches whose output here was not
+    finite. `tied_gradient` is the head's gradient where head and embedding are one weight and the
+    embedding lives on another stage.
+    """
+
+    norms: torch.Tensor
+    nonfinite: tuple[int, ...] = ()
+    tied_gradient: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A bounded piece of a stage's state: named tensors and the values that are no tensors."""
+
+    tensors: Tensors
+    values: dict[str, Any] = field(default_factory=dict)
+    last: bool = False
+
+
+class StageVerbs(Protocol):
+    """What is asked of a stage; `Stage` is the real one, benchmarks bring sleeping ones."""
+
+    index: int
+    is_first: bool
+    is_last: bool
+    input_requires_grad: bool
+
+    def begin(self, info: StepInfo) -> None: ...
+    def forward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> torch.Tensor: ...
+    def forward_backward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> tuple[float, torch.Tensor | None]: ...
+    def evaluate(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> float: ...
+    def backward(
+        self, micro_batch: int, gradient_BSD: torch.Tensor | None
+    ) -> torch.Tensor | None: ...
+    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport: ...
+    def commit(self, learning_rate: float, grad_scale: float) -> None: ...
+    def abort(self) -> None: ...
+    def trainable(self) -> list[tuple[str, tuple[int, ...]]]: ...
+    def state(self, kind: str) -> Iterator[StatePart]: ...
+    def load_state(self, kind: str, part: StatePart) -> None: ...
+    def tied_weight(self) -> torch.Tensor | None: ...
+    def set_tied_weight(self, weight: torch.Tensor) -> None: ...
