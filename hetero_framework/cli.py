@@ -363,7 +363,8 @@ def _print_result(result: Any) -> None:
         f"differences: loss {result.loss_difference:.1e}, gradients"
         f" {result.gradient_difference:.1e}, weights {result.weight_difference:.1e}"
     )
-    parts = [f"{result.model_type}: {result.verdict}", f"layers {cuts}" if cuts else "", numbers]
+    subject = f"{result.model_type} ({result.subject}): {result.verdict}"
+    parts = [subject, f"layers {cuts}" if cuts else "", numbers]
     print("; ".join(part for part in [*parts, result.reason] if part), flush=True)
 
 

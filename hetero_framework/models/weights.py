@@ -7,7 +7,7 @@ downloaded, and a tensor's bytes are read when it is used, not before.
 from __future__ import annotations
 
 import json
-import socket
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,7 +36,7 @@ def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
     written_as_path = path.is_absolute() or name_or_path.startswith((".", "~"))
     if written_as_path or name_or_path.count("/") > 1 or "\\" in name_or_path:
         raise ModelError(
-            f"{socket.gethostname()} has no model directory {local}.",
+            f"{platform.node()} has no model directory {local}.",
             hint="Copy the model there, or set model.name_or_path to where it is on every machine.",
         )
     return name_or_path
@@ -53,7 +53,7 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{socket.gethostname()} cannot read the configuration of model {source!r}: {error}",
+            f"{platform.node()} cannot read the configuration of model {source!r}: {error}",
             hint="Set model.name_or_path to a Hugging Face checkpoint directory that this machine"
             " has, or to a hub name that it can reach.",
         ) from error
@@ -77,7 +77,7 @@ class Checkpoint:
 
     def __init__(self, source: str, revision: str | None = None) -> None:
         self.source = source
-        self._revision = revision
+        self.revision = revision
         index = self._fetch(INDEX_FILE)
         if index is not None:
             self.files: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
@@ -85,7 +85,7 @@ class Checkpoint:
         single = self._fetch(SINGLE_FILE)
         if single is None:
             raise ModelError(
-                f"{socket.gethostname()} finds neither {SINGLE_FILE} nor {INDEX_FILE} in model"
+                f"{platform.node()} finds neither {SINGLE_FILE} nor {INDEX_FILE} in model"
                 f" {source!r}.",
                 hint="Only safetensors are read. Convert .bin files once with"
                 " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
@@ -98,12 +98,12 @@ class Checkpoint:
             found = cached_file(
                 self.source,
                 filename,
-                revision=self._revision,
+                revision=self.revision,
                 _raise_exceptions_for_missing_entries=False,
             )
         except OSError as error:
             raise ModelError(
-                f"{socket.gethostname()} cannot get {filename} of model {self.source!r}: {error}"
+                f"{platform.node()} cannot get {filename} of model {self.source!r}: {error}"
             ) from error
         return None if found is None else Path(found)
 

@@ -23,8 +23,11 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from hetero_framework.core.dal import open_device
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.anatomy import LIBRARY_ERRORS, learn_anatomy, one_line, probe_inputs
+from hetero_framework.models.meta import meta_model
+from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import (
     Checkpoint,
@@ -35,6 +38,7 @@ from hetero_framework.models.shard import (
     token_loss,
 )
 from hetero_framework.models.tiny import causal_lm_types, shrink, tiny_config
+from hetero_framework.models.weights import resolve_model_path
 
 if TYPE_CHECKING:
     from hetero_framework.config import Config
@@ -43,6 +47,8 @@ STEPS = 3
 LEARNING_RATE = 1e-3
 # Relative to the largest entry of a gradient; float32 sums in another order stay far below.
 TOLERANCE = 1e-4
+# float32 weight, gradient and AdamW's two states.
+_TRAINING_BYTES = 16
 
 Verdict = Literal["bit-equal", "within tolerance", "refused"]
 
@@ -58,6 +64,7 @@ class Result:
     model_type: str
     verdict: Verdict
     reason: str = ""
+    subject: str = "a tiny copy"
     stages: tuple[ShardRange, ...] = ()
     loss_difference: float = 0.0
     gradient_difference: float = 0.0
@@ -93,23 +100,43 @@ def verify_model(
     model_type: str | None = None,
     cuts: Sequence[int] | None = None,
 ) -> Result:
-    """Compare a tiny copy of the configured model, or of an architecture, with its cut self.
+    """Compare the configured model, or a tiny one of an architecture, with its cut self.
+
+    The configured model itself where its weights fit this machine several times, else a tiny copy
+    of it with the same number and pattern of layers.
 
     The cut is `cuts`, else the configuration's plan, else two cuts over the layers.
     """
+    checkpoint = None
     if config is not None and config.model is not None:
-        tiny = shrink(load_model_config(config.model, config.base_dir))
+        model_config = load_model_config(config.model, config.base_dir)
+        if _fits(model_config) and config.model.from_config is None:
+            source = resolve_model_path(str(config.model.name_or_path), config.base_dir)
+            checkpoint = Checkpoint(source, config.model.revision)
+        else:
+            model_config = shrink(model_config)
     elif model_type is not None:
         with quiet_library():
-            tiny = tiny_config(model_type)
+            model_config = tiny_config(model_type)
     else:
         raise ArchitectureError("There is no model to verify: name a configuration or a type.")
     if cuts is not None or config is None:
-        layers = learn_anatomy(tiny).num_layers
+        layers = learn_anatomy(model_config).num_layers
         ranges = ranges_from_cuts(_default_cuts(layers) if cuts is None else cuts, layers)
     else:
         ranges = tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.stages())
-    return compare(tiny, ranges)
+    return compare(model_config, ranges, checkpoint)
+
+
+def _fits(config: PretrainedConfig) -> bool:
+    """Whether two float32 copies in training, and as much again, fit this machine's free memory.
+
+    A quantised checkpoint is never compared itself: its whole counterpart is not in float32.
+    """
+    if stored_quantization(config) is not None:
+        return False
+    numbers = sum(p.numel() for p in meta_model(config).parameters())
+    return 2 * 2 * _TRAINING_BYTES * numbers < open_device("cpu").memory().free
 
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
@@ -151,22 +178,27 @@ def _default_cuts(layers: int) -> list[int]:
     return sorted({max(1, layers // 3), max(1, layers - 1)} - {layers})
 
 
-def compare(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
+def compare(
+    config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None = None
+) -> Result:
     """Train the whole model and the chain of its shards; both in float32, on the CPU.
 
-    `config` must be tiny already: its weights are written to a temporary directory and both
-    sides read them from there.
+    Both sides read `checkpoint`. Without one `config` must be tiny: random weights are then
+    written to a temporary directory for both.
     """
     begin = time.perf_counter()
     config = _deterministic(config)
     try:
-        whole, shards = _build(config, ranges)
+        whole, shards = _build(config, ranges, checkpoint)
     except ArchitectureError as error:
-        return Result(config.model_type, "refused", error.message, tuple(ranges))
+        return Result(config.model_type, "refused", error.message, stages=tuple(ranges))
     with quiet_library():
         numbers = _train_both(whole, _Chain(shards), config)
     seconds = time.perf_counter() - begin
-    return Result(config.model_type, stages=tuple(ranges), seconds=seconds, **numbers)
+    subject = "a tiny copy" if checkpoint is None else "the model itself"
+    return Result(
+        config.model_type, subject=subject, stages=tuple(ranges), seconds=seconds, **numbers
+    )
 
 
 def _deterministic(config: PretrainedConfig) -> PretrainedConfig:
@@ -179,19 +211,26 @@ def _deterministic(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _build(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> tuple[Any, list[Shard]]:
+def _build(
+    config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None
+) -> tuple[Any, list[Shard]]:
     """The stock model and the shards, from one checkpoint."""
-    anatomy = learn_anatomy(config)
+    model_class = learn_anatomy(config).model_class
     with quiet_library(), tempfile.TemporaryDirectory() as directory:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = anatomy.model_class._from_config(config, dtype=torch.float32)
-            _perturb(model)
-        model.save_pretrained(directory)
-        whole = anatomy.model_class.from_pretrained(
-            directory, config=config, dtype=torch.float32, use_safetensors=True
+        if checkpoint is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = model_class._from_config(config, dtype=torch.float32)
+                _perturb(model)
+            model.save_pretrained(directory)
+            checkpoint = Checkpoint(directory)
+        whole = model_class.from_pretrained(
+            checkpoint.source,
+            config=config,
+            revision=checkpoint.revision or "main",
+            dtype=torch.float32,
+            use_safetensors=True,
         )
-        checkpoint = Checkpoint(directory)
         shards = [build_shard(config, checkpoint, rng, dtype=torch.float32) for rng in ranges]
     whole.train(True)
     for shard in shards:

@@ -20,6 +20,7 @@ from hetero_framework.trainer.verify import (
     verify_model,
     write_architectures,
 )
+from tests.samples import save_llama
 
 
 @pytest.mark.parametrize(
@@ -160,3 +161,19 @@ def test_progress_is_called_for_each_architecture() -> None:
     results = verify_all(seen.append, ["llama", "hrm_text"])
     assert seen == results
     assert [r.model_type for r in results] == ["llama", "hrm_text"]
+
+
+def test_verify_takes_the_configured_weights_where_they_fit(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", layers=3)
+    machine = {"hostname": "a", "ip": "127.0.0.1"}
+    config = Config.from_dict(
+        {
+            "coordinator": machine,
+            "workers": [{"id": 1, **machine, "port": 9871}],
+            "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 3}],
+            "model": {"name_or_path": "model"},
+        },
+        tmp_path,
+    )
+    result = verify_model(config)
+    assert (result.subject, result.verdict) == ("the model itself", "bit-equal")
