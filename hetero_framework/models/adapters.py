@@ -22,7 +22,6 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hetero_framework.errors import CheckpointError, ConfigError
-from hetero_framework.models.export import ADAPTER_WEIGHTS, PEFT_PREFIX, export_layers
+from hetero_framework.models.adapter_plan import (
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    AdapterPlan,
+    AttachedAdapter,
+)
+from hetero_framework.models.export import export_layers
 from hetero_framework.models.meta import meta_model
 
 if TYPE_CHECKING:
@@ -81,36 +86,6 @@ _UNSUPPORTED_FIELDS = (
     "use_qalora",
     "ensure_weight_tying",
 )
-
-
-@dataclass(frozen=True)
-class AdapterPlan:
-    """One adapter over the whole model, the same on every machine.
-
-    `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of the
-    directly adapted parameters (`target_parameters`) and of `modules_to_save`. `trainable` maps
-    trainable parameter names to shapes, in the whole model's order. `tensors` maps the adapter
-    file's keys to shapes; `embedding_tensors` are those of them that are frozen base embeddings,
-    which PEFT writes beside an adapted embedding and does not need to read. `weights` is the file
-    to start from.
-    """
-
-    lora_config: LoraConfig
-    modules: tuple[str, ...]
-    parameters: tuple[str, ...]
-    saved_modules: tuple[str, ...]
-    trainable: dict[str, tuple[int, ...]]
-    tensors: dict[str, tuple[int, ...]]
-    embedding_tensors: frozenset[str]
-    weights: Path | None = None
-
-
-@dataclass(frozen=True)
-class AttachedAdapter:
-    """What a shard with an adapter keeps: the plan, and PEFT's handle on the wrapped modules."""
-
-    plan: AdapterPlan
-    tuner: LoraModel
 
 
 def plan_adapter(

@@ -27,18 +27,16 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.tiny import model_class
 
 if TYPE_CHECKING:
-    from hetero_framework.models.adapters import AdapterPlan
     from hetero_framework.models.shard import Shard
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
-PEFT_PREFIX = "base_model.model."
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 

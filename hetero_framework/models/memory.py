@@ -34,7 +34,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
 from hetero_framework.errors import PlanError
-from hetero_framework.models.adapters import AdapterPlan, plan_adapter
+from hetero_framework.models.adapter_plan import AdapterPlan
+from hetero_framework.models.adapters import plan_adapter
 from hetero_framework.models.anatomy import learn_anatomy
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.quantization import (
@@ -132,9 +133,7 @@ def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> 
         if sum(m.total for m in own) > available:
             short += own
             who = "the coordinator" if owner == "local" else f"worker {owner}"
-            needs = "; ".join(
-                f"stage {m.index} ({m.stage.layers}) needs {m}" for m in own
-            )
+            needs = "; ".join(f"stage {m.index} ({m.stage.layers}) needs {m}" for m in own)
             problems.append(f"{who} has {gib(available)} GiB free, but {needs}")
     if problems:
         raise PlanError("\n".join(problems), hint=_advice(short))

@@ -19,7 +19,8 @@ from transformers.utils.hub import cached_file
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.dal import open_device
 from hetero_framework.errors import ModelError
-from hetero_framework.models.adapters import AdapterPlan, attach_plan, plan_saved_adapter
+from hetero_framework.models.adapter_plan import AdapterPlan
+from hetero_framework.models.adapters import attach_plan, plan_saved_adapter
 from hetero_framework.models.export import Tensors, export_layers, write_checkpoint
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.quantization import stored_quantization

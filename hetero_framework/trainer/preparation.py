@@ -14,9 +14,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from hetero_framework.config import Config, check_plan
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError
+from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.adapters import (
-    PEFT_PREFIX,
-    AdapterPlan,
     explicit_settings,
     plan_adapter,
     saved_tensors,

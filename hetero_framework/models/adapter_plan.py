@@ -1,0 +1,43 @@
+"""What one adapter is over the whole model: the noun that shards, files and estimates share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peft import LoraConfig
+from peft.tuners.lora import LoraModel
+
+# PEFT's names: of its weight file, and what it puts before a model's own parameter names.
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """One adapter over the whole model, the same on every machine.
+
+    `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of the
+    directly adapted parameters (`target_parameters`) and of `modules_to_save`. `trainable` maps
+    trainable parameter names to shapes, in the whole model's order. `tensors` maps the adapter
+    file's keys to shapes; `embedding_tensors` are those of them that are frozen base embeddings,
+    which PEFT writes beside an adapted embedding and does not need to read. `weights` is the file
+    to start from.
+    """
+
+    lora_config: LoraConfig
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    saved_modules: tuple[str, ...]
+    trainable: dict[str, tuple[int, ...]]
+    tensors: dict[str, tuple[int, ...]]
+    embedding_tensors: frozenset[str]
+    weights: Path | None = None
+
+
+@dataclass(frozen=True)
+class AttachedAdapter:
+    """What a shard with an adapter keeps: the plan, and PEFT's handle on the wrapped modules."""
+
+    plan: AdapterPlan
+    tuner: LoraModel
