@@ -176,13 +176,6 @@ class CheckpointStore:
             raise CheckpointError(f"There is no checkpoint {step} in {self.root}.")
         return CheckpointReader(step, directory, self._verified)
 
-    def discard_after(self, step: int) -> list[int]:
-        """Delete the checkpoints later than `step`; returns their steps."""
-        later = [other for other in self.complete_steps() if other > step]
-        for other in reversed(later):
-            self._delete(other)
-        return later
-
     def rotate(self, newest: int) -> None:
         """Delete the lowest steps beyond `save_total_limit`, but never `newest`."""
         if self.save_total_limit is None:

@@ -24,6 +24,7 @@ from hetero_framework.errors import (
     ResourceError,
     StoppedEarly,
 )
+from hetero_framework.models.meta import trainer_counts_first_labels
 from hetero_framework.trainer import preparation, snapshot
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.cluster import Cluster
@@ -63,8 +64,12 @@ def train(
     config.require("model", "data")
     check_optimizer(config.training)
     show = progress or Progress()
+    if resume is None:
+        resume = config.resume_step
     with StopRequest() as stop, _OutputLock(config):
         try:
+            if resume is not None:
+                _checkpoint_store(config, show).resolve(resume)  # before anything is loaded
             parts = preparation.prepare(config, note=show.message)
             with Cluster(
                 parts.config, max_frame_bytes=parts.max_frame_bytes, note=show.message, debug=debug
@@ -76,7 +81,7 @@ def train(
                     config.output_dir, config.training.report_to, logging_dir=config.logging_dir
                 ) as metrics:
                     run = Coordinator(config, parts, cluster, metrics, show, stop)
-                    run.start(resume if resume is not None else config.resume_step, facts)
+                    run.start(resume, facts)
                     with stop.waiting():
                         run.loop()
                         return run.finish()
@@ -111,10 +116,9 @@ class Coordinator:
         self._order = ModelOrder(cluster.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
         self._scale = LossScale.for_training(config.training.fp16)
-        self._store = CheckpointStore(
-            config.checkpoints, config.training.save_total_limit, notify=progress.message
-        )
+        self._store = _checkpoint_store(config, progress)
         self._metrics = metrics
+        self._first_labels = trainer_counts_first_labels(parts.model_config)
         self._step = 0  # steps done
         self._tokens = 0
         self._skipped = 0  # in a row
@@ -167,7 +171,7 @@ class Coordinator:
         """One step: all micro-batches through all stages, one decision, one commit."""
         started = time.perf_counter()
         batches = self._data.step_batches(self._step)
-        num_items = self._data.num_items(batches)
+        num_items = self._data.num_items(batches, first_labels=self._first_labels)
 
         losses, reports = self._cluster.retrying(lambda: self._gradients(batches, num_items))
         loss = math.fsum(losses)
@@ -368,10 +372,7 @@ class Coordinator:
         self._scale.value = position.loss_scale
         self._scale.good_steps = position.loss_scale_good_steps
         self._schedule.fast_forward(position.committed_steps)
-        later = self._store.discard_after(step)
-        if later:
-            names = ", ".join(map(str, later))
-            self._progress.message(f"removed the checkpoints after step {step}: {names}")
+        preparation.set_later_aside(self._config, self._store, step, self._progress.message)
 
     def _record(self, metrics: dict[str, Any], stages: dict[int, StageStatistics]) -> None:
         """The step's line in metrics.jsonl and on the screen."""
@@ -420,6 +421,11 @@ def first_nonfinite(losses: list[float], reports: list[GradientReport]) -> tuple
     return stage, micro_batch
 
 
+def _checkpoint_store(config: Config, progress: Progress) -> CheckpointStore:
+    limit = config.training.save_total_limit
+    return CheckpointStore(config.checkpoints, limit, notify=progress.message)
+
+
 class _OutputLock:
     """Two runs must not write into one directory."""
 
@@ -438,8 +444,11 @@ class _OutputLock:
                 hint="wait for it, stop it, or choose another training.output_dir",
             ) from None
         except OSError as error:
+            is_file = isinstance(error, FileExistsError)
             raise ConfigError(
-                f"training.output_dir: cannot write into {self._directory}: {error.strerror}"
+                f"training.output_dir: cannot write into {self._directory}: "
+                + ("it is a file" if is_file else str(error.strerror)),
+                hint="choose another one: --output-dir DIR",
             ) from error
 
     def __exit__(self, *exc: object) -> None:

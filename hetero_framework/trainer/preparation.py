@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from hetero_framework.models.memory import StageMemory, check_fits, estimate_mem
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.weights import resolve_model_path
+from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.metrics import METRICS_FILE
@@ -194,20 +195,34 @@ def set_aside(config: Config, note: Note) -> None:
     ]
     if not old:
         return
+    target = _move_aside(output, old)
+    note(f"moved an earlier run's checkpoints and metrics to {target}")
+
+
+def set_later_aside(config: Config, store: CheckpointStore, step: int, note: Note) -> None:
+    """Move the checkpoints after `step` aside: the run goes on from there, maybe otherwise."""
+    later = [config.checkpoints / f"step_{n}" for n in store.complete_steps() if n > step]
+    if later:
+        target = _move_aside(config.output_dir, later)
+        note(f"moved the checkpoints after step {step} to {target}")
+
+
+def _move_aside(output: Path, paths: list[Path]) -> Path:
     number = 1
     while (output / f"previous-{number}").exists():
         number += 1
     target = output / f"previous-{number}"
     try:
         target.mkdir()
-        for path in old:
-            os.replace(path, target / path.name)
+        for path in paths:
+            # Not a rename: checkpoint_dir may be on another disk than output_dir.
+            shutil.move(path, target / path.name)
     except OSError as error:
         raise ConfigError(
-            f"cannot move the earlier run in {output} aside: {error.strerror}",
-            hint="choose another training.output_dir, or continue that run with --resume latest",
+            f"cannot move what an earlier run left in {output} aside: {error.strerror}",
+            hint="choose another training.output_dir",
         ) from error
-    note(f"moved an earlier run's checkpoints and metrics to {target}")
+    return target
 
 
 def draw_diagram(parts: Prepared, facts: Facts, note: Note) -> None:

@@ -141,3 +141,13 @@ def test_eval_loss_is_the_mean_over_tokens(pool, llama, texts, tmp_path) -> None
             total += float(model(**batch, num_items_in_batch=torch.tensor(1.0)).loss)
             items += count
     assert evals(tmp_path / "run")[0][1] == total / items
+
+
+def test_checkpoints_after_the_resumed_step_step_aside(pool, llama, texts, tmp_path) -> None:
+    config = make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 5})
+    train(config)
+    train(config, resume=2)
+    kept = {p.name for p in (tmp_path / "run" / "previous-1").iterdir()}
+    assert kept == {"step_4", "step_5"}
+    now = {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert now == {"step_2", "step_4", "step_5"}

@@ -182,13 +182,6 @@ def test_rotation_that_fails_is_said_and_does_not_end_the_run(
     assert "Could not delete the old checkpoint" in said[0]
 
 
-def test_discard_after_deletes_later_steps(store: CheckpointStore) -> None:
-    for step in (1, 2, 3):
-        save(store, step)
-    assert store.discard_after(1) == [2, 3]
-    assert store.complete_steps() == [1]
-
-
 @pytest.mark.parametrize("limit", [0, -1])
 def test_limit_below_one_is_refused(tmp_path: Path, limit: int) -> None:
     with pytest.raises(CheckpointError, match="Give 1 or more"):
