@@ -120,9 +120,10 @@ def collate(
     return {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "labels": labels_BS}
 
 
-def num_items(batches: Iterable[MicroBatch]) -> int:
+def num_items(batches: Iterable[MicroBatch], *, first_labels: bool = False) -> int:
     """Tokens that the loss of a step is divided by, as the Trainer counts them.
 
-    The first label of a row has no prediction, hence `[..., 1:]`.
+    The first label of a row has no prediction and counts only with `first_labels`.
     """
-    return sum(int(batch["labels"][..., 1:].ne(IGNORE_INDEX).sum()) for batch in batches)
+    start = 0 if first_labels else 1
+    return sum(int(batch["labels"][..., start:].ne(IGNORE_INDEX).sum()) for batch in batches)

@@ -68,9 +68,12 @@ class TrainData:
         """The micro-batches of `step` (from 0): a pure function of it."""
         return [self._collate(self.examples, rows) for rows in self.order.step_indices(step)]
 
-    def num_items(self, batches: list[MicroBatch]) -> int:
-        """Tokens that the loss of these micro-batches is divided by; at least one."""
-        return num_items(batches)
+    def num_items(self, batches: list[MicroBatch], *, first_labels: bool = False) -> int:
+        """Tokens that the loss of these micro-batches is divided by; at least one.
+
+        The first label of a row has no prediction and counts only with `first_labels`.
+        """
+        return num_items(batches, first_labels=first_labels)
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         """All evaluation examples in order; the last micro-batch may be smaller.

@@ -28,8 +28,8 @@ def trainer_counts_first_labels(config: PretrainedConfig) -> bool:
     """Whether transformers' Trainer counts the first label of each row, which nothing predicts.
 
     It leaves that label out of the number that the loss is divided by only where it knows the loss
-    from the name of the class; `GPT2LMHeadModel` is not among those. Its runs are ours, so are its
-    numbers.
+    from the name of the class, and `GPT2LMHeadModel` is none of these. Counting as it does makes
+    the steps of such models equal its steps.
     """
     loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
     return loss is not ForCausalLMLoss and learn_anatomy(config).loss_counts_items

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.integration.oracles import assert_agree, assert_close, save_adapter, trainer_run
+from tests.integration.test_outputs import save_tiny
 from tests.integration.test_parity import weights
 from tests.samples import save_llama
 
@@ -48,3 +51,20 @@ def test_tied_embeddings_agree_with_trainer(losses, texts, tmp_path) -> None:
     assert_agree(ours, theirs)
     del trained["lm_head.weight"]  # a checkpoint holds the one weight once
     assert_close(weights(tmp_path / "run"), trained)
+
+
+# GPT-2's class has a name from which the Trainer does not know its loss; it counts other items.
+NO_DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "qwen3_moe": {},
+    "gemma2": {},
+}
+
+
+@pytest.mark.parametrize("model_type", NO_DROPOUT)
+def test_other_architectures_agree_with_trainer(model_type, losses, texts, tmp_path) -> None:
+    model = save_tiny(tmp_path / "model", model_type, **NO_DROPOUT[model_type])
+    training = {"max_steps": 3, "warmup_steps": 0, "weight_decay": 0.5}
+    ours = losses([2, 4], model={"name_or_path": str(model)}, training=training)
+    theirs, _ = trainer_run(model, texts, tmp_path / "trainer", **training)
+    assert_agree(ours, theirs)

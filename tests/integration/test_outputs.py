@@ -48,10 +48,10 @@ NF4 = BitsAndBytesConfig(
 Run = Callable[..., list[tuple]]
 
 
-def save_tiny(directory: Path, model_type: str) -> Path:
+def save_tiny(directory: Path, model_type: str, **changes: Any) -> Path:
     tokenizer = save_tokenizer(directory)
     config = tiny_config(model_type)
-    config.vocab_size = len(tokenizer)
+    config.update({"vocab_size": len(tokenizer), **changes})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
