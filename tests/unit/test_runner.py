@@ -1,0 +1,390 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.errors import HeteroError, ModelError, ResourceError
+from hetero_framework.trainer.runner import Arrival, StageRunner
+from hetero_framework.trainer.verbs import GradientReport, StatePart, StepInfo, Tensors
+
+TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)
+EVALUATE = StepInfo(step=3, attempt=0, train=False, micro_batches=4, num_items=8)
+INPUTS: Tensors = {"attention_mask": torch.ones(1, 2)}
+
+
+class FakeStage:
+    """Writes down what is asked of it; its output is its input plus one."""
+
+    def __init__(self, index: int, *, first: bool = False, last: bool = False) -> None:
+        self.index, self.is_first, self.is_last = index, first, last
+        self.input_requires_grad = not first
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails: Exception | None = None
+        self.in_place = False
+
+    def begin(self, info: StepInfo) -> None:
+        self.calls.append(("begin", info.step))
+
+    def abort(self) -> None:
+        self.calls.append(("abort",))
+
+    def forward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> torch.Tensor:
+        self.calls.append(("forward", micro_batch))
+        if self.fails is not None:
+            raise self.fails
+        return self._result(hidden_BSD)
+
+    def forward_backward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> tuple[float, torch.Tensor | None]:
+        self.calls.append(("forward_backward", micro_batch))
+        return float(micro_batch), None if self.is_first else self._result(hidden_BSD)
+
+    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
+        self.calls.append(("evaluate", micro_batch))
+        return float(micro_batch)
+
+    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor | None) -> torch.Tensor | None:
+        self.calls.append(("backward", micro_batch))
+        return None if gradient_BSD is None else self._result(gradient_BSD)
+
+    def _result(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None:
+            return torch.zeros(1, 2, 3)
+        return tensor.add_(1) if self.in_place else tensor + 1
+
+    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+        return GradientReport(torch.zeros(0))
+
+    def commit(self, learning_rate: float, grad_scale: float) -> None: ...
+    def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
+        return []
+
+    def state(self, kind: str) -> Iterator[StatePart]:
+        yield StatePart({}, last=True)
+
+    def load_state(self, kind: str, part: StatePart) -> None: ...
+    def tied_weight(self) -> torch.Tensor | None:
+        return None
+
+    def set_tied_weight(self, weight: torch.Tensor) -> None: ...
+
+
+class Sent:
+    """An outbox that keeps everything."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[Any, ...]] = []
+
+    def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None:
+        self.messages.append(("hidden", stage, micro_batch, hidden_BSD))
+
+    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor | None) -> None:
+        self.messages.append(("gradient", stage, micro_batch, gradient_BSD))
+
+    def loss(self, micro_batch: int, loss: float) -> None:
+        self.messages.append(("loss", micro_batch, loss))
+
+    def finished(self, micro_batch: int) -> None:
+        self.messages.append(("finished", micro_batch))
+
+    @property
+    def heads(self) -> list[tuple[Any, ...]]:
+        return [message[:3] for message in self.messages]
+
+
+class Buffers:
+    """Receive buffers that count how often each is given back."""
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def arrival(self, value: float = 0.0) -> Arrival:
+        number = len(self.released)
+        self.released.append(0)
+
+        def release() -> None:
+            self.released[number] += 1
+
+        return Arrival(torch.full((1, 2, 3), value), release)
+
+
+def runner_of(stage: FakeStage, info: StepInfo = TRAIN) -> tuple[StageRunner, Sent, Buffers]:
+    sent = Sent()
+    runner = StageRunner([stage], sent)
+    runner.begin(info)
+    stage.calls.clear()
+    return runner, sent, Buffers()
+
+
+def run_all(runner: StageRunner) -> int:
+    count = 0
+    while runner.run_next():
+        count += 1
+    return count
+
+
+# ---- what is ready, in which order
+
+
+def test_nothing_is_ready_at_first() -> None:
+    runner, sent, _ = runner_of(FakeStage(1))
+    assert not runner.run_next()
+    assert sent.messages == []
+
+
+def test_forward_needs_both_inputs_and_hidden_states() -> None:
+    runner, _, buffers = runner_of(FakeStage(1))
+    runner.put_inputs(1, 0, INPUTS)
+    assert not runner.run_next()
+    runner.put_hidden(1, 0, buffers.arrival())
+    assert runner.run_next()
+
+
+def test_first_stage_needs_inputs_only() -> None:
+    runner, sent, _ = runner_of(FakeStage(0, first=True))
+    runner.put_inputs(0, 0, INPUTS)
+    assert run_all(runner) == 1
+    assert sent.heads == [("hidden", 1, 0)]
+
+
+def test_micro_batches_run_in_ascending_order_whatever_arrives_first() -> None:
+    stage = FakeStage(1)
+    runner, sent, buffers = runner_of(stage)
+    for k in (2, 1):
+        runner.put_inputs(1, k, INPUTS)
+        runner.put_hidden(1, k, buffers.arrival())
+    assert not runner.run_next()
+    runner.put_inputs(1, 0, INPUTS)
+    runner.put_hidden(1, 0, buffers.arrival())
+    run_all(runner)
+    for k in (1, 2, 0):
+        runner.put_gradient(1, k, buffers.arrival())
+    run_all(runner)
+    assert stage.calls == [("forward", k) for k in range(3)] + [("backward", k) for k in range(3)]
+    assert sent.heads == [("hidden", 2, k) for k in range(3)] + [
+        ("gradient", 0, k) for k in range(3)
+    ]
+
+
+def test_backward_goes_before_forward() -> None:
+    stage = FakeStage(1)
+    runner, _, buffers = runner_of(stage)
+    for k in (0, 1):
+        runner.put_inputs(1, k, INPUTS)
+        runner.put_hidden(1, k, buffers.arrival())
+    runner.run_next()
+    runner.put_gradient(1, 0, buffers.arrival())
+    run_all(runner)
+    assert stage.calls == [("forward", 0), ("backward", 0), ("forward", 1)]
+
+
+def test_first_stage_finishes_a_micro_batch_with_its_backward() -> None:
+    runner, sent, buffers = runner_of(FakeStage(0, first=True))
+    runner.put_inputs(0, 0, INPUTS)
+    runner.run_next()
+    runner.put_gradient(0, 0, buffers.arrival())
+    runner.run_next()
+    assert sent.heads[-1] == ("finished", 0)
+
+
+def test_last_stage_gives_loss_and_gradient_at_once() -> None:
+    runner, sent, buffers = runner_of(FakeStage(2, last=True))
+    runner.put_inputs(2, 0, INPUTS)
+    runner.put_hidden(2, 0, buffers.arrival(5.0))
+    assert run_all(runner) == 1
+    assert sent.heads == [("loss", 0, 0.0), ("gradient", 1, 0)]
+    assert torch.equal(sent.messages[1][3], torch.full((1, 2, 3), 6.0))
+    assert buffers.released == [1]
+
+
+def test_only_stage_finishes_with_its_loss() -> None:
+    runner, sent, _ = runner_of(FakeStage(0, first=True, last=True))
+    runner.put_inputs(0, 0, INPUTS)
+    run_all(runner)
+    assert sent.heads == [("loss", 0, 0.0), ("finished", 0)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_runners_under_random_timing_do_everything_once_and_in_order(seed: int) -> None:
+    """Stages 0 and 2 in one process, 1 and 3 in another, frames delivered in any order."""
+    draw = random.Random(seed)
+    stages = [FakeStage(k, first=k == 0, last=k == 3) for k in range(4)]
+    outboxes = [Sent(), Sent()]
+    runners = [StageRunner(stages[i::2], outboxes[i]) for i in range(2)]
+    buffers = Buffers()
+    for runner in runners:
+        runner.begin(TRAIN)
+    for stage in stages:
+        stage.calls.clear()
+    pending: list[tuple[Any, ...]] = [("inputs", s, k) for s in range(4) for k in range(6)]
+    finished: list[int] = []
+    while len(finished) < 6:
+        if pending and draw.random() < 0.5:
+            kind, stage, k, *tensor = pending.pop(draw.randrange(len(pending)))
+            runner = runners[stage % 2]
+            if kind == "inputs":
+                runner.put_inputs(stage, k, INPUTS)
+            else:
+                put = runner.put_hidden if kind == "hidden" else runner.put_gradient
+                put(stage, k, buffers.arrival(float(tensor[0].flatten()[0])))
+        else:
+            runners[draw.randrange(2)].run_next()
+        for outbox in outboxes:
+            pending += [m for m in outbox.messages if m[0] in ("hidden", "gradient")]
+            finished += [m[1] for m in outbox.messages if m[0] == "finished"]
+            outbox.messages.clear()
+    for stage in stages:
+        for verb in ("forward_backward",) if stage.is_last else ("forward", "backward"):
+            assert [k for name, k in stage.calls if name == verb] == list(range(6))
+    assert finished == list(range(6))
+    assert set(buffers.released) == {1}
+
+
+# ---- receive buffers
+
+
+def test_buffers_are_held_until_backward_and_given_back_once() -> None:
+    """The stored forward may look into the receive buffer of its hidden states."""
+    runner, _, buffers = runner_of(FakeStage(1))
+    runner.put_inputs(1, 0, INPUTS)
+    runner.put_hidden(1, 0, buffers.arrival())
+    runner.run_next()
+    assert buffers.released == [0]
+    runner.put_gradient(1, 0, buffers.arrival())
+    runner.run_next()
+    assert buffers.released == [1, 1]
+    runner.begin(TRAIN)
+    assert buffers.released == [1, 1]
+
+
+@pytest.mark.parametrize("info", [TRAIN, EVALUATE], ids=["train", "evaluate"])
+def test_result_that_lies_in_a_buffer_is_copied_before_the_buffer_goes_back(info: StepInfo) -> None:
+    stage = FakeStage(1)
+    stage.in_place = True
+    runner, sent, buffers = runner_of(stage, info)
+    arrivals = [buffers.arrival(1.0), buffers.arrival(2.0)]
+    runner.put_inputs(1, 0, INPUTS)
+    runner.put_hidden(1, 0, arrivals[0])
+    runner.run_next()
+    if info.train:
+        runner.put_gradient(1, 0, arrivals[1])
+        runner.run_next()
+    used = arrivals[1 if info.train else 0].tensor
+    assert used is not None
+    result = sent.messages[-1][3]
+    used.zero_()  # the next frame arrives in the same buffer
+    assert torch.equal(result, torch.full((1, 2, 3), 3.0 if info.train else 2.0))
+
+
+@pytest.mark.parametrize("end", ["abort", "begin"])
+def test_abort_and_begin_drop_everything_that_waits(end: str) -> None:
+    stage = FakeStage(1)
+    runner, sent, buffers = runner_of(stage)
+    for k in range(3):
+        runner.put_inputs(1, k, INPUTS)
+        runner.put_hidden(1, k, buffers.arrival())
+    runner.run_next()
+    runner.put_gradient(1, 0, buffers.arrival())
+    runner.put_gradient(1, 1, buffers.arrival())
+    sent.messages.clear()
+    if end == "abort":
+        runner.abort()
+        assert runner.info is None
+        assert stage.calls[-1] == ("abort",)
+    else:
+        runner.begin(TRAIN)
+        assert stage.calls[-1] == ("begin", TRAIN.step)
+    assert buffers.released == [1] * 5
+    assert not runner.run_next()
+    assert sent.messages == []
+
+
+def test_begin_starts_over_with_micro_batch_zero() -> None:
+    stage = FakeStage(0, first=True)
+    runner, _, _ = runner_of(stage)
+    for k in range(2):
+        runner.put_inputs(0, k, INPUTS)
+    run_all(runner)
+    runner.begin(TRAIN)
+    runner.put_inputs(0, 0, INPUTS)
+    run_all(runner)
+    assert stage.calls == [("forward", 0), ("forward", 1), ("begin", 3), ("forward", 0)]
+
+
+# ---- evaluation
+
+
+def test_evaluation_keeps_no_buffer_and_sends_no_gradient() -> None:
+    runner, sent, buffers = runner_of(FakeStage(1), EVALUATE)
+    for k in range(2):
+        runner.put_inputs(1, k, INPUTS)
+        runner.put_hidden(1, k, buffers.arrival())
+    run_all(runner)
+    assert sent.heads == [("hidden", 2, 0), ("hidden", 2, 1)]
+    assert buffers.released == [1, 1]
+
+
+def test_evaluation_ends_with_the_loss_of_the_last_stage() -> None:
+    stage = FakeStage(2, last=True)
+    runner, sent, buffers = runner_of(stage, EVALUATE)
+    runner.put_inputs(2, 0, INPUTS)
+    runner.put_hidden(2, 0, buffers.arrival())
+    run_all(runner)
+    assert stage.calls == [("evaluate", 0)]
+    assert sent.heads == [("loss", 0, 0.0), ("finished", 0)]
+    assert buffers.released == [1]
+
+
+# ---- failure, statistics
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "text"),
+    [
+        (ValueError("odd shape"), HeteroError, "ValueError: odd shape"),
+        (KeyError("missing"), HeteroError, "KeyError: 'missing'"),
+        (MemoryError(), ResourceError, "memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), ResourceError, "memory"),
+    ],
+)
+def test_failure_says_which_stage_and_which_micro_batch(
+    cause: Exception, kind: type[HeteroError], text: str
+) -> None:
+    stage = FakeStage(1)
+    runner, _, buffers = runner_of(stage)
+    runner.put_inputs(1, 0, INPUTS)
+    runner.put_hidden(1, 0, buffers.arrival())
+    stage.fails = cause
+    with pytest.raises(kind, match="stage 1, forward of micro-batch 0") as caught:
+        runner.run_next()
+    assert text in caught.value.message
+    assert caught.value.__cause__ is cause
+
+
+def test_failure_that_speaks_to_the_user_is_left_alone() -> None:
+    stage = FakeStage(0, first=True)
+    runner, _, _ = runner_of(stage)
+    runner.put_inputs(0, 0, INPUTS)
+    stage.fails = ModelError("said well already")
+    with pytest.raises(ModelError, match=r"^said well already"):
+        runner.run_next()
+
+
+def test_statistics_count_the_longest_queue_of_the_step() -> None:
+    runner, _, buffers = runner_of(FakeStage(1))
+    for k in range(3):
+        runner.put_inputs(1, k, INPUTS)
+        runner.put_hidden(1, k, buffers.arrival())
+    run_all(runner)
+    figures = runner.statistics()[1]
+    assert figures["queue_peak"] == 3
+    assert figures["busy_s"] > 0
+    runner.begin(TRAIN)
+    assert runner.statistics()[1] == {"busy_s": 0.0, "queue_peak": 0}
