@@ -1,0 +1,208 @@
+"""The pages tell the truth: commands exist, links lead somewhere, generated parts are current."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_framework.cli import build_parser, main
+from hetero_framework.config import load_config
+from tests.samples import save_texts, save_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+CONFIGS = [ROOT / "hetero_config.json", *sorted(ROOT.glob("examples/*.json"))]
+# What takes minutes or other machines is parsed, not run.
+RUN = {"check", "diagram", "schema", "doctor"}
+
+
+def name(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """(language, text) of each code block: fenced, or set in by four columns."""
+    language: str | None = None
+    lines: list[str] = []
+    for line in [*page.read_text(encoding="utf-8").splitlines(), ""]:
+        fence = re.fullmatch(r"\s*```(\w*)", line)
+        if fence and language is None:
+            language, lines = fence[1], []
+        elif fence:
+            yield str(language), "\n".join(lines)
+            language = None
+        elif language is not None:
+            lines.append(line)
+        elif re.match(r" {4,}\S", line):
+            yield "", line.strip()
+
+
+def commands() -> list[tuple[Path, list[str]]]:
+    """Every command line of the pages, comments taken off."""
+    found = []
+    for page in PAGES:
+        for language, text in blocks(page):
+            if language in ("", "sh", "bash"):
+                lines = text.replace("\\\n", " ").splitlines()
+                found += [(page, shlex.split(line, comments=True)) for line in lines]
+    return [(page, words) for page, words in found if words]
+
+
+COMMANDS = commands()
+HETERO = [(page, words[1:]) for page, words in COMMANDS if words[0] == "hetero"]
+
+
+def test_pages_have_commands() -> None:
+    readme = [words for page, words in COMMANDS if page.name == "README.md"]
+    assert ["make", "demo"] in readme
+    assert ["make", "test"] in readme
+    assert {words[0] for _, words in HETERO} >= {"init", "check", "train", "merge", "doctor"}
+
+
+@pytest.mark.parametrize("words", [w for _, w in HETERO], ids=" ".join)
+def test_hetero_command_parses(words: list[str]) -> None:
+    arguments = build_parser().parse_args(words)
+    assert arguments.command == words[0]
+
+
+@pytest.mark.parametrize("command", build_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
+def test_help_shows_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    examples = capsys.readouterr().out.partition("examples:\n")[2].replace("\\\n", " ")
+    lines = [shlex.split(line.partition(" > ")[0]) for line in examples.splitlines()]
+    assert lines
+    for words in lines:
+        assert build_parser().parse_args(words[1:]).command == command
+
+
+@pytest.mark.parametrize("words", [w for _, w in HETERO if w[0] in RUN], ids=" ".join)
+def test_cheap_command_runs(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = json.loads((ROOT / "hetero_config.json").read_text(encoding="utf-8"))
+    small = {"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 32, "vocab_size": 320}
+    settings["model"] = {"from_config": small, "tokenizer": "tokenizer"}
+    save_tokenizer(tmp_path / "tokenizer")
+    settings["data"]["train"] = str(save_texts(tmp_path / "train.jsonl", 8))
+    (tmp_path / "hetero_config.json").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+
+
+def test_init_of_the_three_machines_writes_what_check_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    config = load_config(tmp_path / "hetero_config.json")
+    assert [spec.owner for spec in config.stages()] == ["local", 1, 2]
+    assert config.stages()[-1].end == 32
+
+
+@pytest.mark.parametrize(
+    "words", [w for _, w in COMMANDS if w[0] == "make"], ids=lambda words: " ".join(words)
+)
+def test_make_target_exists(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in [word for word in words[1:] if "=" not in word and not word.startswith("-")]:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_files_that_commands_name_exist() -> None:
+    for _, words in COMMANDS:
+        for word in words:
+            if word.endswith(".py") and "/" in word:
+                assert (ROOT / word).is_file()
+            module = re.match(r"(hetero_framework|benchmarks)(\.\w+)+$", word)
+            if module:
+                assert importlib.util.find_spec(word) is not None
+
+
+PYTHON = [(page, text) for page in PAGES for language, text in blocks(page) if language == "python"]
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON, ids=[page.name for page, _ in PYTHON])
+def test_python_block_runs(page: Path, code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_resolve(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" not in target:
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_extending_shows_the_example_that_is_tested() -> None:
+    example = (ROOT / "examples" / "watch_machines.py").read_text(encoding="utf-8")
+    page = ROOT / "docs" / "extending.md"
+    shown = next(text for language, text in blocks(page) if language == "python")
+    assert shown == example.partition('"""\n\n')[2].rstrip("\n")
+
+
+def test_configuration_page_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert generate.page() == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def test_picture_is_the_one_that_the_program_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    drawn = tmp_path / "architecture.svg"
+    assert main(["diagram", "--output", str(drawn)]) == 0
+    shown = ROOT / "docs" / "images" / "architecture.svg"
+    assert drawn.read_text(encoding="utf-8") == shown.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=name)
+def test_shipped_configuration_loads(file: Path) -> None:
+    config = load_config(file)
+    config.require("model", "data")
+
+
+def test_shipped_json_parses() -> None:
+    files = [ROOT / file for file in tracked() if file.endswith(".json")]
+    assert len(files) > 3
+    for file in files:
+        json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_no_file_names_a_place_of_one_machine() -> None:
+    home = re.compile(r"(?<![\w.])/(root|work|home/\w+|Users/\w+|tmp/\w+)/")
+    found = []
+    for file in tracked():
+        try:
+            text = (ROOT / file).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{file}: {match[0]}" for match in home.finditer(text)]
+    assert found == []
+
+
+def tracked() -> list[str]:
+    """Files of the repository; of an unpacked archive, all but what tools leave behind."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return [file for file in listed.stdout.splitlines() if (ROOT / file).is_file()]
+    parts = [file.relative_to(ROOT).parts for file in ROOT.rglob("*") if file.is_file()]
+    left = {"runs", "build", "dist"}
+    return ["/".join(own) for own in parts if not any(p in left or p.startswith(".") for p in own)]

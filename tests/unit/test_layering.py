@@ -1,0 +1,167 @@
+"""What may import what, and what must not appear anywhere: read from the source, not run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "hetero_framework"
+# Imports point to a lower number. Parts of the same number do not know each other.
+LAYERS = {
+    "errors": 0,
+    "core": 1,
+    "control": 2,
+    "config_problems": 2,
+    "config": 3,
+    "models": 4,
+    "data": 4,
+    "visualizer": 4,
+    "trainer": 5,
+    "wizard": 5,
+    "cli": 6,
+    "__main__": 7,
+}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PROGRAMS = sorted(
+    file
+    for folder in (PACKAGE, ROOT / "examples", ROOT / "benchmarks", ROOT / "docs", ROOT / "tests")
+    for file in folder.rglob("*.py")
+) + [ROOT / "init_config.py"]
+SOCKETS = {"core/transport.py", "core/network.py"}
+UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+def name(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every imported module; with `from a import b` both a and a.b, since b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def part(module: str) -> str | None:
+    """The part of this package that a dotted name belongs to; None for other packages' names."""
+    package, _, rest = module.partition(".")
+    first = rest.partition(".")[0]
+    return first if package == "hetero_framework" and first in LAYERS else None
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def wrong_imports(file: Path, tree: ast.AST) -> list[str]:
+    own = part_of(file)
+    used = {found for module in imports(tree) if (found := part(module)) not in (None, own)}
+    return sorted(str(other) for other in used if LAYERS[str(other)] >= LAYERS[own])
+
+
+def test_every_part_has_a_layer() -> None:
+    assert {part_of(file) for file in MODULES} - {"__init__"} == set(LAYERS)
+
+
+@pytest.mark.parametrize("file", MODULES, ids=name)
+def test_imports_point_one_way(file: Path) -> None:
+    if part_of(file) != "__init__":
+        assert wrong_imports(file, parsed(file)) == []
+
+
+def test_an_import_that_points_up_is_noticed() -> None:
+    up = ast.parse("def f():\n    from hetero_framework.trainer import stage")
+    assert wrong_imports(PACKAGE / "models" / "shard.py", up) == ["trainer"]
+    sideways = ast.parse("from hetero_framework import data")
+    assert wrong_imports(PACKAGE / "models" / "shard.py", sideways) == ["data"]
+
+
+@pytest.mark.parametrize(("one", "other"), [("coordinator", "worker"), ("worker", "coordinator")])
+def test_two_sides_do_not_import_each_other(one: str, other: str) -> None:
+    """Not even through third modules."""
+    seen: set[str] = set()
+    waiting = [f"hetero_framework.trainer.{one}"]
+    while waiting:
+        module = waiting.pop()
+        file = ROOT / Path(*module.split(".")).with_suffix(".py")
+        if module not in seen and file.is_file():
+            seen.add(module)
+            waiting += [found for found in imports(parsed(file)) if part(found)]
+    assert f"hetero_framework.trainer.{other}" not in seen
+    assert len(seen) > 5
+
+
+def test_sockets_are_in_two_modules_only() -> None:
+    users = {
+        str(file.relative_to(PACKAGE).as_posix())
+        for file in MODULES
+        if {"socket", "ssl", "selectors", "asyncio", "socketserver"} & set(imports(parsed(file)))
+    }
+    assert users == SOCKETS
+
+
+def forbidden(tree: ast.AST) -> list[str]:
+    """Whatever runs code out of data: unpickling, eval and exec, code from a model hub."""
+    found = [module for module in imports(tree) if module.partition(".")[0] in UNPICKLERS]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in ("eval", "exec", "compile", "__import__", "torch.load", "joblib.load"):
+                found.append(called)
+            if any(k.arg == "allow_pickle" for k in node.keywords):
+                found.append("allow_pickle")
+            if called.endswith(".eval"):
+                found.append(called)  # train(False), so that a search for eval( finds nothing
+        elif isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            found += [] if ast.unparse(node.value) == "False" else ["trust_remote_code"]
+    return found
+
+
+@pytest.mark.parametrize("file", PROGRAMS, ids=name)
+def test_nothing_runs_code_out_of_data(file: Path) -> None:
+    assert forbidden(parsed(file)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "def f():\n    from cloudpickle import loads",
+        "torch.load('x')",
+        "eval(text)",
+        "model.eval()",
+        "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        "AutoModel.from_pretrained(x, trust_remote_code=flag)",
+        "numpy.load(x, allow_pickle=True)",
+    ],
+)
+def test_code_out_of_data_is_noticed(code: str) -> None:
+    assert len(forbidden(ast.parse(code))) >= 1
+
+
+def test_light_modules_do_not_import_torch() -> None:
+    """Help, configuration and protocol answer at once and run where torch is broken."""
+    light = "hetero_framework, hetero_framework.config, hetero_framework.cli"
+    light += ", hetero_framework.core.protocol, hetero_framework.core.session"
+    light += ", hetero_framework.control, hetero_framework.trainer.roles"
+    code = (
+        f"import sys, {light}\n"
+        "hetero_framework.cli.build_parser().format_help()\n"
+        "print(sorted({'torch', 'numpy', 'transformers', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
