@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from hetero_framework.trainer.decision import LossScale, ModelOrder, clip_factor
+from hetero_framework.trainer.verbs import GradientReport
+
+# (stage's parameters with their ranks): two stages, the second one reports out of model order.
+NAMES = [
+    [("embed", (0,)), ("layers.0.w", (1, 0)), ("layers.0.b", (1, 1))],
+    [("head", (9,)), ("layers.2.w", (3, 0)), ("layers.1.w", (2, 0))],
+]
+
+
+def gradients(seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    names = [name for stage in NAMES for name, _ in stage]
+    return {name: scale * torch.randn(37, 11, generator=draw) for name in names}
+
+
+def report(names: list[str], grads: dict[str, torch.Tensor]) -> GradientReport:
+    norms = [torch.linalg.vector_norm(grads[name], dtype=torch.float32) for name in names]
+    return GradientReport(torch.stack(norms) if norms else torch.zeros(0))
+
+
+def reports(grads: dict[str, torch.Tensor]) -> list[GradientReport]:
+    return [report([name for name, _ in stage], grads) for stage in NAMES]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1e6])
+def test_norm_and_clipping_are_torchs_to_the_bit(seed: int, max_norm: float) -> None:
+    grads = gradients(seed)
+    ranks = {name: rank for stage in NAMES for name, rank in stage}
+    parameters = []
+    for name in sorted(grads, key=lambda name: ranks[name]):
+        parameters.append(torch.nn.Parameter(torch.zeros(37, 11)))
+        parameters[-1].grad = grads[name].clone()
+    expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    norm = ModelOrder(NAMES).global_norm(reports(grads))
+    assert torch.equal(norm, expected)
+    factor = clip_factor(norm, max_norm)
+    for parameter, name in zip(parameters, sorted(grads, key=lambda n: ranks[n]), strict=True):
+        ours = grads[name].mul_(factor) if factor != 1.0 else grads[name]
+        assert torch.equal(ours, parameter.grad)
+
+
+def test_global_norm_does_not_depend_on_the_cut() -> None:
+    flat = sorted((p for stage in NAMES for p in stage), key=lambda p: p[1])
+    for seed in range(20):
+        grads = gradients(seed)
+        norms = set()
+        for bounds in ([0, 6], [0, 1, 6], [0, 2, 3, 5, 6], [0, 0, 3, 6, 6]):
+            cut = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+            parts = [report([name for name, _ in stage], grads) for stage in cut]
+            norms.add(float(ModelOrder(cut).global_norm(parts)))
+        norms.add(float(ModelOrder(NAMES).global_norm(reports(grads))))
+        assert len(norms) == 1
+
+
+def test_model_order_keeps_a_stages_order_among_equal_ranks() -> None:
+    cut = [[("a", (1,)), ("b", (1,))], [("c", (0,)), ("d", (1,))]]
+    assert ModelOrder(cut)._order.tolist() == [2, 0, 1, 3]
+
+
+def test_model_order_of_a_frozen_model_has_norm_zero() -> None:
+    empty = GradientReport(torch.zeros(0))
+    assert float(ModelOrder([[], []]).global_norm([empty, empty])) == 0.0
+
+
+def test_clip_factor_zero_means_never() -> None:
+    assert clip_factor(torch.tensor(1e9), 0.0) == 1.0
+
+
+def test_clip_factor_never_enlarges() -> None:
+    assert clip_factor(torch.tensor(0.5), 1.0) == 1.0
+    assert clip_factor(torch.tensor(2.0), 1.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_scale_follows_torchs_grad_scaler(seed: int) -> None:
+    draw = random.Random(seed)
+    scaler = torch.amp.GradScaler("cpu")
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scale = LossScale.for_training(fp16=True)
+    scaler.scale(torch.ones(1))
+    assert scale.value == scaler.get_scale()
+    seen = set()
+    # Runs of good steps around the growth interval, with one to three bad ones between them.
+    for good, bad in [(draw.choice([5, 1999, 2000, 2003]), draw.randint(1, 3)) for _ in range(4)]:
+        for finite in [True] * good + [False] * bad:
+            parameter.grad = torch.tensor([1.0 if finite else float("inf")])
+            scaler.step(optimizer)
+            scaler.update()
+            scale.update(finite)
+            assert scale.value == scaler.get_scale()
+            seen.add(scale.value)
+    assert len(seen) > 2
+
+
+def test_loss_scale_stays_one_without_fp16() -> None:
+    scale = LossScale.for_training(fp16=False)
+    for finite in (True, False, True):
+        scale.update(finite)
+    assert scale == LossScale(1.0, 0)
+    assert not scale.active
+
+
+def test_loss_scale_does_not_switch_itself_off() -> None:
+    scale = LossScale(4.0)
+    for _ in range(5):
+        scale.update(finite=False)
+        assert scale.active
+    assert scale.value == 2.0

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from hetero_framework.config import TrainingConfig
+from hetero_framework.errors import ConfigError
+from hetero_framework.trainer.optimizer import (
+    Schedule,
+    build_optimizer,
+    check_optimizer,
+    load_state_tensors,
+    state_tensors,
+)
+
+STEPS = 20
+
+
+def llama() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=32,
+        )
+    )
+
+
+def gpt2() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32))
+
+
+def trainer(model: PreTrainedModel, folder: Path, **arguments: Any) -> Trainer:
+    settings = TrainingArguments(output_dir=str(folder), report_to="none", **arguments)
+    made = Trainer(model, settings)
+    made.create_optimizer_and_scheduler(num_training_steps=STEPS)
+    return made
+
+
+# ---- the schedule
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3, 0.15], ids=["none", "steps", "share"])
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {"num_cycles": 2}),
+        ("polynomial", {"power": 2.0}),
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_schedule_is_the_trainers_at_every_step(
+    kind: str, kwargs: dict[str, Any], warmup_steps: float, tmp_path: Path
+) -> None:
+    settings = {"learning_rate": 3e-4, "lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs}
+    reference = trainer(llama(), tmp_path, warmup_steps=warmup_steps, **settings)
+    schedule = Schedule(TrainingConfig(warmup_steps=warmup_steps, **settings), STEPS)
+    assert reference.lr_scheduler is not None
+    assert reference.optimizer is not None
+    for _ in range(STEPS + 2):
+        assert schedule.rate == reference.lr_scheduler.get_last_lr()[0]
+        reference.optimizer.step()
+        reference.lr_scheduler.step()
+        schedule.advance()
+
+
+def test_schedule_warmup_ratio_is_a_share_of_all_steps() -> None:
+    a = Schedule(TrainingConfig(warmup_ratio=0.11), STEPS)
+    b = Schedule(TrainingConfig(warmup_steps=3), STEPS)
+    for _ in range(STEPS):
+        assert a.rate == b.rate
+        a.advance()
+        b.advance()
+
+
+def test_schedule_fast_forward_equals_walking() -> None:
+    training = TrainingConfig(lr_scheduler_type="cosine", warmup_steps=4)
+    walked, jumped = Schedule(training, STEPS), Schedule(training, STEPS)
+    for _ in range(9):
+        walked.advance()
+    jumped.fast_forward(9)
+    assert (jumped.rate, jumped.committed_steps) == (walked.rate, 9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"no_such_argument": 1}},
+        {"lr_scheduler_type": "warmup_stable_decay"},
+    ],
+)
+def test_schedule_with_wrong_arguments_is_a_config_error(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"training\.lr_scheduler_type"):
+        Schedule(TrainingConfig(**settings), STEPS)
+
+
+# ---- the optimizer
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd"])
+def test_build_optimizer_is_the_trainers(make: Any, optim: str, tmp_path: Path) -> None:
+    settings = {
+        "optim": optim,
+        "learning_rate": 3e-4,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-6,
+    }
+    model = make()
+    reference = trainer(model, tmp_path, **settings).optimizer
+    assert reference is not None
+    ours = build_optimizer(TrainingConfig(**settings), model, list(model.parameters()))
+    assert type(ours) is type(reference)
+    assert len(ours.param_groups) == len(reference.param_groups) == 2
+    for group, expected in zip(ours.param_groups, reference.param_groups, strict=True):
+        assert [id(p) for p in group.pop("params")] == [id(p) for p in expected.pop("params")]
+        del expected["initial_lr"]  # written there by its schedule
+        assert group == expected
+
+
+def test_build_optimizer_of_a_stage_without_decayed_parameters_has_one_group() -> None:
+    model = llama()
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, norms)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
+def test_check_optimizer_names_what_exists() -> None:
+    with pytest.raises(ConfigError, match="'adam' is not an optimizer") as caught:
+        check_optimizer(TrainingConfig(optim="adam"))
+    assert caught.value.hint is not None
+    assert "adamw_torch" in caught.value.hint
+    assert "galore" not in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "optim", ["galore_adamw", "lomo", "adalomo", "apollo_adamw", "schedule_free_adamw", "grokadamw"]
+)
+def test_check_optimizer_refuses_what_needs_the_whole_model(optim: str) -> None:
+    with pytest.raises(ConfigError, match="cannot train a model in shards"):
+        check_optimizer(TrainingConfig(optim=optim))
+
+
+def test_build_optimizer_that_is_not_installed_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="adamw_anyprecision"):
+        build_optimizer(TrainingConfig(optim="adamw_anyprecision"), nn.Linear(2, 2), [])
+
+
+# ---- its state, by parameter name
+
+
+class Net(nn.Module):
+    """Big enough that 8-bit optimizers keep the matrix in 8 bits (4096 elements and more)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.matrix = nn.Parameter(torch.randn(64, 128))
+        self.bias = nn.Parameter(torch.randn(128))
+
+    def train_step(self, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        optimizer.step()
+
+
+def make_optimizer(net: Net, **settings: Any) -> tuple[torch.optim.Optimizer, dict[Any, str]]:
+    training = TrainingConfig(learning_rate=1e-2, weight_decay=0.1, **settings)
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    return build_optimizer(training, net, list(net.parameters())), names
+
+
+@pytest.mark.parametrize(
+    ("settings", "entries"),
+    [
+        ({"optim": "adamw_torch"}, {"exp_avg", "exp_avg_sq", "step"}),
+        ({"optim": "adamw_torch_fused"}, {"exp_avg", "exp_avg_sq", "step"}),
+        ({"optim": "adafactor"}, {"exp_avg_sq_row", "exp_avg_sq_col"}),
+        ({"optim": "sgd", "optim_args": "momentum=0.9"}, {"momentum_buffer"}),
+        ({"optim": "sgd"}, set()),
+        ({"optim": "adamw_bnb_8bit"}, {"state1", "state2", "absmax1", "qmap1"}),
+    ],
+    ids=["adamw", "adamw-fused", "adafactor", "sgd-momentum", "sgd", "adamw-8bit"],
+)
+def test_state_goes_to_another_process_and_training_continues_to_the_bit(
+    settings: dict[str, Any], entries: set[str]
+) -> None:
+    net = Net()
+    optimizer, names = make_optimizer(net, **settings)
+    for seed in range(3):
+        net.train_step(optimizer, seed)
+
+    # The copy of another process: same weights, fresh optimizer.
+    copy = Net()
+    copy.load_state_dict(net.state_dict())
+    other, other_names = make_optimizer(copy, **settings)
+    state = {}
+    for name, (tensors, values) in state_tensors(optimizer, names).items():
+        assert all(isinstance(value, (int, float, str, bool, type(None))) for value in values)
+        state[name] = {**{key: t.clone() for key, t in tensors.items()}, **values}
+    assert entries <= set(state.get("matrix", {}))
+    load_state_tensors(other, other_names, state)
+
+    for seed in range(3, 6):
+        net.train_step(optimizer, seed)
+        copy.train_step(other, seed)
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, copy.get_parameter(name))
+
+
+def test_state_is_empty_before_the_first_step() -> None:
+    net = Net()
+    optimizer, names = make_optimizer(net, optim="adamw_torch")
+    assert state_tensors(optimizer, names) == {}
