@@ -137,7 +137,8 @@ def propose(
     return raw
 
 
-_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
+# No dropout: PEFT takes none on experts whose weights are one parameter.
+_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
 
 def write_config(answers: Answers, output: Path, *, force: bool = False) -> Config:

@@ -336,7 +336,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
     try:
         tuner = _inject(model, config, seed=0)
     except ValueError as error:
-        raise ConfigError(f"adapter: {error}", hint=_module_hint(model)) from error
+        raise ConfigError(f"adapter: {error}", hint=_refusal_hint(model, str(error))) from error
     kept = set(config.target_modules or ()) if asked else set()
     _check_each_matches("target_modules", sorted((asked or set()) & kept), names, model)
     _check_each_matches("modules_to_save", sorted(config.modules_to_save or ()), names, model)
@@ -372,6 +372,21 @@ def _check_each_matches(
                 f"adapter.{setting}: no module of the model is called {entry!r}",
                 hint=_module_hint(model),
             )
+
+
+def _refusal_hint(model: nn.Module, refusal: str) -> str:
+    """What to change when PEFT does not take the settings for this model."""
+    if "lora_dropout" in refusal:
+        return (
+            'set "adapter.lora_dropout": 0 (experts whose weights are one parameter take no '
+            'dropout), or name the attention projections alone in "adapter.target_modules"'
+        )
+    if "Mamba" in refusal:
+        return (
+            'set "adapter.exclude_modules": ["out_proj", "conv1d"] (the state-space layers use '
+            "these weights without calling the module)"
+        )
+    return _module_hint(model)
 
 
 def _module_hint(model: nn.Module) -> str:

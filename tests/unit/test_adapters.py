@@ -24,6 +24,7 @@ from hetero_framework.models.adapters import (
 )
 from hetero_framework.models.export import write_adapter
 from hetero_framework.models.shard import Shard
+from hetero_framework.models.tiny import tiny_config
 from tests.unit.adapter_helpers import (
     batch,
     chain_backward,
@@ -193,6 +194,24 @@ def test_target_that_matches_nothing_is_an_error_that_lists_modules(
     with pytest.raises(ConfigError, match=r"down_proj, .*q_proj") as caught:
         plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(**settings))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "advised"),
+    [
+        ("olmoe", {"lora_dropout": 0.1}, {"lora_dropout": 0}),
+        ("falcon_h1", {}, {"exclude_modules": ("out_proj", "conv1d")}),
+    ],
+)
+def test_what_peft_refuses_for_an_architecture_comes_with_a_way_out(
+    model_type: str, settings: dict[str, Any], advised: dict[str, Any]
+) -> None:
+    config = tiny_config(model_type)
+    settings = {"target_modules": "all-linear", **settings}
+    with pytest.raises(ConfigError) as caught:
+        plan_adapter(config, AdapterConfig(**settings))
+    assert json.dumps(advised)[1:-1] in caught.value.hint.replace("adapter.", "")
+    assert plan_adapter(config, AdapterConfig(**{**settings, **advised})).modules
 
 
 def test_full_training_trains_every_weight_in_model_order(llama: Path) -> None:
