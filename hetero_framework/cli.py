@@ -358,13 +358,15 @@ def _run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _print_result(result: Any) -> None:
-    cuts = " | ".join(f"{rng.start}-{rng.end}" for rng in result.stages)
+    from hetero_framework.config import layers_text
+
+    cuts = " | ".join(layers_text(rng.start, rng.end) for rng in result.stages)
     numbers = (
         f"differences: loss {result.loss_difference:.1e}, gradients"
         f" {result.gradient_difference:.1e}, weights {result.weight_difference:.1e}"
     )
     subject = f"{result.model_type} ({result.subject}): {result.verdict}"
-    parts = [subject, f"layers {cuts}" if cuts else "", numbers]
+    parts = [subject, cuts, numbers]
     print("; ".join(part for part in [*parts, result.reason] if part), flush=True)
 
 
