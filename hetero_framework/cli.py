@@ -212,9 +212,12 @@ def _run_train(arguments: argparse.Namespace) -> int:
     _import_files(arguments)
     if not role.is_coordinator:
         return _serve(config, role.worker_ids, debug=arguments.debug)
-    from hetero_framework.trainer.coordinator import train
+    try:
+        from hetero_framework.trainer.coordinator import train
 
-    train(config, resume=arguments.resume, debug=arguments.debug)
+        train(config, resume=arguments.resume, debug=arguments.debug)
+    except KeyboardInterrupt:  # while the libraries are imported
+        raise StoppedEarly("stopped before the run began") from None
     return 0
 
 

@@ -34,6 +34,7 @@ _HANDSHAKE_S = 60.0
 _QUIET_S = 20.0
 _BUSY_PAUSE_S = 1.0
 _RECONNECT_TRIES = 3
+_QUICK_S = 2.0
 # A process that lost its link still listens; so long a refusal means that it has ended.
 _REFUSED_S = 5.0
 _GOODBYE_S = 5.0
@@ -162,14 +163,16 @@ class Peers:
         """Dial a lost worker again. Raises PeerLostError when its process or state is gone."""
         deadline = time.monotonic() + timeout_s
         for tries_left in reversed(range(_RECONNECT_TRIES)):
+            began = time.monotonic()
             try:
                 welcome = self._open(
                     self._workers[worker_id], max(0.1, deadline - time.monotonic()), again=True
                 )
                 break
             except (NetworkError, ProtocolError, _Busy) as error:
-                # A link that breaks in the handshake is as likely to break as any other.
-                if tries_left and self._exit_text(worker_id) is None:
+                # A link may break in the handshake too. Silence is another matter: it hangs.
+                quick = time.monotonic() - began < _QUICK_S
+                if tries_left and quick and self._exit_text(worker_id) is None:
                     continue
                 text = error.message if isinstance(error, HeteroError) else str(error)
                 raise PeerLostError(
@@ -231,7 +234,7 @@ class Peers:
         if self._stop.is_set():
             sock.close()
             raise NetworkError(f"worker {worker.id}: the run ended while it was connecting")
-        answers: queue.SimpleQueue[Message | str] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
         wire = _Wire(Session("coordinator"))
         wire.link = Link(
             sock,
@@ -255,12 +258,13 @@ class Peers:
             self.send(worker.id, Message(MessageType.HELLO, hello))
         # A worker may be in the middle of a long computation; its heartbeats show that it lives.
         answer = self._answer(answers, max(deadline, time.monotonic() + _HANDSHAKE_S))
-        if answer is None or isinstance(answer, str):
+        if answer is None or isinstance(answer, HeteroError):
             wire.close(drain_s=0)
-            why = answer or "the connection was accepted, but HELLO is not answered"
+            why = answer.message if answer is not None else "it accepts, but says nothing"
             raise NetworkError(
-                f"no worker answered at {worker.ip}:{worker.port} (worker {worker.id}): {why}",
-                hint="is it another program that has this port? Else look at that worker's own "
+                f"what answers at {worker.ip}:{worker.port} is no worker that works: {why}",
+                hint=(answer.hint if isinstance(answer, ProtocolError) else None)
+                or "is it another program that has this port? Else look at the worker's own "
                 "screen or log",
             )
         if answer.type is MessageType.REJECT:
@@ -275,8 +279,8 @@ class Peers:
         return answer.meta
 
     def _answer(
-        self, answers: queue.SimpleQueue[Message | str], deadline: float
-    ) -> Message | str | None:
+        self, answers: queue.SimpleQueue[Message | HeteroError], deadline: float
+    ) -> Message | HeteroError | None:
         """The first thing that comes back; None at the deadline or when the run is over."""
         while time.monotonic() < deadline and not self._stop.is_set():
             with suppress(queue.Empty):
@@ -358,7 +362,7 @@ class Peers:
     # -- reader threads -------------------------------------------------------------------------
 
     def _receiver(
-        self, worker_id: WorkerId, wire: _Wire, answers: queue.SimpleQueue[Message | str]
+        self, worker_id: WorkerId, wire: _Wire, answers: queue.SimpleQueue[Message | HeteroError]
     ) -> Callable[[Message], None]:
         greeted = False
 
@@ -400,8 +404,8 @@ class Peers:
         worker_id: WorkerId,
         wire: _Wire,
         reason: HeteroError | None,
-        answers: queue.SimpleQueue[Message | str],
+        answers: queue.SimpleQueue[Message | HeteroError],
     ) -> None:
-        text = reason.message if reason is not None else "closed here"
-        answers.put(text)
-        self._inbox.put(Event(worker_id, wire, lost=text))
+        reason = reason or PeerLostError(f"worker {worker_id}: the link was closed here")
+        answers.put(reason)
+        self._inbox.put(Event(worker_id, wire, lost=reason.message))

@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.core import network
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.visualizer.progress import Progress
 from tests.samples import free_ports, save_llama, save_texts
 
 NUM_WORKERS = 4
@@ -63,6 +67,17 @@ class Pool:
             "training": training,
             **sections,
         }
+
+
+class Notes(Progress):
+    """Keeps what the user would read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
 
 
 @pytest.fixture(scope="session")
@@ -145,3 +160,29 @@ def read_metrics(output: Path) -> list[tuple]:
     return [
         (line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines if "loss" in line
     ]
+
+
+@pytest.fixture
+def nothing_left(pool: Pool) -> Iterator[None]:
+    """No test may leave a thread, a socket or a child behind."""
+    me = psutil.Process()
+    before = (threads(), sockets(me), children(me))
+    yield
+    deadline = time.monotonic() + 5
+    while (threads(), sockets(me), children(me)) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threads() == before[0]
+    assert sockets(me) == before[1]
+    assert children(me) == before[2]
+
+
+def threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate())
+
+
+def sockets(process: psutil.Process) -> int:
+    return len(process.net_connections())
+
+
+def children(process: psutil.Process) -> list[int]:
+    return sorted(child.pid for child in process.children())

@@ -6,23 +6,37 @@ those of an undisturbed one, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.core.protocol import MessageType
+from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType, encode
+from hetero_framework.errors import PeerLostError, StoppedEarly
 from hetero_framework.trainer import cluster
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.visualizer.progress import Progress
 from tests.fault_proxy import FaultProxy, FrameCut
-from tests.integration.conftest import Pool, read_metrics
+from tests.integration.conftest import Notes, Pool, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.integration.test_resume import evals
+from tests.samples import free_ports, save_llama
 
-pytestmark = pytest.mark.xdist_group("pool")
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
 M = MessageType
 TRAINING = {
@@ -34,15 +48,55 @@ TRAINING = {
 }
 
 
-class Notes(Progress):
-    """Keeps what the user would read."""
+class SignalAt(Notes):
+    """Does something after a step: by default it sends this process a signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int, number: signal.Signals = signal.SIGINT) -> None:
         super().__init__()
-        self.lines: list[str] = []
+        self.at = step
+        self.number = number
 
-    def message(self, text: str) -> None:
-        self.lines.append(text)
+    def act(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        super().step(metrics)
+        if metrics["step"] == self.at:
+            self.acted = time.monotonic()
+            self.act()
+
+
+def wait_for(condition: Callable[[], Any], log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def with_own_worker(config: Config) -> Config:
+    """Worker 1 at a new port, where the coordinator starts it itself."""
+    raw = config.to_dict()
+    raw["workers"][0]["port"] = free_ports(1)[0]
+    return Config.from_dict(raw)
+
+
+def pids(notes: Notes) -> list[int]:
+    """Of the worker processes that the coordinator said it started."""
+    found = (re.search(r"started as process (\d+)", line) for line in notes.lines)
+    return [int(match[1]) for match in found if match]
+
+
+def steps_of(output: Path) -> list[tuple]:
+    return read_metrics(output) if (output / "metrics.jsonl").exists() else []
+
+
+HELLO = {
+    "protocol": PROTOCOL_VERSION,
+    "package": "0",
+    "run_id": "stranger",
+    "worker_id": 1,
+    "max_frame_bytes": 1 << 20,
+}
 
 
 @pytest.fixture
@@ -53,11 +107,11 @@ def make(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., 
         name: str, cuts: list[int], through: dict[int, FaultProxy] | None = None, **sections: Any
     ) -> Config:
         sections.setdefault("adapter", LORA)
+        sections.setdefault("model", {"name_or_path": str(llama)})
         sections["training"] = {**TRAINING, **sections.get("training", {})}
         raw = pool.config(
             tmp_path / name,
             cuts,
-            model={"name_or_path": str(llama)},
             data={"train": str(texts), "max_length": 64, "eval": str(texts)},
             **sections,
         )
@@ -140,3 +194,270 @@ def test_a_link_cut_at_any_frame_changes_nothing(
     assert list(proxies[worker].cuts) == []
     assert proxies[worker].connections == len(cuts) + 1
     assert_equal_runs(tmp_path / "cut", whole("lora"))
+
+
+def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_path) -> None:
+    training = {"eval_on_start": True}
+    config = make("calm", [2, 4], training=training)
+    train(config, progress=Notes())
+    proxies[2].cuts.extend(
+        FrameCut(direction, kind, where)
+        for direction, kind in (("up", M.STEP), ("up", M.FORWARD), ("down", M.LOSS))
+        for where in ("middle", "after")
+    )
+    proxies[2].cuts.popleft()  # five in one pass are the limit
+    train(make("cut", [2, 4], proxies, training=training), progress=Notes())
+    assert evals(tmp_path / "cut") == evals(tmp_path / "calm")
+    assert_equal_runs(tmp_path / "cut", whole("lora"))
+
+
+def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_path) -> None:
+    with pytest.raises(StoppedEarly):
+        train(make("cut", [3]), progress=SignalAt(5, signal.SIGTERM))
+    proxies[1].cuts.extend(
+        FrameCut(direction, kind, where)
+        for direction, kind in (("up", M.LOAD_STATE), ("down", M.STATE_LOADED))
+        for where in ("middle", "after")
+    )
+    train(make("cut", [2, 4], proxies), resume="latest", progress=Notes())
+    assert not proxies[1].cuts
+    assert_equal_runs(tmp_path / "cut", whole("lora"))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        FrameCut("down", M.LOSS, "before"),
+        FrameCut("down", M.GRADIENTS, "middle"),
+        FrameCut("up", M.COMMIT, "middle"),
+        FrameCut("down", M.COMMITTED, "middle"),
+        FrameCut("up", M.ABORT, "before"),
+        FrameCut("down", M.STATE, "before"),
+    ],
+    ids=lambda cut: cut.kind.name,
+)
+def test_both_links_cut_at_once_change_nothing(cut, make, proxies, whole, tmp_path) -> None:
+    if cut.kind is M.ABORT:
+        proxies[2].cuts.append(FrameCut("up", M.STEP, "after"))
+    proxies[2].cuts.append(replace(cut, reset=True, also=proxies[1].reset))
+    train(make("cut", [2, 4], proxies, adapter=None), progress=Notes())
+    assert not proxies[2].cuts
+    assert proxies[1].connections == 2
+    assert_equal_runs(tmp_path / "cut", whole("full"))
+
+
+def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_path) -> None:
+    """A black hole: no byte and no end. It heals when the coordinator dials again."""
+
+    class Hole(SignalAt):
+        def act(self) -> None:
+            proxies[1].up.blackhole = proxies[1].down.blackhole = True
+
+        def message(self, text: str) -> None:
+            super().message(text)
+            if "connecting again" in text:
+                proxies[1].up.blackhole = proxies[1].down.blackhole = False
+
+    notes = Hole(3)
+    train(make("cut", [2, 4], proxies), progress=notes)
+    assert any("has been silent for 3 s" in line for line in notes.lines)
+    assert_equal_runs(tmp_path / "cut", whole("lora"))
+
+
+def test_a_link_that_stays_silent_ends_the_run(make, proxies) -> None:
+    class Hole(SignalAt):
+        def act(self) -> None:
+            proxies[1].up.blackhole = proxies[1].down.blackhole = True
+
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"worker 1 does not come back: .*silent") as raised:
+        train(make("cut", [2, 4], proxies), progress=Hole(3))
+    assert "--resume latest" in str(raised.value)
+    assert time.monotonic() - started < 30
+
+
+def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path) -> None:
+    address = ("127.0.0.1", pool.machines["workers"][0]["port"])
+    strangers: list[socket.socket] = []
+    greetings = [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x00" * 4096,
+        b"\xff" * 4096,
+        b"".join(encode(Message(M.BYE, {"reason": "be gone"}))),
+        b"".join(encode(Message(M.HELLO, HELLO))),
+        b"".join(encode(Message(M.HELLO, {**HELLO, "protocol": 99}))),
+        b"",
+    ]
+
+    class Strangers(SignalAt):
+        def step(self, metrics: dict[str, Any]) -> None:
+            for greeting in greetings:
+                strangers.append(socket.create_connection(address))
+                strangers[-1].sendall(greeting)
+            strangers.append(socket.create_connection(address))
+            linger = struct.pack("ii", 1, 0)
+            strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            strangers[-1].close()  # gone by RST before it is accepted
+
+    notes = Strangers(0)
+    train(make("run", [2, 4]), progress=notes)
+    for stranger in strangers:
+        stranger.close()
+    assert not any("lost the link" in line for line in notes.lines)
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
+# -- stopping -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_step_and_it_resumes(number, make, whole, tmp_path) -> None:
+    with pytest.raises(StoppedEarly, match=f"stopped by {number.name} after step 4") as raised:
+        train(make("run", [3]), progress=SignalAt(4, number))
+    assert raised.value.exit_code == 75
+    assert "--resume latest" in str(raised.value)
+    train(make("run", [2, 4]), resume="latest", progress=Notes())
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
+def test_a_second_signal_stops_at_once(make, tmp_path) -> None:
+    class Twice(SignalAt):
+        def act(self) -> None:
+            super().act()
+            super().act()
+
+    with pytest.raises(StoppedEarly, match="stopped at once by SIGINT"):
+        train(make("run", [3]), progress=Twice(4))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step_3"]
+
+
+def test_ctrl_c_while_a_worker_starts_stops_at_once_and_leaves_none(make) -> None:
+    timers = []
+
+    class Impatient(Notes):
+        def message(self, text: str) -> None:
+            super().message(text)
+            if "started as process" in text:
+                timers.append(threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)))
+                timers[0].start()
+
+    notes = Impatient()
+    with pytest.raises(StoppedEarly, match="stopped at once by SIGINT"):
+        train(with_own_worker(make("run", [3])), progress=notes)
+    timers[0].join()
+    (pid,) = pids(notes)
+    assert not psutil.pid_exists(pid)
+
+
+# -- processes that end ---------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_killed_ends_the_run_and_it_resumes(make, whole, tmp_path) -> None:
+    class Kill(SignalAt):
+        def act(self) -> None:
+            os.kill(pids(self)[0], signal.SIGKILL)
+
+    notes = Kill(5)
+    with pytest.raises(PeerLostError, match=r"worker 1 .*SIGKILL") as raised:
+        train(with_own_worker(make("run", [2, 4])), progress=notes)
+    assert time.monotonic() - notes.acted < 8
+    assert "--resume latest" in str(raised.value)
+    assert raised.value.exit_code == 4
+    train(make("run", [3]), resume="latest", progress=Notes())
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
+def test_a_worker_that_hangs_ends_the_run(make) -> None:
+    class Stop(SignalAt):
+        def act(self) -> None:
+            os.kill(pids(self)[0], signal.SIGSTOP)
+
+    notes = Stop(3)
+    with pytest.raises(PeerLostError, match=r"worker 1 does not come back"):
+        train(with_own_worker(make("run", [2, 4])), progress=notes)
+    assert not psutil.pid_exists(pids(notes)[0])
+
+
+def test_killing_the_coordinator_leaves_no_worker_of_its_own_and_frees_the_others(
+    make, proxies, whole, tmp_path
+) -> None:
+    """Worker 1 is the coordinator's child, worker 2 stands by itself and serves the next run."""
+    proxies[2].up.delay_s = 0.1  # so that the run is not over too soon
+    config = with_own_worker(make("run", [2, 4], proxies))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        coordinator = subprocess.Popen(
+            [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            wait_for(lambda: len(steps_of(tmp_path / "run")) >= 4, log)
+            (child,) = psutil.Process(coordinator.pid).children()
+        finally:
+            coordinator.kill()
+            coordinator.wait()
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, log)
+    train(make("run", [2, 4]), resume="latest", progress=Notes())
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
+def test_ctrl_c_in_the_terminal_releases_everybody(make, tmp_path) -> None:
+    """The signal goes to the whole group, as a terminal sends it."""
+    config = with_own_worker(make("run", [3], training={"max_steps": 5000}))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "hetero_framework"]
+    with log.open("wb") as output:
+        worker = subprocess.Popen(
+            [*command, "worker", "--config", str(file), "--worker-id", "1"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        coordinator = subprocess.Popen(
+            [*command, "train", "--role", "coordinator", "--config", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            wait_for(lambda: len(steps_of(tmp_path / "run")) >= 2, log)
+            os.killpg(coordinator.pid, signal.SIGINT)
+            assert coordinator.wait(timeout=30) == 75, log.read_text()
+            assert worker.wait(timeout=30) == 0, log.read_text()
+        finally:
+            for process in (coordinator, worker):
+                process.kill()
+                process.wait()
+    text = log.read_text()
+    assert "stopped by SIGINT after step" in text
+    assert "Traceback" not in text
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_eight_processes_equal_one(make, tmp_path) -> None:
+    sections = {
+        "model": {"name_or_path": str(save_llama(tmp_path / "model", layers=8))},
+        "training": {"max_steps": 3, "save_strategy": "no", "eval_steps": None},
+    }
+    train(make("one", [], layers=8, **sections), progress=Notes())
+    eight = make("eight", [], layers=8, **sections).to_dict()
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    eight["workers"] = [
+        {**machine, "id": i, "port": port} for i, port in enumerate(free_ports(7), 1)
+    ]
+    eight["shard_plan"] = [
+        {"id": i or "local", "start": i, "end": i + 1, "is_last": i == 7} for i in range(8)
+    ]
+    notes = Notes()
+    train(Config.from_dict(eight), progress=notes)
+    assert len(pids(notes)) == 7
+    assert not any(map(psutil.pid_exists, pids(notes)))
+    assert_equal_runs(tmp_path / "eight", tmp_path / "one")
