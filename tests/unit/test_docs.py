@@ -94,7 +94,8 @@ def test_cheap_command_runs(
     settings["model"] = {"from_config": small, "tokenizer": "tokenizer"}
     save_tokenizer(tmp_path / "tokenizer")
     settings["data"]["train"] = str(save_texts(tmp_path / "train.jsonl", 8))
-    (tmp_path / "hetero_config.json").write_text(json.dumps(settings))
+    for file in ("hetero_config.json", "cluster.json"):
+        (tmp_path / file).write_text(json.dumps(settings))
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
 
@@ -105,7 +106,7 @@ def test_init_of_the_three_machines_writes_what_check_accepts(
     (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
-    config = load_config(tmp_path / "hetero_config.json")
+    config = load_config(tmp_path / "cluster.json")
     assert [spec.owner for spec in config.stages()] == ["local", 1, 2]
     assert config.stages()[-1].end == 32
 
