@@ -1,0 +1,463 @@
+"""The contract of a stage, kept by the stage itself and by one behind a socket."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hetero_framework.config import Config
+from hetero_framework.core.dal import open_device
+from hetero_framework.core.protocol import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
+from hetero_framework.errors import CheckpointError
+from hetero_framework.trainer import messages
+from hetero_framework.trainer.loading import load_stages
+from hetero_framework.trainer.optimizer import build_optimizer
+from hetero_framework.trainer.peers import Peers
+from hetero_framework.trainer.verbs import (
+    GradientReport,
+    StatePart,
+    StepInfo,
+    Tensors,
+)
+from hetero_framework.trainer.worker import serve
+from tests.samples import free_ports, save_llama
+
+# A Llama of four layers, cut so that the stage under test has layers 1 and 2, or 1 to the head.
+LAYERS = 4
+MIDDLE = [("local", 0, 1), (1, 1, 3), ("local", 3, 4)]
+LAST = [("local", 0, 1), (1, 1, 4)]
+NUM_ITEMS = 11
+TRAINING = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS)
+
+
+def make_config(checkpoint: Path, plan: list[tuple[Any, int, int]]) -> Config:
+    ports = free_ports(2)
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    return Config.from_dict(
+        {
+            "coordinator": {**machine, "port": ports[0]},
+            "workers": [{**machine, "id": 1, "port": ports[1]}],
+            "shard_plan": [{"id": i, "start": start, "end": end} for i, start, end in plan],
+            "model": {"name_or_path": str(checkpoint)},
+            "training": TRAINING,
+        }
+    )
+
+
+# ---- the two implementations
+
+
+class RemoteStage:
+    """Stage 1 of a plan in a worker behind a socket, asked with the product's own messages."""
+
+    def __init__(self, config: Config) -> None:
+        self._peers = Peers(config, "contract", DEFAULT_MAX_FRAME_BYTES, note=lambda text: None)
+        self._peers.connect_all()
+        spec = config.stages()[1]
+        entry = {name: getattr(spec, name) for name in ("index", "start", "end")}
+        self._tell(
+            MessageType.SETUP,
+            {
+                "config": config.to_dict(),
+                "stages": [{**entry, "is_first": False, "is_last": spec.is_last}],
+                "num_stages": len(config.stages()),
+                "num_layers": LAYERS,
+                "settings": {},
+            },
+        )
+        [ready] = self._await(MessageType.READY).meta["stages"]
+        self._trainable = [(name, tuple(rank)) for name, rank in ready["trainable"]]
+        entry = {"index": spec.index, "input_requires_grad": True}
+        self._tell(MessageType.START, {"stages": [entry]})
+        self._info: StepInfo
+
+    def close(self) -> None:
+        self._peers.close(Message(MessageType.BYE, {"reason": "the test is over"}))
+
+    def begin(self, info: StepInfo) -> None:
+        self._info = info
+        self._peers.expect(info.step, info.attempt)
+        self._peers.send(1, messages.step_message(info))
+
+    def forward(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        self._feed(k, inputs, hidden_BSD)
+        return self._boundary(MessageType.FORWARD, 2, k)
+
+    def forward_backward(
+        self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor
+    ) -> tuple[float, torch.Tensor]:
+        self._feed(k, inputs, hidden_BSD)
+        loss = self._await(MessageType.LOSS).meta["loss"]
+        return loss, self._boundary(MessageType.BACKWARD, 0, k)
+
+    def evaluate(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> float:
+        self._feed(k, inputs, hidden_BSD)
+        return self._await(MessageType.LOSS).meta["loss"]
+
+    def backward(self, k: int, gradient_BSD: torch.Tensor) -> torch.Tensor:
+        self._peers.send(1, messages.gradient_message(self._info, 1, k, gradient_BSD))
+        return self._boundary(MessageType.BACKWARD, 0, k)
+
+    def collect(self) -> GradientReport:
+        self._tell(MessageType.COLLECT, self._address)
+        return messages.reports_of(self._await(MessageType.GRADIENTS))[1]
+
+    def commit(self, learning_rate: float, grad_scale: float) -> None:
+        order = messages.commit_message(self._info, learning_rate, grad_scale, None)
+        self._peers.send(1, order)
+        self._await(MessageType.COMMITTED)
+
+    def abort(self) -> None:
+        self._tell(MessageType.ABORT, self._address)
+        self._await(MessageType.ABORTED)
+
+    def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
+        return self._trainable
+
+    def state(self, kind: str) -> Iterator[StatePart]:
+        number, last = 0, False
+        while not last:
+            self._tell(MessageType.STATE_REQUEST, {"stage": 1, "kind": kind, "part": number})
+            part = messages.state_part(self._await(MessageType.STATE))
+            yield part
+            number, last = number + 1, part.last
+
+    def load_state(self, kind: str, part: StatePart) -> None:
+        self._peers.send(1, messages.load_state_message(1, kind, 0, part))
+        self._await(MessageType.STATE_LOADED)
+
+    @property
+    def _address(self) -> dict[str, int]:
+        return {"step": self._info.step, "attempt": self._info.attempt}
+
+    def _feed(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> None:
+        self._peers.send(1, messages.inputs_message(self._info, 1, k, inputs))
+        self._peers.send(1, messages.hidden_message(self._info, 1, k, hidden_BSD))
+
+    def _tell(self, kind: MessageType, meta: dict[str, Any]) -> None:
+        self._peers.send(1, Message(kind, meta))
+
+    def _await(self, kind: MessageType) -> Message:
+        deadline = time.monotonic() + 30
+        while (event := self._peers.receive(1.0)) is None:
+            assert time.monotonic() < deadline, f"no {kind.name}"
+        assert event.message is not None
+        assert event.message.type is kind
+        return event.message
+
+    def _boundary(self, kind: MessageType, stage: int, k: int) -> torch.Tensor:
+        message = self._await(kind)
+        assert (message.meta["stage"], message.meta["micro_batch"]) == (stage, k)
+        tensor = messages.tensor_of(message)
+        assert tensor is not None
+        return tensor
+
+
+@contextmanager
+def local_stage(config: Config) -> Iterator[Any]:
+    [stage] = load_stages(config, config.stages()[1:2], open_device("cpu"))
+    stage.input_requires_grad = True
+    yield stage
+
+
+@contextmanager
+def remote_stage(config: Config) -> Iterator[Any]:
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            serve(config, 1, build=load_stages, say=lambda text: None)
+            ended.put(None)
+        except BaseException as error:
+            ended.put(error)
+
+    worker = threading.Thread(target=work, name="worker 1", daemon=True)
+    worker.start()
+    stage = RemoteStage(config)
+    try:
+        yield stage
+    finally:
+        stage.close()
+        worker.join(30)
+        stage_error = ended.get(timeout=1)
+        if stage_error is not None:
+            raise stage_error
+
+
+Open = Callable[[list[tuple[Any, int, int]]], Any]
+
+
+@pytest.fixture(params=[local_stage, remote_stage], ids=["local", "remote"])
+def stage(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Open]:
+    """`stage(plan)` is the stage with index 1 of that plan; several may be open at once."""
+    opened = []
+
+    def open_stage(plan: list[tuple[Any, int, int]]) -> Any:
+        context = request.param(make_config(checkpoint, plan))
+        opened.append(context)
+        return context.__enter__()
+
+    yield open_stage
+    for context in reversed(opened):
+        context.__exit__(None, None, None)
+
+
+# ---- what is expected of them: the whole model, differentiated by torch alone
+
+
+class Whole:
+    """The uncut model. `run` leaves gradients of two micro-batches in it, added in order."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint)
+        self.batches = [batch(k) for k in range(2)]
+        self.losses: list[float] = []
+        # hidden[k][i] enters layer i; its .grad is what goes back over that boundary.
+        self.hidden: list[tuple[torch.Tensor, ...]] = []
+
+    def run(self) -> None:
+        for inputs in self.batches:
+            out = self.model(
+                **inputs, output_hidden_states=True, num_items_in_batch=torch.tensor(NUM_ITEMS)
+            )
+            for hidden_BSD in out.hidden_states:
+                hidden_BSD.retain_grad()
+            out.loss.backward()
+            self.losses.append(out.loss.item())
+            self.hidden.append(out.hidden_states)
+
+    def entering(self, k: int, layer: int) -> torch.Tensor:
+        return self.hidden[k][layer].detach().clone()
+
+    def gradient(self, k: int, layer: int) -> torch.Tensor:
+        gradient_BSD = self.hidden[k][layer].grad
+        assert gradient_BSD is not None
+        return gradient_BSD.clone()
+
+    def parameters(self, names: list[str]) -> dict[str, torch.nn.Parameter]:
+        return {name: self.model.get_parameter(name) for name in names}
+
+
+def batch(k: int) -> Tensors:
+    draw = torch.Generator().manual_seed(k)
+    ids = torch.randint(3, 300, (2, 7), generator=draw)
+    mask = torch.ones_like(ids)
+    mask[1, 5 + k :] = 0
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100),
+    }
+
+
+def middle_inputs(k: int) -> Tensors:
+    return {"attention_mask": batch(k)["attention_mask"]}
+
+
+def last_inputs(k: int) -> Tensors:
+    return {"attention_mask": batch(k)["attention_mask"], "labels": batch(k)["labels"]}
+
+
+@pytest.fixture
+def whole(checkpoint: Path) -> Whole:
+    model = Whole(checkpoint)
+    model.run()
+    return model
+
+
+def info(step: int = 0, attempt: int = 0, *, train: bool = True) -> StepInfo:
+    return StepInfo(step, attempt, train, micro_batches=2, num_items=NUM_ITEMS)
+
+
+def run_middle(stage: Any, whole: Whole) -> None:
+    for k in range(2):
+        stage.forward(k, middle_inputs(k), whole.entering(k, 1))
+    for k in range(2):
+        stage.backward(k, whole.gradient(k, 3))
+
+
+def weights(stage: Any) -> Tensors:
+    found = {}
+    for part in stage.state("checkpoint"):
+        for name, tensor in part.tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "weights":
+                found[rest] = tensor.clone()
+    return found
+
+
+# ---- the contract
+
+
+def test_forward_and_backward_are_the_whole_models(stage: Open, whole: Whole) -> None:
+    tested = stage(MIDDLE)
+    tested.begin(info())
+    for k in range(2):
+        out_BSD = tested.forward(k, middle_inputs(k), whole.entering(k, 1))
+        assert torch.equal(out_BSD, whole.entering(k, 3))
+    for k in range(2):
+        gradient_BSD = tested.backward(k, whole.gradient(k, 3))
+        assert torch.equal(gradient_BSD, whole.gradient(k, 1))
+
+
+def test_forward_backward_of_the_last_stage_are_the_whole_models(stage: Open, whole: Whole) -> None:
+    tested = stage(LAST)
+    tested.begin(info())
+    for k in range(2):
+        loss, gradient_BSD = tested.forward_backward(k, last_inputs(k), whole.entering(k, 1))
+        assert loss == whole.losses[k]
+        assert torch.equal(gradient_BSD, whole.gradient(k, 1))
+
+
+def test_evaluate_is_the_sum_of_token_losses_and_leaves_no_gradient(
+    stage: Open, whole: Whole
+) -> None:
+    tested = stage(LAST)
+    tested.begin(info(train=False))
+    for k in range(2):
+        total = tested.evaluate(k, last_inputs(k), whole.entering(k, 1))
+        assert total == pytest.approx(whole.losses[k] * NUM_ITEMS, rel=1e-6)
+    # Two micro-batches end an evaluation; the next step's norms know nothing of it.
+    tested.begin(info(1))
+    assert torch.count_nonzero(tested.collect().norms) == 0
+    tested.abort()
+
+
+def test_collect_reports_the_norm_of_every_parameter_in_its_order(
+    stage: Open, whole: Whole
+) -> None:
+    tested = stage(MIDDLE)
+    tested.begin(info())
+    run_middle(tested, whole)
+    report = tested.collect()
+    names = [name for name, _ in tested.trainable()]
+    assert len(names) == 2 * 9
+    assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in names)
+    expected = [torch.linalg.vector_norm(p.grad) for p in whole.parameters(names).values()]
+    assert torch.equal(report.norms, torch.stack(expected))
+    assert report.nonfinite == ()
+    assert report.tied_gradient is None
+
+
+def test_collect_names_micro_batches_that_are_not_finite(stage: Open, whole: Whole) -> None:
+    tested = stage(MIDDLE)
+    tested.begin(info())
+    for k, factor in ((0, 1.0), (1, float("nan"))):
+        tested.forward(k, middle_inputs(k), whole.entering(k, 1) * factor)
+    assert tested.collect().nonfinite == (1,)
+    tested.abort()
+
+
+def test_commit_is_one_step_of_the_optimizer_on_scaled_gradients(
+    stage: Open, whole: Whole, checkpoint: Path
+) -> None:
+    tested = stage(MIDDLE)
+    names = [name for name, _ in tested.trainable()]
+    training = make_config(checkpoint, MIDDLE).training
+    reference = whole.parameters(names)
+    optimizer = build_optimizer(training, whole.model, list(reference.values()))
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-3
+    for step in range(2):
+        tested.begin(info(step))
+        run_middle(tested, whole)
+        tested.collect()
+        tested.commit(learning_rate=3e-3, grad_scale=0.25)
+        # The stage had the same incoming tensors in both steps, but its weights have moved.
+        if step == 0:
+            for parameter in reference.values():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.25)
+            optimizer.step()
+            moved = weights(tested)
+            assert list(moved) == names
+            for name, parameter in reference.items():
+                assert torch.equal(moved[name], parameter.detach())
+    assert not torch.equal(weights(tested)[names[0]], moved[names[0]])
+
+
+def test_abort_leaves_weights_and_forgets_gradients(stage: Open, whole: Whole) -> None:
+    tested = stage(MIDDLE)
+    before = weights(tested)
+    tested.begin(info())
+    run_middle(tested, whole)
+    tested.abort()
+    # Repeated as attempt 1: the norms are those of a single run, not of two.
+    tested.begin(info(attempt=1))
+    run_middle(tested, whole)
+    parameters = whole.parameters([name for name, _ in tested.trainable()])
+    expected = [torch.linalg.vector_norm(p.grad) for p in parameters.values()]
+    assert torch.equal(tested.collect().norms, torch.stack(expected))
+    tested.abort()
+    for name, tensor in weights(tested).items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
+    stage: Open, whole: Whole
+) -> None:
+    first = stage(MIDDLE)
+    first.begin(info())
+    run_middle(first, whole)
+    first.collect()
+    first.commit(learning_rate=1e-2, grad_scale=1.0)
+    parts = [
+        StatePart({n: t.clone() for n, t in part.tensors.items()}, part.values, part.last)
+        for part in first.state("checkpoint")
+    ]
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    kinds = {name.partition("/")[0] for part in parts for name in part.tensors}
+    assert kinds == {"weights", "optimizer"}
+
+    second = stage(MIDDLE)
+    for part in parts:
+        second.load_state("checkpoint", part)
+    for each in (first, second):
+        each.begin(info(1))
+        run_middle(each, whole)
+        each.collect()
+        each.commit(learning_rate=1e-2, grad_scale=1.0)
+    expected = weights(first)
+    for name, tensor in weights(second).items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_export_names_tensors_as_the_checkpoint_does(stage: Open, checkpoint: Path) -> None:
+    exported = {n: t for part in stage(MIDDLE).state("export") for n, t in part.tensors.items()}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    own = {n: t for n, t in model.state_dict().items() if ".layers.1." in n or ".layers.2." in n}
+    assert exported.keys() == own.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, own[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda part: {"weights/no.such": torch.zeros(1)}, "no trainable parameter 'no.such'"),
+        (lambda part: dict(list(part.items())[:-1]), "lacks weights of stage 1"),
+        (lambda part: {name: t[:1] for name, t in part.items()}, "has shape"),
+    ],
+    ids=["unknown", "absent", "shape"],
+)
+def test_load_state_refuses_what_does_not_fit(
+    checkpoint: Path, change: Callable[[Tensors], Tensors], text: str
+) -> None:
+    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
+        [part] = tested.state("checkpoint")
+        with pytest.raises(CheckpointError, match=text):
+            tested.load_state("checkpoint", StatePart(change(part.tensors), last=True))
