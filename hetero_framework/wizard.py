@@ -192,7 +192,7 @@ def run_wizard(
         ) from None
     for stage in config.stages():
         who = "this machine" if stage.owner == "local" else f"worker {stage.owner}"
-        say(f"  layers {stage.start} to {stage.end}: {who}")
+        say(f"  {stage.layers}: {who}")
     say(f"Wrote {output}. Next: hetero check --config {output}")
     return 0
 
