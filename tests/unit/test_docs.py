@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -151,6 +152,29 @@ def test_extending_shows_the_example_that_is_tested() -> None:
     page = ROOT / "docs" / "extending.md"
     shown = next(text for language, text in blocks(page) if language == "python")
     assert shown == example.partition('"""\n\n')[2].rstrip("\n")
+
+
+def test_quoted_messages_are_real() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", page)
+    assert len(quoted) > 20
+    texts = {
+        node.value
+        for file in (ROOT / "hetero_framework").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for message in quoted:
+        for part in filter(None, re.split(r"\s*\.\.\.\s*", message)):
+            assert any(part in text for text in texts), message
+
+
+def test_readme_counts_the_architectures_that_the_table_counts() -> None:
+    table = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    counted = re.search(r"(\d+) of (\d+) pass", table)
+    assert counted is not None
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{counted[1]} of the {counted[2]} in transformers" in readme
 
 
 def test_configuration_page_is_current() -> None:
