@@ -16,20 +16,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from hetero_framework.config import Config
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import network
+from hetero_framework.core.dal import Device
 from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType, encode
 from hetero_framework.errors import PeerLostError, StoppedEarly
 from hetero_framework.trainer import cluster
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.loading import load_stages
+from hetero_framework.trainer.stage import Stage
+from hetero_framework.trainer.worker import serve
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.integration.conftest import Notes, Pool, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
@@ -75,8 +81,12 @@ def wait_for(condition: Callable[[], Any], log: Path) -> None:
 
 def with_own_worker(config: Config) -> Config:
     """Worker 1 at a new port, where the coordinator starts it itself."""
+    return at_port(config, free_ports(1)[0])
+
+
+def at_port(config: Config, port: int) -> Config:
     raw = config.to_dict()
-    raw["workers"][0]["port"] = free_ports(1)[0]
+    raw["workers"][0]["port"] = port
     return Config.from_dict(raw)
 
 
@@ -348,6 +358,67 @@ def test_ctrl_c_while_a_worker_starts_stops_at_once_and_leaves_none(make) -> Non
     timers[0].join()
     (pid,) = pids(notes)
     assert not psutil.pid_exists(pid)
+
+
+# -- patience -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_worker(pool: Pool) -> Iterator[Callable[[Callable[[], object]], int]]:
+    """Start worker 1 in a thread; it does something in its second step. Gives its port."""
+    over = threading.Event()
+    serving: list[threading.Thread] = []
+
+    def start(act: Callable[[], object]) -> int:
+        (port,) = free_ports(1)
+        raw = pool.config(Path("unused"), [3])
+        raw["workers"][0]["port"] = port
+        config = Config.from_dict(raw)
+
+        def build(run: Config, specs: Sequence[StageSpec], device: Device) -> list[Stage]:
+            stages = load_stages(run, specs, device)
+            stage, real, calls = stages[0], stages[0].forward_backward, count(1)
+
+            def slow(*args: Any) -> Any:
+                if next(calls) == 6:
+                    act()
+                return real(*args)
+
+            stage.forward_backward = slow  # type: ignore[method-assign]
+            return stages
+
+        def run() -> None:
+            serve(config, 1, build=build, say=lambda text: None, should_stop=over.is_set)
+
+        serving.append(threading.Thread(target=run, name="slow worker"))
+        serving[0].start()
+        while network.port_is_free("127.0.0.1", port):
+            time.sleep(0.02)
+        return port
+
+    yield start
+    over.set()
+    serving[0].join()
+
+
+def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(
+    make, slow_worker, whole, tmp_path
+) -> None:
+    config = make("run", [3], adapter=None)
+    notes = Notes()
+    train(at_port(config, slow_worker(lambda: time.sleep(4))), progress=notes)
+    assert not any("lost the link" in line for line in notes.lines)
+    assert_equal_runs(tmp_path / "run", whole("full"))
+
+
+def test_a_stage_that_hangs_ends_the_run_at_the_step_timeout(make, slow_worker) -> None:
+    config = make("run", [3], adapter=None, training={"step_timeout_s": 2.0})
+    freed = threading.Event()
+    try:
+        with pytest.raises(PeerLostError, match=r"nothing has moved for 2 s in step 2; waiting"):
+            train(at_port(config, slow_worker(freed.wait)), progress=Notes())
+    finally:
+        freed.set()
 
 
 # -- processes that end ---------------------------------------------------------------------------
