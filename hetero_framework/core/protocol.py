@@ -331,7 +331,8 @@ SPEC: dict[MessageType, MessageSpec] = {
     MessageType.COMMIT: MessageSpec(
         "Coordinator to worker: change the weights with this learning rate, after multiplying the "
         "gradients by `grad_scale`. The tensor is the embedding's new weight for a head that is "
-        "one with it. Answered by COMMITTED.",
+        "one with it. It is sent again after a lost link; a worker that has committed this step "
+        "already changes nothing. Answered by COMMITTED.",
         COORDINATOR,
         {**_STEP, "learning_rate": FLOAT, "grad_scale": FLOAT},
         tensors=(0, 1),

@@ -317,6 +317,23 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
+def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_path) -> None:
+    other = socket.create_connection(("127.0.0.1", pool.machines["workers"][0]["port"]))
+    other.sendall(b"".join(encode(Message(M.HELLO, HELLO))))
+    assert other.recv(1)
+
+    class Patient(Notes):
+        def message(self, text: str) -> None:
+            super().message(text)
+            if "it is working for another run; waiting" in text:
+                other.close()
+
+    notes = Patient()
+    train(make("run", [2, 4]), progress=notes)
+    assert other.fileno() == -1
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
 # -- stopping -------------------------------------------------------------------------------------
 
 
@@ -437,6 +454,17 @@ def test_a_worker_that_is_killed_ends_the_run_and_it_resumes(make, whole, tmp_pa
     assert raised.value.exit_code == 4
     train(make("run", [3]), resume="latest", progress=Notes())
     assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
+def test_a_worker_that_is_stopped_by_hand_says_so(make) -> None:
+    class Interrupt(SignalAt):
+        def act(self) -> None:
+            os.kill(pids(self)[0], signal.SIGINT)
+
+    notes = Interrupt(3)
+    with pytest.raises(PeerLostError, match=r"worker 1: it was stopped on its own machine"):
+        train(with_own_worker(make("run", [2, 4])), progress=notes)
+    assert time.monotonic() - notes.acted < 8
 
 
 def test_a_worker_that_hangs_ends_the_run(make) -> None:
