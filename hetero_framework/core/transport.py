@@ -40,9 +40,10 @@ _TICK_S = 0.5
 """How long a thread sleeps in a socket call before it looks at its deadlines again."""
 _MAX_CALL_BYTES = 1 << 28
 """Most bytes given to one system call; macOS refuses 2 GiB and more."""
+_AT_ONCE_BYTES = 256 * 1024
+"""So much of a frame is written at once, in the sender's thread, when the link is idle."""
 _SMALL_BYTES = 64 * 1024
-"""Frames up to this size are written at once, in the sender's thread, when the link is idle; where
-there is no sendmsg, buffers up to this size are joined into one."""
+"""Where there is no sendmsg, buffers up to this size are joined into one."""
 
 
 def _max_buffers() -> int:
@@ -384,9 +385,9 @@ class Link:
     # ---- writing
 
     def _enqueue(self, outgoing: _Outgoing) -> None:
-        """Hand a frame to the writer; a small one is written at once when nothing is before it,
-        because waking the writer costs more."""
-        small = _CAN_TRY and outgoing.nbytes <= _SMALL_BYTES
+        """Hand a frame to the writer. When nothing is before it, its beginning is written at once:
+        a small frame then needs no writer, and of a large one the peer reads the beginning while
+        the writer wakes up. The rest is the writer's, for the sender has to compute."""
         with self._changed:
             # A frame larger than the bound may pass alone.
             self._changed.wait_for(
@@ -398,7 +399,7 @@ class Link:
             )
             if self.closed:
                 raise self._reason or PeerLostError(f"{self.name}: the link is closed")
-            complete = small and not self._queue and self._write_now(outgoing)
+            complete = _CAN_TRY and not self._queue and self._write_now(outgoing)
             if complete:
                 self._count(outgoing)
             else:
@@ -409,13 +410,13 @@ class Link:
             outgoing.done()
 
     def _write_now(self, outgoing: _Outgoing) -> bool:
-        """Write once without waiting (the queue is empty); whether the frame is complete.
+        """Write a beginning without waiting (the queue is empty); whether the frame is complete.
 
         An error leaves the frame to the writer, which meets it again and reports it.
         """
         started = time.perf_counter()
         with contextlib.suppress(OSError):
-            sent = _send_some(self._socket, outgoing.pending, socket.MSG_DONTWAIT)
+            sent = _send_some(self._socket, outgoing.pending, socket.MSG_DONTWAIT, _AT_ONCE_BYTES)
             _drop_sent(outgoing.pending, sent)
         self.stats.write_s += time.perf_counter() - started
         return not outgoing.pending
@@ -617,12 +618,13 @@ def _coalesced(buffers: Sequence[Buffer]) -> Sequence[Buffer]:
     return joined
 
 
-def _send_some(sock: socket.socket, pending: deque[memoryview], flags: int = 0) -> int:
-    """Hand some bytes of the first buffers to the system; how many it took."""
+def _send_some(
+    sock: socket.socket, pending: deque[memoryview], flags: int = 0, room: int = _MAX_CALL_BYTES
+) -> int:
+    """Hand at most `room` bytes of the first buffers to the system; how many it took."""
     if not _HAS_SENDMSG:
-        return sock.send(pending[0][:_MAX_CALL_BYTES], flags)
+        return sock.send(pending[0][:room], flags)
     batch: list[memoryview] = []
-    room = _MAX_CALL_BYTES
     for view in pending:
         batch.append(view[:room])
         room -= len(batch[-1])
