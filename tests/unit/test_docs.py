@@ -53,7 +53,7 @@ def commands() -> list[tuple[Path, list[str]]]:
         for language, text in blocks(page):
             if language in ("", "sh", "bash"):
                 lines = text.replace("\\\n", " ").splitlines()
-                lines = [line for line in lines if line.startswith(PROGRAMS)]
+                lines = [line.strip() for line in lines if line.strip().startswith(PROGRAMS)]
                 found += [(page, shlex.split(line, comments=True)) for line in lines]
     return found
 
