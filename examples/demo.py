@@ -53,7 +53,9 @@ def main() -> int:
     write_samples(RUN / "data" / "lora.jsonl", second)
 
     say("2. full training: one coordinator, two workers, TCP on this machine")
-    override = [] if arguments.full_steps is None else [f"training.max_steps={arguments.full_steps}"]
+    override = (
+        [] if arguments.full_steps is None else [f"training.max_steps={arguments.full_steps}"]
+    )
     train(CONFIG, override)
 
     say("3. LoRA on other files, from the checkpoint of step 2")

@@ -224,7 +224,9 @@ def test_state_goes_to_another_process_and_training_continues_to_the_bit(
     other, other_names = make_optimizer(copy, **settings)
     state = {}
     for name, (tensors, values) in state_tensors(optimizer, names).items():
-        assert all(isinstance(value, (int, float, str, bool, type(None))) for value in values.values())
+        assert all(
+            isinstance(value, (int, float, str, bool, type(None))) for value in values.values()
+        )
         state[name] = {**{key: t.clone() for key, t in tensors.items()}, **values}
     assert entries <= set(state.get("matrix", {}))
     load_state_tensors(other, other_names, state)
