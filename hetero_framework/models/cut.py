@@ -259,8 +259,9 @@ def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -
         owner = anatomy.owner[f"{path}.{attributes[0]}".lstrip(".")]
         _take_out(model, path, attributes, after=owner >= anatomy.num_layers)
     _restrict_tying(model, whole, rng, keep_embedding)
-    # What other stages hold is no news.
-    model._keys_to_ignore_on_load_unexpected = {".*"}
+    # What other stages hold is no news. The patterns are a list in older versions of transformers.
+    as_set = isinstance(model._keys_to_ignore_on_load_unexpected, set)
+    model._keys_to_ignore_on_load_unexpected = {".*"} if as_set else [".*"]
 
 
 def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> None:

@@ -50,7 +50,19 @@ def save_model(folder: Path, model_type: str = "llama", **changes: Any) -> Path:
 
 
 def stock(folder: Path, **kwargs: Any) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, **kwargs).train(False)
+    """The whole model outside training mode, with 4-bit weights as training reads them.
+
+    bitsandbytes would repack those for inference on CPUs that have AVX512-BF16.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, **kwargs).train(False)
+    keep_unpacked(model)
+    return model
+
+
+def keep_unpacked(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def ranges(*bounds: int) -> list[ShardRange]:
