@@ -40,7 +40,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full-steps", type=int, help="steps of full training (default: config)")
-    parser.add_argument("--lora-steps", type=int, default=15, help="steps of LoRA training")
+    parser.add_argument("--lora-steps", type=int, default=12, help="steps of LoRA training")
     arguments = parser.parse_args()
     started = time.monotonic()
     shutil.rmtree(RUN, ignore_errors=True)

@@ -41,14 +41,16 @@ def check(config: Config) -> dict[str, Any]:
         model_config = load_model_config(config.model, config.base_dir)
         check_plan(config, num_layers(model_config))
         memory = estimate_memory(config, model_config)
+    processes = _processes(config, memory)
+    role = _role(config)
     if config.data is None:
         notes.append("there is no data section, so this configuration cannot be trained")
+    elif role is not None and not role.is_coordinator:
+        notes.append("the data are not looked for: only the coordinator needs them")
     else:
         find_sources(config.data.train, config.base_dir)
         if config.data.eval is not None:
             find_sources(config.data.eval, config.base_dir)
-    processes = _processes(config, memory)
-    role = _role(config)
     return {
         "layers": config.shard_plan[-1].end,
         "model_type": model_config.model_type if model_config is not None else None,
