@@ -407,6 +407,17 @@ def test_abort_leaves_weights_and_forgets_gradients(stage: Open, whole: Whole) -
         assert torch.equal(tensor, before[name])
 
 
+@pytest.mark.parametrize("forget", ["abort", "begin"])
+def test_abort_and_begin_each_forget_what_was_added(
+    checkpoint: Path, whole: Whole, forget: str
+) -> None:
+    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
+        tested.begin(info())
+        run_middle(tested, whole)
+        tested.abort() if forget == "abort" else tested.begin(info(1))
+        assert torch.count_nonzero(tested.collect().norms) == 0
+
+
 def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
     stage: Open, whole: Whole
 ) -> None:
