@@ -1,7 +1,7 @@
 """Taking everything outside a layer range out of a model.
 
 A shard's class is a subclass of the model's own. Absent blocks become stand-ins that pass the
-hidden state on; absent weights before the blocks become stubs that have a shape but no memory, so
+hidden state on; absent weights before the blocks keep their shape but no memory, so
 that the code around them still runs; reaching what follows the blocks ends the forward.
 """
 
@@ -254,7 +254,7 @@ def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -
         if not (whole.holds(name, rng) or (keep_embedding and name == whole.embedding)):
             path, _, attribute = name.rpartition(".")
             absent.setdefault(path, []).append(attribute)
-    model._hetero_stubs = []
+    model._hetero_absent = []
     for path, attributes in absent.items():
         owner = anatomy.owner[f"{path}.{attributes[0]}".lstrip(".")]
         _take_out(model, path, attributes, after=owner >= anatomy.num_layers)
@@ -265,7 +265,7 @@ def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -
 
 
 def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> None:
-    """Remove parameters of the module at `path`; stubs take their place (`fill_stubs`)."""
+    """Remove parameters of the module at `path`; shapes without memory take their place (`fill_absent`)."""
     module = model.get_submodule(path)
     weights = {name: module._parameters.pop(name) for name in attributes}
     leaf = path and not any(True for _ in module.children())
@@ -276,7 +276,7 @@ def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> N
         setattr(model.get_submodule(parent_path), child, module)
     for name, weight in weights.items():
         setattr(module, name, weight.detach())
-        model._hetero_stubs.append((module, name))
+        model._hetero_absent.append((module, name))
 
 
 def _restrict_tying(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -> None:
@@ -297,13 +297,13 @@ def _restrict_tying(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding
             }
 
 
-def fill_stubs(model: Any) -> None:
+def fill_absent(model: Any) -> None:
     """Give absent weights that a forward may still touch a shape but no memory (zero stride)."""
     device, dtype = model.device, model.dtype
-    for module, name in model._hetero_stubs:
+    for module, name in model._hetero_absent:
         shape = getattr(module, name).shape
         setattr(module, name, torch.zeros((), dtype=dtype, device=device).expand(shape))
-    del model._hetero_stubs
+    del model._hetero_absent
 
 
 def untie(model: Any, whole: Skeleton, rng: ShardRange) -> None:
@@ -317,7 +317,7 @@ def untie(model: Any, whole: Skeleton, rng: ShardRange) -> None:
     setattr(model.get_submodule(path), attribute, head)
     if not rng.is_first:
         path, _, attribute = whole.embedding.rpartition(".")
-        model._hetero_stubs = []
+        model._hetero_absent = []
         _take_out(model, path, [attribute], after=False)
-        fill_stubs(model)
+        fill_absent(model)
     model.all_tied_weights_keys.pop(whole.head, None)

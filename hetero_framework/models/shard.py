@@ -36,7 +36,7 @@ from hetero_framework.models.cut import (
     ShardRange,
     Skeleton,
     check_cut,
-    fill_stubs,
+    fill_absent,
     shard_class,
     untie,
 )
@@ -170,7 +170,7 @@ def _load(
             f" {rng.start} to {rng.end - 1}: {shown}"
         )
     model.config.name_or_path = checkpoint.source
-    fill_stubs(model)
+    fill_absent(model)
     untie(model, whole, rng)
     return model
 
@@ -214,7 +214,7 @@ def _random(
         _initialize("", model, model, seed)
     model.tie_weights(recompute_mapping=False)
     model.to(device)
-    fill_stubs(model)
+    fill_absent(model)
     untie(model, whole, rng)
     return model
 
