@@ -265,7 +265,7 @@ def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -
 
 
 def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> None:
-    """Remove parameters of the module at `path`; shapes without memory take their place (`fill_absent`)."""
+    """Remove parameters of the module at `path`, leaving shapes without memory behind."""
     module = model.get_submodule(path)
     weights = {name: module._parameters.pop(name) for name in attributes}
     leaf = path and not any(True for _ in module.children())
