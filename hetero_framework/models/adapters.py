@@ -185,10 +185,12 @@ def attach_adapter(
     """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight.
 
     `plan` saves planning again when several shards of one model are built in one process.
-    Raises ConfigError for full training of a quantised model, and as `plan_adapter`.
+    Raises ConfigError for full training of a quantised model, for weights to train that are
+    float16, and as `plan_adapter`.
     """
     if adapter is None and plan is None:
         _train_everything(shard.model)
+        _refuse_float16(shard.model)
         return None
     if plan is None:
         assert adapter is not None
@@ -206,6 +208,7 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
         load_adapter_tensors(shard, saved_tensors(plan, own.__contains__))
     if is_quantized(shard.model):
         _cast_trainable_to_bf16(shard.model)
+    _refuse_float16(shard.model)
 
 
 def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
@@ -500,6 +503,17 @@ def _train_everything(model: nn.Module) -> None:
         )
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
+
+
+def _refuse_float16(model: nn.Module) -> None:
+    """Adam's epsilon is zero in float16: weights without a gradient would become NaN at once."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ConfigError(
+                f"{name} would be trained in float16, whose range is too small for an optimizer",
+                hint='set "model.dtype": "float32" (with "training.fp16": true for float16 '
+                'products) or "bfloat16"; an adapter alone can train over float16 weights',
+            )
 
 
 def _cast_trainable_to_bf16(model: nn.Module) -> None:

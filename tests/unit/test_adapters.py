@@ -210,8 +210,17 @@ def test_what_peft_refuses_for_an_architecture_comes_with_a_way_out(
     settings = {"target_modules": "all-linear", **settings}
     with pytest.raises(ConfigError) as caught:
         plan_adapter(config, AdapterConfig(**settings))
-    assert json.dumps(advised)[1:-1] in caught.value.hint.replace("adapter.", "")
+    assert json.dumps(advised)[1:-1] in str(caught.value.hint).replace("adapter.", "")
     assert plan_adapter(config, AdapterConfig(**{**settings, **advised})).modules
+
+
+@pytest.mark.parametrize("adapter", [None, AdapterConfig(modules_to_save=("lm_head",))])
+def test_weights_are_not_trained_in_float16(llama: Path, adapter: AdapterConfig | None) -> None:
+    with pytest.raises(ConfigError, match=r"trained in float16") as caught:
+        shards(llama, 0, 4, adapter=adapter, dtype="float16")
+    assert "model.dtype" in str(caught.value.hint)
+    over_float16 = shards(llama, 0, 4, adapter=AdapterConfig(), dtype="float16")
+    assert {p.dtype for _, p in trainable_parameters(over_float16[0])} == {torch.float32}
 
 
 def test_full_training_trains_every_weight_in_model_order(llama: Path) -> None:
