@@ -297,7 +297,9 @@ class Peers:
         wire.session.send(message)
         try:
             wire.link.send(message)
-        except PeerLostError as error:
+        except HeteroError as error:
+            if not wire.link.closed:
+                raise  # a frame that is too large
             raise LinkLost(worker_id, error.message) from error
 
     def receive(self, timeout_s: float) -> Event | None:
@@ -394,7 +396,9 @@ class Peers:
             return True
         try:
             wire.link.forward(message)
-        except PeerLostError:
+        except HeteroError:
+            if not wire.link.closed:
+                raise
             # The receiver is gone, not the sender; its own reader reports the loss.
             message.release()
         return True

@@ -303,7 +303,7 @@ class Worker:
 
     def _refuse(self, link: Link, code: str, message: str, hint: str | None) -> None:
         self._say(f"refused {link.name}: {message}")
-        with suppress(PeerLostError):
+        with suppress(HeteroError):
             link.send(Message(MessageType.REJECT, {"code": code, "message": message, "hint": hint}))
         # Not here: closing waits for the peer, and a run may be going on.
         threading.Thread(target=link.close, name="refuse", daemon=True).start()
@@ -528,7 +528,9 @@ class Worker:
         self._session.send(message)
         try:
             self._link.send(message)
-        except PeerLostError as error:
+        except HeteroError as error:
+            if not self._link.closed:
+                raise  # a frame that is too large
             raise LinkGone from error
 
     def _tell(self, text: str) -> None:
@@ -549,7 +551,7 @@ class Worker:
                 "exit_code": error.exit_code,
             },
         )
-        with suppress(PeerLostError):
+        with suppress(HeteroError):
             self._link.send(report)
 
 

@@ -6,7 +6,9 @@ for importing torch in every process.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +22,6 @@ import psutil
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.core import network
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 from tests.samples import free_ports, save_llama, save_texts
@@ -43,9 +44,19 @@ TRAINING = {
 
 @dataclass(frozen=True)
 class Pool:
-    """Worker processes 1..NUM_WORKERS and the addresses at which they listen."""
+    """Worker processes 1..NUM_WORKERS, their logs, and the addresses at which they listen."""
 
     machines: dict[str, Any]
+    processes: list[subprocess.Popen[bytes]]
+    logs: list[Path]
+
+    def check(self) -> None:
+        """All of them still serve: nothing that a coordinator or a network does may end them."""
+        for process, log, worker in zip(
+            self.processes, self.logs, self.machines["workers"], strict=True
+        ):
+            assert process.poll() is None, log.read_text()
+            assert is_listening(worker["port"]), log.read_text()
 
     def config(
         self, output: Path, cuts: list[int], layers: int = 6, **sections: Any
@@ -107,9 +118,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     ]
     try:
         for process, port in zip(processes, ports[1:], strict=True):
-            while network.port_is_free("127.0.0.1", port):
+            while not is_listening(port):
                 with_end(process)
-        yield Pool(machines)
+        yield Pool(machines, processes, [Path(log.name) for log in logs])
     finally:
         for process in processes:
             assert process.stdin is not None
@@ -118,6 +129,13 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
             process.wait(timeout=30)
         for log in logs:
             log.close()
+
+
+def is_listening(port: int) -> bool:
+    """By connecting: a probe that binds the port could keep the worker from it."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
 
 
 def with_end(process: subprocess.Popen[bytes]) -> None:
@@ -164,13 +182,14 @@ def read_metrics(output: Path) -> list[tuple]:
 
 @pytest.fixture
 def nothing_left(pool: Pool) -> Iterator[None]:
-    """No test may leave a thread, a socket or a child behind."""
+    """No test may leave a thread, a socket or a child behind, or end a worker of the pool."""
     me = psutil.Process()
     before = (threads(), sockets(me), children(me))
     yield
     deadline = time.monotonic() + 5
     while (threads(), sockets(me), children(me)) != before and time.monotonic() < deadline:
         time.sleep(0.05)
+    pool.check()
     assert threads() == before[0]
     assert sockets(me) == before[1]
     assert children(me) == before[2]

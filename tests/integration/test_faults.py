@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -27,7 +28,6 @@ import psutil
 import pytest
 
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core import network
 from hetero_framework.core.dal import Device
 from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType, encode
 from hetero_framework.errors import PeerLostError, StoppedEarly
@@ -370,9 +370,13 @@ def test_ctrl_c_while_a_worker_starts_stops_at_once_and_leaves_none(make) -> Non
                 timers[0].start()
 
     notes = Impatient()
-    with pytest.raises(StoppedEarly, match="stopped at once by SIGINT"):
-        train(with_own_worker(make("run", [3])), progress=notes)
-    timers[0].join()
+    try:
+        with pytest.raises(StoppedEarly, match="stopped at once by SIGINT"):
+            train(with_own_worker(make("run", [3])), progress=notes)
+    finally:
+        for timer in timers:
+            timer.cancel()
+            timer.join()
     (pid,) = pids(notes)
     assert not psutil.pid_exists(pid)
 
@@ -405,12 +409,12 @@ def slow_worker(pool: Pool) -> Iterator[Callable[[Callable[[], object]], int]]:
             return stages
 
         def run() -> None:
-            serve(config, 1, build=build, say=lambda text: None, should_stop=over.is_set)
+            serve(config, 1, build=build, say=said.put, should_stop=over.is_set)
 
+        said: queue.SimpleQueue[str] = queue.SimpleQueue()
         serving.append(threading.Thread(target=run, name="slow worker"))
         serving[0].start()
-        while network.port_is_free("127.0.0.1", port):
-            time.sleep(0.02)
+        assert "listens" in said.get(timeout=30)
         return port
 
     yield start
