@@ -392,9 +392,7 @@ def slow_worker(pool: Pool) -> Iterator[Callable[[Callable[[], object]], int]]:
 
     def start(act: Callable[[], object]) -> int:
         (port,) = free_ports(1)
-        raw = pool.config(Path("unused"), [3])
-        raw["workers"][0]["port"] = port
-        config = Config.from_dict(raw)
+        config = at_port(Config.from_dict(pool.config(Path("unused"), [3])), port)
 
         def build(run: Config, specs: Sequence[StageSpec], device: Device) -> list[Stage]:
             stages = load_stages(run, specs, device)
