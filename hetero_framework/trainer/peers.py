@@ -172,9 +172,12 @@ class Peers:
             except (NetworkError, ProtocolError, _Busy) as error:
                 # A link may break in the handshake too. Silence is another matter: it hangs.
                 quick = time.monotonic() - began < _QUICK_S
-                if tries_left and quick and self._exit_text(worker_id) is None:
+                # A process that is being killed may accept and reset; a moment later it has ended.
+                self._stop.wait(_SLICE_S)
+                ended = self._exit_text(worker_id)
+                if tries_left and quick and ended is None:
                     continue
-                text = error.message if isinstance(error, HeteroError) else str(error)
+                text = ended or (error.message if isinstance(error, HeteroError) else str(error))
                 raise PeerLostError(
                     f"worker {worker_id} does not come back: {text}",
                     hint="start it again, then continue with --resume latest",
