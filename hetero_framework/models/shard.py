@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -51,6 +52,11 @@ if TYPE_CHECKING:
     from hetero_framework.models.adapter_plan import AttachedAdapter
 
 Inputs = dict[str, torch.Tensor]
+
+# transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
+# what it found. Of two loads at once in one process, one puts back the other's replacement, and
+# from then on no model of that process is tied any more.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
@@ -116,16 +122,17 @@ def build_shard(
 
     `dtype` None takes the configuration's. Raises ModelError, ArchitectureError.
     """
-    anatomy = learn_anatomy(config)
-    whole = Skeleton(config, anatomy)
-    check_cut(config, whole, rng)
-    device = torch.device(device)
-    weights_dtype = dtype or _config_dtype(config)
-    if checkpoint is None:
-        model = _random(config, whole, rng, weights_dtype, device, seed)
-    else:
-        model = _load(config, whole, rng, weights_dtype, device, quantization, checkpoint)
-    return Shard(model, config, whole, rng)
+    with _ONE_AT_A_TIME:
+        anatomy = learn_anatomy(config)
+        whole = Skeleton(config, anatomy)
+        check_cut(config, whole, rng)
+        device = torch.device(device)
+        weights_dtype = dtype or _config_dtype(config)
+        if checkpoint is None:
+            model = _random(config, whole, rng, weights_dtype, device, seed)
+        else:
+            model = _load(config, whole, rng, weights_dtype, device, quantization, checkpoint)
+        return Shard(model, config, whole, rng)
 
 
 def _config_dtype(config: PretrainedConfig) -> torch.dtype:

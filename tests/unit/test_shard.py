@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.dal import open_device
@@ -29,6 +30,7 @@ from hetero_framework.models.shard import (
     num_layers,
 )
 from hetero_framework.models.tiny import tiny_config
+from tests.samples import save_llama
 
 ITEMS = torch.tensor(21)
 CUTS = {
@@ -479,3 +481,21 @@ def test_anatomy_places_parts_by_use() -> None:
     assert gpt2.owner["lm_head.weight"] == 6
     bloom = learn_anatomy(tiny_config("bloom"))
     assert bloom.owner["transformer.word_embeddings_layernorm.weight"] == -1
+
+
+def test_shards_built_in_two_threads_leave_the_library_as_it_was(tmp_path: Path) -> None:
+    """Two loads at once would swap transformers' own methods for good; models then stay untied."""
+    folder = save_llama(tmp_path / "model", layers=2, tie_word_embeddings=True)
+    config = AutoConfig.from_pretrained(folder)
+    before = PreTrainedModel.tie_weights
+
+    def build() -> None:
+        for _ in range(5):
+            build_shard(config, Checkpoint(str(folder)), ShardRange(0, 2, True, True))
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert PreTrainedModel.tie_weights is before
