@@ -521,6 +521,8 @@ def test_ctrl_c_in_the_terminal_releases_everybody(make, tmp_path) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+        # Else a faster coordinator starts a worker of its own, and this one waits for another run.
+        wait_for(lambda: "listens" in log.read_text(), log)
         coordinator = subprocess.Popen(
             [*command, "train", "--role", "coordinator", "--config", str(file)],
             stdin=subprocess.DEVNULL,
