@@ -113,33 +113,25 @@ def commit_message(
 
 
 def state_message(stage: int, kind: str, number: int, part: StatePart) -> Message:
-    return Message(
-        MessageType.STATE,
-        {
-            "stage": stage,
-            "kind": kind,
-            "part": number,
-            "last": part.last,
-            "names": list(part.tensors),
-            "info": part.values,
-        },
-        tuple(to_wire(tensor) for tensor in part.tensors.values()),
-    )
+    return _part_message(MessageType.STATE, stage, kind, number, part)
 
 
 def load_state_message(stage: int, kind: str, number: int, part: StatePart) -> Message:
-    return Message(
-        MessageType.LOAD_STATE,
-        {
-            "stage": stage,
-            "kind": kind,
-            "part": number,
-            "last": part.last,
-            "names": list(part.tensors),
-            "info": part.values,
-        },
-        tuple(to_wire(tensor) for tensor in part.tensors.values()),
-    )
+    return _part_message(MessageType.LOAD_STATE, stage, kind, number, part)
+
+
+def _part_message(
+    message_type: MessageType, stage: int, kind: str, number: int, part: StatePart
+) -> Message:
+    meta = {
+        "stage": stage,
+        "kind": kind,
+        "part": number,
+        "last": part.last,
+        "names": list(part.tensors),
+        "info": part.values,
+    }
+    return Message(message_type, meta, tuple(map(to_wire, part.tensors.values())))
 
 
 def state_part(message: Message) -> StatePart:
