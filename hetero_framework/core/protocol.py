@@ -400,9 +400,11 @@ SPEC: dict[MessageType, MessageSpec] = {
         {"stage": INT, "part": INT},
     ),
     MessageType.HEARTBEAT: MessageSpec(
-        "Either side, when it has sent nothing for a while: I am alive. No answer; the transport "
-        "sends and swallows it.",
+        "Either side, when it has sent nothing for a while: I am alive. With `ping`, the sender's "
+        "clock in seconds, the peer answers at once with the same number in `pong` and its own "
+        "clock in `at`. The transport sends and swallows them.",
         EITHER,
+        optional={"ping": FLOAT, "pong": FLOAT, "at": FLOAT},
     ),
     MessageType.BYE: MessageSpec(
         "Either side: I close the connection on purpose. No answer.",
