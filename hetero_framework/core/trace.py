@@ -1,0 +1,131 @@
+"""When a process did what: spans of time, kept for a few steps and then sent to the coordinator.
+
+A span is plain data (a dict of strings, integers and floats), so that a message can carry it:
+
+    kind         one of KINDS
+    stage        the stage that worked, or the stage that a tensor was for
+    micro_batch  its number, or -1 for what is done once a step (collect, commit)
+    step         the step, counted from 0 as in StepInfo
+    began, ended seconds of this process's `time.perf_counter`
+
+and, for "send" and "receive": `what` (the message's type), `peer` (the process at the other end)
+and `bytes`. Another process's clock starts anywhere; who gathers the spans shifts them by the
+offset that the link has measured.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hetero_framework.core.protocol import Message
+
+FORWARD = "forward"
+BACKWARD = "backward"
+FORWARD_BACKWARD = "forward_backward"
+"""The last stage of a training step does both for a micro-batch in one go."""
+SEND = "send"
+RECEIVE = "receive"
+COLLECT = "collect"
+COMMIT = "commit"
+KINDS = (FORWARD, BACKWARD, FORWARD_BACKWARD, SEND, RECEIVE, COLLECT, COMMIT)
+COMPUTE = (FORWARD, BACKWARD, FORWARD_BACKWARD)
+
+ALL_STEPS = -1
+NO_MICRO_BATCH = -1
+
+Span = dict[str, Any]
+
+
+class Recorder:
+    """Collects the spans of one process. Safe to use from several threads.
+
+    `steps` is training.timeline_steps: how many training steps are recorded after the first one,
+    which is not typical (-1: all, the first too; 0: none). Between `begin` of a step that is not
+    recorded and the next one, `span` returns at once.
+    """
+
+    def __init__(self, steps: int, *, limit: int = 200_000) -> None:
+        self._steps = steps
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._first: int | None = None
+        self._step = 0
+        self._dropped = 0
+        self.enabled = False
+
+    @property
+    def dropped(self) -> int:
+        """Spans that were not kept, because more than `limit` waited to be taken."""
+        return self._dropped
+
+    def begin(self, step: int, *, train: bool = True) -> None:
+        """A step begins, or begins again: what an aborted attempt of it left is forgotten.
+
+        Evaluation is not recorded.
+        """
+        with self._lock:
+            if train and self._first is None:
+                self._first = step
+            self._step = step
+            self._spans = [span for span in self._spans if span["step"] != step]
+            self.enabled = train and self._wants(step)
+
+    def span(
+        self, kind: str, stage: int, micro_batch: int, began: float, ended: float, **extra: Any
+    ) -> None:
+        """Keep one span of the present step; does nothing while the step is not recorded."""
+        if not self.enabled:
+            return
+        with self._lock:
+            if len(self._spans) >= self._limit:
+                self._dropped += 1
+                return
+            self._spans.append(
+                {
+                    "kind": kind,
+                    "stage": stage,
+                    "micro_batch": micro_batch,
+                    "step": self._step,
+                    "began": began,
+                    "ended": ended,
+                    **extra,
+                }
+            )
+
+    def on_moved(self, peer: str) -> Callable[[str, Message, float, float], None]:
+        """What a link to `peer` calls for each frame that it has sent or received.
+
+        Frames of another step, and those that belong to no micro-batch, are not kept.
+        """
+
+        def moved(direction: str, message: Message, began: float, ended: float) -> None:
+            meta = message.meta
+            if not self.enabled or meta.get("step") != self._step or "micro_batch" not in meta:
+                return
+            self.span(
+                direction,
+                meta["stage"],
+                meta["micro_batch"],
+                began,
+                ended,
+                what=message.type.name,
+                peer=peer,
+                bytes=message.payload_bytes,
+            )
+
+        return moved
+
+    def take(self) -> list[Span]:
+        """The spans since the last call, in the order in which they ended up here."""
+        with self._lock:
+            taken, self._spans = self._spans, []
+            return taken
+
+    def _wants(self, step: int) -> bool:
+        if self._steps == ALL_STEPS:
+            return True
+        assert self._first is not None
+        return self._first < step <= self._first + self._steps

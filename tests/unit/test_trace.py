@@ -1,0 +1,105 @@
+"""Spans are kept for the chosen steps only, and carry what the timeline needs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.core.tensors import to_wire
+from hetero_framework.core.trace import FORWARD, RECEIVE, Recorder
+
+
+def recorded(steps: int, first: int = 0, count: int = 6) -> list[int]:
+    recorder = Recorder(steps)
+    for step in range(first, first + count):
+        recorder.begin(step)
+        recorder.span(FORWARD, 0, 0, 1.0, 2.0)
+    return [span["step"] for span in recorder.take()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "expected"),
+    [(0, 0, []), (3, 0, [1, 2, 3]), (2, 10, [11, 12]), (-1, 0, [0, 1, 2, 3, 4, 5])],
+)
+def test_the_chosen_number_of_steps_after_the_first_is_recorded(
+    steps: int, first: int, expected: list[int]
+) -> None:
+    assert recorded(steps, first) == expected
+
+
+def test_evaluation_is_not_recorded_and_is_not_the_first_step() -> None:
+    recorder = Recorder(1)
+    recorder.begin(0, train=False)
+    recorder.begin(0)
+    recorder.begin(1)
+    recorder.span(FORWARD, 0, 0, 1.0, 2.0)
+    recorder.begin(1, train=False)
+    recorder.span(FORWARD, 0, 0, 3.0, 4.0)
+    assert not recorder.enabled
+    assert recorder.take() == []
+
+
+def test_a_repeated_step_forgets_its_first_attempt_only() -> None:
+    recorder = Recorder(-1)
+    recorder.begin(4)
+    recorder.span(FORWARD, 0, 0, 1.0, 2.0)
+    recorder.begin(5)
+    recorder.span(FORWARD, 0, 0, 3.0, 4.0)
+    recorder.begin(5)
+    recorder.span(FORWARD, 0, 0, 5.0, 6.0)
+    assert [span["began"] for span in recorder.take()] == [1.0, 5.0]
+
+
+def test_span_is_plain_data_and_is_taken_once() -> None:
+    recorder = Recorder(-1)
+    recorder.begin(7)
+    recorder.span(FORWARD, 2, 3, 1.0, 2.5)
+    assert recorder.take() == [
+        {"kind": "forward", "stage": 2, "micro_batch": 3, "step": 7, "began": 1.0, "ended": 2.5}
+    ]
+    assert recorder.take() == []
+
+
+def test_recorder_is_bounded_and_counts_what_it_drops() -> None:
+    recorder = Recorder(-1, limit=2)
+    recorder.begin(0)
+    for number in range(5):
+        recorder.span(FORWARD, 0, number, 0.0, 1.0)
+    assert [span["micro_batch"] for span in recorder.take()] == [0, 1]
+    assert recorder.dropped == 3
+
+
+def test_frames_of_the_step_become_spans() -> None:
+    torch = pytest.importorskip("torch")
+    recorder = Recorder(-1)
+    moved = recorder.on_moved("worker 1")
+    address = {"step": 3, "attempt": 0, "stage": 1, "micro_batch": 2}
+    frame = Message(MessageType.FORWARD, address, (to_wire(torch.zeros(2, 3)),))
+    old = Message(MessageType.FORWARD, {**address, "step": 2}, (to_wire(torch.zeros(1)),))
+    other = Message(MessageType.COLLECT, {"step": 3, "attempt": 0})
+    moved("receive", frame, 0.5, 1.0)
+    recorder.begin(3)
+    moved("receive", old, 1.0, 2.0)
+    moved("receive", other, 1.0, 2.0)
+    moved("receive", frame, 1.0, 2.0)
+    (span,) = recorder.take()
+    assert (span["kind"], span["stage"], span["micro_batch"]) == (RECEIVE, 1, 2)
+    assert (span["what"], span["peer"], span["bytes"]) == ("FORWARD", "worker 1", 24)
+
+
+def test_spans_of_several_threads_are_all_kept() -> None:
+    recorder = Recorder(-1)
+    recorder.begin(0)
+
+    def work(stage: int) -> None:
+        for number in range(500):
+            recorder.span(FORWARD, stage, number, 0.0, 1.0)
+
+    threads = [threading.Thread(target=work, args=(stage,)) for stage in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(recorder.take()) == 2000
