@@ -499,6 +499,13 @@ class TrainingConfig(Section):
     visualization_format: Literal["png", "svg", "pdf", "mmd"] = Field(
         default="png", description="Format of the diagram; mmd is Mermaid text."
     )
+    timeline_steps: int = Field(
+        default=3,
+        ge=-1,
+        description="Steps after the first whose compute, transfers and waits are written into"
+        " output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all.",
+        json_schema_extra={"unit": "steps"},
+    )
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR.")
     connect_timeout_s: float = Field(
         default=300.0,
