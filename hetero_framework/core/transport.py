@@ -1,15 +1,16 @@
 """Sockets: connecting, listening, and `Link`, which moves messages over one connection.
 
 A link has one reader thread and one writer thread, so that both directions move while the
-process computes. It knows frames but not what messages mean, except HEARTBEAT, which it sends
-when it has been silent and swallows when it comes. A link that failed in the middle of a frame is
-dead: it is closed and its owner hears the reason once.
+process computes. It knows frames but not what messages mean, except HEARTBEAT: it sends one when
+it has been silent, answers those that ask for the clock, and swallows them all. A link that
+failed in the middle of a frame is dead: it is closed and its owner hears the reason once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import random
 import socket
@@ -44,6 +45,7 @@ _AT_ONCE_BYTES = 256 * 1024
 """So much of a frame is written at once, in the sender's thread, when the link is idle."""
 _SMALL_BYTES = 64 * 1024
 """Where there is no sendmsg, buffers up to this size are joined into one."""
+_CLOCK_SAMPLES = 16
 
 
 def _max_buffers() -> int:
@@ -262,13 +264,38 @@ class LinkStats:
     read_s: float = 0.0
 
 
-class _Outgoing:
-    """One frame on its way out: what is not written yet, and whom to tell when it is."""
+@dataclass(frozen=True)
+class Clock:
+    """What pings have shown, of the quickest of the last 16; None before the first answer.
 
-    def __init__(self, buffers: Sequence[Buffer], done: Callable[[], None] | None) -> None:
+    `round_trip_s`: seconds until the answer was back. `offset_s`: the peer's time.perf_counter()
+    minus ours, wrong by at most half the round trip.
+    """
+
+    round_trip_s: float | None = None
+    offset_s: float | None = None
+
+
+OnMoved = Callable[[str, Message, float, float], None]
+
+
+class _Outgoing:
+    """One frame on its way out: what is not written yet, and whom to tell when it is.
+
+    `message` is kept for `Link.on_moved` only, and may be released already.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[Buffer],
+        done: Callable[[], None] | None = None,
+        message: Message | None = None,
+    ) -> None:
         self.nbytes = sum(len(buffer) for buffer in buffers)
         self.pending = deque(memoryview(buffer) for buffer in _coalesced(buffers))
         self.done = done
+        self.message = message
+        self.began = 0.0
 
 
 class Link:
@@ -284,6 +311,11 @@ class Link:
     message must be complete so soon. `allocate(nbytes)` makes receive buffers (pinned memory);
     `max_queue_bytes` bounds what waits to be written: `send` blocks above it.
     `max_frame_bytes` may be set when the peers have agreed on another value.
+
+    `clock` is what the answers to `ping` have shown so far.
+    `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
+    bytes: "send" in the thread that wrote the last of it, "receive" in the reader thread, with
+    the time.perf_counter() of its beginning and its end. The message may be without its tensors.
     """
 
     def __init__(
@@ -303,6 +335,8 @@ class Link:
         self.name = name
         self.max_frame_bytes = max_frame_bytes
         self.stats = LinkStats()
+        self.clock = Clock()
+        self.on_moved: OnMoved | None = None
         self._socket = sock
         self._on_message = on_message
         self._on_close = on_close
@@ -312,11 +346,14 @@ class Link:
         self._handshake_s = handshake_s
         self._max_queue_bytes = max_queue_bytes
         self._pool = BufferPool(allocate)
+        self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
+        self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
 
         # Guarded by _changed: the queue, and how far the link has come in its life.
         self._changed = threading.Condition()
         self._queue: deque[_Outgoing] = deque()
         self._queued_bytes = 0
+        self._pong: _Outgoing | None = None  # the last answer to a ping
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
@@ -341,6 +378,13 @@ class Link:
         """Bytes that wait to be written."""
         return self._queued_bytes
 
+    def ping(self) -> None:
+        """Ask for the peer's clock; `clock` tells when the answer is there. Does nothing on a
+        link that is closed."""
+        now = time.perf_counter()
+        self._pings.append(now)
+        self._beat({"ping": now})
+
     def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
 
@@ -350,12 +394,13 @@ class Link:
         link's reason (PeerLostError) when it is closed.
         """
         buffers = encode(message, self.max_frame_bytes)
-        self._enqueue(_Outgoing(buffers, done))
+        self._enqueue(_Outgoing(buffers, done, message if len(buffers) > 1 else None))
 
     def forward(self, message: Message) -> None:
         """Queue a received message as the very bytes it came as, without decoding or copying;
         it is released when they are written. Raises as `send` does."""
-        outgoing = _Outgoing(message.forward_buffers(), message.release)
+        buffers = message.forward_buffers()
+        outgoing = _Outgoing(buffers, message.release, message if len(buffers) > 1 else None)
         rest = outgoing.nbytes - PREFIX_BYTES + 4
         if rest > self.max_frame_bytes:
             raise ProtocolError(
@@ -406,15 +451,34 @@ class Link:
                 self._queue.append(outgoing)
                 self._queued_bytes += outgoing.nbytes
                 self._changed.notify_all()
-        if complete and outgoing.done is not None:
-            outgoing.done()
+        if complete:
+            self._tell(outgoing)
+
+    def _beat(self, fields: dict[str, float]) -> None:
+        """Send a HEARTBEAT with these fields, next after the frame that is being written.
+
+        It never waits for room: the reader answers pings. A peer that pings and does not read
+        gets one answer at a time.
+        """
+        beat = _Outgoing(encode(Message(MessageType.HEARTBEAT, dict(fields))))
+        with self._changed:
+            if self.closed or ("pong" in fields and self._pong in self._queue):
+                return
+            if "pong" in fields:
+                self._pong = beat
+            if _CAN_TRY and not self._queue and self._write_now(beat):
+                self._count(beat)
+                return
+            self._queue.insert(1, beat)
+            self._queued_bytes += beat.nbytes
+            self._changed.notify_all()
 
     def _write_now(self, outgoing: _Outgoing) -> bool:
         """Write a beginning without waiting (the queue is empty); whether the frame is complete.
 
         An error leaves the frame to the writer, which meets it again and reports it.
         """
-        started = time.perf_counter()
+        started = outgoing.began = time.perf_counter()
         with contextlib.suppress(OSError):
             sent = _send_some(self._socket, outgoing.pending, socket.MSG_DONTWAIT, _AT_ONCE_BYTES)
             _drop_sent(outgoing.pending, sent)
@@ -425,6 +489,14 @@ class Link:
         self.stats.bytes_out += outgoing.nbytes
         self.stats.frames_out += 1
 
+    def _tell(self, outgoing: _Outgoing) -> None:
+        """After the last byte of a frame, or when the link died before that."""
+        ended = time.perf_counter()
+        if outgoing.done is not None:
+            outgoing.done()
+        if self.on_moved is not None and outgoing.message is not None and not outgoing.pending:
+            self.on_moved("send", outgoing.message, outgoing.began, ended)
+
     def _write(self) -> None:
         beat = encode(Message(MessageType.HEARTBEAT))
         try:
@@ -433,6 +505,7 @@ class Link:
                 if outgoing is None:
                     break
                 started = time.perf_counter()
+                outgoing.began = outgoing.began or started
                 self._write_pending(outgoing.pending)
                 elapsed = time.perf_counter() - started
                 self._forget(outgoing, elapsed)
@@ -452,7 +525,7 @@ class Link:
             if self._dead or (self._closing and not self._queue):
                 return None
             if not self._queue:
-                self._queue.append(_Outgoing(beat, None))
+                self._queue.append(_Outgoing(beat))
                 self._queued_bytes += self._queue[0].nbytes
             return self._queue[0]
 
@@ -464,8 +537,7 @@ class Link:
             if not outgoing.pending:
                 self._count(outgoing)
             self._changed.notify_all()
-        if outgoing.done is not None:
-            outgoing.done()
+        self._tell(outgoing)
 
     def _write_pending(self, pending: deque[memoryview]) -> None:
         """Write all of it, unless the link dies meanwhile."""
@@ -506,19 +578,33 @@ class Link:
                 buffer, release = self._pool.take(payload_bytes)
                 started = time.perf_counter()
                 self._fill(buffer)
-                self.stats.read_s += time.perf_counter() - started
+                ended = time.perf_counter()
+                self.stats.read_s += ended - started
                 message = frame.attach(buffer, release)
+                if self.on_moved is not None:
+                    self.on_moved("receive", message, started, ended)
             else:
                 message = frame.attach()
             self.stats.bytes_in += PREFIX_BYTES + header_bytes + payload_bytes
             self.stats.frames_in += 1
             if message.type is MessageType.HEARTBEAT:
+                self._heard_beat(message.meta)
                 continue
             self._handshake_deadline = None
             if self._closing:
                 message.release()
             else:
                 self._on_message(message)
+
+    def _heard_beat(self, fields: dict[str, float]) -> None:
+        now = time.perf_counter()
+        if "ping" in fields:
+            self._beat({"pong": fields["ping"], "at": now})
+        elif fields.get("pong") in self._pings and math.isfinite(fields.get("at", math.nan)):
+            asked = fields["pong"]
+            self._pings.remove(asked)
+            self._round_trips.append((now - asked, fields["at"] - (asked + now) / 2))
+            self.clock = Clock(*min(self._round_trips))
 
     def _fill(self, view: memoryview, at_start: bool = False) -> bool:
         """Receive exactly len(view) bytes. False when the link was closed on our side.

@@ -13,7 +13,7 @@ import pytest
 from hetero_framework.core import transport
 from hetero_framework.core.buffers import BufferPool, size_class
 from hetero_framework.core.protocol import Message, MessageType, WireTensor, encode
-from hetero_framework.core.transport import Link, Listener, connect
+from hetero_framework.core.transport import Clock, Link, Listener, connect
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 from tests.fault_proxy import FaultProxy
 
@@ -373,6 +373,79 @@ def test_heartbeats_keep_an_idle_link_alive(stack: ExitStack) -> None:
     assert not b.link.closed
     assert not a.link.closed
     assert len(a.messages) == len(b.messages) == 1
+
+
+def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, proxy = proxied(stack)
+    proxy.up.delay_s = proxy.down.delay_s = 0.02
+    assert a.link.clock == Clock(None, None)
+    real = time.perf_counter
+    # The far reader's clock is 100 s ahead.
+    ahead = b.link._reader
+    shift = 100.0
+    monkeypatch.setattr(
+        transport.time,
+        "perf_counter",
+        lambda: real() + (shift if threading.current_thread() is ahead else 0.0),
+    )
+    for count in range(3):
+        a.link.ping()
+        wait_until(lambda: len(a.link._round_trips) > count, "an answer")  # noqa: B023
+    clock = a.link.clock
+    assert clock.round_trip_s is not None
+    assert clock.offset_s is not None
+    assert 0.04 <= clock.round_trip_s < 1
+    assert abs(clock.offset_s - 100) <= clock.round_trip_s / 2
+    assert clock.round_trip_s == min(a.link._round_trips)[0]
+    assert a.messages == b.messages == []
+    assert b.link.clock == Clock(None, None)
+
+
+def test_answers_that_nobody_asked_for_change_nothing(stack: ExitStack) -> None:
+    a, b = pair(stack)
+    for fields in ({"pong": 1.0, "at": 2.0}, {"pong": float("nan"), "at": 2.0}, {"pong": 1.0}, {}):
+        a.link.send(Message(MessageType.HEARTBEAT, fields))
+    a.link.send(control())
+    b.take()
+    assert b.link.clock == Clock(None, None)
+    a.link.close()
+    a.link.ping()  # nothing to ask any more
+
+
+def test_peer_that_pings_and_does_not_read_is_answered_once_at_a_time(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    b = end(stack, far, max_queue_bytes=1000)
+    b.link.send(control(30_000_000))  # nobody reads it
+    size = b.link.queued_bytes
+    ping = b"".join(encode(Message(MessageType.HEARTBEAT, {"ping": 1.0})))
+    near.sendall(ping * 200 + b"".join(encode(control())))
+    b.take()
+    assert b.link.stats.frames_in == 201
+    assert b.link.queued_bytes < size + 100
+
+
+def test_on_moved_tells_when_tensor_frames_moved(stack: ExitStack) -> None:
+    a, b = pair(stack)
+    moved: list[tuple[str, Any, float, float]] = []
+
+    def note(direction: str, message: Message, began: float, ended: float) -> None:
+        moved.append((direction, message.meta["data"], began, ended))
+
+    a.link.on_moved = b.link.on_moved = note
+    before = time.perf_counter()
+    for number, nbytes in enumerate((0, 1000, 5_000_000)):
+        a.link.send(control(nbytes, number))
+    b.take(3)
+    wait_until(lambda: len(moved) == 4, "all told")
+    assert sorted(entry[:2] for entry in moved) == [
+        ("receive", 1),
+        ("receive", 2),
+        ("send", 1),
+        ("send", 2),
+    ]
+    assert all(before <= began <= ended <= time.perf_counter() for _, _, began, ended in moved)
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /"])
