@@ -8,8 +8,8 @@ A span is plain data (a dict of strings, integers and floats), so that a message
     step         the step, counted from 0 as in StepInfo
     began, ended seconds of this process's `time.perf_counter`
 
-and, for "send" and "receive": `what` (the message's type), `peer` (the process at the other end)
-and `bytes`. Another process's clock starts anywhere; who gathers the spans shifts them by the
+and, for "send" and "receive": `what` (the message's type), `peer` (the process at the other end,
+as the plan names it: "local" or a worker's id), `bytes` and `dtype` of its tensors. Another process's clock starts anywhere; who gathers the spans shifts them by the
 offset that the link has measured.
 """
 
@@ -95,7 +95,7 @@ class Recorder:
                 }
             )
 
-    def on_moved(self, peer: str) -> Callable[[str, Message, float, float], None]:
+    def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
         """What a link to `peer` calls for each frame that it has sent or received.
 
         Frames of another step, and those that belong to no micro-batch, are not kept.
@@ -114,6 +114,7 @@ class Recorder:
                 what=message.type.name,
                 peer=peer,
                 bytes=message.payload_bytes,
+                dtype=message.tensors[0].dtype if message.tensors else "",
             )
 
         return moved

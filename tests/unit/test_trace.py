@@ -74,7 +74,7 @@ def test_recorder_is_bounded_and_counts_what_it_drops() -> None:
 def test_frames_of_the_step_become_spans() -> None:
     torch = pytest.importorskip("torch")
     recorder = Recorder(-1)
-    moved = recorder.on_moved("worker 1")
+    moved = recorder.on_moved(1)
     address = {"step": 3, "attempt": 0, "stage": 1, "micro_batch": 2}
     frame = Message(MessageType.FORWARD, address, (to_wire(torch.zeros(2, 3)),))
     old = Message(MessageType.FORWARD, {**address, "step": 2}, (to_wire(torch.zeros(1)),))
@@ -86,7 +86,7 @@ def test_frames_of_the_step_become_spans() -> None:
     moved("receive", frame, 1.0, 2.0)
     (span,) = recorder.take()
     assert (span["kind"], span["stage"], span["micro_batch"]) == (RECEIVE, 1, 2)
-    assert (span["what"], span["peer"], span["bytes"]) == ("FORWARD", "worker 1", 24)
+    assert [span[name] for name in ("what", "peer", "bytes", "dtype")] == ["FORWARD", 1, 24, "F32"]
 
 
 def test_spans_of_several_threads_are_all_kept() -> None:
