@@ -343,6 +343,11 @@ class DataConfig(Section):
         description="Pad each micro-batch to a multiple of this. null: to its longest sample.",
         json_schema_extra={"unit": "tokens"},
     )
+    padding_free: bool = Field(
+        default=False,
+        description="Put the samples of a micro-batch one after another into one row instead of"
+        " padding them; checked on a tiny copy of the model before training.",
+    )
 
     @field_validator("train", "eval")
     @classmethod
@@ -351,6 +356,12 @@ class DataConfig(Section):
         if not names or "" in names:
             raise ValueError("names no data; give a file, a list of files or a dataset name")
         return value
+
+    @model_validator(mode="after")
+    def _pads_or_not(self) -> DataConfig:
+        if self.padding_free and self.pad_to_multiple_of is not None:
+            raise ValueError("padding_free leaves nothing to pad; remove pad_to_multiple_of")
+        return self
 
 
 class TrainingConfig(Section):

@@ -236,7 +236,10 @@ _CHECKPOINT = "checkpoints always hold the whole state, so that a run resumes ex
 _EVALUATION = "evaluation reports loss and perplexity; nothing else is collected"
 _PLAIN_LOADING = "batches are made in the coordinator as a pure function of seed and step"
 _SCREEN = "the screen and metrics.jsonl are always written"
-_ROWS = "samples are not merged, so that steps are those of transformers' Trainer"
+_ROWS = (
+    "a step has the samples of transformers' Trainer; padding_free puts those of a micro-batch"
+    " into one row"
+)
 _REWRITES = "it changes the base weights or needs data at the start, which a shard does not have"
 _LORA_ONLY = "only LoRA, rsLoRA and DoRA are cut exactly"
 _LAST = "the last state is the result; earlier ones are in checkpoint_dir"
@@ -362,7 +365,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
         "packing": _ROWS,
         "packing_strategy": _ROWS,
         "eval_packing": _ROWS,
-        "padding_free": _ROWS,
         "loss_type": _LOSS,
         "router_aux_loss_coef": "the routers' auxiliary loss joins all layers in one number",
         "shuffle_dataset": "training.train_sampling_strategy and seed decide the order",
