@@ -17,7 +17,7 @@ Example:
 
 from __future__ import annotations
 
-from hetero_framework.data.batches import MicroBatch, StepOrder, num_items
+from hetero_framework.data.batches import MicroBatch, StepOrder, num_items, token_count
 from hetero_framework.data.load import TrainData, load_data, step_order
 from hetero_framework.data.tokenizer import load_tokenizer
 
@@ -29,4 +29,5 @@ __all__ = [
     "load_tokenizer",
     "num_items",
     "step_order",
+    "token_count",
 ]

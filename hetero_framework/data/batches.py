@@ -5,7 +5,9 @@ step. The order is that of transformers.Trainer: accelerate's SeedableRandomSamp
 permutation per epoch; the last micro-batch of an epoch may be smaller and the last step of an epoch
 may have fewer micro-batches.
 
-Shapes: B examples of a micro-batch, S tokens of its longest example.
+A micro-batch is padded (`collate`) or, with `data.padding_free`, one row without padding (`pack`).
+
+Shapes: B examples of a micro-batch, S tokens of its longest example, T tokens of all of them.
 """
 
 from __future__ import annotations
@@ -120,10 +122,39 @@ def collate(
     return {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "labels": labels_BS}
 
 
+def pack(examples: Examples, indices: Sequence[int] | np.ndarray) -> MicroBatch:
+    """One example after another in one row: input_ids_1T, position_ids_1T, labels_1T, int64.
+
+    Positions begin at 0 with each example: that is how a model tells them apart, and only where
+    there is no attention mask. The first label of each is -100, so that the last token of the
+    example before does not learn to predict it. These are the tensors of transformers'
+    DataCollatorWithFlattening and of TRL's `padding_free`.
+    """
+    rows = [examples[int(index)] for index in indices]
+    for _, labels in rows:
+        labels[0] = IGNORE_INDEX
+    return {
+        "input_ids": _one_row([ids for ids, _ in rows]),
+        "position_ids": _one_row([np.arange(len(ids)) for ids, _ in rows]),
+        "labels": _one_row([labels for _, labels in rows]),
+    }
+
+
+def _one_row(parts: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))[None]
+
+
+def token_count(batch: MicroBatch) -> int:
+    """Tokens of the examples in a micro-batch, without padding."""
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else int(mask.sum())
+
+
 def num_items(batches: Iterable[MicroBatch], *, first_labels: bool = False) -> int:
     """Tokens that the loss of a step is divided by, as the Trainer counts them.
 
-    The first label of a row has no prediction and counts only with `first_labels`.
+    The first label of a row has no prediction and counts only with `first_labels`; the row of a
+    packed micro-batch has none.
     """
     start = 0 if first_labels else 1
     return sum(int(batch["labels"][..., start:].ne(IGNORE_INDEX).sum()) for batch in batches)

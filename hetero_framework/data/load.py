@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hetero_framework.config import Config, DataConfig, TrainingConfig
-from hetero_framework.data.batches import MicroBatch, StepOrder, collate, num_items
+from hetero_framework.data.batches import MicroBatch, StepOrder, collate, num_items, pack
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.formats import Formatter, Options, detect_format
 from hetero_framework.data.sources import Record, Source, batched, find_sources, read_records
@@ -37,6 +37,7 @@ class TrainData:
     pad_to_multiple_of: int | None
     fingerprint: str
     report: list[str]
+    padding_free: bool = False
 
     @property
     def num_examples(self) -> int:
@@ -87,6 +88,8 @@ class TrainData:
             yield self._collate(self.eval_examples, np.arange(start, stop))
 
     def _collate(self, examples: Examples, rows: np.ndarray) -> MicroBatch:
+        if self.padding_free:
+            return pack(examples, rows)
         return collate(examples, rows, self.pad_token_id, self.pad_to_multiple_of)
 
 
@@ -111,7 +114,7 @@ def load_data(
         if train.fingerprint() == evaluation.fingerprint():
             report.append("warning: the evaluation data are the training data")
     pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    report.append(sentence)
+    report.append("no padding: one row per micro-batch" if data.padding_free else sentence)
     return TrainData(
         examples=train,
         eval_examples=evaluation,
@@ -121,6 +124,7 @@ def load_data(
         pad_to_multiple_of=data.pad_to_multiple_of,
         fingerprint=train.fingerprint(),
         report=report,
+        padding_free=data.padding_free,
     )
 
 
