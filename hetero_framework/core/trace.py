@@ -9,8 +9,10 @@ A span is plain data (a dict of strings, integers and floats), so that a message
     began, ended seconds of this process's `time.perf_counter`
 
 and, for "send" and "receive": `what` (the message's type), `peer` (the process at the other end,
-as the plan names it: "local" or a worker's id), `bytes` and `dtype` of its tensors. Another process's clock starts anywhere; who gathers the spans shifts them by the
-offset that the link has measured.
+as the plan names it: "local" or a worker's id), `bytes` and `dtype` of its tensors.
+
+Another process's clock starts anywhere; who gathers the spans shifts them by the offset that the
+link has measured.
 """
 
 from __future__ import annotations

@@ -86,7 +86,12 @@ def test_frames_of_the_step_become_spans() -> None:
     moved("receive", frame, 1.0, 2.0)
     (span,) = recorder.take()
     assert (span["kind"], span["stage"], span["micro_batch"]) == (RECEIVE, 1, 2)
-    assert [span[name] for name in ("what", "peer", "bytes", "dtype")] == ["FORWARD", 1, 24, "F32"]
+    assert [span[name] for name in ("what", "peer", "bytes", "dtype")] == [
+        "FORWARD",
+        1,
+        24,
+        "float32",
+    ]
 
 
 def test_spans_of_several_threads_are_all_kept() -> None:
