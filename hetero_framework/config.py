@@ -158,6 +158,11 @@ class PlanEntry(Section):
         description="Optional mark of the stage that holds the head; only the last entry can have"
         " true.",
     )
+    gradient_checkpointing: bool | None = Field(
+        default=None,
+        description="Whether this stage computes its layers again backward. null: as"
+        " training.gradient_checkpointing says.",
+    )
 
 
 class ModelConfig(Section):
@@ -486,9 +491,30 @@ class TrainingConfig(Section):
     fp16: bool = Field(
         default=False, description="Compute in float16 autocast with one loss scale for all stages."
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: StrictBool | Literal["auto"] = Field(
         default=False,
-        description="Store only the input of each layer and compute it again backward.",
+        description='Store only the input of each layer and compute it again backward. "auto": on'
+        " as few stages as it takes for every process to fit its device's free memory.",
+    )
+    loss_chunk_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] | None = Field(
+        default="auto",
+        description="Tokens whose logits exist at once: the loss of a longer micro-batch is"
+        ' computed and differentiated in pieces. "auto": pieces of 2**26 logits, so that small'
+        " micro-batches stay whole. null: never in pieces.",
+        json_schema_extra={"unit": "tokens"},
+    )
+    torch_compile: bool = Field(
+        default=False,
+        description="Compile every layer with torch.compile. Results differ from uncompiled ones"
+        " in rounding. A backend or a mode switches it on too, as in transformers.",
+    )
+    torch_compile_backend: str | None = Field(
+        default=None, min_length=1, description="Backend of torch.compile. null: inductor."
+    )
+    torch_compile_mode: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Mode of torch.compile, such as "max-autotune". null: its default.',
     )
     dataloader_drop_last: bool = Field(
         default=False, description="Drop the last incomplete micro-batch."
@@ -596,6 +622,12 @@ class TrainingConfig(Section):
                 f'eval_steps needs eval_strategy "steps", but it is "{self.eval_strategy}"'
             )
         return self
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled; a backend or a mode says so too, as in transformers."""
+        named = self.torch_compile_backend or self.torch_compile_mode
+        return self.torch_compile or named is not None
 
     @property
     def evaluation(self) -> Literal["no", "steps", "epoch"]:
@@ -752,6 +784,11 @@ class Config(Section):
             StageSpec(i, entry.id, entry.start, entry.end, i == 0, i == last)
             for i, entry in enumerate(self.shard_plan)
         )
+
+    def checkpointing(self, index: int) -> bool | Literal["auto"]:
+        """Whether the stage of that index computes its layers again backward."""
+        own = self.shard_plan[index].gradient_checkpointing
+        return self.training.gradient_checkpointing if own is None else own
 
     def worker(self, worker_id: int | str) -> WorkerConfig:
         """The worker of that id; 1 and "1" name the same. Raises ConfigError."""
