@@ -9,7 +9,7 @@ A span is plain data (a dict of strings, integers and floats), so that a message
     began, ended seconds of this process's `time.perf_counter`
 
 and, for "send" and "receive": `what` (the message's type), `peer` (the process at the other end,
-as the plan names it: "local" or a worker's id), `bytes` and `dtype` of its tensors.
+as the plan names it: "local" or a worker's id), `bytes` that travelled, `dtype` of the tensor and the `codec`, if any.
 
 Another process's clock starts anywhere; who gathers the spans shifts them by the offset that the
 link has measured.
@@ -105,7 +105,9 @@ class Recorder:
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             meta = message.meta
-            if not self.enabled or meta.get("step") != self._step or "micro_batch" not in meta:
+            if not self.enabled or meta.get("step") != self._step:
+                return
+            if "stage" not in meta or "micro_batch" not in meta:
                 return
             self.span(
                 direction,
@@ -116,7 +118,8 @@ class Recorder:
                 what=message.type.name,
                 peer=peer,
                 bytes=message.payload_bytes,
-                dtype=message.tensors[0].dtype if message.tensors else "",
+                dtype=meta.get("dtype") or (message.tensors[0].dtype if message.tensors else ""),
+                codec=meta.get("codec", ""),
             )
 
         return moved

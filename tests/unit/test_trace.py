@@ -78,7 +78,7 @@ def test_frames_of_the_step_become_spans() -> None:
     address = {"step": 3, "attempt": 0, "stage": 1, "micro_batch": 2}
     frame = Message(MessageType.FORWARD, address, (to_wire(torch.zeros(2, 3)),))
     old = Message(MessageType.FORWARD, {**address, "step": 2}, (to_wire(torch.zeros(1)),))
-    other = Message(MessageType.COLLECT, {"step": 3, "attempt": 0})
+    other = Message(MessageType.LOSS, {"step": 3, "attempt": 0, "micro_batch": 0, "loss": 1.0})
     moved("receive", frame, 0.5, 1.0)
     recorder.begin(3)
     moved("receive", old, 1.0, 2.0)
@@ -86,12 +86,8 @@ def test_frames_of_the_step_become_spans() -> None:
     moved("receive", frame, 1.0, 2.0)
     (span,) = recorder.take()
     assert (span["kind"], span["stage"], span["micro_batch"]) == (RECEIVE, 1, 2)
-    assert [span[name] for name in ("what", "peer", "bytes", "dtype")] == [
-        "FORWARD",
-        1,
-        24,
-        "float32",
-    ]
+    told = {name: span[name] for name in ("what", "peer", "bytes", "dtype", "codec")}
+    assert told == {"what": "FORWARD", "peer": 1, "bytes": 24, "dtype": "float32", "codec": ""}
 
 
 def test_spans_of_several_threads_are_all_kept() -> None:
