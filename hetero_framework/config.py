@@ -643,6 +643,22 @@ class TrainingConfig(Section):
         return interval(self.warmup_steps, total_steps)
 
 
+class WireConfig(Section):
+    """How the tensors between stages are written. Anything but "none" changes them a little, and
+    with that the training; for networks that are slower than the devices."""
+
+    activations: Literal["none", "bf16", "int8"] = Field(
+        default="none",
+        description='Hidden states, forward. "none": as they are. "bf16": float32 rounded to'
+        ' bfloat16, half the bytes. "int8": 8 bits with a scale per 64 values, 0.52 of the bytes of'
+        " a 16-bit type, 0.26 of float32.",
+    )
+    gradients: Literal["none", "bf16", "int8"] = Field(
+        default="none",
+        description="Gradients of the hidden states, backward; as for activations.",
+    )
+
+
 def interval(value: float, total_steps: int) -> int:
     """A number of steps; below 1 it is a share of `total_steps`, rounded up (transformers)."""
     return int(value) if value >= 1 else math.ceil(total_steps * value)
@@ -690,6 +706,9 @@ class Config(Section):
     data: DataConfig | None = Field(default=None, description="What to train on.")
     training: TrainingConfig = Field(
         default_factory=lambda: TrainingConfig(), description="How to train."
+    )
+    wire: WireConfig = Field(
+        default_factory=lambda: WireConfig(), description="How tensors travel between stages."
     )
     checkpoint_dir: str | None = Field(
         default=None,

@@ -1,0 +1,231 @@
+"""How a boundary tensor is written into fewer bytes. Pure torch, on any device.
+
+`CODECS` has all of them by the names of the configuration's `wire` section. A codec turns a tensor
+into parts (contiguous tensors on the same device, so that only they are copied to the host) and
+back; the parts' types and shapes follow from the tensor's alone. Same input, same bits, in any
+process and with any number of threads; only operations that IEEE 754 rounds exactly are used.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hetero_framework.core.dal import Support
+from hetero_framework.errors import ConfigError, ProtocolError
+
+Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+BLOCK = 64
+_LARGEST = 127  # of the int8 values; -128 is not used, so that both signs reach equally far
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # its reciprocal is finite
+# Elements that are worked on at once. On a CPU two float32 scratch buffers of this size stay in
+# the cache. Smaller pieces are as fast alone, but each call takes Python's lock again, for which
+# the threads that compute compete. Elsewhere a piece only bounds the scratch memory.
+_CPU_PIECE = 2**17
+_DEVICE_PIECE = 2**24
+
+
+class Codec(ABC):
+    """One way to write a tensor. `error` states what comes back instead of what was sent."""
+
+    name: str
+    error: str
+
+    @abstractmethod
+    def supports(self, dtype: torch.dtype) -> Support:
+        """Whether tensors of `dtype` can be encoded, and why not."""
+
+    @abstractmethod
+    def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+        """Type and shape of each part of an encoded tensor."""
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of an encoded tensor."""
+        return sum(kind.itemsize * math.prod(size) for kind, size in self.layout(shape, dtype))
+
+    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The parts, as `layout` says, on the tensor's device; they may share its memory.
+
+        Raises ConfigError for a dtype that is not supported.
+        """
+        support = self.supports(tensor.dtype)
+        if not support:
+            raise ConfigError(f"codec {self.name}: {support.reason}")
+        return self._encode(tensor.detach().contiguous())
+
+    def decode(
+        self, parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The tensor of `shape` and `dtype` whose `encode` gave `parts`; it may share their memory.
+
+        Raises ProtocolError when the parts are not those of such a tensor.
+        """
+        found = tuple((part.dtype, tuple(part.shape)) for part in parts)
+        expected = self.layout(shape, dtype)
+        if found != expected:
+            raise ProtocolError(
+                f"codec {self.name}: a tensor of {tuple(shape)} {dtype} comes as {_text(expected)},"
+                f" not as {_text(found)}"
+            )
+        return self._decode(parts, tuple(shape), dtype)
+
+    @abstractmethod
+    def _encode(self, tensor: torch.Tensor) -> list[torch.Tensor]: ...
+
+    @abstractmethod
+    def _decode(
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor: ...
+
+
+class Unchanged(Codec):
+    """The tensor as it is."""
+
+    name = "none"
+    error = "Every value arrives with the same bits."
+
+    def supports(self, dtype: torch.dtype) -> Support:
+        return Support(True, "tensors travel as they are")
+
+    def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+        return ((dtype, tuple(shape)),)
+
+    def _encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+    def _decode(
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return parts[0]
+
+
+class BFloat16(Codec):
+    """float32 rounded to bfloat16: half the bytes, 8 significant bits, the same range."""
+
+    name = "bf16"
+    error = (
+        "Every float32 value from 1.2e-38 on arrives within 1/256 of itself, smaller ones within"
+        " 1e-40; magnitudes above 3.39e38 become infinite. bfloat16 arrives unchanged."
+    )
+
+    def supports(self, dtype: torch.dtype) -> Support:
+        if dtype == torch.float32:
+            return Support(True, "float32 travels as bfloat16")
+        if dtype == torch.bfloat16:
+            return Support(True, "bfloat16 travels as it is")
+        return Support(
+            False, f"{_name(dtype)} would lose precision and hardly a byte; use none or int8"
+        )
+
+    def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+        return ((torch.bfloat16, tuple(shape)),)
+
+    def _encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.to(torch.bfloat16)]
+
+    def _decode(
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return parts[0].to(dtype)
+
+
+class Int8(Codec):
+    """Blocks of 64 values along the flattened tensor, each with its own scale.
+
+    value = q * scale with scale = bfloat16(amax / 127) and q = round(value / scale), ties to even.
+    The parts are q ([N] int8) and the scales ([ceil(N / 64)] bfloat16), 66 bytes per 64 values; the
+    last block may be short. |q| needs no clamp: bfloat16 rounds the scale down by 1/257 at most,
+    and amax / scale <= 127 * 257/256 < 127.5 still rounds to 127.
+    """
+
+    name = "int8"
+    error = (
+        "Every value arrives within 1/252 of the largest magnitude in its block of 64 (never closer"
+        " than 1.2e-38), then rounded to the tensor's type; zeros are exact. A block with a NaN or"
+        " an infinity arrives without any finite value, and magnitudes above 0.99 of the type's"
+        " largest number may become infinite."
+    )
+
+    def supports(self, dtype: torch.dtype) -> Support:
+        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return Support(True, f"{_name(dtype)} travels as int8 with a scale per {BLOCK} values")
+        return Support(False, f"{_name(dtype)} tensors cannot travel as int8; use none")
+
+    def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+        count = math.prod(shape)
+        return (torch.int8, (count,)), (torch.bfloat16, (-(-count // BLOCK),))
+
+    def _encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        flat = tensor.view(-1)
+        parts = [
+            torch.empty(size, dtype=kind, device=tensor.device)
+            for kind, size in self.layout(tensor.shape, tensor.dtype)
+        ]
+        magnitudes, widened = _scratch(flat), _scratch(flat)
+        for values, quantized, scales in _pieces(flat, *parts):
+            room = magnitudes[: values.numel()].view_as(values)
+            if values.dtype != torch.float32:
+                values = widened[: values.numel()].view_as(values).copy_(values)
+            step = torch.abs(values, out=room).amax(-1, keepdim=True)
+            # Times the reciprocal: devices differ in how they divide by a number. NaN and infinity
+            # pass through the scale, and spoil the whole block when it is decoded.
+            scales.copy_(step.mul_(1 / _LARGEST).clamp_min_(_SMALLEST_SCALE))
+            step.copy_(scales).reciprocal_()
+            quantized.copy_(torch.mul(values, step, out=room).round_())
+        return parts
+
+    def _decode(
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        decoded = torch.empty(shape, dtype=dtype, device=parts[0].device)
+        flat = decoded.view(-1)
+        scratch = _scratch(flat)
+        for values, quantized, scales in _pieces(flat, *parts):
+            if dtype == torch.float32:
+                values.copy_(quantized).mul_(scales)
+            else:
+                room = scratch[: values.numel()].view_as(values)
+                values.copy_(room.copy_(quantized).mul_(scales))
+        return decoded
+
+
+def _pieces(
+    flat: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Views of the three, [blocks, 64], [blocks, 64] and [blocks, 1], piece by piece; at last those
+    of a block that is short."""
+    whole = flat.numel() // BLOCK
+    step = (_CPU_PIECE if flat.device.type == "cpu" else _DEVICE_PIECE) // BLOCK
+    for first in range(0, whole, step):
+        last = min(first + step, whole)
+        inside = slice(first * BLOCK, last * BLOCK)
+        yield (
+            flat[inside].view(-1, BLOCK),
+            quantized[inside].view(-1, BLOCK),
+            scales[first:last].view(-1, 1),
+        )
+    if flat.numel() % BLOCK:
+        rest = slice(whole * BLOCK, None)
+        yield flat[rest].view(1, -1), quantized[rest].view(1, -1), scales[whole:].view(1, 1)
+
+
+def _scratch(flat: torch.Tensor) -> torch.Tensor:
+    """Float32 room for the largest piece of `flat`. One for all pieces: fresh memory costs a page
+    fault per 4 KiB."""
+    piece = _CPU_PIECE if flat.device.type == "cpu" else _DEVICE_PIECE
+    return torch.empty(min(flat.numel(), piece), device=flat.device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(layout: Layout) -> str:
+    return " and ".join(f"{list(shape)} {_name(dtype)}" for dtype, shape in layout) or "nothing"
+
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Unchanged(), BFloat16(), Int8())}

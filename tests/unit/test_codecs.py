@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import math
+import typing
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_framework.config import WireConfig
+from hetero_framework.core.codecs import BLOCK, CODECS, Codec
+from hetero_framework.core.tensors import to_wire
+from hetero_framework.errors import ConfigError, ProtocolError
+
+INT8, BF16, NONE = CODECS["int8"], CODECS["bf16"], CODECS["none"]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+PAIRS = [
+    (codec, dtype) for codec in CODECS.values() for dtype in FLOATS if codec.supports(dtype).ok
+]
+IDS = [f"{codec.name}-{str(dtype).removeprefix('torch.')}" for codec, dtype in PAIRS]
+SHAPES = [(), (1,), (63,), (64,), (65,), (3, 5, 7), (2, 64), (2, 3, 130), (0,), (2, 0, 3)]
+
+
+def values(*shape: int, seed: int = 3, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * scale
+
+
+def travel(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
+    return codec.decode(codec.encode(tensor), tensor.shape, tensor.dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(to_wire(tensor).data)
+
+
+def block_peaks(tensor: torch.Tensor) -> torch.Tensor:
+    """For each element of the flattened tensor, the largest magnitude in its block."""
+    blocks = tensor.double().abs().flatten().split(BLOCK)
+    return torch.cat([block.amax().expand(len(block)) for block in blocks])
+
+
+def int8_bound(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """What `Int8.error` allows, per element: the step, then half a unit of the tensor's type."""
+    kind = torch.finfo(sent.dtype)
+    smallest = kind.tiny * kind.eps
+    rounding = received.double().abs().flatten() * kind.eps / 2 + smallest / 2
+    return block_peaks(sent).div(252).clamp_min(1.2e-38) + rounding
+
+
+def assert_within(sent: torch.Tensor, received: torch.Tensor, bound: torch.Tensor) -> None:
+    assert received.dtype == sent.dtype
+    assert received.shape == sent.shape
+    error = (received.double() - sent.double()).abs().flatten()
+    assert bool((error <= bound).all()), (error - bound).max()
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Finite tensors of every magnitude; blocks of a tensor differ in theirs."""
+    dtype = draw(st.sampled_from(FLOATS))
+    kind = torch.finfo(dtype)
+    if draw(st.booleans()):
+        count, seed = draw(st.integers(1, 300)), draw(st.integers(0, 2**32))
+        low, high = math.log2(kind.tiny * kind.eps), math.log2(kind.max)
+        exponents = draw(st.lists(st.floats(low, high), min_size=1, max_size=5))
+        size = torch.tensor(exponents, dtype=torch.float64).exp2().repeat_interleave(BLOCK)
+        size = size.repeat(-(-count // len(size)))[:count]
+        drawn = values(count, seed=seed).double() * size
+    else:
+        width = {torch.float16: 16}.get(dtype, 32)
+        finite = st.floats(allow_nan=False, allow_infinity=False, width=width)
+        drawn = torch.tensor(draw(st.lists(finite, min_size=1, max_size=130)), dtype=torch.float64)
+    return drawn.clamp(-0.99 * kind.max, 0.99 * kind.max).to(dtype)
+
+
+@given(tensors())
+@settings(max_examples=300, deadline=None)
+def test_int8_error_is_the_stated_one(sent: torch.Tensor) -> None:
+    received = travel(INT8, sent)
+    assert_within(sent, received, int8_bound(sent, received))
+    assert bool((received[sent == 0] == 0).all())
+
+
+@given(tensors())
+@settings(max_examples=200, deadline=None)
+def test_bf16_error_is_the_stated_one(sent: torch.Tensor) -> None:
+    sent = sent.float()
+    assert_within(sent, travel(BF16, sent), (sent.double().abs() / 256).clamp_min(1e-40))
+    halved = sent.to(torch.bfloat16)
+    assert bits(travel(BF16, halved)) == bits(halved)
+
+
+@given(tensors())
+@settings(max_examples=50, deadline=None)
+def test_none_keeps_the_bits(sent: torch.Tensor) -> None:
+    assert bits(travel(NONE, sent)) == bits(sent)
+
+
+@given(tensors(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_is_not_finite_never_becomes_finite(sent: torch.Tensor, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, sent.numel() - 1))
+    sent[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    for codec, dtype in PAIRS:
+        if dtype == sent.dtype:
+            assert not bool(travel(codec, sent)[place].isfinite())
+    received = travel(INT8, sent).isfinite()
+    spoilt = torch.arange(sent.numel()) // BLOCK == place // BLOCK
+    assert not bool(received[spoilt].any())
+    assert bool(received[~spoilt].all())
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 0.995, 0.5])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_largest_numbers_arrive_near_or_infinite(dtype: torch.dtype, magnitude: float) -> None:
+    largest = torch.finfo(dtype).max
+    received = travel(INT8, torch.tensor([largest * magnitude, -1.0], dtype=dtype)).double()
+    assert received[0] == pytest.approx(largest * magnitude, rel=0.01) or received[0] == math.inf
+    if magnitude < 0.99:
+        assert bool(received.isfinite().all())
+
+
+@pytest.mark.parametrize(("codec", "dtype"), PAIRS, ids=IDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_comes_back(codec: Codec, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    sent = values(*shape).to(dtype)
+    parts = codec.encode(sent)
+    assert all(part.is_contiguous() for part in parts)
+    assert codec.layout(shape, dtype) == tuple((p.dtype, tuple(p.shape)) for p in parts)
+    assert codec.nbytes(shape, dtype) == sum(to_wire(part).nbytes for part in parts)
+    received = codec.decode(parts, shape, dtype)
+    assert (received.dtype, received.shape) == (dtype, sent.shape)
+    assert torch.allclose(received, sent, rtol=0.01, atol=0.02)
+
+
+def test_int8_needs_66_bytes_for_64_values() -> None:
+    assert INT8.nbytes((8, 1024, 1024), torch.bfloat16) == 8 * 1024 * 1024 * 66 // 64
+    assert INT8.nbytes((65,), torch.float32) == 65 + 2 * 2
+    assert BF16.nbytes((3, 5), torch.float32) == 30
+    assert NONE.nbytes((3, 5), torch.float32) == 60
+
+
+def test_int8_uses_both_signs_alike_and_rounds_ties_to_even() -> None:
+    block = torch.tensor([127.0, -127.0, 0.5, 1.5, -0.5, -2.5, -0.0])
+    quantized, scales = INT8.encode(block)
+    assert quantized.tolist() == [127, -127, 0, 2, 0, -2, 0]
+    assert scales.tolist() == [1.0]
+    assert torch.equal(travel(INT8, -block), -travel(INT8, block))
+
+
+@given(st.floats(1e-30, 1e30))
+@settings(max_examples=200, deadline=None)
+def test_the_largest_of_a_block_always_becomes_127(largest: float) -> None:
+    """Also where bfloat16 rounds the scale down, which takes it nearest to wrapping around."""
+    quantized, _ = INT8.encode(torch.tensor([largest, -largest]))
+    assert quantized.tolist() == [127, -127]
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-40, 1e-36])
+def test_a_scale_has_a_finite_reciprocal(magnitude: float) -> None:
+    """Else the values would become infinite or NaN before they become integers."""
+    _, scales = INT8.encode(torch.full((3,), magnitude))
+    assert scales.tolist() == [torch.finfo(torch.float32).tiny]
+
+
+def test_blocks_do_not_know_each_other() -> None:
+    tensor = values(5, BLOCK)
+    tensor[1] *= 1e6
+    tensor[3] *= 1e-6
+    whole = travel(INT8, tensor)
+    assert all(bits(whole[i]) == bits(travel(INT8, tensor[i])) for i in range(5))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_pieces_and_threads_do_not_change_a_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = values(3, 200_003).to(dtype)
+    parts = INT8.encode(sent)
+    received = bits(INT8.decode(parts, sent.shape, dtype))
+    monkeypatch.setattr("hetero_framework.core.codecs._CPU_PIECE", 1024)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    try:
+        again = INT8.encode(sent)
+        assert [bits(part) for part in again] == [bits(part) for part in parts]
+        assert bits(INT8.decode(again, sent.shape, dtype)) == received
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("codec", "dtype"), PAIRS, ids=IDS)
+def test_the_tensor_that_is_sent_is_left_alone(codec: Codec, dtype: torch.dtype) -> None:
+    """It is needed for the backward pass, so it may require a gradient; and it may be strided."""
+    sent = values(70, 30).to(dtype).requires_grad_()
+    before = bits(sent)
+    received = travel(codec, sent.transpose(0, 1))
+    assert not received.requires_grad
+    assert bits(sent) == before
+    assert bits(received) == bits(travel(codec, sent.detach().transpose(0, 1).contiguous()))
+
+
+def test_what_a_codec_cannot_do_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"bf16: float16 .* use none or int8"):
+        BF16.encode(torch.zeros(3, dtype=torch.float16))
+    with pytest.raises(ConfigError, match=r"int8: int64 .* use none"):
+        INT8.encode(torch.zeros(3, dtype=torch.int64))
+    assert not BF16.supports(torch.float16)
+    assert NONE.supports(torch.int64)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+def test_parts_of_another_tensor_are_refused(codec: Codec) -> None:
+    parts = codec.encode(values(130))
+    for wrong in ([], parts[:-1], parts + parts, [part[:-1] for part in parts]):
+        with pytest.raises(ProtocolError, match=r"a tensor of \(130,\) torch.float32 comes as"):
+            codec.decode(wrong, (130,), torch.float32)
+    with pytest.raises(ProtocolError):
+        codec.decode([part.to(torch.int16) for part in parts], (130,), torch.float32)
+    with pytest.raises(ProtocolError):
+        codec.decode(parts, (300,), torch.float32)
+
+
+def test_the_configuration_names_every_codec() -> None:
+    for field in WireConfig.model_fields.values():
+        assert list(typing.get_args(field.annotation)) == list(CODECS)
+    assert all(codec.error.endswith(".") for codec in CODECS.values())
