@@ -13,16 +13,25 @@ import importlib.util
 import platform
 import re
 import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
 
+from hetero_framework.core.buffers import BufferPool
 from hetero_framework.errors import DeviceError
 
 KINDS = ("cuda", "rocm", "mps", "xpu", "cpu")
+_POLL_S = 0.0002
+_CLOCK_AGE_S = 10.0
+_CLOCK_TRIES = 5
+_CLOCK_WIDTH_S = 100e-6
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,35 @@ class Support:
         return self.ok
 
 
+class Mark:
+    """A point in a device's work: everything that the marking thread had given it until then.
+
+    This class is the CPU's: what was called is done. May be asked from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.made_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Block this thread, and nothing else, until the point is reached."""
+
+    def done(self) -> bool:
+        """Whether the point is reached."""
+        return True
+
+
+def _nothing() -> None:
+    return None
+
+
 class Device:
     """One device of this machine. Subclasses say what differs; this class is the CPU's behaviour
     wherever a device has nothing of its own."""
 
     kind = "cpu"
+
+    is_async = False
+    """Whether a call returns before the device has done the work."""
 
     def __init__(self, index: int | None = None) -> None:
         self.index = index
@@ -111,6 +144,45 @@ class Device:
         """CPU memory for transfers with this device, pinned where that makes them faster."""
         return memoryview(bytearray(nbytes))
 
+    def mark(self, *tensors: torch.Tensor) -> Mark:
+        """The point that this thread's work for the device has come to. Does not wait.
+
+        `tensors` are those that `copy_out` will be asked for with this mark. A device whose
+        copies queue up behind its computing begins to copy them here; others ignore them.
+        """
+        return Mark()
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """Seconds of the device between two points that are reached."""
+        return end.made_s - begin.made_s
+
+    def mark_time(self, mark: Mark) -> float:
+        """When a point was reached, in seconds of this process's `time.perf_counter`.
+
+        For a point that is reached; otherwise it waits for it.
+        """
+        return mark.made_s
+
+    def copy_out(
+        self, tensor: torch.Tensor, mark: Mark, pool: BufferPool
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """(the tensor in CPU memory, the function that gives that memory back).
+
+        `mark` was made after the tensor's last operation was queued, and nothing changes the
+        tensor from then on. For a thread that sends: waits until the tensor is complete and
+        copied, not for anything that was queued behind it. The memory is `pool`'s, whose buffers
+        should be `allocate_host`'s; give it back once, after which the CPU tensor is void.
+        """
+        return tensor.detach(), _nothing
+
+    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The CPU tensor on this device, complete on return, for use by the computing thread.
+
+        For threads that receive. The CPU memory may be reused on return where the result lies on
+        another device; on the CPU it is the tensor itself.
+        """
+        return tensor
+
     def seed(self, value: int) -> None:
         """Seed the CPU generator and this device's own."""
         # Not torch.manual_seed: that seeds every device of the machine, also busy ones.
@@ -147,10 +219,198 @@ class Device:
         """Give cached, unused memory back to the system."""
 
 
-class CudaDevice(Device):
+class _QueuedMark(Mark):
+    """An event in a device's queue, and when it was first seen reached."""
+
+    def __init__(self, event: Any) -> None:
+        super().__init__()
+        self.event = event
+        self._seen_s: float | None = None
+
+    def wait(self) -> None:
+        self.event.synchronize()  # without the GIL
+        self.done()
+
+    def done(self) -> bool:
+        if self._seen_s is None and self.event.query():
+            self._seen_s = time.perf_counter()
+        return self._seen_s is not None
+
+    @property
+    def seen_s(self) -> float:
+        """time.perf_counter of that moment; waits for it. Late if nobody asked at once."""
+        self.wait()
+        assert self._seen_s is not None
+        return self._seen_s
+
+
+class _EventMark(_QueuedMark):
+    """`clock`: an earlier event and the host's time of it; None where events carry no time."""
+
+    def __init__(self, event: Any, clock: _Clock | None) -> None:
+        super().__init__(event)
+        self.clock = clock
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Ties the device's clock to the host's: `event` happened at `at_s` of time.perf_counter."""
+
+    event: Any
+    at_s: float
+
+
+class _StreamDevice(Device):
+    """What CUDA, ROCm and XPU have in common: streams and events, in one of torch's namespaces.
+
+    The computing thread works on its current stream, which is the default one. Copies run on two
+    streams of their own, one per direction, as a device has one engine for each; torch makes its
+    streams such that they do not wait for the default stream, so order between streams is only
+    what events make. Which stream is current is a matter of each thread, so `torch.*.stream`
+    blocks here do not touch the computing thread. No call waits for the whole device.
+    """
+
+    is_async = True
+    _event_options: ClassVar[dict[str, bool]] = {}
+    """For events that threads wait on."""
+
+    def __init__(self, index: int | None = None) -> None:
+        super().__init__(index)
+        self._lock = threading.Lock()
+        self._streams: dict[str, Any] = {}
+        self._clock: _Clock | None = None
+        self._has_times = True
+
+    @property
+    def _namespace(self) -> Any:
+        raise NotImplementedError
+
+    def allocate_host(self, nbytes: int) -> memoryview:
+        """Pinned memory: copies run at the bus's speed and beside the computing. Plain memory
+        where the system gives no more that is pinned."""
+        # Without the device set, a thread's first pinned buffer could wake device 0 as well.
+        try:
+            with self._namespace.device(self.torch_device):
+                pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return super().allocate_host(nbytes)
+        return memoryview(pinned.numpy().data)  # the view keeps the tensor alive
+
+    def mark(self, *tensors: torch.Tensor) -> Mark:
+        clock = self._device_clock()
+        event = self._namespace.Event(enable_timing=clock is not None, **self._event_options)
+        # The stream by name: without it, events are recorded on the thread's current device.
+        event.record(self._namespace.current_stream(self.torch_device))
+        return _EventMark(event, clock)
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        assert isinstance(begin, _EventMark)
+        assert isinstance(end, _EventMark)
+        if begin.clock is None or end.clock is None:
+            return end.seen_s - begin.seen_s
+        return float(begin.event.elapsed_time(end.event)) / 1e3
+
+    def mark_time(self, mark: Mark) -> float:
+        assert isinstance(mark, _EventMark)
+        seen_s = mark.seen_s
+        if mark.clock is None:
+            return seen_s
+        return mark.clock.at_s + float(mark.clock.event.elapsed_time(mark.event)) / 1e3
+
+    def copy_out(
+        self, tensor: torch.Tensor, mark: Mark, pool: BufferPool
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        assert isinstance(mark, _EventMark)
+        tensor = tensor.detach()
+        if tensor.numel() == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype), _nothing
+        buffer, release = pool.take(tensor.numel() * tensor.element_size())
+        host = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
+        stream = self._side_stream("out")
+        with self._on(stream):
+            stream.wait_event(mark.event)
+            host.copy_(tensor, non_blocking=True)
+            copied = self._namespace.Event(**self._event_options)
+            copied.record(stream)
+        # `tensor` is held until here. So its memory cannot be given to the computing stream
+        # while it is read, and needs no record_stream, which would delay its reuse.
+        copied.synchronize()
+        return host, release
+
+    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        computing = self._namespace.current_stream(self.torch_device)
+        stream = self._side_stream("in")
+        with self._on(stream):
+            # Allocated here, the memory is the side stream's own. Memory of the computing stream
+            # may still be in use by work that is queued there, and would have to wait for it.
+            there = tensor.to(self.torch_device, non_blocking=True)
+            copied = self._namespace.Event(**self._event_options)
+            copied.record(stream)
+        # When the tensor is dropped, work that reads it may be queued on the computing stream:
+        # until that is done, the memory must not go to the next copy.
+        there.record_stream(computing)
+        copied.synchronize()
+        return there
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        # The device first: leaving a stream of another device than the thread's own sets the
+        # thread's device again, which would wake device 0 in a process that does not use it.
+        with self._namespace.device(self.torch_device), self._namespace.stream(stream):
+            yield
+
+    def _side_stream(self, name: str) -> Any:
+        with self._lock:
+            stream = self._streams.get(name)
+            if stream is None:
+                stream = self._namespace.Stream(device=self.torch_device)
+                self._streams[name] = stream
+            return stream
+
+    def _device_clock(self) -> _Clock | None:
+        """The tie between the clocks, renewed when it is old: they drift, and the difference of
+        two events is a float32. None where events carry no time."""
+        clock = self._clock
+        if not self._has_times or (
+            clock is not None and time.perf_counter() - clock.at_s < _CLOCK_AGE_S
+        ):
+            return clock
+        try:
+            self._clock = self._read_clock()
+        except RuntimeError:  # XPU: some builds and drivers cannot time events
+            self._has_times, self._clock = False, None
+        return self._clock
+
+    def _read_clock(self) -> _Clock:
+        """An event on a stream that has nothing else to do happens about when it is recorded. The
+        best of a few tries, as other processes on the device can come in between."""
+        stream = self._side_stream("clock")
+        best, best_width_s = None, float("inf")
+        for _ in range(_CLOCK_TRIES):
+            event = self._namespace.Event(enable_timing=True)
+            before = time.perf_counter()
+            event.record(stream)
+            event.synchronize()
+            after = time.perf_counter()
+            if after - before < best_width_s:
+                best, best_width_s = _Clock(event, (before + after) / 2), after - before
+            if best_width_s < _CLOCK_WIDTH_S:
+                break
+        assert best is not None
+        best.event.elapsed_time(best.event)  # raises where events carry no time
+        return best
+
+
+class CudaDevice(_StreamDevice):
     """An NVIDIA GPU, and the common part of every device in torch's cuda namespace."""
 
     kind = "cuda"
+    # Waiting threads sleep: a spinning one would take a core from the computing thread.
+    _event_options: ClassVar[dict[str, bool]] = {"blocking": True}
+
+    @property
+    def _namespace(self) -> Any:
+        return torch.cuda
 
     @property
     def torch_device(self) -> torch.device:
@@ -184,10 +444,6 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-
-    def allocate_host(self, nbytes: int) -> memoryview:
-        # Pinned, so that copies run at the bus's speed. The view keeps the tensor alive.
-        return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data)
 
     def _seed(self, value: int) -> None:
         with torch.cuda.device(self.torch_device):
@@ -230,10 +486,32 @@ class RocmDevice(CudaDevice):
         return Support(True, f"bitsandbytes on ROCm {torch.version.hip}")
 
 
+class _PolledMark(_QueuedMark):
+    """An event that is asked, not waited for: torch.mps waits with the GIL held, and asking for
+    an event's time waits for the whole queue. `copies`: (tensor, its copy in CPU memory), which
+    are complete when the mark is reached."""
+
+    def __init__(self, event: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__(event)
+        self.copies = copies
+
+    def wait(self) -> None:
+        while not self.done():
+            time.sleep(_POLL_S)
+
+
 class MpsDevice(Device):
-    """The GPU of an Apple machine."""
+    """The GPU of an Apple machine. It has one queue, for copies as well; a copy is done when
+    everything before it is, so copies are queued early and waited for by asking.
+    """
 
     kind = "mps"
+    is_async = True
+
+    def __init__(self, index: int | None = None) -> None:
+        super().__init__(index)
+        self._lock = threading.Lock()
+        self._under_way: deque[tuple[_PolledMark, torch.Tensor]] = deque()
 
     @property
     def torch_device(self) -> torch.device:
@@ -265,6 +543,46 @@ class MpsDevice(Device):
     def synchronize(self) -> None:
         torch.mps.synchronize()
 
+    def mark(self, *tensors: torch.Tensor) -> Mark:
+        copies = [(tensor, tensor.detach().to("cpu", non_blocking=True)) for tensor in tensors]
+        return self._queue_mark(copies, [copy for _, copy in copies])
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return self.mark_time(end) - self.mark_time(begin)
+
+    def mark_time(self, mark: Mark) -> float:
+        assert isinstance(mark, _PolledMark)
+        return mark.seen_s
+
+    def copy_out(
+        self, tensor: torch.Tensor, mark: Mark, pool: BufferPool
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        assert isinstance(mark, _PolledMark)
+        mark.wait()
+        copy = next((copy for source, copy in mark.copies if source is tensor), None)
+        return (self.to_host(tensor) if copy is None else copy), _nothing
+
+    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        # From a copy, as the queue comes to it later, and this thread shall not wait so long.
+        own = tensor.clone()
+        there = own.to(self.torch_device, non_blocking=True)
+        self._queue_mark([], [own])
+        return there
+
+    def _queue_mark(
+        self, copies: list[tuple[torch.Tensor, torch.Tensor]], held: list[torch.Tensor]
+    ) -> _PolledMark:
+        """An event behind all that is queued. CPU memory that the queue still uses is held until
+        it is reached, whatever becomes of the mark."""
+        event = torch.mps.Event()
+        event.record()  # and commits what is queued, so that it will be reached
+        mark = _PolledMark(event, copies)
+        with self._lock:
+            while self._under_way and self._under_way[0][0].done():
+                self._under_way.popleft()
+            self._under_way.extend((mark, tensor) for tensor in held)
+        return mark
+
     def _seed(self, value: int) -> None:
         torch.mps.manual_seed(value)
 
@@ -284,10 +602,14 @@ class MpsDevice(Device):
         torch.mps.empty_cache()
 
 
-class XpuDevice(Device):
+class XpuDevice(_StreamDevice):
     """An Intel GPU."""
 
     kind = "xpu"
+
+    @property
+    def _namespace(self) -> Any:
+        return torch.xpu
 
     @property
     def torch_device(self) -> torch.device:

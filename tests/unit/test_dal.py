@@ -3,14 +3,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import platform
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hetero_framework.core import dal
+from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.dal import Device, list_devices, open_device
 from hetero_framework.errors import DeviceError
 
@@ -63,6 +67,86 @@ def test_tensors_go_to_the_device_and_back(device: Device) -> None:
     view = device.allocate_host(100)
     view[99] = 7
     assert (view.nbytes, view.readonly) == (100, False)
+
+
+@every_device
+def test_copies_beside_computing_carry_what_was_marked(device: Device) -> None:
+    """One thread computes, one sends, one receives, as in a run: nothing is mixed up."""
+    pool = BufferPool(device.allocate_host)
+    rounds, size = 40, 1 << 14
+    received: list[torch.Tensor | None] = [None] * rounds
+    sent: list[torch.Tensor | None] = [None] * rounds
+    work: list[tuple[torch.Tensor, dal.Mark]] = []
+    came, made = threading.Semaphore(0), threading.Semaphore(0)
+
+    def receive() -> None:
+        memory = torch.frombuffer(device.allocate_host(size * 4), dtype=torch.float32)
+        for k in range(rounds):
+            if device.is_async:
+                memory.fill_(k)  # on a device of its own the memory is free again after copy_in
+                received[k] = device.copy_in(memory)
+            else:
+                received[k] = device.copy_in(torch.full((size,), float(k)))
+            came.release()
+
+    def send() -> None:
+        for k in range(rounds):
+            made.acquire()
+            host, release = device.copy_out(*work[k], pool)
+            sent[k] = host.clone()
+            release()
+
+    threads = [threading.Thread(target=target) for target in (receive, send)]
+    for thread in threads:
+        thread.start()
+    begin = device.mark()
+    for k in range(rounds):
+        came.acquire()
+        arrived = received[k]
+        assert arrived is not None
+        received[k] = None  # the only reference goes while the work on it may still be queued
+        result = arrived * 2 + 1
+        work.append((result, device.mark(result)))
+        del arrived
+        made.release()
+    for thread in threads:
+        thread.join(30.0)
+    end = work[-1][1]
+    assert all(
+        torch.equal(s, torch.full((size,), 2.0 * k + 1))
+        for k, s in enumerate(sent)
+        if s is not None
+    )
+    assert None not in sent
+    assert begin.done()
+    assert end.done()
+    assert 0 <= device.seconds(begin, end) < 60
+    assert device.mark_time(begin) <= device.mark_time(end) <= time.perf_counter() + 1e-3
+
+
+@every_device
+def test_empty_tensors_are_copied_too(device: Device) -> None:
+    pool = BufferPool(device.allocate_host)
+    there = device.copy_in(torch.empty(0, 3, dtype=torch.bfloat16))
+    host, release = device.copy_out(there, device.mark(there), pool)
+    assert (host.shape, host.dtype, host.device.type) == ((0, 3), torch.bfloat16, "cpu")
+    release()
+
+
+def test_cpu_hands_the_tensor_itself_over() -> None:
+    device = open_device("cpu")
+    tensor = torch.arange(4.0, requires_grad=True)
+    host, release = device.copy_out(tensor, device.mark(), BufferPool())
+    assert host.data_ptr() == tensor.data_ptr()
+    assert not host.requires_grad
+    release()
+    assert device.copy_in(host) is host
+    first = device.mark()
+    second = device.mark()
+    first.wait()
+    assert first.done()
+    assert device.seconds(first, second) == device.mark_time(second) - device.mark_time(first) >= 0
+    assert not device.is_async
 
 
 @every_device
@@ -261,3 +345,345 @@ def test_xpu_without_free_memory_report_uses_what_torch_holds(
     monkeypatch.setattr(torch.xpu, "mem_get_info", unsupported)
     monkeypatch.setattr(torch.xpu, "memory_reserved", lambda device: 30)
     assert open_device("xpu:0").memory() == dal.Memory(100, 70)
+
+
+# --------------------------------- streams: torch's namespaces replaced by queues that wait to run
+
+
+class FakeStream:
+    """Work in order, run only as far as somebody waits for."""
+
+    def __init__(self, machine: FakeStreams, name: str) -> None:
+        self.machine, self.name = machine, name
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+
+    def add(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+
+    def run(self, length: int) -> None:
+        with self.machine.lock:
+            while self.done < length:
+                self.done += 1
+                self.queue[self.done - 1]()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        place = event.place
+        assert place is not None, "an event that was not recorded is waited for"
+        self.add(lambda: place[0].run(place[1]))
+
+
+class FakeEvent:
+    def __init__(
+        self, machine: FakeStreams, enable_timing: bool = False, blocking: bool = False
+    ) -> None:
+        self.machine, self.timed, self.blocking = machine, enable_timing, blocking
+        self.place: tuple[FakeStream, int] | None = None
+        self.at_s: float | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        if self.timed and not self.machine.has_times:
+            raise RuntimeError("this driver has no times")
+        stream.add(self._happen)
+        self.place = (stream, len(stream.queue))
+        if stream.name == "clock":
+            stream.run(len(stream.queue))  # nothing before it: it happens now
+
+    def _happen(self) -> None:
+        self.at_s = time.perf_counter() + 1000.0
+
+    def synchronize(self) -> None:
+        assert self.place is not None
+        self.place[0].run(self.place[1])
+
+    def query(self) -> bool:
+        return self.at_s is not None
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.timed
+        assert end.timed
+        assert self.at_s is not None
+        assert end.at_s is not None
+        return (end.at_s - self.at_s) * 1e3
+
+
+class CopiesQueue(TorchFunctionMode):
+    """Inside a `stream` block, copies are work of that stream."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            assert kwargs == {"non_blocking": True}
+            there = torch.full_like(args[0], -1)
+            self.stream.add(lambda: torch.Tensor.copy_(there, args[0]))
+            return there
+        if func is torch.Tensor.copy_:
+            assert kwargs == {"non_blocking": True}
+            self.stream.add(lambda: torch.Tensor.copy_(*args))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class FakeStreams:
+    """In the place of torch.cuda or torch.xpu."""
+
+    def __init__(self, has_times: bool = True) -> None:
+        self.has_times = has_times
+        self.lock = threading.RLock()
+        self.default = FakeStream(self, "default")
+        self.made: list[FakeStream] = []
+        self.recorded: list[tuple[torch.Tensor, FakeStream]] = []
+        self.devices: list[torch.device] = []
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        self.made.append(FakeStream(self, f"side {len(self.made)}"))
+        return self.made[-1]
+
+    def Event(self, **options: bool) -> FakeEvent:
+        return FakeEvent(self, **options)
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.default
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+        self.devices.pop()
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        assert self.devices, "the thread's device is not set"
+        with CopiesQueue(stream):
+            yield
+
+    def synchronize(self, *_: Any) -> None:
+        raise AssertionError("the whole device was waited for")
+
+
+@pytest.fixture(params=["cuda", "rocm", "xpu"])
+def streams(
+    request: pytest.FixtureRequest, machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Device, FakeStreams]:
+    fake = FakeStreams()
+    kind = {"cuda": dal.CudaDevice, "rocm": dal.RocmDevice, "xpu": dal.XpuDevice}[request.param]
+    monkeypatch.setattr(kind, "torch_device", torch.device("cpu"))
+    monkeypatch.setattr(torch, "xpu" if request.param == "xpu" else "cuda", fake)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda tensor, stream: fake.recorded.append((tensor, stream)),
+    )
+    return kind(0), fake
+
+
+def run_clock_at_once(device: Any) -> None:
+    """The clock's stream has nothing else to do, so what is recorded there happens at once."""
+    device._side_stream("clock").name = "clock"
+
+
+def test_copy_out_waits_for_the_mark_and_nothing_behind_it(
+    streams: tuple[Device, FakeStreams],
+) -> None:
+    device, fake = streams
+    run_clock_at_once(device)
+    tensor = torch.zeros(5, dtype=torch.bfloat16)
+    later = torch.zeros(1)
+    fake.default.add(lambda: tensor.fill_(7))
+    mark = device.mark(tensor)
+    fake.default.add(lambda: later.fill_(1))
+    assert not mark.done()
+    given_back: list[int] = []
+
+    class Pool(BufferPool):
+        def take(self, nbytes: int) -> tuple[memoryview, Callable[[], None]]:
+            return memoryview(bytearray(nbytes)), lambda: given_back.append(nbytes)
+
+    host, release = device.copy_out(tensor, mark, Pool())
+    assert torch.equal(host, torch.full((5,), 7, dtype=torch.bfloat16))
+    assert later.item() == 0, "work behind the mark was waited for"
+    assert mark.done()
+    assert given_back == []
+    release()
+    assert given_back == [10]
+
+
+def test_copy_in_is_complete_and_its_memory_stays_until_the_computing_is_done(
+    streams: tuple[Device, FakeStreams],
+) -> None:
+    device, fake = streams
+    earlier = torch.zeros(1)
+    fake.default.add(lambda: earlier.fill_(1))
+    memory = torch.arange(4.0)
+    there = device.copy_in(memory)
+    memory.fill_(0)
+    assert torch.equal(there, torch.arange(4.0))
+    assert earlier.item() == 0, "the computing stream was waited for"
+    ((tensor, stream),) = fake.recorded
+    assert tensor is there
+    assert stream is fake.default
+
+
+def test_each_direction_has_one_stream_of_its_own(streams: tuple[Device, FakeStreams]) -> None:
+    device, fake = streams
+    run_clock_at_once(device)
+    tensor = torch.ones(3)
+
+    def move() -> None:
+        for _ in range(5):
+            device.copy_out(tensor, device.mark(), BufferPool())
+            device.copy_in(tensor)
+
+    move()
+    threads = [threading.Thread(target=move) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert len(fake.made) == 3  # out, in, clock
+    assert fake.default not in fake.made
+
+
+def test_marks_tell_the_hosts_time_of_the_device(streams: tuple[Device, FakeStreams]) -> None:
+    device, fake = streams
+    run_clock_at_once(device)
+    before = time.perf_counter()
+    first = device.mark()
+    first.wait()
+    fake.default.add(lambda: time.sleep(0.005))
+    second = device.mark()
+    second.wait()
+    after = time.perf_counter()
+    assert before <= device.mark_time(first) + 1e-3
+    assert device.mark_time(second) <= after + 1e-3
+    assert device.seconds(first, second) >= 0.005
+    assert device.mark_time(second) - device.mark_time(first) == pytest.approx(
+        device.seconds(first, second), abs=1e-6
+    )
+
+
+def test_clock_is_read_again_when_it_is_old(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = streams
+    run_clock_at_once(device)
+    old, same = device.mark(), device.mark()
+    assert old.clock is same.clock  # type: ignore[attr-defined]
+    monkeypatch.setattr(dal, "_CLOCK_AGE_S", 0.0)
+    assert device.mark().clock is not old.clock  # type: ignore[attr-defined]
+    assert device.mark_time(old) <= time.perf_counter() + 1e-3
+
+
+def test_marks_without_times_count_when_they_were_seen(
+    streams: tuple[Device, FakeStreams],
+) -> None:
+    device, fake = streams
+    fake.has_times = False
+    first, second = device.mark(), device.mark()
+    before = time.perf_counter()
+    first.wait()
+    second.wait()
+    assert before <= device.mark_time(first) <= device.mark_time(second)
+    assert device.seconds(first, second) == device.mark_time(second) - device.mark_time(first)
+
+
+def test_waiting_for_cuda_sleeps(streams: tuple[Device, FakeStreams]) -> None:
+    device, _ = streams
+    run_clock_at_once(device)
+    event: FakeEvent = device.mark().event  # type: ignore[attr-defined]
+    assert event.blocking == (device.kind in ("cuda", "rocm"))
+
+
+def test_host_memory_is_pinned_and_plain_where_there_is_no_more(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, fake = streams
+    asked: list[tuple[int, torch.device]] = []
+    empty = torch.empty
+
+    def pinned(nbytes: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        asked.append((nbytes, fake.devices[-1]))
+        if len(asked) > 1:
+            raise RuntimeError("out of memory")
+        return empty(nbytes, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    for nbytes in (64, 128):
+        view = device.allocate_host(nbytes)
+        view[nbytes - 1] = 1
+        assert (view.nbytes, view.readonly) == (nbytes, False)
+    assert asked == [(64, device.torch_device), (128, device.torch_device)]
+
+
+class FakeMps:
+    """torch.mps with a queue that moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.reached = 0
+        self.recorded = 0
+
+    def Event(self) -> Any:
+        fake = self
+
+        class Event:
+            place = 0
+
+            def record(self) -> None:
+                fake.recorded += 1
+                self.place = fake.recorded
+
+            def query(self) -> bool:
+                return 0 < self.place <= fake.reached
+
+            def synchronize(self) -> None:
+                raise AssertionError("waits with the GIL held")
+
+        return Event()
+
+
+@pytest.fixture
+def mps(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, FakeMps]:
+    fake = FakeMps()
+    monkeypatch.setattr(torch.mps, "Event", fake.Event)
+    monkeypatch.setattr(dal.MpsDevice, "torch_device", torch.device("cpu"))
+    return dal.MpsDevice(), fake
+
+
+def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeMps]) -> None:
+    device, fake = mps
+    tensor = torch.ones(3)
+    mark = device.mark(tensor)
+    assert not mark.done()
+    result: list[torch.Tensor] = []
+    sender = threading.Thread(
+        target=lambda: result.append(device.copy_out(tensor, mark, BufferPool())[0])
+    )
+    sender.start()
+    sender.join(0.02)
+    assert not result
+    fake.reached = 1
+    sender.join(5.0)
+    assert torch.equal(result[0], tensor)
+    assert result[0] is mark.copies[0][1]  # type: ignore[attr-defined]
+    other = torch.full((2,), 5.0)  # not named at the mark: copied afterwards
+    assert torch.equal(device.copy_out(other, mark, BufferPool())[0], other)
+    assert device.mark_time(mark) <= time.perf_counter()
+    assert device.seconds(mark, mark) == 0
+
+
+def test_mps_holds_memory_that_the_queue_still_uses(mps: tuple[Device, FakeMps]) -> None:
+    device, fake = mps
+    memory = torch.arange(3.0)
+    there = device.copy_in(memory)  # returns before the queue has come to it
+    memory.fill_(0)
+    assert torch.equal(there, torch.arange(3.0))
+    device.mark(there)  # forgotten at once; its copy is not
+    held = device._under_way  # type: ignore[attr-defined]
+    assert len(held) == 2
+    fake.reached = 2
+    device.mark()
+    assert len(held) == 0
