@@ -9,7 +9,8 @@ A span is plain data (a dict of strings, integers and floats), so that a message
     began, ended seconds of this process's `time.perf_counter`
 
 and, for "send" and "receive": `what` (the message's type), `peer` (the process at the other end,
-as the plan names it: "local" or a worker's id), `bytes` that travelled, `dtype` of the tensor and the `codec`, if any.
+as the plan names it: "local" or a worker's id), `bytes` that travelled, `dtype` of the tensor and
+the `codec`, if any.
 
 Another process's clock starts anywhere; who gathers the spans shifts them by the offset that the
 link has measured.

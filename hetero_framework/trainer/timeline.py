@@ -254,9 +254,8 @@ def _settings(config: Config) -> dict[str, Any]:
     """What of the configuration decides about speed, as far as it has it."""
     raw = config.to_dict()
     chosen: dict[str, Any] = {name: raw[name] for name in ("links", "wire") if name in raw}
-    if "max_in_flight" in raw["training"]:
-        chosen["max_in_flight"] = raw["training"]["max_in_flight"]
-    return chosen
+    names = ("max_in_flight", "per_device_train_batch_size")
+    return chosen | {name: raw["training"][name] for name in names if name in raw["training"]}
 
 
 # -------------------------------------------------------------------------------------- one clock
