@@ -366,9 +366,12 @@ def _wait(trace: Trace, task: Event, free: float, ready: dict[tuple[str, int, in
 
 # ------------------------------------------------------------------------------- to and from JSON
 
-_SEND_ROW = 1000
-_RECEIVE_ROW = 2000
+_ROWS = 10_000
+"""Rows of process n have the numbers after _ROWS (n + 1), and its pid is n + 1: viewers take 0 for
+the idle process, and want a thread's number once."""
 _UPDATE_ROW = 999
+_SEND_ROW = 1000
+_RECEIVE_ROW = 5000
 _NAMES = {
     FORWARD: "F",
     BACKWARD: "B",
@@ -394,7 +397,7 @@ def chrome_trace(trace: Trace) -> str:
             "name": f"wait for {wait.reason}",
             "cat": "wait",
             "ph": "X",
-            "pid": wait.process,
+            "pid": wait.process + 1,
             "tid": rows.of_stage(wait.stage),
             "ts": _micro(wait.began),
             "dur": _micro(wait.seconds),
@@ -425,7 +428,7 @@ def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
         "name": name,
         "cat": event.kind,
         "ph": "X",
-        "pid": event.process,
+        "pid": event.process + 1,
         "tid": row,
         "ts": _micro(event.began),
         "dur": _micro(event.ended) - _micro(event.began),
@@ -444,38 +447,43 @@ class _Rows:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._names: dict[tuple[int, int], str] = {}
-        self._free: dict[tuple[int, int], float] = {}
+        self._free: dict[int, float] = {}
         for index, stage in enumerate(trace.stages):
-            self._names[stage.process, self.of_stage(index)] = f"stage {index}: {stage.layers}"
+            row = self.of_stage(index)
+            self._names[stage.process, row] = f"stage {index}: {stage.layers}"
 
     def of_stage(self, stage: int) -> int:
-        return stage + 1
+        return _ROWS * (self._trace.stages[stage].process + 1) + stage + 1
 
     def of_event(self, event: Event) -> tuple[int, str]:
         """(row, name) of an event; to be asked in the order of their beginnings."""
-        if event.kind in (COLLECT, COMMIT):
-            self._names[event.process, _UPDATE_ROW] = "update"
-            return _UPDATE_ROW, _NAMES[event.kind]
         if event.kind in COMPUTE:
             return self.of_stage(event.stage), f"{_NAMES[event.kind]}{event.micro_batch}"
-        outward = event.kind == SEND
-        peer = event.peer or 0
-        row = (_SEND_ROW if outward else _RECEIVE_ROW) + 10 * peer
+        first = _ROWS * (event.process + 1)
+        if event.kind in (COLLECT, COMMIT):
+            return self._lane(event, first + _UPDATE_ROW, "update"), _NAMES[event.kind]
+        outward, peer = event.kind == SEND, event.peer or 0
         label = f"{'send to' if outward else 'receive from'} {self._trace.processes[peer].name}"
-        while self._free.get((event.process, row), -math.inf) > event.began and row % 10 < 9:
-            row += 1
-        self._free[event.process, row] = event.ended
-        self._names[event.process, row] = label if row % 10 == 0 else f"{label} ({row % 10 + 1})"
+        row = self._lane(event, first + (_SEND_ROW if outward else _RECEIVE_ROW) + 10 * peer, label)
         return row, f"{event.what} {event.micro_batch} for stage {event.stage}"
+
+    def _lane(self, event: Event, row: int, label: str) -> int:
+        lane = 0
+        while self._free.get(row + lane, -math.inf) > event.began and lane < 9:
+            lane += 1
+        self._free[row + lane] = event.ended
+        self._names[event.process, row + lane] = f"{label} ({lane + 1})" if lane else label
+        return row + lane
 
     def metadata(self) -> Iterator[dict[str, Any]]:
         for number, process in enumerate(self._trace.processes):
             device = f" ({process.device})" if process.device else ""
-            yield _metadata("process_name", number, 0, process.name + device)
-            yield _metadata("process_sort_index", number, 0, number)
-        for (pid, row), name in sorted(self._names.items()):
-            yield _metadata("thread_name", pid, row, name)
-            yield _metadata("thread_sort_index", pid, row, row)
+            pid, main = number + 1, _ROWS * (number + 1)
+            yield _metadata("process_name", pid, main, process.name + device)
+            yield _metadata("process_sort_index", pid, main, number)
+        for (number, row), name in sorted(self._names.items()):
+            yield _metadata("thread_name", number + 1, row, name)
+            yield _metadata("thread_sort_index", number + 1, row, row)
 
 
 def _metadata(what: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
@@ -546,7 +554,7 @@ def _parse_event(
     peer = args.get("peer")
     return Event(
         kind=entry["cat"],
-        process=_index(entry["pid"], processes),
+        process=_index(entry["pid"] - 1, processes),
         stage=_index(args["stage"], stages),
         micro_batch=int(args.get("micro_batch", -1)),
         step=int(args["step"]) - 1,
