@@ -6,6 +6,10 @@ the range pass the hidden state through; the received hidden state is put in at 
 first block that is present, and taken out at the entry of the first one that is absent again.
 So whatever a model does between its parts happens exactly once, on one of the stages.
 
+The last shard can also do its work in two parts: its blocks, then what follows them on a piece of
+the tokens at a time (`piece_loss`), so that the logits of all tokens never exist at once. The same
+forward of the model runs for a piece, with every block passing on what it is given.
+
 Parameter names, list positions and layer indices are those of the whole model.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size. A hidden state may have more axes
@@ -15,16 +19,18 @@ Shapes: B rows of a micro-batch, S tokens, D hidden size. A hidden state may hav
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -41,6 +47,7 @@ from hetero_framework.models.cut import (
     shard_class,
     untie,
 )
+from hetero_framework.models.per_sample import register_per_sample
 from hetero_framework.models.quantization import quantization_config, stored_quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.tiny import causal_lm_config
@@ -52,6 +59,7 @@ if TYPE_CHECKING:
     from hetero_framework.models.adapter_plan import AttachedAdapter
 
 Inputs = dict[str, torch.Tensor]
+_Part = Literal["whole", "blocks", "head"]
 
 # transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
 # what it found. Of two loads at once in one process, one puts back the other's replacement, and
@@ -122,6 +130,7 @@ def build_shard(
 
     `dtype` None takes the configuration's. Raises ModelError, ArchitectureError.
     """
+    register_per_sample()
     with _ONE_AT_A_TIME:
         anatomy = learn_anatomy(config)
         whole = Skeleton(config, anatomy)
@@ -244,9 +253,10 @@ class Shard:
     """A runnable layer range of a model.
 
     `model` is the pruned transformers model. `on_enter` is called with "embedding" when a first
-    shard starts a forward, with i before block i and with "head" after the last block: the place
-    to set the random state, so that it does not depend on the cut. With activation checkpointing
-    a block's recompute draws the numbers of its forward again.
+    shard starts a forward, with i before block i and with "head" after the last block ("head n"
+    for piece n > 0 of a loss in pieces): the place to set the random state, so that it does not
+    depend on the cut. With activation checkpointing a block's recompute draws the numbers of its
+    forward again.
     """
 
     def __init__(
@@ -265,7 +275,11 @@ class Shard:
         self._dtype = model.dtype
         self._injected: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
+        self._part: _Part = "whole"
+        self._piece = 0
         self._parameters_of_forward = inspect.signature(model.forward).parameters
+        self._blocks: list[Any] = list(model.get_submodule(whole.anatomy.blocks).children())
+        self._forwards: dict[int, Callable[..., Any]] = {}
         self._install()
 
     @property
@@ -283,6 +297,12 @@ class Shard:
         """Position of a parameter in the whole model's order."""
         return self._whole.rank(name)
 
+    def parameters_outside_blocks(self) -> Iterator[nn.Parameter]:
+        """What this shard holds before and after its blocks, an adapter's share included."""
+        for name, parameter in self.model.named_parameters():
+            if self._whole.layer_of(name) is None:
+                yield parameter
+
     def train(self, mode: bool = True) -> None:
         """Training mode (dropout, activation checkpointing) on or off."""
         self.model.train(mode)
@@ -293,12 +313,35 @@ class Shard:
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.training = True
 
+    def compile_blocks(self, backend: str | None, mode: str | None) -> None:
+        """Compile the forward of every block with torch.compile; hooks stay outside.
+
+        Sizes are variables from the start: which shape came first must not decide what code runs,
+        or the result would depend on the cut. Call it before `recompute_blocks`.
+        """
+        for index, forward in self._forwards.items():
+            self._forwards[index] = torch.compile(
+                forward, dynamic=True, backend=backend or "inductor", mode=mode
+            )
+
+    def recompute_blocks(self) -> None:
+        """Store only the input of each block in training, and compute it again in its backward.
+
+        Around the block's forward and not by the library's own switch: that one is inside the
+        hooks in some versions and outside in others, and not every model has it.
+        """
+        for index, forward in self._forwards.items():
+            self._forwards[index] = _recomputing(self._blocks[index], forward)
+
     def forward(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
-        """Hidden state that leaves this shard; not for the last one.
+        """Hidden state that leaves this shard's last block.
 
         `inputs` holds input_ids (first shard only), attention_mask and optional position_ids.
         """
-        with suppress(Captured):
+        if self.range.is_last and self.range.start == self.range.end:
+            assert hidden_BSD is not None
+            return hidden_BSD
+        with suppress(Captured), self._doing("blocks"):
             self._run(inputs, hidden_BSD)
         captured, self._captured = self._captured, None
         if captured is None:
@@ -309,7 +352,35 @@ class Shard:
         self, inputs: Inputs, hidden_BSD: torch.Tensor | None, num_items: torch.Tensor | None
     ) -> torch.Tensor:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items` (None: mean)."""
-        labels = inputs["labels"]
+        return self._loss(inputs, hidden_BSD, inputs["labels"], num_items)
+
+    def piece_loss(
+        self,
+        hidden_BSD: torch.Tensor,
+        labels: torch.Tensor,
+        num_items: torch.Tensor,
+        number: int,
+    ) -> torch.Tensor:
+        """The loss of a piece of the tokens, from what `forward` of this last shard gave.
+
+        `hidden_BSD` and `labels` [B, S] are the piece, `number` counts the pieces of a micro-batch.
+        The first label of each row belongs to the token before it and is not used.
+        """
+        self._piece = number
+        with self._doing("head"):
+            return self._loss({}, hidden_BSD, labels, num_items)
+
+    def logits(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
+        """Logits [B, S, vocabulary] of the last shard."""
+        return self._run(inputs, hidden_BSD).logits
+
+    def _loss(
+        self,
+        inputs: Inputs,
+        hidden_BSD: torch.Tensor | None,
+        labels: torch.Tensor,
+        num_items: torch.Tensor | None,
+    ) -> torch.Tensor:
         if num_items is None:
             return self._run(inputs, hidden_BSD, labels=labels).loss
         if self._whole.anatomy.loss_counts_items:
@@ -317,15 +388,11 @@ class Shard:
         logits = self._run(inputs, hidden_BSD).logits
         return token_loss(self.model, logits, labels, num_items)
 
-    def logits(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
-        """Logits [B, S, vocabulary] of the last shard."""
-        return self._run(inputs, hidden_BSD).logits
-
     def _run(self, inputs: Inputs, hidden_BSD: torch.Tensor | None, **extra: Any) -> Any:
         arguments: Inputs = {
             name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
         }
-        if self.range.is_first:
+        if self._part != "head" and self.range.is_first:
             arguments["input_ids"] = inputs["input_ids"]
             if self.on_enter is not None:
                 self.on_enter("embedding")
@@ -338,13 +405,23 @@ class Shard:
         finally:
             self._injected = None
 
+    @contextmanager
+    def _doing(self, part: _Part) -> Iterator[None]:
+        """Run only the blocks, or only what follows them."""
+        self._part = part
+        try:
+            yield
+        finally:
+            self._part = "whole"
+
     def _placeholder(self, inputs: Inputs, hidden_BSD: torch.Tensor) -> Inputs:
         """What the model is given as its input where the embedding is elsewhere.
 
         Only shape and type matter: the received hidden state takes its place later.
         """
-        mask = inputs.get("attention_mask")
-        rows, tokens = (hidden_BSD if mask is None else mask).shape[:2]
+        # A hidden state may have other axes in front of them.
+        shaped = inputs.get("attention_mask", inputs.get("position_ids", hidden_BSD))
+        rows, tokens = shaped.shape[:2]
         if "inputs_embeds" not in self._parameters_of_forward:
             zeros = torch.zeros(rows, tokens, dtype=torch.int64, device=hidden_BSD.device)
             return {"input_ids": zeros}
@@ -353,34 +430,45 @@ class Shard:
         return {"inputs_embeds": zeros}
 
     def _install(self) -> None:
-        """Hooks that put the hidden state in, take it out and announce the places."""
-        blocks: list[Any] = list(self.model.get_submodule(self._whole.anatomy.blocks).children())
-        rng, last = self.range, len(blocks) - 1
+        """What puts the hidden state in, takes it out and announces the places."""
+        rng, last = self.range, len(self._blocks) - 1
         for index in range(rng.start, rng.end):
-            blocks[index].register_forward_pre_hook(self._entering(index), with_kwargs=True)
+            block = self._blocks[index]
+            self._forwards[index] = block.forward
+            block.forward = self._passing(index)
+            block.register_forward_pre_hook(self._entering(index), with_kwargs=True)
         if rng.is_last:
             if rng.end == rng.start:
-                blocks[last].on_hidden = lambda _: self._take_injected()
-            blocks[last].register_forward_hook(self._announce_head)
+                self._blocks[last].on_hidden = lambda _: self._take_injected()
+            self._blocks[last].register_forward_hook(self._leaving)
         elif rng.end <= last:
-            blocks[rng.end].on_hidden = self._capture_and_stop
+            self._blocks[rng.end].on_hidden = self._capture_and_stop
         else:
-            blocks[last].register_forward_hook(self._capture_output)
+            self._blocks[last].register_forward_hook(self._capture_output)
+
+    def _passing(self, index: int) -> Callable[..., Any]:
+        """A block's forward that only passes its hidden state on while the head works alone."""
+        form = self._whole.anatomy.forms[index]
+
+        @functools.wraps(self._forwards[index])
+        def passing(*args: Any, **kwargs: Any) -> Any:
+            if self._part == "head":
+                return form.wrap(form.hidden(args, kwargs))
+            return self._forwards[index](*args, **kwargs)
+
+        return passing
 
     def _entering(self, index: int) -> Callable[..., Any]:
         form = self._whole.anatomy.forms[index]
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._part == "head":
+                return None
             if self.on_enter is not None:
                 self.on_enter(index)
             if index != self.range.start or self.range.is_first:
                 return None
-            # Recomputing a checkpointed block comes here again, after the forward has ended; it
-            # brings the tensor that stood in for the hidden state, which keeps the real one.
-            stand_in: Any = form.hidden(args, kwargs)
-            if self._injected is not None:
-                stand_in._hetero_hidden = self._injected
-            return form.replace(stand_in._hetero_hidden, args, kwargs)
+            return form.replace(self._take_injected(), args, kwargs)
 
         return hook
 
@@ -395,9 +483,24 @@ class Shard:
     def _capture_output(self, module: nn.Module, args: Any, output: Any) -> None:
         self._captured = self._whole.anatomy.forms[-1].take(output)
 
-    def _announce_head(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the last block, on the last shard."""
+        form = self._whole.anatomy.forms[-1]
+        if self._part == "blocks":
+            self._capture_and_stop(form.take(output))
         if self.on_enter is not None:
-            self.on_enter("head")
+            self.on_enter(f"head {self._piece}" if self._part == "head" and self._piece else "head")
+        return form.wrap(self._take_injected()) if self._part == "head" else None
+
+
+def _recomputing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return forward(*args, **kwargs)
+
+    return recomputing
 
 
 def token_loss(

@@ -25,6 +25,7 @@ from hetero_framework.models.adapters import (
     load_adapter_tensors,
     trainable_parameters,
 )
+from hetero_framework.models.pieces import loss_in_pieces, piece_tokens, spans
 from hetero_framework.models.shard import Shard
 from hetero_framework.trainer.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.trainer.randomness import Place, forward_seed
@@ -50,8 +51,11 @@ class Stage:
         self._autocast_dtype = (
             torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
         )
-        if training.gradient_checkpointing:
-            enable_checkpointing(shard)
+        self._piece_tokens = piece_tokens(training.loss_chunk_tokens, shard.config)
+        if training.compiles:
+            shard.compile_blocks(training.torch_compile_backend, training.torch_compile_mode)
+        if config.checkpointing(spec.index) is True:
+            shard.recompute_blocks()
         # The head of a tied pair never steps by itself: the embedding's owner does it for both.
         tied_head = shard.head_name if shard.tied else None
         named = trainable_parameters(shard)
@@ -85,7 +89,7 @@ class Stage:
         hidden_BSD = self._leaf(hidden_BSD)
         with self._running(micro_batch):
             out_BSD = self._shard.forward(inputs, hidden_BSD)
-        if self._differentiates:
+        if self.differentiates:
             self._saved[micro_batch] = (hidden_BSD, out_BSD)
         self._note_finite(micro_batch, out_BSD)
         return out_BSD.detach()
@@ -100,29 +104,48 @@ class Stage:
         """
         hidden_BSD = self._leaf(hidden_BSD)
         num_items = torch.tensor(float(self._info.num_items), device=self._device.torch_device)
-        with self._running(micro_batch):
-            loss = self._shard.loss(inputs, hidden_BSD, num_items)
+        loss = self._loss(micro_batch, inputs, hidden_BSD, num_items)
         self._note_finite(micro_batch, loss)
-        if self._differentiates:
-            self._current_micro_batch = micro_batch
-            (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
-        return float(loss.detach()), self._gradient_of(hidden_BSD)
+        return float(loss), self._gradient_of(hidden_BSD)
 
     def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
         """Last stage outside training: the sum of the micro-batch's token losses."""
         one = torch.ones((), device=self._device.torch_device)
+        return float(self._loss(micro_batch, inputs, hidden_BSD, one))
+
+    def _loss(
+        self,
+        micro_batch: int,
+        inputs: Tensors,
+        hidden_BSD: torch.Tensor | None,
+        num_items: torch.Tensor,
+    ) -> torch.Tensor:
+        """The loss, detached; in a training step it has been differentiated."""
+        backward = self._scaled_backward if self.differentiates else None
+        if pieces := spans(inputs["labels"].shape, self._piece_tokens):
+            return loss_in_pieces(
+                self._shard,
+                inputs,
+                hidden_BSD,
+                num_items,
+                pieces,
+                running=lambda: self._running(micro_batch),
+                backward=backward,
+            )
         with self._running(micro_batch):
-            return float(self._shard.loss(inputs, hidden_BSD, one))
+            loss = self._shard.loss(inputs, hidden_BSD, num_items)
+        if backward is not None:
+            backward(loss)
+        return loss.detach()
 
-    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor | None) -> torch.Tensor | None:
-        """Backward through the stored forward. Returns the gradient for the stage before.
+    def _scaled_backward(self, loss: torch.Tensor) -> None:
+        (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
 
-        `gradient_BSD` is None where nothing trainable lies at or below this stage.
+    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None:
+        """Backward through the stored forward; only where `differentiates`. Returns the gradient
+        for the stage before, None where nothing is trained before this one.
         """
-        saved = self._saved.pop(micro_batch, None)
-        if saved is None or gradient_BSD is None:
-            return None
-        hidden_BSD, out_BSD = saved
+        hidden_BSD, out_BSD = self._saved.pop(micro_batch)
         self._current_micro_batch = micro_batch
         torch.autograd.backward(out_BSD, gradient_BSD)
         return self._gradient_of(hidden_BSD)
@@ -269,7 +292,8 @@ class Stage:
     # -- inside ---------------------------------------------------------------------------------
 
     @property
-    def _differentiates(self) -> bool:
+    def differentiates(self) -> bool:
+        """Whether this step has a backward here: something is trained here or before."""
         return self._info.train and (
             self.input_requires_grad or bool(self._parameters) or self._tied_head is not None
         )
@@ -281,7 +305,10 @@ class Stage:
 
     @staticmethod
     def _gradient_of(hidden_BSD: torch.Tensor | None) -> torch.Tensor | None:
-        return hidden_BSD.grad if hidden_BSD is not None else None
+        """Of a leaf; zeros where the result does not depend on it."""
+        if hidden_BSD is None or not hidden_BSD.requires_grad:
+            return None
+        return hidden_BSD.grad if hidden_BSD.grad is not None else torch.zeros_like(hidden_BSD)
 
     @contextmanager
     def _running(self, micro_batch: int) -> Iterator[None]:
@@ -291,7 +318,7 @@ class Stage:
             if self._autocast_dtype is not None
             else nullcontext()
         )
-        with torch.set_grad_enabled(self._differentiates), autocast:
+        with torch.set_grad_enabled(self.differentiates), autocast:
             yield
 
     def _enter(self, place: Place) -> None:
@@ -309,14 +336,6 @@ class Stage:
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:
             parameter.grad.mul_(1.0 / self._info.loss_scale)
-
-
-def enable_checkpointing(shard: Shard) -> None:
-    """Recompute each block's forward in its backward, by the library's own means."""
-    model = shard.model
-    # transformers 5.20 gave the method a new name and deprecated the old one.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def in_parts(entries: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> Iterator[StatePart]:

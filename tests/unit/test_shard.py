@@ -239,18 +239,13 @@ def test_dropout_does_not_depend_on_the_cut(checkpointing: bool, checkpoints: An
             shard.train(True)
             shard.on_enter = seed_by_place
             if checkpointing:
-                enable_checkpointing(shard)
+                shard.recompute_blocks()
         results.append(run(shards, inputs))
     loss, gradients = results[0]
     assert not torch.equal(loss, whole("gpt2", checkpoints("gpt2"))[0])
     for other_loss, other in results[1:]:
         assert torch.equal(other_loss, loss)
         assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
-
-
-def enable_checkpointing(shard: Shard) -> None:
-    enable = getattr(shard.model, "activation_checkpointing_enable", None)
-    (enable or shard.model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def test_recompute_gives_the_gradients_of_the_stored_forward(checkpoints: Any) -> None:
@@ -262,7 +257,7 @@ def test_recompute_gives_the_gradients_of_the_stored_forward(checkpoints: Any) -
             shard.train(True)
             shard.on_enter = seed_by_place
             if checkpointing:
-                enable_checkpointing(shard)
+                shard.recompute_blocks()
         both.append(run(shards, inputs)[1])
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
 
