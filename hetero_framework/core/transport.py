@@ -4,6 +4,9 @@ A link has one reader thread and one writer thread, so that both directions move
 process computes. It knows frames but not what messages mean, except HEARTBEAT: it sends one when
 it has been silent, answers those that ask for the clock, and swallows them all. A link that
 failed in the middle of a frame is dead: it is closed and its owner hears the reason once.
+
+A frame that another link is to carry on (`route`) is written there while it comes in: the reader
+of the one link feeds the queue of the other. `outgoing.py` says what goes first.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_framework.core.buffers import BufferPool
+from hetero_framework.core.outgoing import Outgoing, SendQueue
 from hetero_framework.core.protocol import (
     DEFAULT_MAX_FRAME_BYTES,
     PREFIX_BYTES,
+    FrameHeader,
     Message,
     MessageType,
     check_start,
@@ -45,6 +50,14 @@ _AT_ONCE_BYTES = 256 * 1024
 """So much of a frame is written at once, in the sender's thread, when the link is idle."""
 _SMALL_BYTES = 64 * 1024
 """Where there is no sendmsg, buffers up to this size are joined into one."""
+_AHEAD_BYTES = 4096
+"""A small frame is read in one call, and of a large one so many bytes with its header."""
+_CHUNK_BYTES = (1 << 14, 1 << 20)
+"""Least and most of a relayed frame that is passed on at a time."""
+_CHUNK_S = 0.001
+"""How long the bytes of one such piece should take to come in."""
+_RESERVE_BYTES = 1024
+"""Of a relayed frame so much is held back, to be sent byte by byte as signs of life."""
 _CLOCK_SAMPLES = 16
 
 
@@ -64,8 +77,6 @@ _CAN_TRY = hasattr(socket, "MSG_DONTWAIT")
 _WAIT_ALL = 0 if sys.platform == "win32" else socket.MSG_WAITALL
 _TICKED = (TimeoutError, BlockingIOError)
 """What a socket call raises when the tick is over and nothing was moved."""
-
-Buffer = bytes | memoryview
 
 
 # --------------------------------------------------------------------------- connect and listen
@@ -279,23 +290,20 @@ class Clock:
 OnMoved = Callable[[str, Message, float, float], None]
 
 
-class _Outgoing:
-    """One frame on its way out: what is not written yet, and whom to tell when it is.
+class _Shares:
+    """Calls `release` when each of two users of a buffer has called it."""
 
-    `message` is kept for `Link.on_moved` only, and may be released already.
-    """
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._lock = threading.Lock()
+        self._left = 2
 
-    def __init__(
-        self,
-        buffers: Sequence[Buffer],
-        done: Callable[[], None] | None = None,
-        message: Message | None = None,
-    ) -> None:
-        self.nbytes = sum(len(buffer) for buffer in buffers)
-        self.pending = deque(memoryview(buffer) for buffer in _coalesced(buffers))
-        self.done = done
-        self.message = message
-        self.began = 0.0
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._release()
 
 
 class Link:
@@ -305,6 +313,12 @@ class Link:
     runs nothing more is read, so it should hand the message on. A HeteroError that it raises
     closes the link with that reason. `on_close(reason)` is called exactly once, in the reader
     thread, as the last thing: None after `close`, else the error. No on_message follows it.
+
+    `route(message)` is called in the reader thread when the header of a frame with tensor bytes
+    has come; the message has no tensors yet. If it returns a link, the frame goes out there as it
+    comes in, and on_message is not called for it. When this link ends in the middle of such a
+    frame, the rest of it is zeros; when the other one ends, its rest is read and dropped. A
+    HeteroError that `route` raises closes this link.
 
     `heartbeat_s`: a heartbeat goes out after so much silence of ours. `liveness_s`: the link
     fails after so much silence of the peer; any byte counts as life. `handshake_s`: the first
@@ -325,6 +339,7 @@ class Link:
         on_message: Callable[[Message], None],
         on_close: Callable[[HeteroError | None], None],
         *,
+        route: Callable[[Message], Link | None] | None = None,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         heartbeat_s: float = 2.0,
         liveness_s: float = 30.0,
@@ -340,20 +355,23 @@ class Link:
         self._socket = sock
         self._on_message = on_message
         self._on_close = on_close
+        self._route = route
         self._heartbeat_s = heartbeat_s
         self._liveness_s = liveness_s
         self._handshake_deadline: float | None = time.monotonic() + handshake_s
         self._handshake_s = handshake_s
         self._max_queue_bytes = max_queue_bytes
         self._pool = BufferPool(allocate)
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received, and not looked at before
+        self._ahead_from = self._ahead_to = 0
+        self._chunk_bytes = _CHUNK_BYTES[0]
         self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
         self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
 
         # Guarded by _changed: the queue, and how far the link has come in its life.
         self._changed = threading.Condition()
-        self._queue: deque[_Outgoing] = deque()
-        self._queued_bytes = 0
-        self._pong: _Outgoing | None = None  # the last answer to a ping
+        self._queue = SendQueue()
+        self._pong: Outgoing | None = None  # the last answer to a ping
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
@@ -376,7 +394,7 @@ class Link:
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be written."""
-        return self._queued_bytes
+        return self._queue.nbytes
 
     def ping(self) -> None:
         """Ask for the peer's clock; `clock` tells when the answer is there. Does nothing on a
@@ -394,19 +412,14 @@ class Link:
         link's reason (PeerLostError) when it is closed.
         """
         buffers = encode(message, self.max_frame_bytes)
-        self._enqueue(_Outgoing(buffers, done, message if len(buffers) > 1 else None))
+        self._enqueue(Outgoing(buffers, done, message if len(buffers) > 1 else None))
 
     def forward(self, message: Message) -> None:
         """Queue a received message as the very bytes it came as, without decoding or copying;
         it is released when they are written. Raises as `send` does."""
         buffers = message.forward_buffers()
-        outgoing = _Outgoing(buffers, message.release, message if len(buffers) > 1 else None)
-        rest = outgoing.nbytes - PREFIX_BYTES + 4
-        if rest > self.max_frame_bytes:
-            raise ProtocolError(
-                f"{message.type.name}: a frame of {rest} bytes is larger than the "
-                f"{self.max_frame_bytes} bytes agreed with {self.name}"
-            )
+        outgoing = Outgoing(buffers, message.release, message if len(buffers) > 1 else None)
+        self._check_size(message, outgoing.nbytes)
         self._enqueue(outgoing)
 
     def close(self, drain_s: float = 5.0) -> None:
@@ -429,27 +442,37 @@ class Link:
 
     # ---- writing
 
-    def _enqueue(self, outgoing: _Outgoing) -> None:
+    def _check_size(self, message: Message, nbytes: int) -> None:
+        """Raise ProtocolError when the peer has not agreed to a frame of `nbytes`."""
+        rest = nbytes - PREFIX_BYTES + 4
+        if rest > self.max_frame_bytes:
+            raise ProtocolError(
+                f"{message.type.name}: a frame of {rest} bytes is larger than the "
+                f"{self.max_frame_bytes} bytes agreed with {self.name}"
+            )
+
+    def _enqueue(self, outgoing: Outgoing, source: Link | None = None) -> None:
         """Hand a frame to the writer. When nothing is before it, its beginning is written at once:
         a small frame then needs no writer, and of a large one the peer reads the beginning while
-        the writer wakes up. The rest is the writer's, for the sender has to compute."""
+        the writer wakes up. The rest is the writer's, for the sender has to compute.
+
+        Waits for room no longer than `source`, the link that it comes from, lives.
+        """
         with self._changed:
             # A frame larger than the bound may pass alone.
-            self._changed.wait_for(
-                lambda: (
-                    self.closed
-                    or not self._queue
-                    or self._queued_bytes + outgoing.nbytes <= self._max_queue_bytes
-                )
-            )
+            while (
+                self._queue
+                and self._queue.nbytes + outgoing.nbytes > self._max_queue_bytes
+                and not self.closed
+            ):
+                self._changed.wait(None if source is None else _TICK_S)
+                if source is not None and source._dead:
+                    return
             if self.closed:
                 raise self._reason or PeerLostError(f"{self.name}: the link is closed")
-            complete = _CAN_TRY and not self._queue and self._write_now(outgoing)
-            if complete:
-                self._count(outgoing)
-            else:
-                self._queue.append(outgoing)
-                self._queued_bytes += outgoing.nbytes
+            complete = self._write_now(outgoing)
+            if not complete:
+                self._queue.add(outgoing)
                 self._changed.notify_all()
         if complete:
             self._tell(outgoing)
@@ -460,91 +483,135 @@ class Link:
         It never waits for room: the reader answers pings. A peer that pings and does not read
         gets one answer at a time.
         """
-        beat = _Outgoing(encode(Message(MessageType.HEARTBEAT, dict(fields))))
+        beat = Outgoing(encode(Message(MessageType.HEARTBEAT, dict(fields))))
         with self._changed:
             if self.closed or ("pong" in fields and self._pong in self._queue):
                 return
             if "pong" in fields:
                 self._pong = beat
-            if _CAN_TRY and not self._queue and self._write_now(beat):
-                self._count(beat)
-                return
-            self._queue.insert(1, beat)
-            self._queued_bytes += beat.nbytes
-            self._changed.notify_all()
+            if not self._write_now(beat):
+                self._queue.add(beat, urgent=True)
+                self._changed.notify_all()
 
-    def _write_now(self, outgoing: _Outgoing) -> bool:
-        """Write a beginning without waiting (the queue is empty); whether the frame is complete.
+    def _write_now(self, outgoing: Outgoing) -> bool:
+        """Write a beginning without waiting, if nothing is before it; whether that was all.
 
         An error leaves the frame to the writer, which meets it again and reports it.
         """
+        if not _CAN_TRY or outgoing.missing or not self._queue.idle:
+            return False
         started = outgoing.began = time.perf_counter()
+        piece = outgoing.take()
         with contextlib.suppress(OSError):
-            sent = _send_some(self._socket, outgoing.pending, socket.MSG_DONTWAIT, _AT_ONCE_BYTES)
-            _drop_sent(outgoing.pending, sent)
+            sent = _send_some(self._socket, piece, socket.MSG_DONTWAIT, _AT_ONCE_BYTES)
+            _drop_sent(piece, sent)
+            outgoing.left -= sent
         self.stats.write_s += time.perf_counter() - started
-        return not outgoing.pending
+        if piece:
+            outgoing.put_back(piece)
+            return False
+        self._count(outgoing)
+        return True
 
-    def _count(self, outgoing: _Outgoing) -> None:
+    def _count(self, outgoing: Outgoing) -> None:
         self.stats.bytes_out += outgoing.nbytes
         self.stats.frames_out += 1
 
-    def _tell(self, outgoing: _Outgoing) -> None:
+    def _tell(self, outgoing: Outgoing) -> None:
         """After the last byte of a frame, or when the link died before that."""
         ended = time.perf_counter()
         if outgoing.done is not None:
             outgoing.done()
-        if self.on_moved is not None and outgoing.message is not None and not outgoing.pending:
+        if self.on_moved is None or outgoing.message is None or outgoing.left:
+            return
+        if outgoing.began is not None:
             self.on_moved("send", outgoing.message, outgoing.began, ended)
 
     def _write(self) -> None:
-        beat = encode(Message(MessageType.HEARTBEAT))
+        reason: HeteroError | None = HeteroError(f"{self.name}: what follows a frame failed")
         try:
-            while True:
-                outgoing = self._next_outgoing(beat)
-                if outgoing is None:
-                    break
-                started = time.perf_counter()
-                outgoing.began = outgoing.began or started
-                self._write_pending(outgoing.pending)
-                elapsed = time.perf_counter() - started
-                self._forget(outgoing, elapsed)
+            while (outgoing := self._next_outgoing()) is not None:
+                while piece := self._next_piece(outgoing):
+                    self._write_piece(outgoing, piece)
+                self._forget(outgoing)
+            reason = None
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
         except OSError as error:
-            self._fail(PeerLostError(f"{self.name}: connection lost while writing: {_said(error)}"))
+            reason = PeerLostError(f"{self.name}: connection lost while writing: {_said(error)}")
+        finally:
+            if reason is not None:
+                self._fail(reason)
 
-    def _next_outgoing(self, beat: Sequence[Buffer]) -> _Outgoing | None:
-        """The frame to write next; a heartbeat after heartbeat_s without one; None at the end.
-
-        It stays at the head of the queue until `_forget`: an empty queue means that nobody is
-        in the middle of a frame.
-        """
+    def _next_outgoing(self) -> Outgoing | None:
+        """The frame to write next; a heartbeat after heartbeat_s without one; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self.closed, timeout=self._heartbeat_s)
-            if self._dead or (self._closing and not self._queue):
+            self._changed.wait_for(
+                lambda: not self._queue.idle or self.closed, timeout=self._heartbeat_s
+            )
+            if self._dead:
                 return None
-            if not self._queue:
-                self._queue.append(_Outgoing(beat))
-                self._queued_bytes += self._queue[0].nbytes
-            return self._queue[0]
+            outgoing = self._queue.next()
+            if self._closing and (outgoing is None or outgoing.missing):
+                return None
+            if outgoing is None:
+                outgoing = Outgoing(encode(Message(MessageType.HEARTBEAT)))
+                self._queue.add(outgoing, urgent=True)
+            if outgoing.began is None:
+                self._queue.begin(outgoing, time.perf_counter())
+            return outgoing
 
-    def _forget(self, outgoing: _Outgoing, elapsed_s: float) -> None:
+    def _next_piece(self, outgoing: Outgoing) -> deque[memoryview]:
+        """What can be written of it, when there is something; nothing at its end, or ours.
+
+        While nothing comes in, a byte of the reserve now and then tells the peer that we live. A
+        link that is closing waits for no other one.
+        """
+        quiet_until = time.monotonic() + self._heartbeat_s
         with self._changed:
-            self._queue.popleft()
-            self._queued_bytes -= outgoing.nbytes
-            self.stats.write_s += elapsed_s
-            if not outgoing.pending:
+            while not self._dead:
+                if self._closing:
+                    outgoing.pad()
+                piece = outgoing.take(_RESERVE_BYTES)
+                if piece or not outgoing.missing:
+                    return piece
+                left = quiet_until - time.monotonic()
+                if left <= 0:
+                    return outgoing.take_one()
+                self._changed.wait(left)
+        return deque()
+
+    def _write_piece(self, outgoing: Outgoing, piece: deque[memoryview]) -> None:
+        """Write all of it, unless the link dies meanwhile."""
+        started = time.perf_counter()
+        piece = _coalesced(piece)
+        while piece and not self._dead:
+            # On a timeout the peer does not read at present; the reader watches its life.
+            with contextlib.suppress(*_TICKED):
+                sent = _send_some(self._socket, piece)
+                _drop_sent(piece, sent)
+                outgoing.left -= sent
+        self.stats.write_s += time.perf_counter() - started
+
+    def _forget(self, outgoing: Outgoing) -> None:
+        with self._changed:
+            self._queue.remove(outgoing)
+            if not outgoing.left:
                 self._count(outgoing)
             self._changed.notify_all()
         self._tell(outgoing)
 
-    def _write_pending(self, pending: deque[memoryview]) -> None:
-        """Write all of it, unless the link dies meanwhile."""
-        while pending and not self._dead:
-            # On a timeout the peer does not read at present; the reader watches its life.
-            with contextlib.suppress(*_TICKED):
-                _drop_sent(pending, _send_some(self._socket, pending))
+    # ---- relaying: called by the reader of the link that a frame comes from
+
+    def _feed(self, outgoing: Outgoing, data: memoryview) -> None:
+        with self._changed:
+            outgoing.feed(data)
+            self._changed.notify_all()
+
+    def _pad(self, outgoing: Outgoing) -> None:
+        with self._changed:
+            outgoing.pad()
+            self._changed.notify_all()
 
     # ---- reader thread
 
@@ -568,25 +635,17 @@ class Link:
             self._on_close(self._reason)
 
     def _read_frames(self) -> None:
-        prefix = memoryview(bytearray(PREFIX_BYTES))
-        while self._fill(prefix, at_start=True):
+        while (prefix := self._take(PREFIX_BYTES, at_start=True)) is not None:
             header_bytes, payload_bytes = parse_prefix(prefix, self.max_frame_bytes)
-            header = memoryview(bytearray(header_bytes))
-            self._fill(header)
-            frame = parse_header(bytes(prefix), bytes(header), payload_bytes)
-            if payload_bytes:
-                buffer, release = self._pool.take(payload_bytes)
-                started = time.perf_counter()
-                self._fill(buffer)
-                ended = time.perf_counter()
-                self.stats.read_s += ended - started
-                message = frame.attach(buffer, release)
-                if self.on_moved is not None:
-                    self.on_moved("receive", message, started, ended)
-            else:
-                message = frame.attach()
+            header = self._take(header_bytes)
+            if header is None:
+                return
+            frame = parse_header(prefix, header, payload_bytes)
+            message = self._receive(frame) if payload_bytes else frame.attach()
             self.stats.bytes_in += PREFIX_BYTES + header_bytes + payload_bytes
             self.stats.frames_in += 1
+            if message is None:
+                continue
             if message.type is MessageType.HEARTBEAT:
                 self._heard_beat(message.meta)
                 continue
@@ -595,6 +654,62 @@ class Link:
                 message.release()
             else:
                 self._on_message(message)
+
+    def _receive(self, frame: FrameHeader) -> Message | None:
+        """The message with its tensors; None when another link has taken it over."""
+        started = time.perf_counter()
+        link = None
+        if self._route is not None and not self._closing:
+            announced = _announced(frame)
+            link = self._route(announced)
+        if link is not None:
+            self._handshake_deadline = None
+            link._check_size(announced, len(frame.raw) + frame.payload_bytes)
+        buffer, release = self._pool.take(frame.payload_bytes)
+        if link is None:
+            message, whole = frame.attach(buffer, release), self._fill(buffer)
+        else:
+            message = announced
+            whole = self._relay(frame, message, link, buffer, _Shares(release))
+        if not whole:
+            return None
+        ended = time.perf_counter()
+        self.stats.read_s += ended - started
+        if self.on_moved is not None:
+            self.on_moved("receive", message, started, ended)
+        return message if link is None else None
+
+    def _relay(
+        self, frame: FrameHeader, message: Message, link: Link, buffer: memoryview, share: _Shares
+    ) -> bool:
+        """Read the tensor bytes into `buffer` and feed them to `link` as they come; whether all
+        came."""
+        outgoing = Outgoing([frame.raw], share, message, missing=len(buffer))
+        try:
+            link._enqueue(outgoing, source=self)
+        except HeteroError:
+            share()  # it is closed; its own reader reports that
+        got = 0
+        try:
+            while got < len(buffer):
+                started = time.perf_counter()
+                count = self._fill_some(buffer[got : got + self._chunk_bytes])
+                if not count:
+                    return False
+                link._feed(outgoing, buffer[got : got + count])
+                got += count
+                self._size_chunks(count / (time.perf_counter() - started))
+            return True
+        finally:
+            link._pad(outgoing)
+            share()
+
+    def _size_chunks(self, bytes_per_s: float) -> None:
+        """A piece is passed on when it is complete: quick ones may be larger, which saves turns of
+        the threads."""
+        smallest, largest = _CHUNK_BYTES
+        aim = min(int(bytes_per_s * _CHUNK_S), self._chunk_bytes * 2)
+        self._chunk_bytes = max(smallest, min(largest, aim))
 
     def _heard_beat(self, fields: dict[str, float]) -> None:
         now = time.perf_counter()
@@ -606,43 +721,76 @@ class Link:
             self._round_trips.append((now - asked, fields["at"] - (asked + now) / 2))
             self.clock = Clock(*min(self._round_trips))
 
-    def _fill(self, view: memoryview, at_start: bool = False) -> bool:
-        """Receive exactly len(view) bytes. False when the link was closed on our side.
+    def _take(self, nbytes: int, at_start: bool = False) -> bytes | None:
+        """The next bytes of a frame's head; None when the link was closed on our side.
 
-        Raises PeerLostError when the peer is gone, silent for liveness_s, or (`at_start`: between
-        two frames) has closed the connection.
+        More may be received than that, and waits in `_ahead`. `at_start`: between two frames.
         """
+        if nbytes > _AHEAD_BYTES:
+            long = memoryview(bytearray(nbytes))
+            return bytes(long) if self._fill(long) else None
+        while (have := self._ahead_to - self._ahead_from) < nbytes:
+            if self._ahead_from:
+                self._ahead[:have] = self._ahead[self._ahead_from : self._ahead_to]
+                self._ahead_from, self._ahead_to = 0, have
+            count = self._receive_some(self._ahead[have:], 0, at_start and not have)
+            if not count:
+                return None
+            self._ahead_to += count
+            if at_start:
+                check_start(self._ahead[: self._ahead_to])
+        start = self._ahead_from
+        self._ahead_from = start + nbytes
+        return bytes(self._ahead[start : start + nbytes])
+
+    def _fill(self, view: memoryview) -> bool:
+        """Receive exactly len(view) bytes. False when the link was closed on our side."""
         got = 0
-        size = len(view)
-        last_sign = time.monotonic()
-        while got < size:
+        while got < len(view):
+            count = self._fill_some(view[got:])
+            if not count:
+                return False
+            got += count
+        return True
+
+    def _fill_some(self, view: memoryview) -> int:
+        """Receive len(view) bytes, or fewer when they do not come within a tick; 0 as above."""
+        ahead = min(len(view), self._ahead_to - self._ahead_from)
+        if not ahead:
+            return self._receive_some(view[:_MAX_CALL_BYTES], _WAIT_ALL, False)
+        view[:ahead] = self._ahead[self._ahead_from : self._ahead_from + ahead]
+        self._ahead_from += ahead
+        return ahead
+
+    def _receive_some(self, view: memoryview, flags: int, between: bool) -> int:
+        """Receive at least a byte into `view`; 0 when the link was closed on our side.
+
+        Raises PeerLostError when the peer is gone, silent for liveness_s, or (`between` two
+        frames) has closed the connection.
+        """
+        since = time.monotonic()
+        while True:
             try:
-                count = self._socket.recv_into(view[got : got + _MAX_CALL_BYTES], 0, _WAIT_ALL)
+                count = self._socket.recv_into(view, 0, flags)
             except _TICKED:
                 count = -1
             now = time.monotonic()
-            if self._dead or (self._closing and now > self._linger_until):
-                return False
+            if self._dead or (self._closing and (count == 0 or now > self._linger_until)):
+                return 0
             if count == 0:
-                if self._closing:
-                    return False
-                where = "" if at_start and got == 0 else " in the middle of a message"
+                where = "" if between else " in the middle of a message"
                 raise PeerLostError(f"{self.name} closed the connection{where}")
-            if count > 0:
-                got += count
-                last_sign = now
-                if at_start:
-                    check_start(view[:got])
-            elif now - last_sign > self._liveness_s:
-                raise PeerLostError(
-                    f"{self.name} has been silent for {now - last_sign:.0f} s",
-                    hint="check that the machine is awake and its network is connected",
-                )
             if self._handshake_deadline is not None and now > self._handshake_deadline:
                 raise PeerLostError(
                     f"{self.name} did not complete the handshake in {self._handshake_s:g} s"
                 )
-        return True
+            if count > 0:
+                return count
+            if now - since > self._liveness_s:
+                raise PeerLostError(
+                    f"{self.name} has been silent for {now - since:.0f} s",
+                    hint="check that the machine is awake and its network is connected",
+                )
 
     # ---- the end
 
@@ -661,12 +809,18 @@ class Link:
 
     def _drop_queue(self) -> None:
         with self._changed:
-            dropped = list(self._queue)
-            self._queue.clear()
-            self._queued_bytes = 0
+            dropped = self._queue.clear()
         for outgoing in dropped:
             if outgoing.done is not None:
                 outgoing.done()
+
+
+def _announced(frame: FrameHeader) -> Message:
+    """The message of a header whose tensor bytes have not come yet."""
+    message = Message.__new__(Message)  # parse_header has checked it
+    message.type, message.meta, message.tensors = frame.type, frame.meta, ()
+    message._raw = message._buffer_release = None
+    return message
 
 
 def _configure(sock: socket.socket, tick_s: float) -> None:
@@ -685,22 +839,21 @@ def _configure(sock: socket.socket, tick_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _coalesced(buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+def _coalesced(buffers: deque[memoryview]) -> deque[memoryview]:
     """Without sendmsg, neighbouring small buffers become one, to save calls and packets."""
     if _HAS_SENDMSG or len(buffers) == 1:
         return buffers
-    joined: list[Buffer] = []
-    small: list[Buffer] = []
-    for buffer in buffers:
-        if len(buffer) <= _SMALL_BYTES:
+    joined: deque[memoryview] = deque()
+    small: list[memoryview] = []
+    for buffer in [*buffers, memoryview(b"")]:
+        if 0 < len(buffer) <= _SMALL_BYTES:
             small.append(buffer)
             continue
         if small:
-            joined.append(b"".join(small))
+            joined.append(memoryview(b"".join(small)))
             small = []
-        joined.append(buffer)
-    if small:
-        joined.append(b"".join(small))
+        if len(buffer):
+            joined.append(buffer)
     return joined
 
 

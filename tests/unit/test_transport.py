@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -256,6 +258,263 @@ def test_blocked_sender_is_freed_when_the_link_ends(stack: ExitStack) -> None:
     producer.join(WAIT_S)
     assert isinstance(raised[0], PeerLostError)
     assert isinstance(a.reason(), PeerLostError)
+
+
+# ---------------------------------------------------------------------------- cut-through relay
+
+
+class Relay:
+    """A middle process: what comes from `source` goes to `target`, or where `to` says."""
+
+    def __init__(self, stack: ExitStack, near: dict[str, Any], far: dict[str, Any]) -> None:
+        self.announced: list[Message] = []
+        self.to: Callable[[Message], Link | None] = lambda message: self.out.link
+        self.source_socket, inward = sockets(stack)
+        outward, self.target_socket = sockets(stack)
+        self.out = end(stack, outward, "receiver", **far)
+        self.into = end(stack, inward, "sender", route=self._route, **near)
+
+    def _route(self, message: Message) -> Link | None:
+        self.announced.append(message)
+        return self.to(message)
+
+
+@pytest.fixture
+def relay(stack: ExitStack, request: pytest.FixtureRequest) -> Relay:
+    """Its `param`, if any: the options of both of its links."""
+    options = getattr(request, "param", {})
+    return Relay(stack, options, options)
+
+
+def receive_exactly(sock: socket.socket, count: int) -> bytes:
+    sock.settimeout(WAIT_S)
+    data = b""
+    while len(data) < count:
+        piece = sock.recv(count - len(data))
+        assert piece, f"closed after {len(data)} of {count} bytes"
+        data += piece
+    return data
+
+
+def bytes_of(message: Message) -> bytes:
+    return b"".join(encode(message))
+
+
+def test_routed_frame_goes_out_before_it_has_come_in(relay: Relay) -> None:
+    frame = bytes_of(control(1_000_000, 5))
+    half = len(frame) // 2
+    relay.source_socket.sendall(frame[:half])
+    early = receive_exactly(relay.target_socket, half - transport._RESERVE_BYTES)
+    relay.source_socket.sendall(frame[half:])
+    assert early + receive_exactly(relay.target_socket, len(frame) - len(early)) == frame
+    assert relay.into.messages == []
+    assert [(m.type, m.meta["data"], m.tensors) for m in relay.announced] == [
+        (MessageType.CONTROL, 5, ())
+    ]
+
+
+def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
+    moved: list[tuple[str, int, float, float]] = []
+
+    def note(direction: str, message: Message, began: float, ended: float) -> None:
+        moved.append((direction, message.meta["data"], began, ended))
+
+    relay.into.link.on_moved = relay.out.link.on_moved = note
+    frame = bytes_of(control(2_000_000, 7))
+    relay.source_socket.sendall(frame)
+    assert receive_exactly(relay.target_socket, len(frame)) == frame
+    wait_until(lambda: len(moved) == 2, "told")
+    assert sorted(entry[:2] for entry in moved) == [("receive", 7), ("send", 7)]
+    assert all(0 < began <= ended for _, _, began, ended in moved)
+    wait_until(lambda: relay.out.link.queued_bytes == 0, "written")
+    assert relay.into.link.stats.bytes_in == relay.out.link.stats.bytes_out == len(frame)
+
+
+def test_what_is_not_routed_is_received_whole(relay: Relay) -> None:
+    relay.to = lambda message: relay.out.link if message.meta["data"] == 2 else None
+    for number in range(4):
+        relay.source_socket.sendall(bytes_of(control(10_000, number)))
+    relay.source_socket.sendall(bytes_of(control(0, 4)))
+    assert [m.meta["data"] for m in relay.into.take(4)] == [0, 1, 3, 4]
+    assert payload_of(relay.into.messages[2]) == payload_of(control(10_000, 3))
+    # A frame without tensor bytes is not asked about.
+    assert [m.meta["data"] for m in relay.announced] == [0, 1, 2, 3]
+    frame = bytes_of(control(10_000, 2))
+    assert receive_exactly(relay.target_socket, len(frame)) == frame
+
+
+def test_whole_frame_passes_one_that_waits_for_its_bytes(relay: Relay) -> None:
+    frame = bytes_of(control(500_000, 1))
+    relay.source_socket.sendall(frame[:5000])  # too little to begin with
+    wait_until(lambda: relay.out.link.queued_bytes > 0, "queued")
+    quick = bytes_of(control(70_000, 2))
+    relay.out.link.send(control(70_000, 2))
+    assert receive_exactly(relay.target_socket, len(quick)) == quick
+    relay.source_socket.sendall(frame[5000:])
+    assert receive_exactly(relay.target_socket, len(frame)) == frame
+
+
+@pytest.mark.parametrize("count", [60, 100, 40_000, 299_000])
+def test_source_that_dies_in_a_frame_leaves_the_other_link_usable(count: int, relay: Relay) -> None:
+    frame = bytes_of(control(300_000, 1))
+    relay.source_socket.sendall(frame[:count])
+    wait_until(lambda: len(relay.announced) == 1, "announced")
+    relay.source_socket.close()
+    assert "in the middle of a message" in str(relay.into.reason())
+    relay.out.link.send(control(0, 2))
+    padded = receive_exactly(relay.target_socket, len(frame))
+    kept = len(padded.rstrip(b"\0"))
+    assert padded[:kept] == frame[:kept]
+    assert kept <= count
+    assert not relay.out.link.closed
+    after = bytes_of(control(0, 2))
+    assert receive_exactly(relay.target_socket, len(after)) == after
+
+
+@pytest.mark.parametrize("when", ["before", "in the middle"])
+def test_receiver_that_dies_leaves_the_source_usable(when: str, relay: Relay) -> None:
+    frame = bytes_of(control(3_000_000, 1))
+    begun = 0 if when == "before" else 1_500_000
+    relay.source_socket.sendall(frame[:begun])
+    if begun:
+        receive_exactly(relay.target_socket, 100_000)
+    relay.target_socket.close()
+    assert isinstance(relay.out.reason(), PeerLostError)
+    relay.source_socket.sendall(frame[begun:] + bytes_of(control(50, 2)) + frame)
+    relay.to = lambda message: None
+    relay.source_socket.sendall(bytes_of(control(50, 3)))
+    assert relay.into.take()[-1].meta["data"] in (1, 2, 3)
+    wait_until(lambda: relay.into.messages[-1].meta["data"] == 3, "the last one")
+    assert not relay.into.link.closed
+
+
+def test_frame_too_large_for_the_receiver_ends_the_source(stack: ExitStack) -> None:
+    relay = Relay(stack, {}, {"max_frame_bytes": 2000})
+    relay.source_socket.sendall(bytes_of(control(3000)))
+    reason = relay.into.reason()
+    assert isinstance(reason, ProtocolError)
+    assert "larger than the 2000 bytes agreed with receiver" in str(reason)
+    assert not relay.out.link.closed
+
+
+def test_error_of_the_route_is_the_reason(relay: Relay) -> None:
+    def refuse(message: Message) -> Link:
+        raise ProtocolError("FORWARD out of order")
+
+    relay.to = refuse
+    relay.source_socket.sendall(bytes_of(control(3000)))
+    assert str(relay.into.reason()) == "sender: FORWARD out of order"
+
+
+@pytest.mark.parametrize("relay", [{"heartbeat_s": 0.05}], indirect=True)
+def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(
+    relay: Relay, stack: ExitStack
+) -> None:
+    target = end(stack, relay.target_socket, "relay", liveness_s=0.4, heartbeat_s=0.05)
+    frame = bytes_of(control(500_000, 1))
+    relay.source_socket.sendall(frame[:200_000])
+    # Three times as long as the receiver bears silence.
+    assert not target.ended.wait(1.2)
+    relay.source_socket.sendall(frame[200_000:])
+    assert payload_of(target.take()[0]) == payload_of(control(500_000, 1))
+
+
+def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> None:
+    frame = bytes_of(control(500_000, 1))
+    relay.source_socket.sendall(frame[:200_000])
+    begun = receive_exactly(relay.target_socket, 50_000)
+    relay.out.link.send(control(0, 9))
+    started = time.monotonic()
+    closing = threading.Thread(target=relay.out.link.close)
+    closing.start()
+    rest = receive_exactly(relay.target_socket, len(frame) - len(begun))
+    assert (begun + rest)[200_001:] == bytes(len(frame) - 200_001)
+    assert receive_exactly(relay.target_socket, len(bytes_of(control(0, 9))))
+    relay.target_socket.close()
+    closing.join(WAIT_S)
+    assert time.monotonic() - started < 3
+    assert relay.out.reason() is None
+    relay.source_socket.sendall(frame[200_000:] + bytes_of(control(0, 2)))
+    assert relay.into.take()[0].meta["data"] == 2
+
+
+def test_source_that_closes_in_the_middle_of_a_frame_pads_it(relay: Relay) -> None:
+    frame = bytes_of(control(500_000, 1))
+    relay.source_socket.sendall(frame[:200_000])
+    receive_exactly(relay.target_socket, 50_000)
+    relay.into.link.close(drain_s=0.05)
+    assert relay.into.reason() is None
+    receive_exactly(relay.target_socket, len(frame) - 50_000)
+    assert not relay.out.link.closed
+
+
+def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
+    allocated: list[int] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        allocated.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    relay = Relay(stack, {"allocate": allocate}, {})
+    for number in range(5):
+        frame = bytes_of(control(700_000, number))
+        relay.source_socket.sendall(frame)
+        assert receive_exactly(relay.target_socket, len(frame)) == frame
+        wait_until(lambda: relay.out.link.queued_bytes == 0, "written")
+        wait_until(lambda: relay.into.link._pool.free_bytes > 0, "given back")
+    assert len(allocated) == 1
+
+
+def test_source_waits_for_room_no_longer_than_it_lives(stack: ExitStack) -> None:
+    relay = Relay(stack, {}, {"max_queue_bytes": 1000})
+    relay.out.link.send(control(30_000_000))  # nobody reads it
+    relay.source_socket.sendall(bytes_of(control(3_000)))
+    wait_until(lambda: len(relay.announced) == 1, "announced")
+    relay.into.link.close(drain_s=0.05)
+    assert relay.into.reason() is None
+
+
+def test_frame_may_go_back_where_it_came_from(relay: Relay) -> None:
+    relay.to = lambda message: relay.into.link
+    frame = bytes_of(control(400_000, 3))
+    relay.source_socket.sendall(frame)
+    assert receive_exactly(relay.source_socket, len(frame)) == frame
+
+
+def test_two_sources_to_one_receiver_keep_their_frames_whole(stack: ExitStack) -> None:
+    outward, far = sockets(stack)
+    out, target = end(stack, outward, "receiver"), end(stack, far, "relay")
+    rng = random.Random(3)
+    senders = []
+    for name in (0, 1000):
+        near, inward = sockets(stack)
+        end(stack, inward, f"sender {name}", route=lambda message: out.link)
+        stream = b"".join(
+            bytes_of(control(rng.choice([1, 100, 5_000, 400_000]), name + number))
+            for number in range(60)
+        )
+        cuts = sorted(rng.randrange(len(stream)) for _ in range(40))
+        pieces = [stream[a:b] for a, b in pairwise([0, *cuts, len(stream)])]
+
+        def produce(near: socket.socket = near, pieces: list[bytes] = pieces) -> None:
+            for piece in pieces:
+                near.sendall(piece)
+
+        senders.append(threading.Thread(target=produce))
+    for sender in senders:
+        sender.start()
+    for number in range(20):
+        out.link.send(control(0, 2000 + number))
+    received = target.take(140)
+    for sender in senders:
+        sender.join(WAIT_S)
+    for name, count in ((0, 60), (1000, 60), (2000, 20)):
+        numbers = [m.meta["data"] for m in received if name <= m.meta["data"] < name + 1000]
+        assert numbers == list(range(name, name + count))
+    for message in received:
+        if message.tensors:
+            size = message.payload_bytes
+            assert payload_of(message) == payload_of(control(size, message.meta["data"]))
 
 
 # --------------------------------------------------------------------------------------- ends

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from hetero_framework.core.outgoing import EARLY_BYTES, Outgoing, SendQueue
+
+
+def joined(views: Iterable[memoryview]) -> bytes:
+    return b"".join(views)
+
+
+def relayed(missing: int, head: bytes = b"head") -> Outgoing:
+    return Outgoing([head], missing=missing)
+
+
+def queue_of(*frames: Outgoing) -> SendQueue:
+    queue = SendQueue()
+    for frame in frames:
+        queue.add(frame)
+    return queue
+
+
+def test_frame_gives_its_bytes_once_and_in_order() -> None:
+    frame = Outgoing([b"ab", memoryview(b"cde")])
+    assert (frame.nbytes, frame.left, frame.missing, frame.ready) == (5, 5, 0, True)
+    assert joined(frame.take(reserve=3)) == b"abcde"
+    assert not frame.take()
+
+
+def test_what_could_not_be_written_comes_first_again() -> None:
+    frame = Outgoing([b"ab", b"cd", b"ef"])
+    taken = frame.take()
+    taken.popleft()
+    frame.put_back(taken)
+    assert joined(frame.take()) == b"cdef"
+
+
+@pytest.mark.parametrize("reserve", [0, 1, 3, 5, 7, 8, 100])
+def test_reserve_stays_until_everything_is_here(reserve: int) -> None:
+    frame = relayed(missing=5)
+    frame.feed(memoryview(b"12"))
+    frame.feed(memoryview(b"3"))
+    written = joined(frame.take(reserve))
+    assert written == b"head123"[: max(0, 7 - reserve)]
+    one = joined(frame.take_one())
+    assert one == b"head123"[len(written) : len(written) + 1]
+    frame.feed(memoryview(b"45"))
+    assert written + one + joined(frame.take(reserve)) == b"head12345"
+    assert frame.take_one() == frame.take(reserve)
+
+
+def test_padding_makes_the_frame_whole_with_zeros_and_ends_the_feeding() -> None:
+    frame = relayed(missing=3_000_000)
+    frame.feed(memoryview(b"12"))
+    frame.pad()
+    frame.feed(memoryview(b"late"))
+    assert joined(frame.take(reserve=10)) == b"head12" + bytes(2_999_998)
+    assert frame.missing == 0
+
+
+def test_whole_frames_pass_one_that_is_still_coming_in() -> None:
+    slow, first, second = relayed(EARLY_BYTES + 2), Outgoing([b"first"]), Outgoing([b"second"])
+    queue = queue_of(slow)
+    assert queue.idle
+    queue.add(first)
+    queue.add(second)
+    assert queue.next() is first
+    slow.feed(memoryview(bytes(EARLY_BYTES)))
+    assert queue.next() is first
+    queue.begin(first, 1.0)
+    slow.feed(memoryview(b"12"))
+    assert queue.next() is first  # nothing passes a frame that is being written
+    queue.remove(first)
+    assert queue.next() is slow  # whole by now, and it came before the second
+    queue.begin(slow, 2.0)
+    queue.remove(slow)
+    assert queue.next() is second
+    queue.remove(second)
+    assert (len(queue), queue.nbytes) == (0, 0)
+
+
+def test_nothing_passes_once_a_frame_has_begun() -> None:
+    slow, waiting = relayed(EARLY_BYTES + 2), Outgoing([b"waiting"])
+    queue = queue_of(relayed(9), slow)
+    slow.feed(memoryview(b"12"))
+    assert queue.idle
+    assert not slow.ready
+    slow.feed(memoryview(bytes(EARLY_BYTES)))
+    assert queue.next() is slow
+    queue.begin(slow, 1.0)
+    queue.add(waiting)
+    urgent = Outgoing([b"beat"])
+    queue.add(urgent, urgent=True)
+    assert queue.next() is slow
+    queue.remove(slow)
+    assert queue.next() is urgent
+    assert urgent in queue
+    assert slow not in queue
+
+
+def test_urgent_frame_is_next_when_nothing_has_begun() -> None:
+    urgent = Outgoing([b"beat"])
+    queue = queue_of(Outgoing([b"first"]))
+    queue.add(urgent, urgent=True)
+    assert queue.next() is urgent
+
+
+def test_cleared_frames_take_nothing_more() -> None:
+    frame = relayed(4)
+    queue = queue_of(frame)
+    assert queue.clear() == [frame]
+    frame.feed(memoryview(b"1234"))
+    assert not frame.take()
+    assert (len(queue), queue.nbytes) == (0, 0)
