@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -61,6 +62,12 @@ class TrainData:
         eval_longest = self.eval_examples.longest if self.eval_examples is not None else 0
         return max(self.examples.longest, eval_longest)
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in the longest row, or of the longest example where one row holds several."""
+        multiple = self.pad_to_multiple_of or 1
+        return math.ceil(self.longest / multiple) * multiple
+
     def epoch_of(self, step: int) -> float:
         """The epoch, as the Trainer logs it, once `step` (from 0) is done."""
         return self.order.epoch_of(step)
@@ -113,8 +120,11 @@ def load_data(
         evaluation = reader.read("eval", data.eval, data.eval_split)
         if train.fingerprint() == evaluation.fingerprint():
             report.append("warning: the evaluation data are the training data")
-    pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    report.append("no padding: one row per micro-batch" if data.padding_free else sentence)
+    if data.padding_free:
+        pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
+    else:
+        pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
+    report.append(sentence)
     return TrainData(
         examples=train,
         eval_examples=evaluation,

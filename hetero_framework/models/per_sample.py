@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-PER_SAMPLE = "sdpa_per_sample"
+# transformers takes a name with "sdpa" or "flash" in it for one of its own.
+PER_SAMPLE = "per_sample"
 
 
 def register_per_sample() -> None:
