@@ -24,6 +24,7 @@ from hetero_framework.models.anatomy import learn_anatomy
 from hetero_framework.models.export import write_adapter, write_checkpoint
 from hetero_framework.models.memory import StageMemory, check_fits, estimate_memory
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.per_sample import PER_SAMPLE
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore
@@ -34,7 +35,7 @@ from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.roles import machine_of
 from hetero_framework.trainer.schedule import window_size
 from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
-from hetero_framework.trainer.verify import admit
+from hetero_framework.trainer.verify import admit, admit_packing
 from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
 
 Facts = Mapping[str | int, MachineFacts]
@@ -77,7 +78,7 @@ def prepare(config: Config, note: Note) -> Prepared:
     data = load_data(config, tokenizer, vocab_size=vocab_size)
     for line in data.report:
         note(line)
-    check_positions(model_config, data.longest)
+    check_positions(model_config, data.row_tokens)
     adapter_plan = None
     if config.adapter is not None:
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
@@ -86,9 +87,11 @@ def prepare(config: Config, note: Note) -> Prepared:
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
         note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
+    if data.padding_free:
+        config = without_padding(config, model_config, note)
     window = window_size(len(config.shard_plan), config.training.max_in_flight)
     memory = estimate_memory(
-        config, model_config, window=window, tokens=data.longest, plan=adapter_plan
+        config, model_config, window=window, tokens=data.row_tokens, plan=adapter_plan
     )
     return Prepared(
         config=config,
@@ -97,8 +100,21 @@ def prepare(config: Config, note: Note) -> Prepared:
         data=data,
         adapter_plan=adapter_plan,
         memory=memory,
-        max_frame_bytes=largest_frame(config, model_config, data.longest),
+        max_frame_bytes=largest_frame(config, model_config, data.row_tokens),
     )
+
+
+def without_padding(config: Config, model_config: PretrainedConfig, note: Note) -> Config:
+    """`config` with the attention that keeps samples of one row apart.
+
+    Raises ArchitectureError where the model has none.
+    """
+    assert config.model is not None
+    attention = admit_packing(model_config, shard_ranges(config))
+    cost = "takes each sample by itself" if attention == PER_SAMPLE else "is the model's own"
+    note(f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}")
+    model = config.model.model_copy(update={"attn_implementation": attention})
+    return config.model_copy(update={"model": model})
 
 
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
@@ -126,6 +142,8 @@ def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
 
 def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
     """Upper bound in bytes of any frame of this run: a boundary tensor or a part of a state.
+
+    `tokens` is the longest row; samples in one row are together no longer than their rows.
 
     A state part holds at most one tensor beyond its nominal size, in at most 8 bytes per number; a
     boundary may carry several residual streams, each in at most 4 bytes per number.
