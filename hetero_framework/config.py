@@ -158,6 +158,11 @@ class PlanEntry(Section):
         description="Optional mark of the stage that holds the head; only the last entry can have"
         " true.",
     )
+    links: Literal["auto", "relay", "direct"] | None = Field(
+        default=None,
+        description="How tensors cross the boundary in front of this stage. null: as the run's"
+        " `links` says.",
+    )
     gradient_checkpointing: bool | None = Field(
         default=None,
         description="Whether this stage computes its layers again backward. null: as"
@@ -572,7 +577,8 @@ class TrainingConfig(Section):
     max_in_flight: int | None = Field(
         default=None,
         ge=1,
-        description="Micro-batches in the pipeline at once. null: twice the number of stages.",
+        description="Micro-batches in the pipeline at once. null: sized from the measured times"
+        " of stages and links, within each device's memory.",
         json_schema_extra={"unit": "micro-batches"},
     )
     verify_architecture: bool = Field(
@@ -706,6 +712,11 @@ class Config(Section):
     data: DataConfig | None = Field(default=None, description="What to train on.")
     training: TrainingConfig = Field(
         default_factory=lambda: TrainingConfig(), description="How to train."
+    )
+    links: Literal["auto", "relay", "direct"] = Field(
+        default="auto",
+        description='How tensors travel between two workers: "direct" over a link of their own,'
+        ' "relay" through the coordinator, "auto" directly where the workers reach each other.',
     )
     wire: WireConfig = Field(
         default_factory=lambda: WireConfig(), description="How tensors travel between stages."

@@ -28,7 +28,7 @@ import msgpack
 
 from hetero_framework.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 PREFIX = struct.Struct(">QI")
 PREFIX_BYTES = PREFIX.size
@@ -90,7 +90,7 @@ class MessageType(IntEnum):
     FORWARD = 12
     BACKWARD = 13
     LOSS = 14
-    COLLECT = 20
+    FINISHED = 15
     GRADIENTS = 21
     COMMIT = 22
     COMMITTED = 23
@@ -103,6 +103,11 @@ class MessageType(IntEnum):
     HEARTBEAT = 40
     BYE = 41
     CONTROL = 50
+    CONNECT = 60
+    CONNECTED = 61
+    PEER_HELLO = 62
+    PEER_WELCOME = 63
+    PEER_LOST = 64
 
 
 # ---------------------------------------------------------------------------------------- fields
@@ -167,6 +172,8 @@ NAMES = _list_of(STR)
 
 COORDINATOR = "coordinator"
 WORKER = "worker"
+DIALLER = "connecting worker"
+LISTENER = "accepting worker"
 EITHER = "either"
 
 
@@ -174,8 +181,9 @@ EITHER = "either"
 class MessageSpec:
     """What one message is. `about` says who sends it to whom and what answers it.
 
-    `sender` is "coordinator", "worker" or "either"; the other side receives. `tensors` is the
-    smallest and largest number of tensors; `named` means one tensor for each entry of the field
+    `sender` is "coordinator", "worker", on a link between two workers "connecting worker" or
+    "accepting worker", or "either"; the other side receives. `tensors` is the smallest and
+    largest number of tensors; `named` means one tensor for each entry of the field
     `names`. `long` allows a header up to MAX_LONG_HEADER_BYTES.
     """
 
@@ -193,6 +201,8 @@ class MessageSpec:
 
 
 _STEP = {"step": INT, "attempt": INT}
+_CODED = {"codec": STR, "shape": _list_of(INT), "dtype": STR}
+_PEER = {"protocol": INT, "package": STR, "run_id": STR, "worker_id": ID}
 _MANY = (0, MAX_TENSORS)
 
 SPEC: dict[MessageType, MessageSpec] = {
@@ -274,7 +284,10 @@ SPEC: dict[MessageType, MessageSpec] = {
     ),
     MessageType.STEP: MessageSpec(
         "Coordinator to worker: a training step (or one evaluation pass, `train` false) begins "
-        "with so many micro-batches; `num_items` label tokens in all of them together.",
+        "with so many micro-batches; `num_items` label tokens in all of them together. `attempt` "
+        "grows with every STEP of a run. `held` says how many forwards each of the worker's "
+        "stages may store, `policy` are the numbers that order its tasks, `direct` the boundaries "
+        "(numbers of the stage before each) whose tensors go straight to the other worker.",
         COORDINATOR,
         {
             **_STEP,
@@ -282,30 +295,38 @@ SPEC: dict[MessageType, MessageSpec] = {
             "micro_batches": INT,
             "num_items": INT,
             "loss_scale": FLOAT,
+            "held": _list_of(_record(index=INT, limit=INT)),
+            "policy": _list_of(FLOAT),
+            "direct": _list_of(INT),
         },
     ),
     MessageType.INPUTS: MessageSpec(
         "Coordinator to worker, ahead of the activations: the batch tensors that a stage needs "
-        "for one micro-batch, in the order of `names`.",
+        "for one micro-batch, in the order of `names`. Integers travel as int32 and are int64 "
+        "again at the other end; `ones` are tensors of the value 1, of which only the shape "
+        "travels.",
         COORDINATOR,
-        {**_STEP, "stage": INT, "micro_batch": INT, "names": NAMES},
+        {**_STEP, "stage": INT, "micro_batch": INT, "names": NAMES, "ones": MAP},
         tensors=_MANY,
         named=True,
     ),
     MessageType.FORWARD: MessageSpec(
-        "To the stage `stage`: its input hidden states. A worker sends it to the coordinator, "
-        "which relays it undecoded to the worker that holds the stage. On the last stage it is "
-        "answered by LOSS and BACKWARD.",
+        "To the stage `stage`: its input hidden states. A worker sends it straight to the worker "
+        "that holds the stage, or to the coordinator, which relays it undecoded. With `codec` the "
+        "tensors are an encoded form of one of shape `shape` and type `dtype`. On the last stage "
+        "it is answered by LOSS and BACKWARD.",
         EITHER,
         {**_STEP, "stage": INT, "micro_batch": INT},
-        tensors=(1, 1),
+        _CODED,
+        tensors=(1, 2),
     ),
     MessageType.BACKWARD: MessageSpec(
-        "To the stage `stage`: the gradient of its output, or no tensor when nothing before the "
-        "boundary needs one. Relayed as FORWARD is.",
+        "To the stage `stage`: the gradient of its output, on the ways of FORWARD. There is none "
+        "where nothing before the boundary is trained.",
         EITHER,
         {**_STEP, "stage": INT, "micro_batch": INT},
-        tensors=(0, 1),
+        _CODED,
+        tensors=(1, 2),
     ),
     MessageType.LOSS: MessageSpec(
         "Worker to coordinator, from the last stage: this micro-batch's part of the loss (the sum "
@@ -313,18 +334,24 @@ SPEC: dict[MessageType, MessageSpec] = {
         WORKER,
         {**_STEP, "micro_batch": INT, "loss": FLOAT},
     ),
-    MessageType.COLLECT: MessageSpec(
-        "Coordinator to worker: all micro-batches are done. Answered by GRADIENTS.",
-        COORDINATOR,
-        _STEP,
+    MessageType.FINISHED: MessageSpec(
+        "Worker to coordinator, from the lowest stage that computes gradients, if that is a "
+        "worker's: the backward of this micro-batch is done. No answer.",
+        WORKER,
+        {**_STEP, "micro_batch": INT},
     ),
     MessageType.GRADIENTS: MessageSpec(
-        "Worker to coordinator, answers COLLECT: for each stage a float32 vector of per-parameter "
-        "norms, followed by the head's gradient where `tied` (head and embedding are one weight); "
-        "`nonfinite` are the micro-batches whose output there was not finite. Answered by COMMIT "
-        "or ABORT.",
+        "Worker to coordinator, when all micro-batches of a training step are through its stages: "
+        "for each stage a float32 vector of per-parameter norms, followed by the head's gradient "
+        "where `tied` (head and embedding are one weight); `nonfinite` are the micro-batches "
+        "whose output there was not finite; `stats` are the times and the memory of the step. "
+        "Answered by COMMIT or ABORT.",
         WORKER,
-        {**_STEP, "stages": _list_of(_record(index=INT, nonfinite=_list_of(INT), tied=BOOL))},
+        {
+            **_STEP,
+            "stages": _list_of(_record(index=INT, nonfinite=_list_of(INT), tied=BOOL)),
+            "stats": MAP,
+        },
         tensors=_MANY,
         long=True,
     ),
@@ -332,16 +359,16 @@ SPEC: dict[MessageType, MessageSpec] = {
         "Coordinator to worker: change the weights with this learning rate, after multiplying the "
         "gradients by `grad_scale`. The tensor is the embedding's new weight for a head that is "
         "one with it. It is sent again after a lost link; a worker that has committed this step "
-        "already changes nothing. Answered by COMMITTED.",
+        "already changes nothing. Answered by COMMITTED, which need not be awaited before STEP.",
         COORDINATOR,
         {**_STEP, "learning_rate": FLOAT, "grad_scale": FLOAT},
         tensors=(0, 1),
     ),
     MessageType.COMMITTED: MessageSpec(
-        "Worker to coordinator, answers COMMIT: the weights are changed; times, bytes and memory "
-        "of the step.",
+        "Worker to coordinator, answers COMMIT: the weights are changed; the recorded times of the "
+        "step, if any.",
         WORKER,
-        {**_STEP, "stats": MAP},
+        {**_STEP, "spans": LIST},
         long=True,
     ),
     MessageType.ABORT: MessageSpec(
@@ -421,6 +448,33 @@ SPEC: dict[MessageType, MessageSpec] = {
         {"request": INT, "answers": INT, "error": STR},
         tensors=_MANY,
         long=True,
+    ),
+    MessageType.CONNECT: MessageSpec(
+        "Coordinator to worker: open links to these other workers. Answered by CONNECTED.",
+        COORDINATOR,
+        {"peers": _list_of(_record(id=ID, ip=STR, port=INT)), "timeout_s": FLOAT},
+    ),
+    MessageType.CONNECTED: MessageSpec(
+        "Worker to coordinator, answers CONNECT: for each of them null, or why there is no link.",
+        WORKER,
+        {"peers": _list_of(_record(id=ID, problem=_or_none(STR)))},
+    ),
+    MessageType.PEER_HELLO: MessageSpec(
+        "First message of a link between two workers: the run, which worker I mean, and which one "
+        "I am. Answered by PEER_WELCOME or REJECT.",
+        DIALLER,
+        {**_PEER, "from_id": ID, "max_frame_bytes": INT},
+    ),
+    MessageType.PEER_WELCOME: MessageSpec(
+        "Accepts PEER_HELLO; FORWARD and BACKWARD follow in both directions.",
+        LISTENER,
+        _PEER,
+    ),
+    MessageType.PEER_LOST: MessageSpec(
+        "Worker to coordinator: the link to that worker is gone. No answer; the coordinator has "
+        "the step done again without it.",
+        WORKER,
+        {"worker_id": ID, "reason": STR},
     ),
 }
 
@@ -510,6 +564,14 @@ class Message:
         return f"Message({self.type.name}, {self.meta!r}, tensors={shapes})"
 
 
+_GREETINGS = (
+    MessageType.HELLO,
+    MessageType.WELCOME,
+    MessageType.PEER_HELLO,
+    MessageType.PEER_WELCOME,
+)
+
+
 def check(message: Message) -> None:
     """Raise ProtocolError unless the message has exactly the fields and tensors of its SPEC."""
     _check_fields(message.type, message.meta, len(message.tensors))
@@ -536,7 +598,7 @@ def _check_fields(kind: MessageType, meta: Any, num_tensors: int) -> None:
     if not isinstance(meta, dict):
         raise ProtocolError(f"{name}: the fields must be a map, got {_shown(meta)}")
     _check_plain(name, meta, 0)
-    if kind in (MessageType.HELLO, MessageType.WELCOME) and _is_other_version(meta):
+    if kind in _GREETINGS and _is_other_version(meta):
         # A later version may have other fields; `check_version` makes a readable refusal of it.
         return
     for key, field_kind in spec.required.items():

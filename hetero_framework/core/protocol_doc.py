@@ -16,6 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 _ARROWS = {
     protocol.COORDINATOR: "coordinator → worker",
     protocol.WORKER: "worker → coordinator",
+    protocol.DIALLER: "connecting worker → accepting worker",
+    protocol.LISTENER: "accepting worker → connecting worker",
     protocol.EITHER: "either",
 }
 

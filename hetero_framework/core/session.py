@@ -16,7 +16,9 @@ from enum import Enum
 
 from hetero_framework.core.protocol import (
     COORDINATOR,
+    DIALLER,
     EITHER,
+    LISTENER,
     SPEC,
     WORKER,
     Message,
@@ -37,51 +39,68 @@ class Phase(Enum):
     IDLE = "between steps"
     STEP = "a training step is running"
     EVALUATION = "an evaluation pass is running; nothing of it is committed"
-    COLLECTING = "the worker was asked for its gradient norms"
-    COLLECTED = "the norms are in; the coordinator decides"
-    COMMITTING = "the worker changes its weights"
+    COLLECTED = "the gradient norms are in; the coordinator decides"
     ABORTING = "the worker forgets the attempt"
+    PEER_GREETING = "PEER_HELLO is sent; the other worker answers"
+    FLOWING = "two workers exchange tensors"
     CLOSED = "REJECT or BYE was sent; nothing follows"
 
 
 _M = MessageType
 _ANYTIME = (_M.ERROR, _M.HEARTBEAT)
-_AFTER_WELCOME = (_M.LOG, _M.CONTROL)
+_AFTER_WELCOME = (_M.LOG, _M.CONTROL, _M.PEER_LOST)
 _STATE = (_M.STATE_REQUEST, _M.STATE, _M.LOAD_STATE, _M.STATE_LOADED)
-_DATA = (_M.INPUTS, _M.FORWARD, _M.BACKWARD)
+_BOUNDARY = (_M.FORWARD, _M.BACKWARD)
+_DATA = (_M.INPUTS, *_BOUNDARY)
+_PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
 
 
 def _order() -> dict[Phase, dict[MessageType, Phase]]:
     moves: dict[Phase, dict[MessageType, Phase]] = {
-        Phase.OPEN: {_M.HELLO: Phase.GREETING, _M.REJECT: Phase.CLOSED},
+        Phase.OPEN: {
+            _M.HELLO: Phase.GREETING,
+            _M.PEER_HELLO: Phase.PEER_GREETING,
+            _M.REJECT: Phase.CLOSED,
+        },
         Phase.GREETING: {_M.WELCOME: Phase.WELCOMED, _M.REJECT: Phase.CLOSED},
         # A worker that kept its stages over a lost link goes on where the run stands.
         Phase.WELCOMED: {
             _M.SETUP: Phase.LOADING,
             _M.ABORT: Phase.ABORTING,
-            _M.COMMIT: Phase.COMMITTING,
+            _M.COMMIT: Phase.IDLE,
             _M.REJECT: Phase.CLOSED,
         },
         Phase.LOADING: {_M.READY: Phase.READY},
         Phase.READY: {_M.START: Phase.IDLE, _M.SETUP: Phase.LOADING},
         Phase.IDLE: {_M.STEP: Phase.STEP, _M.ABORT: Phase.ABORTING, _M.SETUP: Phase.LOADING},
-        Phase.STEP: {_M.COLLECT: Phase.COLLECTING, _M.ABORT: Phase.ABORTING},
+        Phase.STEP: {_M.GRADIENTS: Phase.COLLECTED, _M.ABORT: Phase.ABORTING},
         # The last LOSS ends an evaluation; whatever is legal between steps may follow it.
         Phase.EVALUATION: {_M.STEP: Phase.STEP, _M.ABORT: Phase.ABORTING},
-        Phase.COLLECTING: {_M.GRADIENTS: Phase.COLLECTED, _M.ABORT: Phase.ABORTING},
-        Phase.COLLECTED: {_M.COMMIT: Phase.COMMITTING, _M.ABORT: Phase.ABORTING},
-        Phase.COMMITTING: {_M.COMMITTED: Phase.IDLE},
+        # COMMITTED is not awaited: the next step may have begun when it comes.
+        Phase.COLLECTED: {_M.COMMIT: Phase.IDLE, _M.ABORT: Phase.ABORTING},
         Phase.ABORTING: {_M.ABORTED: Phase.IDLE},
+        Phase.PEER_GREETING: {_M.PEER_WELCOME: Phase.FLOWING, _M.REJECT: Phase.CLOSED},
+        Phase.FLOWING: {},
         Phase.CLOSED: {},
     }
     stay: dict[Phase, tuple[MessageType, ...]] = {
-        Phase.READY: _STATE,
+        Phase.READY: (*_STATE, _M.CONNECT, _M.CONNECTED),
         # Old activations may still be relayed to a worker that has aborted already.
-        Phase.IDLE: _STATE + _DATA,
+        Phase.IDLE: (*_STATE, *_DATA, _M.COMMITTED),
         # A state that was asked for before STEP may still be arriving.
-        Phase.STEP: (*_DATA, _M.LOSS, _M.STATE, _M.STATE_LOADED),
-        Phase.EVALUATION: (*_STATE, *_DATA, _M.LOSS),
-        Phase.ABORTING: (*_DATA, _M.LOSS, _M.GRADIENTS, _M.STATE, _M.STATE_LOADED),
+        Phase.STEP: (*_DATA, _M.LOSS, _M.FINISHED, _M.STATE, _M.STATE_LOADED, _M.COMMITTED),
+        Phase.EVALUATION: (*_STATE, *_DATA, _M.LOSS, _M.COMMITTED),
+        Phase.COLLECTED: _DATA,
+        Phase.ABORTING: (
+            *_DATA,
+            _M.LOSS,
+            _M.FINISHED,
+            _M.GRADIENTS,
+            _M.STATE,
+            _M.STATE_LOADED,
+            _M.COMMITTED,
+        ),
+        Phase.FLOWING: (*_BOUNDARY, _M.CONTROL),
     }
     for phase, table in moves.items():
         table.update(dict.fromkeys(stay.get(phase, ()), phase))
@@ -89,16 +108,19 @@ def _order() -> dict[Phase, dict[MessageType, Phase]]:
             continue
         table.update(dict.fromkeys(_ANYTIME, phase))
         table[_M.BYE] = Phase.CLOSED
-        if phase not in (Phase.OPEN, Phase.GREETING):
+        if phase not in (Phase.OPEN, Phase.GREETING, *_PEER_PHASES):
             table.update(dict.fromkeys(_AFTER_WELCOME, phase))
     return moves
 
 
 ORDER = _order()
 
+ROLES = {COORDINATOR: WORKER, WORKER: COORDINATOR, DIALLER: LISTENER, LISTENER: DIALLER}
+"""Each role on a connection and the role of the other side."""
+
 
 def legal(role: str, phase: Phase) -> list[MessageType]:
-    """What `role` ("coordinator" or "worker") may send in this phase."""
+    """What `role` (one of ROLES) may send in this phase."""
     return [kind for kind in ORDER[phase] if SPEC[kind].sender in (role, EITHER)]
 
 
@@ -111,10 +133,10 @@ class Session:
     """
 
     def __init__(self, role: str) -> None:
-        if role not in (COORDINATOR, WORKER):
+        if role not in ROLES:
             raise ValueError(f"role {role!r}")
         self.role = role
-        self.peer = WORKER if role == COORDINATOR else COORDINATOR
+        self.peer = ROLES[role]
         self._phase = Phase.OPEN
         self._lock = threading.Lock()
 

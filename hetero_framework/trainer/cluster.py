@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,20 +18,24 @@ import torch
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.dal import Device, open_device
 from hetero_framework.core.protocol import Message, MessageType
-from hetero_framework.errors import HeteroError, PeerLostError, UserError
+from hetero_framework.core.trace import Recorder
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError
+from hetero_framework.trainer.exchange import Meter, unpack
 from hetero_framework.trainer.launch import LocalWorkers
 from hetero_framework.trainer.loading import load_stages
-from hetero_framework.trainer.peers import LinkLost, Peers, WorkerId
-from hetero_framework.trainer.pipeline import Pipeline
+from hetero_framework.trainer.pace import Pace, StageSeconds
+from hetero_framework.trainer.peers import DirectLost, LinkLost, Peers, WorkerId
+from hetero_framework.trainer.pipeline import Pipeline, StageStatistics
 from hetero_framework.trainer.roles import local_worker_ids, threads_for
-from hetero_framework.trainer.schedule import window_size
-from hetero_framework.trainer.verbs import StageVerbs
+from hetero_framework.trainer.schedule import Profile
+from hetero_framework.trainer.verbs import Orders, StageVerbs, StepInfo
 
 _RECONNECT_S = 60.0
 _MAX_RECOVERIES = 5
 _LOAD_POLL_S = 0.5
 _IN_ORDER_S = 10.0
 _AT_ONCE_S = 2.0
+_PEER_S = 5.0
 
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageVerbs]]
@@ -59,6 +64,7 @@ class Cluster:
         build: BuildStages = load_stages,
         debug: bool = False,
     ) -> None:
+        """`build` makes this process's stages."""
         self._config = config
         self._note = note
         self._build = build
@@ -73,6 +79,7 @@ class Cluster:
             note=note,
             debug=debug,
         )
+        self._meter = Meter(Recorder(config.training.timeline_steps))
         self._peers = Peers(
             config,
             self.run_id,
@@ -80,7 +87,10 @@ class Cluster:
             note=note,
             allocate=self.device.allocate_host,
             exit_text=self._exit_text,
+            unpack=lambda message: unpack(message, self.device),
+            watch=self._meter.watch,
         )
+        self._pace = Pace(config.stages(), window=config.training.max_in_flight)
         self._recoveries = 0
         self._attempt = 0
         self.pipeline: Pipeline
@@ -101,6 +111,8 @@ class Cluster:
             goodbye = Message(MessageType.BYE, {"reason": f"the run stopped: {text}"[:2000]})
         at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
         try:
+            if hasattr(self, "pipeline"):
+                self.pipeline.close()
             self._peers.close(goodbye, _AT_ONCE_S if at_once else _IN_ORDER_S)
         finally:
             self._local.stop(_AT_ONCE_S if at_once else _IN_ORDER_S)
@@ -147,6 +159,7 @@ class Cluster:
             for entry in ready.meta["stages"]:
                 trainable[entry["index"]] = [(n, tuple(rank)) for n, rank in entry["trainable"]]
         self.trainable = [trainable[spec.index] for spec in specs]
+        self._connect_workers(specs)
         needs = gradient_needs(self.trainable)
         for stage in local:
             stage.input_requires_grad = needs[stage.index]
@@ -158,11 +171,54 @@ class Cluster:
             specs,
             local,
             self._peers,
-            window=window_size(len(specs), config.training.max_in_flight),
+            self.device,
+            wire=config.wire,
             step_timeout_s=config.training.step_timeout_s,
-            local_peak_memory=self.device.peak_memory,
-            to_host=self.device.to_host,
-            from_host=self.device.from_host,
+            meter=self._meter,
+        )
+
+    def _connect_workers(self, specs: Sequence[StageSpec]) -> None:
+        """Open the links between workers that the plan has use for.
+
+        Raises NetworkError where the configuration insists on one that cannot be had.
+        """
+        pairs = [
+            (before.owner, after.owner)
+            for before, after in pairwise(specs)
+            if self._may_be_direct(before, after)
+        ]
+        problems = self._peers.connect_workers(pairs, _PEER_S) if pairs else {}
+        told = set()
+        for before, after in pairwise(specs):
+            pair = frozenset((before.owner, after.owner))
+            if not self._may_be_direct(before, after) or pair not in problems:
+                continue
+            if self._links(after) == "direct":
+                raise NetworkError(
+                    f"no direct link between {before.layers} and {after.layers}: {problems[pair]}",
+                    hint='open the port in the firewall, or set links to "auto" or "relay"',
+                )
+            if pair not in told:
+                told.add(pair)
+                self._note(f"{problems[pair]}; their tensors go through the coordinator")
+
+    def _links(self, after: StageSpec) -> str:
+        """The mode of the boundary in front of a stage."""
+        return self._config.shard_plan[after.index].links or self._config.links
+
+    def _may_be_direct(self, before: StageSpec, after: StageSpec) -> bool:
+        between_workers = "local" not in (before.owner, after.owner)
+        return between_workers and before.owner != after.owner and self._links(after) != "relay"
+
+    @property
+    def direct(self) -> frozenset[int]:
+        """Boundaries (numbers of the stage before each) with a link from worker to worker."""
+        specs, connected = self._config.stages(), self._peers.direct
+        return frozenset(
+            before.index
+            for before, after in pairwise(specs)
+            if self._may_be_direct(before, after)
+            and frozenset((before.owner, after.owner)) in connected
         )
 
     def _setup_message(self, worker: WorkerId, specs: Sequence[StageSpec]) -> Message:
@@ -203,12 +259,53 @@ class Cluster:
                 self._note(f"still loading: worker {', '.join(absent)}")
         return ready
 
-    # -- recovery -------------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------------
 
-    @property
-    def attempt(self) -> int:
-        """Number of the current attempt; frames of earlier ones are stale."""
-        return self._attempt
+    def begin(
+        self, step: int, micro_batches: int, *, train: bool, num_items: int, loss_scale: float = 1.0
+    ) -> None:
+        """Announce a step, or announce it again after a lost link, to every stage."""
+        self._attempt += 1
+        info = StepInfo(step, self._attempt, train, micro_batches, num_items, loss_scale)
+        direct = self.direct
+        choice = self._pace.choice(micro_batches, direct)
+        self.pipeline.begin(info, Orders(choice.limits, choice.policy, direct), choice.window)
+
+    def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> None:
+        """Learn from a step's times how to run the next ones."""
+        seconds = {
+            index: StageSeconds(
+                found.forward_s / micro_batches,
+                found.backward_s / micro_batches,
+                found.arrive_forward_s,
+                found.arrive_backward_s,
+            )
+            for index, found in statistics.items()
+        }
+        specs, direct = self._config.stages(), self.direct
+        latency_s = {}
+        for before, after in pairwise(specs):
+            if before.index in direct:
+                pair = frozenset((before.owner, after.owner))
+                round_trip_s = self.pipeline.round_trips.get(pair, 0.0)
+            else:
+                round_trip_s = sum(
+                    self._peers.clock(owner).round_trip_s or 0.0
+                    for owner in {before.owner, after.owner} - {"local"}
+                )
+            latency_s[before.index] = round_trip_s / 2
+        self._pace.observe(seconds, latency_s)
+
+    def profile(self) -> Profile:
+        """What the steps have shown of stages and boundaries."""
+        return self._pace.profile(self.direct)
+
+    def clock_offsets(self) -> dict[WorkerId, float]:
+        """Each worker's time.perf_counter() minus ours, seconds; without those not known yet."""
+        offsets = {worker: self._peers.clock(worker).offset_s for worker in self.workers}
+        return {worker: offset for worker, offset in offsets.items() if offset is not None}
+
+    # -- recovery -------------------------------------------------------------------------------
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -229,7 +326,8 @@ class Cluster:
         return self._peers.traffic()
 
     def retrying(self, action: Callable[[], T]) -> T:
-        """Run `action`; when a link breaks in it, mend the link, forget the attempt, do it again.
+        """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. A link
+        between workers is not mended: what it carried goes through the coordinator from then on.
 
         Nothing in `action` may have changed a weight before the break. Raises PeerLostError when
         the worker or its state is gone.
@@ -238,13 +336,20 @@ class Cluster:
         while True:
             try:
                 if broken:
-                    self._attempt += 1
                     self.pipeline.abort()
                     broken = False
                 result = action()
             except LinkLost as lost:
                 broken = True
                 self.recover(lost)
+            except DirectLost as lost:
+                broken = True
+                self._peers.drop_direct(lost.pair)
+                one, other = sorted(lost.pair, key=str)
+                self._note(
+                    f"lost the link between workers {one} and {other} ({lost.reason}); their "
+                    "tensors go through the coordinator now"
+                )
             else:
                 self._recoveries = 0
                 return result
@@ -266,6 +371,11 @@ class Cluster:
         self._note(f"lost the link to worker {lost.worker} ({lost.reason}); connecting again")
         timeout_s = min(_RECONNECT_S, self._config.training.connect_timeout_s)
         self._peers.reconnect(lost.worker, timeout_s)
+        try:
+            self.pipeline.repeat_commit(lost.worker)
+        except LinkLost as again:
+            self.recover(again)
+            return
         self._note(f"worker {lost.worker} is back")
 
     def _why(self, lost: LinkLost) -> str:

@@ -34,7 +34,7 @@ from hetero_framework.trainer.metrics import MetricsWriter
 from hetero_framework.trainer.optimizer import Schedule, check_optimizer
 from hetero_framework.trainer.pipeline import StageStatistics
 from hetero_framework.trainer.snapshot import Position
-from hetero_framework.trainer.verbs import GradientReport, StepInfo
+from hetero_framework.trainer.verbs import GradientReport
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3
@@ -173,7 +173,9 @@ class Coordinator:
         batches = self._data.step_batches(self._step)
         num_items = self._data.num_items(batches, first_labels=self._first_labels)
 
-        losses, reports = self._cluster.retrying(lambda: self._gradients(batches, num_items))
+        losses, reports, stages = self._cluster.retrying(
+            lambda: self._gradients(batches, num_items)
+        )
         loss = math.fsum(losses)
         norm = self._order.global_norm(reports)
         rate = self._schedule.rate
@@ -181,13 +183,13 @@ class Coordinator:
 
         if finite:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
-            stages = self._pipeline.commit(rate, factor, self._cluster.recover)
+            self._pipeline.commit(rate, factor, self._cluster.recover)
             self._schedule.advance()
             self._skipped = 0
         else:
-            stages = self._pipeline.statistics()
             self._cluster.retrying(self._pipeline.abort)
             self._note_skip(losses, reports)
+        self._cluster.observe(len(batches), stages)
         self._scale.update(finite)
         self._step += 1
         self._tokens += (tokens := sum(int(b["attention_mask"].sum()) for b in batches))
@@ -210,20 +212,17 @@ class Coordinator:
 
     def _gradients(
         self, batches: list[MicroBatch], num_items: int
-    ) -> tuple[list[float], list[GradientReport]]:
+    ) -> tuple[list[float], list[GradientReport], dict[int, StageStatistics]]:
         """Everything before the decision; may be repeated, since it changes no weight."""
-        self._pipeline.begin(
-            StepInfo(
-                step=self._step,
-                attempt=self._cluster.attempt,
-                train=True,
-                micro_batches=len(batches),
-                num_items=num_items,
-                loss_scale=self._scale.value,
-            )
+        self._cluster.begin(
+            self._step,
+            len(batches),
+            train=True,
+            num_items=num_items,
+            loss_scale=self._scale.value,
         )
         losses = self._pipeline.run(batches)
-        return losses, self._pipeline.collect()
+        return losses, *self._pipeline.collect()
 
     def evaluate(self) -> None:
         """Mean token loss and perplexity over the evaluation data, through the same pipeline.
@@ -235,15 +234,7 @@ class Coordinator:
         started = time.perf_counter()
 
         def losses() -> list[float]:
-            self._pipeline.begin(
-                StepInfo(
-                    step=self._step,
-                    attempt=self._cluster.attempt,
-                    train=False,
-                    micro_batches=len(batches),
-                    num_items=1,
-                )
-            )
+            self._cluster.begin(self._step, len(batches), train=False, num_items=1)
             return self._pipeline.run(batches)
 
         loss = math.fsum(self._cluster.retrying(losses)) / tokens
@@ -293,6 +284,7 @@ class Coordinator:
                 self._parts, (part.tensors for _, _, part in self._pipeline.read_state("export"))
             )
         )
+        self._cluster.retrying(self._pipeline.settle)
         files = preparation.result_files(self._config, result, self._metrics.path)
         self._progress.close(files)
         return RunSummary(self._step, tuple(self._losses), files)
@@ -380,7 +372,7 @@ class Coordinator:
         lines = []
         seen = set()
         for spec in self._config.stages():
-            statistics = stages.get(spec.index, StageStatistics(0.0, 0.0, 0, 0))
+            statistics = stages.get(spec.index, StageStatistics())
             now = traffic.get(spec.owner, (0, 0, 0.0))
             before = self._traffic.get(spec.owner, (0, 0, 0.0))
             # A link that was opened again counts from zero; a worker's link is counted once.
@@ -395,11 +387,14 @@ class Coordinator:
                     "index": spec.index,
                     "owner": spec.owner,
                     "busy_s": statistics.busy_s,
+                    "forward_s": statistics.forward_s,
+                    "backward_s": statistics.backward_s,
                     "wait_s": statistics.wait_s,
                     "wire_s": wire_s,
                     "bytes_in": bytes_in,
                     "bytes_out": bytes_out,
                     "queue_peak": statistics.queue_peak,
+                    "held_peak": statistics.held_peak,
                     "peak_memory": statistics.peak_memory_bytes,
                 }
             )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hetero_framework.core.protocol import Message, MessageType
-from hetero_framework.core.tensors import from_wire, to_wire
-from hetero_framework.trainer.runner import Arrival
-from hetero_framework.trainer.verbs import GradientReport, StatePart, StepInfo, Tensors
+from hetero_framework.core.tensors import dtype_name, from_wire, to_wire
+from hetero_framework.errors import ProtocolError
+from hetero_framework.trainer.schedule import Policy
+from hetero_framework.trainer.verbs import GradientReport, Orders, StatePart, StepInfo, Tensors
 
 
-def step_message(info: StepInfo) -> Message:
+def step_message(info: StepInfo, orders: Orders) -> Message:
+    policy = orders.policy
     return Message(
         MessageType.STEP,
         {
@@ -22,55 +25,111 @@ def step_message(info: StepInfo) -> Message:
             "micro_batches": info.micro_batches,
             "num_items": info.num_items,
             "loss_scale": info.loss_scale,
+            "held": [{"index": k, "limit": limit} for k, limit in enumerate(orders.held)],
+            "policy": [
+                policy.bias,
+                policy.backward_age,
+                policy.backward_depth,
+                policy.forward_age,
+                policy.forward_depth,
+                float(policy.grouped),
+            ],
+            "direct": sorted(orders.direct),
         },
     )
 
 
 def step_info(message: Message) -> StepInfo:
-    return StepInfo(**message.meta)
+    names = ("step", "attempt", "train", "micro_batches", "num_items", "loss_scale")
+    return StepInfo(**{name: message.meta[name] for name in names})
+
+
+def step_orders(message: Message) -> Orders:
+    meta = message.meta
+    if len(meta["policy"]) != 6:
+        raise ProtocolError(f"STEP: a policy has 6 numbers, got {len(meta['policy'])}")
+    bias, backward_age, backward_depth, forward_age, forward_depth, grouped = meta["policy"]
+    held = {entry["index"]: entry["limit"] for entry in meta["held"]}
+    return Orders(
+        held=tuple(held[k] for k in sorted(held)),
+        policy=Policy(
+            bias, backward_age, backward_depth, forward_age, forward_depth, bool(grouped)
+        ),
+        direct=frozenset(meta["direct"]),
+    )
 
 
 def inputs_message(info: StepInfo, stage: int, micro_batch: int, inputs: Tensors) -> Message:
+    """Token numbers, masks and labels fit into half of their 8 bytes; a mask of ones into none."""
+    ones = {
+        name: list(tensor.shape)
+        for name, tensor in inputs.items()
+        if name == "attention_mask" and tensor.dtype == torch.int64 and bool((tensor == 1).all())
+    }
+    sent = {name: tensor for name, tensor in inputs.items() if name not in ones}
     return Message(
         MessageType.INPUTS,
-        {**_address(info, stage, micro_batch), "names": list(inputs)},
-        tuple(to_wire(tensor) for tensor in inputs.values()),
+        {**_address(info, stage, micro_batch), "names": list(sent), "ones": ones},
+        tuple(to_wire(_narrow(tensor)) for tensor in sent.values()),
     )
 
 
 def inputs_of(message: Message) -> Tensors:
-    return dict(zip(message.meta["names"], map(from_wire, message.tensors), strict=True))
+    """The batch tensors, in memory of their own."""
+    meta = message.meta
+    found = {
+        name: tensor.to(torch.int64) if tensor.dtype == torch.int32 else tensor.clone()
+        for name, tensor in zip(meta["names"], map(from_wire, message.tensors), strict=True)
+    }
+    for name, shape in meta["ones"].items():
+        found[name] = torch.ones(shape, dtype=torch.int64)
+    return found
 
 
-def hidden_message(info: StepInfo, stage: int, k: int, hidden_BSD: torch.Tensor) -> Message:
-    return Message(MessageType.FORWARD, _address(info, stage, k), (to_wire(hidden_BSD),))
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
 
 
-def gradient_message(
-    info: StepInfo, stage: int, k: int, gradient_BSD: torch.Tensor | None
+def boundary_message(
+    kind: MessageType, info: StepInfo, stage: int, micro_batch: int, parts: Sequence[torch.Tensor]
 ) -> Message:
-    tensors = () if gradient_BSD is None else (to_wire(gradient_BSD),)
-    return Message(MessageType.BACKWARD, _address(info, stage, k), tensors)
+    """FORWARD or BACKWARD with a tensor as it is."""
+    return Message(kind, _address(info, stage, micro_batch), tuple(map(to_wire, parts)))
 
 
-def tensor_of(message: Message) -> torch.Tensor | None:
-    """The boundary tensor of FORWARD or BACKWARD, lying in the message's own buffer."""
-    return from_wire(message.tensors[0]) if message.tensors else None
+def coded_message(
+    kind: MessageType,
+    info: StepInfo,
+    stage: int,
+    micro_batch: int,
+    codec: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    parts: Sequence[torch.Tensor],
+) -> Message:
+    """FORWARD or BACKWARD with the parts that a codec made of a tensor of this shape and dtype."""
+    meta = {
+        **_address(info, stage, micro_batch),
+        "codec": codec,
+        "shape": list(shape),
+        "dtype": dtype_name(dtype),
+    }
+    return Message(kind, meta, tuple(map(to_wire, parts)))
 
 
-def arrival(message: Message, from_host: Callable[[torch.Tensor], torch.Tensor]) -> Arrival:
-    """A boundary message's tensor on the device. Where that is a copy, the buffer goes back now."""
-    tensor = tensor_of(message)
-    if tensor is None:
-        return Arrival(None, message.release)
-    moved = from_host(tensor)
-    if moved.device.type == "cpu":
-        return Arrival(moved, message.release)
-    message.release()
-    return Arrival(moved)
+def loss_message(info: StepInfo, micro_batch: int, loss: float) -> Message:
+    meta = {"step": info.step, "attempt": info.attempt, "micro_batch": micro_batch, "loss": loss}
+    return Message(MessageType.LOSS, meta)
 
 
-def gradients_message(info: StepInfo, reports: dict[int, GradientReport]) -> Message:
+def finished_message(info: StepInfo, micro_batch: int) -> Message:
+    meta = {"step": info.step, "attempt": info.attempt, "micro_batch": micro_batch}
+    return Message(MessageType.FINISHED, meta)
+
+
+def gradients_message(
+    info: StepInfo, reports: dict[int, GradientReport], stats: dict[str, Any]
+) -> Message:
     tensors = []
     stages = []
     for index, report in reports.items():
@@ -84,7 +143,7 @@ def gradients_message(info: StepInfo, reports: dict[int, GradientReport]) -> Mes
         tensors.append(to_wire(report.norms))
         if report.tied_gradient is not None:
             tensors.append(to_wire(report.tied_gradient))
-    meta = {"step": info.step, "attempt": info.attempt, "stages": stages}
+    meta = {"step": info.step, "attempt": info.attempt, "stages": stages, "stats": stats}
     return Message(MessageType.GRADIENTS, meta, tuple(tensors))
 
 

@@ -18,7 +18,7 @@ import hetero_framework
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType
 from hetero_framework.core.session import Phase, Session
-from hetero_framework.core.transport import REFUSED, Link, connect
+from hetero_framework.core.transport import REFUSED, Clock, Link, connect
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -28,6 +28,7 @@ from hetero_framework.errors import (
 )
 
 WorkerId = int | str
+Watch = Callable[[str, Message, float, float], None]
 _RELAYED = (MessageType.FORWARD, MessageType.BACKWARD)
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 _HANDSHAKE_S = 60.0
@@ -50,6 +51,15 @@ class LinkLost(Exception):
         self.reason = reason
 
 
+class DirectLost(Exception):
+    """The link between two workers broke; the step in flight has to be repeated without it."""
+
+    def __init__(self, one: WorkerId, other: WorkerId, reason: str) -> None:
+        super().__init__(f"workers {one} and {other}: {reason}")
+        self.pair = frozenset((one, other))
+        self.reason = reason
+
+
 class _Busy(Exception):
     """The worker serves another run at present."""
 
@@ -69,11 +79,13 @@ class _Wire:
 
 @dataclass(frozen=True)
 class Event:
-    """What the inbox holds: a message of a worker, or the news that its link is gone."""
+    """What the inbox holds: a message of a worker with what it carried, unpacked, or the news
+    that its link is gone."""
 
     worker: WorkerId
     wire: _Wire
     message: Message | None = None
+    arrival: Any = None
     lost: str | None = None
 
 
@@ -89,9 +101,13 @@ class Peers:
         note: Callable[[str], None],
         allocate: Callable[[int], memoryview] | None = None,
         exit_text: Callable[[WorkerId], str | None] = lambda worker: None,
+        unpack: Callable[[Message], Any] = lambda message: None,
+        watch: Callable[[WorkerId], Watch] | None = None,
     ) -> None:
         """`note` shows a line to the user; `allocate` makes receive buffers (pinned on GPUs);
-        `exit_text` says how a local worker process ended, None while it lives.
+        `exit_text` says how a local worker process ended, None while it lives. `unpack` makes of
+        a message for this process, in a reader thread, what its Event has as `arrival`;
+        `watch(worker)` gives the function that hears of every frame on its link.
         """
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
@@ -101,8 +117,11 @@ class Peers:
         self._note = note
         self._allocate = allocate
         self._exit_text = exit_text
+        self._unpack = unpack
+        self._watch = watch
+        self._direct: set[frozenset[WorkerId]] = set()
         self._wires: dict[WorkerId, _Wire] = {}
-        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._owners: dict[int, WorkerId] = {}
         self._current: tuple[int, int] = (-1, -1)
         self._stop = threading.Event()
@@ -249,6 +268,8 @@ class Peers:
             handshake_s=max(_HANDSHAKE_S, timeout_s),
             allocate=self._allocate,
         )
+        if self._watch is not None:
+            wire.link.on_moved = self._watch(worker.id)
         self._wires[worker.id] = wire
         hello = {
             "protocol": PROTOCOL_VERSION,
@@ -290,6 +311,62 @@ class Peers:
                 return answers.get(timeout=_SLICE_S)
         return None
 
+    # -- links between workers ------------------------------------------------------------------
+
+    @property
+    def direct(self) -> set[frozenset[WorkerId]]:
+        """Pairs of workers that have a link of their own."""
+        return set(self._direct)
+
+    def drop_direct(self, pair: frozenset[WorkerId]) -> None:
+        """Use the link of this pair no more."""
+        self._direct.discard(pair)
+
+    def connect_workers(
+        self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
+    ) -> dict[frozenset[WorkerId], str]:
+        """Have each pair of workers open a link, the first dialling; why not, where it failed.
+
+        A pair whose first worker cannot reach the second one is tried the other way round.
+        Raises LinkLost.
+        """
+        wanted = list(dict.fromkeys(pairs))
+        problems: dict[frozenset[WorkerId], str] = {}
+        for way in (wanted, [(b, a) for a, b in wanted]):
+            left = [(a, b) for a, b in way if frozenset((a, b)) not in self._direct]
+            for (dialler, other), problem in self._dial_peers(left, timeout_s).items():
+                pair = frozenset((dialler, other))
+                if problem is None:
+                    self._direct.add(pair)
+                    problems.pop(pair, None)
+                else:
+                    text = f"worker {dialler} cannot reach worker {other}: {problem}"
+                    problems[pair] = f"{problems[pair]}; {text}" if pair in problems else text
+        return problems
+
+    def _dial_peers(
+        self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
+    ) -> dict[tuple[WorkerId, WorkerId], str | None]:
+        by_dialler: dict[WorkerId, list[dict[str, Any]]] = {}
+        for dialler, other in pairs:
+            to = self._workers[other]
+            entry = {"id": other, "ip": to.ip, "port": to.port}
+            by_dialler.setdefault(dialler, []).append(entry)
+        for dialler, entries in by_dialler.items():
+            order = {"peers": entries, "timeout_s": timeout_s}
+            self.send(dialler, Message(MessageType.CONNECT, order))
+        results: dict[tuple[WorkerId, WorkerId], str | None] = {}
+        waiting = set(by_dialler)
+        while waiting:
+            event = self.receive(_SLICE_S)
+            if event is None or event.message is None:
+                continue
+            if event.message.type is MessageType.CONNECTED:
+                waiting.discard(event.worker)
+                for entry in event.message.meta["peers"]:
+                    results[event.worker, entry["id"]] = entry["problem"]
+        return results
+
     # -- traffic --------------------------------------------------------------------------------
 
     def send(self, worker_id: WorkerId, message: Message) -> None:
@@ -305,10 +382,40 @@ class Peers:
                 raise  # a frame that is too large
             raise LinkLost(worker_id, error.message) from error
 
+    def post(self, stage: int, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Send a boundary message to the worker of a stage. A link that is gone is ignored: its
+        reader reports the loss."""
+        wire = self._wires.get(self._owners[stage])
+        if wire is None or wire.link is None:
+            return
+        wire.session.send(message)
+        try:
+            wire.link.send(message, done)
+        except HeteroError:
+            if not wire.link.closed:
+                raise  # a frame that is too large
+
+    def ping(self, worker_id: WorkerId) -> None:
+        """Have a link measure its round trip and the worker's clock."""
+        wire = self._wires.get(worker_id)
+        if wire is not None and wire.link is not None:
+            with suppress(HeteroError):
+                wire.link.ping()
+
+    def clock(self, worker_id: WorkerId) -> Clock:
+        """What pings have shown so far."""
+        wire = self._wires.get(worker_id)
+        return wire.link.clock if wire is not None and wire.link is not None else Clock()
+
+    def fail(self, error: Exception) -> None:
+        """Have `receive` raise an error that came up in another thread."""
+        self._inbox.put(error)
+
     def receive(self, timeout_s: float) -> Event | None:
         """The next event, or None after `timeout_s`.
 
-        Raises the worker's own error when it reports one, and LinkLost when its link broke.
+        Raises the worker's own error when it reports one, LinkLost when its link broke, and
+        DirectLost when a link between workers did.
         """
         while True:
             try:
@@ -317,6 +424,8 @@ class Peers:
                 )
             except queue.Empty:
                 return None
+            if isinstance(event, Exception):
+                raise event
             if event.wire is self._wires.get(event.worker):
                 if (known := self._known(event)) is not None:
                     return known
@@ -334,6 +443,12 @@ class Peers:
             error = error_from_peer(meta["kind"], f"worker {event.worker}: {meta['message']}")
             error.hint = meta.get("hint")
             raise error
+        if event.message.type is MessageType.PEER_LOST:
+            meta = event.message.meta
+            lost = DirectLost(event.worker, meta["worker_id"], meta["reason"])
+            if lost.pair in self._direct:
+                raise lost
+            return None  # the other end has told it already
         if event.message.type is MessageType.LOG:
             self._note(f"worker {event.worker}: {event.message.meta['text']}")
             return None
@@ -377,7 +492,7 @@ class Peers:
             if message.type in _RELAYED and self._relay(message):
                 return
             if greeted:
-                self._inbox.put(Event(worker_id, wire, message))
+                self._inbox.put(Event(worker_id, wire, message, self._unpack(message)))
             else:
                 greeted = True
                 answers.put(message)

@@ -6,22 +6,26 @@ is schedule.py's, the numbers are the stages'; this module only moves things.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hetero_framework import control
-from hetero_framework.config import StageSpec
+from hetero_framework.config import StageSpec, WireConfig
+from hetero_framework.core.dal import Device
 from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.core.trace import Recorder, Span
 from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer import messages
+from hetero_framework.trainer.exchange import Exchange, Meter
 from hetero_framework.trainer.peers import Event, LinkLost, Peers, WorkerId
-from hetero_framework.trainer.runner import Arrival, StageRunner
+from hetero_framework.trainer.runner import StageRunner
 from hetero_framework.trainer.verbs import (
     GradientReport,
+    Loss,
+    Orders,
     StageVerbs,
     StatePart,
     StepInfo,
@@ -33,16 +37,22 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class StageStatistics:
-    """One stage in one step: seconds busy, seconds waiting, longest queue, its worker's peak."""
+    """One stage in one step: seconds computing forward and backward and waiting, the longest
+    queue of arrivals and of stored forwards, its worker's peak memory in bytes, and mean seconds
+    on the wire of an activation and of a gradient that arrived (0: they did not travel)."""
 
-    busy_s: float
-    wait_s: float
-    queue_peak: int
-    peak_memory_bytes: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    wait_s: float = 0.0
+    queue_peak: int = 0
+    held_peak: int = 0
+    peak_memory_bytes: int = 0
+    arrive_forward_s: float = 0.0
+    arrive_backward_s: float = 0.0
 
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    @property
+    def busy_s(self) -> float:
+        return self.forward_s + self.backward_s
 
 
 class Pipeline:
@@ -53,54 +63,70 @@ class Pipeline:
         stages: Sequence[StageSpec],
         local: Sequence[StageVerbs],
         peers: Peers,
+        device: Device,
         *,
-        window: int,
+        wire: WireConfig,
         step_timeout_s: float,
-        local_peak_memory: Callable[[], int] = lambda: 0,
-        to_host: Callable[[torch.Tensor], torch.Tensor] = _same,
-        from_host: Callable[[torch.Tensor], torch.Tensor] = _same,
+        meter: Meter | None = None,
     ) -> None:
-        """`local` are the stages of this process; the others are reached through `peers`.
-
-        `to_host` and `from_host` move tensors between this process's device and memory that the
-        wire can read.
-        """
+        """`local` are the stages of this process; the others are reached through `peers`."""
         self._stages = list(stages)
-        self._runner = StageRunner(local, outbox=self)
         self._peers = peers
-        self._window = window
+        self._device = device
         self._step_timeout_s = step_timeout_s
-        self._local_peak_memory = local_peak_memory
-        self._to_host = to_host
-        self._from_host = from_host
+        self._meter = meter or Meter(Recorder(0))
+        devices = len({spec.owner for spec in stages})
+        self._runner = StageRunner(local, device, self._meter.recorder, num_devices=devices)
+        self._exchange = Exchange(
+            self._runner,
+            device,
+            wire,
+            peers.post,
+            on_loss=self._note_loss,
+            on_finished=lambda info, k: self._finished.add(k),
+            on_failure=peers.fail,
+            loss_is_awaited=False,
+        )
+        self._runner.outbox = self._exchange
+        self._window = 1
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
-        self._losses: dict[int, float] = {}
+        self._losses: dict[int, Loss] = {}
         self._finished: set[int] = set()
         self._replies: dict[tuple[WorkerId, MessageType], Message] = {}
         self._aborting: dict[WorkerId, object] = {}
+        self._commits: dict[WorkerId, Message] = {}
+        self._spans: dict[WorkerId | str, list[Span]] = {}
+        self._round_trips: dict[frozenset[WorkerId], float] = {}
         self._requests = 0
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
         peers.route(stages)
 
+    def close(self) -> None:
+        """End the thread that sends, if there is one."""
+        self._exchange.close()
+
     # -- one step, in the order of its verbs ----------------------------------------------------
 
-    def begin(self, info: StepInfo) -> None:
-        """Announce a step to every stage."""
+    def begin(self, info: StepInfo, orders: Orders, window: int) -> None:
+        """Announce a step to every stage. At most `window` micro-batches are on their way."""
         self._info = info
+        self._window = window
         self._losses.clear()
         self._finished.clear()
         self._replies.clear()
         self._began = time.perf_counter()
         self._peers.expect(info.step, info.attempt)
-        self._runner.begin(info)
+        self._runner.begin(info, orders)
         for worker in self._peers.workers:
-            self._peers.send(worker, messages.step_message(info))
+            self._peers.ping(worker)
+            self._peers.send(worker, messages.step_message(info, orders))
 
     def run(self, batches: Sequence[Tensors]) -> list[float]:
         """Drive all micro-batches forward (and backward); their losses in micro-batch order.
 
-        Raises LinkLost when a link breaks and PeerLostError when nothing moves any more.
+        Raises LinkLost or DirectLost when a link breaks and PeerLostError when nothing moves any
+        more.
         """
         launched = 0
         self._last_progress = time.monotonic()
@@ -113,15 +139,16 @@ class Pipeline:
                 self._last_progress = time.monotonic()
                 continue
             self._wait(lambda: f"losses of micro-batches {self._open_micro_batches(batches)}")
-        return [self._losses[k] for k in range(len(batches))]
+        return [float(self._losses[k]) for k in range(len(batches))]
 
-    def collect(self) -> list[GradientReport]:
-        """Every stage's gradient norms, in stage order; tied gradients are summed on the way."""
-        for worker in self._peers.workers:
-            self._peers.send(worker, self._step_only(MessageType.COLLECT))
+    def collect(self) -> tuple[list[GradientReport], dict[int, StageStatistics]]:
+        """Every stage's gradient norms, in stage order, and its times; tied gradients are summed
+        on the way. Workers send theirs by themselves when they are done."""
         reports: dict[int, GradientReport] = {}
+        replies = {}
         for worker in self._peers.workers:
-            reports.update(messages.reports_of(self._reply(worker, MessageType.GRADIENTS)))
+            replies[worker] = self._reply(worker, MessageType.GRADIENTS)
+            reports.update(messages.reports_of(replies[worker]))
         tied = next(
             (r.tied_gradient for r in reports.values() if r.tied_gradient is not None), None
         )
@@ -130,14 +157,16 @@ class Pipeline:
             report = stage.collect(tied if stage.is_first else None)
             tied = report.tied_gradient if report.tied_gradient is not None else tied
             reports[stage.index] = report
-        return [reports[spec.index] for spec in self._stages]
+        statistics = self.statistics(replies)
+        return [reports[spec.index] for spec in self._stages], statistics
 
     def commit(
         self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
-    ) -> dict[int, StageStatistics]:
-        """Step everywhere. Once this has begun, the step is decided: a link that breaks now is
-        mended by `recover`, and the commit repeated; a worker that has done it already only
-        says so.
+    ) -> None:
+        """Step everywhere; workers are told and not waited for.
+
+        Once this has begun, the step is decided: a link that breaks before its worker has answered
+        is mended by `recover`, which calls `repeat_commit`.
         """
         for stage in self._runner.stages:
             stage.commit(learning_rate, grad_scale)
@@ -146,30 +175,40 @@ class Pipeline:
             if stage.is_last and tied is not None:
                 stage.set_tied_weight(tied)
         last_owner = self._stages[-1].owner
-        pending = set(self._peers.workers)
-        orders = {
+        self._commits = {
             worker: messages.commit_message(
                 self._info, learning_rate, grad_scale, tied if worker == last_owner else None
             )
             for worker in self._peers.workers
         }
-        replies: dict[WorkerId, Message] = {}
-        to_send = list(self._peers.workers)
-        while pending:
+        for worker, order in list(self._commits.items()):
             try:
-                while to_send:
-                    self._peers.send(to_send[0], orders[to_send[0]])
-                    to_send.pop(0)
-                for worker in sorted(pending, key=str):
-                    replies[worker] = self._reply(worker, MessageType.COMMITTED)
-                    pending.discard(worker)
+                self._peers.send(worker, order)
             except LinkLost as lost:
                 recover(lost)
-                self._replies.pop((lost.worker, MessageType.COMMITTED), None)
-                pending.add(lost.worker)
-                if lost.worker not in to_send:
-                    to_send.append(lost.worker)
-        return self.statistics(replies)
+
+    def repeat_commit(self, worker: WorkerId) -> None:
+        """Over a new link: tell a worker again what it has not confirmed. One that has done it
+        already only says so."""
+        if worker in self._commits:
+            self._peers.send(worker, self._commits[worker])
+
+    @property
+    def round_trips(self) -> dict[frozenset[WorkerId], float]:
+        """Seconds there and back between workers that have a link, as their reports said."""
+        return dict(self._round_trips)
+
+    def settle(self) -> None:
+        """Wait until every worker has confirmed the last commit."""
+        self._last_progress = time.monotonic()
+        while self._commits:
+            self._wait(lambda: f"COMMITTED of workers {', '.join(map(str, self._commits))}")
+
+    def take_spans(self) -> dict[WorkerId | str, list[Span]]:
+        """What has been recorded since the last call, by process; times are of its own clock."""
+        taken, self._spans = self._spans, {}
+        taken["local"] = self._meter.recorder.take()
+        return taken
 
     def abort(self) -> None:
         """Forget the step everywhere; weights stay as they are. When it returns, nothing that was
@@ -177,6 +216,7 @@ class Pipeline:
 
         After LinkLost it may be called again: a worker that is aborting already is not told twice.
         """
+        self._exchange.flush()
         self._runner.abort()
         for worker in self._peers.workers:
             link = self._peers.generation(worker)
@@ -241,30 +281,6 @@ class Pipeline:
         message.release()
         return control.result(message)
 
-    # -- what stages hand on --------------------------------------------------------------------
-
-    def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None:
-        if self._runner.owns(stage):
-            self._runner.put_hidden(stage, micro_batch, Arrival(hidden_BSD))
-        else:
-            host = self._to_host(hidden_BSD)
-            message = messages.hidden_message(self._info, stage, micro_batch, host)
-            self._peers.send(self._peers.owner(stage), message)
-
-    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor | None) -> None:
-        if self._runner.owns(stage):
-            self._runner.put_gradient(stage, micro_batch, Arrival(gradient_BSD))
-        else:
-            host = self._to_host(gradient_BSD) if gradient_BSD is not None else None
-            message = messages.gradient_message(self._info, stage, micro_batch, host)
-            self._peers.send(self._peers.owner(stage), message)
-
-    def loss(self, micro_batch: int, loss: float) -> None:
-        self._losses[micro_batch] = loss
-
-    def finished(self, micro_batch: int) -> None:
-        self._finished.add(micro_batch)
-
     # -- inside ---------------------------------------------------------------------------------
 
     def _launch(self, micro_batch: int, inputs: Tensors) -> None:
@@ -272,7 +288,7 @@ class Pipeline:
         for spec in self._stages:
             needed = stage_inputs(spec, inputs)
             if self._runner.owns(spec.index):
-                on_device = {name: self._from_host(tensor) for name, tensor in needed.items()}
+                on_device = {name: self._device.copy_in(t) for name, t in needed.items()}
                 self._runner.put_inputs(spec.index, micro_batch, on_device)
             else:
                 message = messages.inputs_message(self._info, spec.index, micro_batch, needed)
@@ -300,16 +316,18 @@ class Pipeline:
         message = event.message
         assert message is not None
         kind, meta = message.type, message.meta
-        if "attempt" in meta and (meta["step"], meta["attempt"]) != self._key:
+        if kind is MessageType.COMMITTED:
+            self._confirmed(event.worker, message)
+        elif "attempt" in meta and (meta["step"], meta["attempt"]) != self._key:
             message.release()
         elif kind is MessageType.FORWARD:
-            self._runner.put_hidden(meta["stage"], meta["micro_batch"], self._arrival(message))
+            self._runner.put_hidden(meta["stage"], meta["micro_batch"], event.arrival)
         elif kind is MessageType.BACKWARD:
-            self._runner.put_gradient(meta["stage"], meta["micro_batch"], self._arrival(message))
+            self._runner.put_gradient(meta["stage"], meta["micro_batch"], event.arrival)
         elif kind is MessageType.LOSS:
-            self.loss(meta["micro_batch"], meta["loss"])
-            if not self._info.train:
-                self.finished(meta["micro_batch"])
+            self._note_loss(self._info, meta["micro_batch"], meta["loss"])
+        elif kind is MessageType.FINISHED:
+            self._finished.add(meta["micro_batch"])
         elif kind is MessageType.BYE:
             raise LinkLost(event.worker, meta["reason"])
         elif kind is MessageType.CONTROL and meta.get("answers") != self._requests:
@@ -317,8 +335,17 @@ class Pipeline:
         else:
             self._replies[event.worker, kind] = message
 
-    def _arrival(self, message: Message) -> Arrival:
-        return messages.arrival(message, self._from_host)
+    def _note_loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+        self._losses[micro_batch] = loss
+        if not info.train:
+            self._finished.add(micro_batch)
+
+    def _confirmed(self, worker: WorkerId, message: Message) -> None:
+        order = self._commits.get(worker)
+        if order is not None and order.meta["step"] == message.meta["step"]:
+            del self._commits[worker]
+        if message.meta["spans"]:
+            self._spans.setdefault(worker, []).extend(message.meta["spans"])
 
     def _reply(self, worker: WorkerId, kind: MessageType) -> Message:
         self._last_progress = time.monotonic()
@@ -336,30 +363,31 @@ class Pipeline:
     def _open_micro_batches(self, batches: Sequence[Tensors]) -> str:
         return ", ".join(str(k) for k in range(len(batches)) if k not in self._finished)
 
-    def statistics(
-        self, replies: Mapping[WorkerId, Message] | None = None
-    ) -> dict[int, StageStatistics]:
-        """Of the step so far: this process's stages, and those in the workers' COMMITTED."""
+    def statistics(self, replies: Mapping[WorkerId, Message]) -> dict[int, StageStatistics]:
+        """Of the step so far: this process's stages, and those in the workers' GRADIENTS."""
         seconds = time.perf_counter() - self._began
-        raw = {
-            index: {**values, "peak_memory_bytes": self._local_peak_memory()}
-            for index, values in self._runner.statistics().items()
+        arrivals = self._meter.take()
+        raw: dict[int, dict[str, Any]] = {
+            index: {
+                **dataclasses.asdict(times),
+                "peak_memory_bytes": self._device.peak_memory(),
+                "arrive_forward_s": arrivals["forward"].get(index, 0.0),
+                "arrive_backward_s": arrivals["backward"].get(index, 0.0),
+            }
+            for index, times in self._runner.statistics().items()
         }
-        for message in (replies or {}).values():
-            for index, values in message.meta["stats"]["stages"].items():
-                raw[int(index)] = {
-                    **values,
-                    "peak_memory_bytes": message.meta["stats"]["peak_memory_bytes"],
-                }
-        return {
-            index: StageStatistics(
-                busy_s=values["busy_s"],
-                wait_s=max(0.0, seconds - values["busy_s"]),
-                queue_peak=int(values["queue_peak"]),
-                peak_memory_bytes=int(values["peak_memory_bytes"]),
-            )
-            for index, values in sorted(raw.items())
-        }
+        for worker, message in replies.items():
+            stats = message.meta["stats"]
+            for index, values in stats["stages"].items():
+                raw[int(index)] = values
+            for other in self._peers.workers:
+                if str(other) in stats["round_trips"]:
+                    self._round_trips[frozenset((worker, other))] = stats["round_trips"][str(other)]
+        found = {}
+        for index, values in sorted(raw.items()):
+            busy_s = values["forward_s"] + values["backward_s"]
+            found[index] = StageStatistics(**values, wait_s=max(0.0, seconds - busy_s))
+        return found
 
 
 def stage_inputs(spec: StageSpec, inputs: Tensors) -> Tensors:

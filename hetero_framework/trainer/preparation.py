@@ -33,7 +33,7 @@ from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.roles import machine_of
-from hetero_framework.trainer.schedule import window_size
+from hetero_framework.trainer.schedule import default_window
 from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.trainer.verify import admit, admit_packing
 from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
@@ -89,7 +89,7 @@ def prepare(config: Config, note: Note) -> Prepared:
         note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
     if data.padding_free:
         config = without_padding(config, model_config, note)
-    window = window_size(len(config.shard_plan), config.training.max_in_flight)
+    window = config.training.max_in_flight or default_window(len(config.shard_plan))
     memory = estimate_memory(
         config, model_config, window=window, tokens=data.row_tokens, plan=adapter_plan
     )

@@ -6,16 +6,21 @@ stage do it, and hands the result to an `Outbox`, which knows where the neighbou
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
 
+from hetero_framework.core import trace
+from hetero_framework.core.dal import Device, Mark
+from hetero_framework.core.trace import Recorder
 from hetero_framework.errors import HeteroError, as_hetero_error
-from hetero_framework.trainer.schedule import BACKWARD, FORWARD, Task, choose
-from hetero_framework.trainer.verbs import StageVerbs, StepInfo, Tensors
+from hetero_framework.trainer.schedule import BACKWARD, BACKWARD_FIRST, FORWARD, Task, choose
+from hetero_framework.trainer.verbs import Loss, Orders, StageVerbs, StepInfo, Tensors
+
+_AHEAD = 2
+"""Tasks that may be queued on a device that computes behind our back."""
 
 
 def _nothing() -> None:
@@ -34,8 +39,8 @@ class Outbox(Protocol):
     """Where results go. `stage` is the stage that shall receive them."""
 
     def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None: ...
-    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor | None) -> None: ...
-    def loss(self, micro_batch: int, loss: float) -> None: ...
+    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor) -> None: ...
+    def loss(self, micro_batch: int, loss: Loss) -> None: ...
     def finished(self, micro_batch: int) -> None: ...
 
 
@@ -53,22 +58,53 @@ class _Lane:
     """One stage and what waits for it. Each direction takes its micro-batches in order."""
 
     stage: StageVerbs
+    limit: int = 1
     next_forward: int = 0
     next_backward: int = 0
     inputs: dict[int, Tensors] = field(default_factory=dict)
     hidden: dict[int, Arrival] = field(default_factory=dict)
     gradients: dict[int, Arrival] = field(default_factory=dict)
     held: dict[int, Arrival] = field(default_factory=dict)
-    busy_s: float = 0.0
     queue_peak: int = 0
+    held_peak: int = 0
+
+    def note_queue(self) -> None:
+        self.queue_peak = max(self.queue_peak, len(self.hidden) + len(self.gradients))
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One stage in one step: seconds of its forwards and backwards (the last stage's forwards
+    count with its backwards), and the longest queue of arrivals and of stored forwards."""
+
+    forward_s: float
+    backward_s: float
+    queue_peak: int
+    held_peak: int
 
 
 class StageRunner:
-    """The stages of one process, executed by one thread."""
+    """The stages of one process, executed by one thread.
 
-    def __init__(self, stages: Sequence[StageVerbs], outbox: Outbox) -> None:
+    `outbox` may be set after construction, since it needs the runner too.
+    """
+
+    outbox: Outbox
+
+    def __init__(
+        self,
+        stages: Sequence[StageVerbs],
+        device: Device,
+        recorder: Recorder,
+        *,
+        num_devices: int = 1,
+    ) -> None:
         self._lanes = {stage.index: _Lane(stage) for stage in stages}
-        self._outbox = outbox
+        self._device = device
+        self._recorder = recorder
+        self._num_devices = num_devices
+        self._policy = BACKWARD_FIRST
+        self._tasks: list[tuple[Task, Mark, Mark]] = []
         self.info: StepInfo | None = None
 
     @property
@@ -81,20 +117,24 @@ class StageRunner:
     def owns(self, index: int) -> bool:
         return index in self._lanes
 
-    def begin(self, info: StepInfo) -> None:
+    def begin(self, info: StepInfo, orders: Orders) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
-        for lane in self._lanes.values():
+        self._policy = orders.policy
+        self._tasks.clear()
+        self._recorder.begin(info.step, train=info.train)
+        for index, lane in self._lanes.items():
             self._drop(lane)
             lane.stage.begin(info)
+            lane.limit = orders.held[index]
             lane.next_forward = lane.next_backward = 0
-            lane.busy_s = 0.0
-            lane.queue_peak = 0
+            lane.queue_peak = lane.held_peak = 0
 
     def abort(self) -> None:
         for lane in self._lanes.values():
             self._drop(lane)
             lane.stage.abort()
+        self._tasks.clear()
         self.info = None
 
     def put_inputs(self, stage: int, micro_batch: int, inputs: Tensors) -> None:
@@ -103,34 +143,69 @@ class StageRunner:
     def put_hidden(self, stage: int, micro_batch: int, arrival: Arrival) -> None:
         lane = self._lanes[stage]
         lane.hidden[micro_batch] = arrival
-        lane.queue_peak = max(lane.queue_peak, len(lane.hidden) + len(lane.gradients))
+        lane.note_queue()
 
     def put_gradient(self, stage: int, micro_batch: int, arrival: Arrival) -> None:
         lane = self._lanes[stage]
         lane.gradients[micro_batch] = arrival
-        lane.queue_peak = max(lane.queue_peak, len(lane.hidden) + len(lane.gradients))
+        lane.note_queue()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all micro-batches of a training step are through all stages here."""
+        info = self.info
+        return info is not None and all(
+            lane.next_forward == info.micro_batches
+            and (
+                lane.stage.is_last
+                or not lane.stage.differentiates
+                or lane.next_backward == info.micro_batches
+            )
+            for lane in self._lanes.values()
+        )
 
     def run_next(self) -> bool:
         """Do one task, if any is ready. Raises HeteroError that says where when a stage raises."""
         ready = [task for lane in self._lanes.values() for task in self._ready(lane)]
         if not ready:
             return False
-        task = choose(ready)
+        if self._device.is_async and len(self._tasks) >= _AHEAD:
+            # So far may the device fall behind: it has work, but urgent tasks still come first.
+            self._tasks[-_AHEAD][2].wait()
+        task = choose(ready, self._policy, self._num_devices)
         lane = self._lanes[task.stage]
-        started = time.perf_counter()
+        began = self._device.mark()
         try:
             send = self._backward(lane) if task.kind == BACKWARD else self._forward(lane)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
             raise task_failed(task, error) from error
-        lane.busy_s += time.perf_counter() - started
+        self._tasks.append((task, began, self._device.mark()))
         send()
         return True
 
-    def statistics(self) -> dict[int, dict[str, float]]:
-        """Per stage: seconds busy in this step, longest queue of arrivals."""
+    def statistics(self) -> dict[int, StageTimes]:
+        """Times of the step so far. Waits for the device; hands the spans to the recorder."""
+        seconds = {(k, kind): 0.0 for k in self._lanes for kind in (FORWARD, BACKWARD)}
+        for task, began, ended in self._tasks:
+            ended.wait()
+            lane = self._lanes[task.stage]
+            both = lane.stage.is_last and self.info is not None and self.info.train
+            kind = BACKWARD if both else task.kind
+            seconds[task.stage, kind] += self._device.seconds(began, ended)
+            if self._recorder.enabled:
+                self._recorder.span(
+                    trace.FORWARD_BACKWARD if both else task.kind,
+                    task.stage,
+                    task.micro_batch,
+                    self._device.mark_time(began),
+                    self._device.mark_time(ended),
+                )
+        self._tasks.clear()
         return {
-            index: {"busy_s": lane.busy_s, "queue_peak": lane.queue_peak}
-            for index, lane in self._lanes.items()
+            k: StageTimes(
+                seconds[k, FORWARD], seconds[k, BACKWARD], lane.queue_peak, lane.held_peak
+            )
+            for k, lane in self._lanes.items()
         }
 
     # -- inside ---------------------------------------------------------------------------------
@@ -140,7 +215,8 @@ class StageRunner:
         if lane.next_backward in lane.gradients:
             tasks.append(Task(BACKWARD, lane.stage.index, lane.next_backward))
         k = lane.next_forward
-        if k in lane.inputs and (lane.stage.is_first or k in lane.hidden):
+        has_input = k in lane.inputs and (lane.stage.is_first or k in lane.hidden)
+        if has_input and len(lane.held) < lane.limit:
             tasks.append(Task(FORWARD, lane.stage.index, k))
         return tasks
 
@@ -152,42 +228,44 @@ class StageRunner:
         arrival = lane.hidden.pop(k, Arrival(None))
         if not stage.is_last:
             hidden_BSD = stage.forward(k, inputs, arrival.tensor)
-            if self.info.train:
+            if self.info.train and stage.differentiates:
                 # The stored forward may look into the receive buffer until its backward is done.
                 lane.held[k] = arrival
+                lane.held_peak = max(lane.held_peak, len(lane.held))
             else:
                 hidden_BSD = _own(hidden_BSD, arrival)
                 arrival.release()
-            return lambda: self._outbox.hidden(stage.index + 1, k, hidden_BSD)
+            return lambda: self.outbox.hidden(stage.index + 1, k, hidden_BSD)
         if not self.info.train:
             loss = stage.evaluate(k, inputs, arrival.tensor)
             arrival.release()
-            return lambda: self._after_loss(stage, k, loss, None)
+            return lambda: self.outbox.loss(k, loss)
         loss, gradient_BSD = stage.forward_backward(k, inputs, arrival.tensor)
         gradient_BSD = _own(gradient_BSD, arrival)
         arrival.release()
-        return lambda: self._after_loss(stage, k, loss, gradient_BSD)
 
-    def _after_loss(
-        self, stage: StageVerbs, k: int, loss: float, gradient_BSD: torch.Tensor | None
-    ) -> None:
-        assert self.info is not None
-        self._outbox.loss(k, loss)
-        if stage.is_first or not self.info.train:
-            self._outbox.finished(k)
-        else:
-            self._outbox.gradient(stage.index - 1, k, gradient_BSD)
+        def send() -> None:
+            self.outbox.loss(k, loss)
+            self._pass_back(stage, k, gradient_BSD)
+
+        return send
 
     def _backward(self, lane: _Lane) -> Callable[[], None]:
         stage, k = lane.stage, lane.next_backward
         lane.next_backward += 1
         arrival = lane.gradients.pop(k)
+        assert arrival.tensor is not None
         gradient_BSD = _own(stage.backward(k, arrival.tensor), arrival)
         arrival.release()
-        lane.held.pop(k, Arrival(None)).release()
-        if stage.is_first:
-            return lambda: self._outbox.finished(k)
-        return lambda: self._outbox.gradient(stage.index - 1, k, gradient_BSD)
+        lane.held.pop(k).release()
+        return lambda: self._pass_back(stage, k, gradient_BSD)
+
+    def _pass_back(self, stage: StageVerbs, k: int, gradient_BSD: torch.Tensor | None) -> None:
+        """Nothing goes back beyond the lowest stage that trains something, or trains before it."""
+        if stage.input_requires_grad and gradient_BSD is not None:
+            self.outbox.gradient(stage.index - 1, k, gradient_BSD)
+        else:
+            self.outbox.finished(k)
 
     @staticmethod
     def _drop(lane: _Lane) -> None:

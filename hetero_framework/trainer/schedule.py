@@ -1,9 +1,12 @@
 """What to run next: the pipeline's policy as pure functions, and a simulator to judge it by.
 
-Shape of the schedule: a stage runs whatever is ready, backward before forward, the lowest
-micro-batch first, and the coordinator lets at most `window` micro-batches into the pipeline: 1F1B
-that alternates by itself. A window of p suffices for few stages and free transfers; 2 p reaches
-the bound for any number of equal stages and also hides the time on the wire.
+A stage runs what is ready; among several ready tasks of one device a `Policy` decides. Each
+direction of a stage takes its micro-batches in ascending order, a stage holds at most its limit of
+stored forwards, and at most `window` micro-batches are in the pipeline. With one stage per device
+that is 1F1B, which alternates by itself; with several it is interleaving.
+
+`tune` plays a `Profile` (measured or estimated times of stages and boundaries) with several
+policies and windows and takes the best. `step_bound` is what no schedule can beat.
 
 Units: seconds. p stages, m micro-batches, F and B the forward and backward time of a stage.
 """
@@ -11,11 +14,15 @@ Units: seconds. p stages, m micro-batches, F and B the forward and backward time
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FORWARD = "forward"
 BACKWARD = "backward"
+
+
+# ------------------------------------------------------------------------------------ the policy
 
 
 @dataclass(frozen=True, order=True)
@@ -27,116 +34,419 @@ class Task:
     micro_batch: int
 
 
-def priority(task: Task) -> tuple[int, int, int]:
-    """Sort key, smallest first: backward, then the oldest micro-batch, then the deepest stage."""
-    return (0 if task.kind == BACKWARD else 1, task.micro_batch, -task.stage)
+@dataclass(frozen=True)
+class Policy:
+    """Which of several ready tasks of one device is run: the one with the smallest key.
+
+        backward of micro-batch k on stage s:  bias + backward_age k + backward_depth s
+        forward  of micro-batch k on stage s:         forward_age k' + forward_depth s
+
+    k' is k, or with `grouped` k rounded down to a multiple of the number of devices, as the
+    micro-batches of interleaved 1F1B travel in groups.
+    """
+
+    bias: float
+    backward_age: float
+    backward_depth: float
+    forward_age: float
+    forward_depth: float
+    grouped: bool = False
+
+    def key(self, task: Task, num_devices: int) -> tuple[float, int, int]:
+        """Sort key, smallest first; ties go to the older micro-batch, then the deeper stage."""
+        k, stage = task.micro_batch, task.stage
+        if task.kind == BACKWARD:
+            value = self.bias + self.backward_age * k + self.backward_depth * stage
+        else:
+            age = k - k % num_devices if self.grouped else k
+            value = self.forward_age * age + self.forward_depth * stage
+        return (value, k, -stage)
 
 
-def choose(ready: Iterable[Task]) -> Task:
+BACKWARD_FIRST = Policy(-1e9, 1.0, 0.0, 1.0, 0.0)
+"""Backward before forward, then the oldest micro-batch: least memory, and with one stage per
+device as fast as any."""
+
+PORTFOLIO = (
+    BACKWARD_FIRST,
+    Policy(1.29, 0.70, -0.39, 0.26, -0.61, grouped=True),
+    Policy(3.45, 1.46, 0.57, 0.84, -1.47),
+    Policy(3.0, 1.5, 0.0, 0.75, -1.5),
+)
+"""What `tune` tries. The last three advance deep stages first and let forwards pass backwards that
+are not urgent; found by random search over simulated pipelines (docs/decisions.md)."""
+
+
+def choose(ready: Iterable[Task], policy: Policy = BACKWARD_FIRST, num_devices: int = 1) -> Task:
     """The ready task to run now. Raises ValueError when nothing is ready."""
-    return min(ready, key=priority)
+    return min(ready, key=lambda task: policy.key(task, num_devices))
 
 
-def window_size(num_stages: int, configured: int | None) -> int:
-    """Micro-batches that may be in the pipeline at once.
+# ----------------------------------------------------------------------------------- the profile
 
-    Default 2 p: the stage at the front then still has work while a gradient is on the wire. See
-    docs/decisions.md for the measurement against p.
+
+@dataclass(frozen=True)
+class Hop:
+    """The boundary between a stage and the next one: seconds on the wire of one activation and of
+    one gradient, seconds that the first byte takes, and the device that relays, if one does."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    latency_s: float = 0.0
+    relay: int | None = None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a schedule is judged by: times of every stage and boundary, and who runs what.
+
+    `devices[k]` is the device of stage k. A device sends and receives over one port each, at the
+    speed that the hops' seconds say; a relayed tensor passes the relay's two ports too.
     """
-    return configured if configured is not None else 2 * num_stages
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    devices: tuple[int, ...]
+    hops: tuple[Hop, ...]
+
+    def __post_init__(self) -> None:
+        p = len(self.forward_s)
+        if not (len(self.backward_s) == len(self.devices) == p and len(self.hops) == p - 1):
+            raise ValueError("a profile needs F, B and a device for each stage, and p - 1 hops")
+
+    @classmethod
+    def of(
+        cls,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        *,
+        devices: Sequence[int] | None = None,
+        hops: Sequence[Hop] | None = None,
+    ) -> Profile:
+        """A profile; by default a device for each stage and free transfers."""
+        p = len(forward_s)
+        return cls(
+            tuple(forward_s),
+            tuple(backward_s),
+            tuple(devices) if devices is not None else tuple(range(p)),
+            tuple(hops) if hops is not None else (Hop(),) * (p - 1),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_s)
+
+    @property
+    def num_devices(self) -> int:
+        return len(set(self.devices))
+
+    def hop_s(self, stage: int, kind: str) -> float:
+        """Seconds from the end of a task to its tensor's arrival at the neighbour: forward from
+        `stage` to the next one, backward from the next one to `stage`; 0 on one device."""
+        if self.devices[stage] == self.devices[stage + 1]:
+            return 0.0
+        hop = self.hops[stage]
+        return (hop.forward_s if kind == FORWARD else hop.backward_s) + hop.latency_s
+
+    def ports(self, stage: int, kind: str) -> tuple[tuple[int, str], ...]:
+        """The ports that a tensor passes over the boundary after `stage`."""
+        sender, receiver = self.devices[stage], self.devices[stage + 1]
+        if sender == receiver:
+            return ()
+        if kind == BACKWARD:
+            sender, receiver = receiver, sender
+        relay = self.hops[stage].relay
+        middle = () if relay in (None, sender, receiver) else ((relay, "in"), (relay, "out"))
+        return ((sender, "out"), *middle, (receiver, "in"))  # type: ignore[arg-type]
 
 
-def one_f_one_b_bound(forward_s: Sequence[float], backward_s: Sequence[float], m: int) -> float:
-    """Least seconds that a step can take, transfers free.
+def step_bound(profile: Profile, micro_batches: int) -> float:
+    """Least seconds of a step under any schedule.
 
-    Stage k has work for m (F_k + B_k), cannot begin before the forwards of the stages in front of
-    it, and is followed by their backwards. For equal stages the last one decides:
-    (m + p - 1)(F + B), which 1F1B reaches (Narayanan et al. 2021, section 2.2).
+    For each device and each port: the earliest moment that it can have something to do, all its
+    work, and the shortest way from the end of that work to the end of the step. And the way of one
+    micro-batch through everything. For equal stages and free transfers that is (m + p - 1)(F + B),
+    which 1F1B reaches, and with v stages per device m(F + B) + (p - 1)(F + B) / v (Narayanan et
+    al. 2021, section 2.2).
     """
-    turns = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-    return max(sum(turns[:k]) + m * turn for k, turn in enumerate(turns))
+    p = profile.num_stages
+    reach = [0.0] * p  # earliest start of a stage's first forward
+    leave = [0.0] * p  # from the end of a stage's last backward to the end of the step
+    for stage in range(1, p):
+        before = stage - 1
+        reach[stage] = reach[before] + profile.forward_s[before] + profile.hop_s(before, FORWARD)
+        leave[stage] = leave[before] + profile.backward_s[before] + profile.hop_s(before, BACKWARD)
+    turns = [f + b for f, b in zip(profile.forward_s, profile.backward_s, strict=True)]
+    bounds = [reach[-1] + turns[-1] + leave[-1]]
+    for device in set(profile.devices):
+        own = [k for k in range(p) if profile.devices[k] == device]
+        work = micro_batches * sum(turns[k] for k in own)
+        bounds.append(min(reach[k] for k in own) + work + min(leave[k] for k in own))
+    bounds += _port_bounds(profile, micro_batches, reach, leave)
+    return max(bounds) if micro_batches else 0.0
+
+
+def _port_bounds(
+    profile: Profile, micro_batches: int, reach: list[float], leave: list[float]
+) -> list[float]:
+    work: dict[tuple[int, str], float] = {}
+    head: dict[tuple[int, str], float] = {}
+    tail: dict[tuple[int, str], float] = {}
+    end = profile.num_stages - 1
+    # The way of a micro-batch between leaving a stage forward and coming back to it.
+    turn = profile.forward_s[end] + profile.backward_s[end]
+    for stage in reversed(range(end)):
+        forward_at = reach[stage] + profile.forward_s[stage]
+        backward_at = forward_at + profile.hop_s(stage, FORWARD) + turn
+        back = profile.hop_s(stage, BACKWARD) + profile.backward_s[stage] + leave[stage]
+        latency = profile.hops[stage].latency_s
+        uses = (
+            (FORWARD, profile.hops[stage].forward_s, forward_at, latency + turn + back),
+            (
+                BACKWARD,
+                profile.hops[stage].backward_s,
+                backward_at,
+                latency + profile.backward_s[stage] + leave[stage],
+            ),
+        )
+        for kind, seconds, at, after in uses:
+            for port in profile.ports(stage, kind):
+                work[port] = work.get(port, 0.0) + micro_batches * seconds
+                head[port] = min(head.get(port, math.inf), at)
+                tail[port] = min(tail.get(port, math.inf), after)
+        turn += profile.forward_s[stage] + profile.backward_s[stage]
+        turn += profile.hop_s(stage, FORWARD) + profile.hop_s(stage, BACKWARD)
+    return [head[port] + work[port] + tail[port] for port in work]
+
+
+# --------------------------------------------------------------------------------- the simulator
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Outcome of `simulate`: seconds of the step, and each device's busy share of it."""
+    """Outcome of `simulate`: seconds of the step, each device's busy share of it, and the largest
+    number of stored forwards of each stage."""
 
     seconds: float
     busy: tuple[float, ...]
-    peak_in_flight: tuple[int, ...]
+    peak_held: tuple[int, ...]
 
 
 def simulate(
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
+    profile: Profile,
     micro_batches: int,
     window: int,
     *,
-    devices: Sequence[int] | None = None,
-    transfer_s: float = 0.0,
+    policy: Policy = BACKWARD_FIRST,
+    limits: Sequence[int] | None = None,
 ) -> Simulation:
-    """Play the policy with given stage times.
+    """Play a step. `limits[k]` is how many forwards stage k may hold (default: the window).
 
-    `devices[k]` is the device that runs stage k (default: one each); `transfer_s` is what every
-    hop costs. The last stage does forward and backward of a micro-batch as one task, as the real
-    one does. Raises ValueError if the window is smaller than one.
+    The last stage does forward and backward of a micro-batch as one task, as the real one does. A
+    tensor goes over all its ports at once, when the last of them is free. Raises ValueError if
+    the window or a limit is smaller than one.
     """
-    if window < 1:
-        raise ValueError("a window smaller than one micro-batch never starts")
-    p = len(forward_s)
-    place = list(devices) if devices is not None else list(range(p))
-    ready: dict[int, set[Task]] = {device: set() for device in place}
-    busy_until = dict.fromkeys(place, 0.0)
-    busy = dict.fromkeys(place, 0.0)
-    held = [0] * p
-    peak = [0] * p
-    events: list[tuple[float, int, str, Task]] = []
-    serial = launched = finished = 0
+    if window < 1 or (limits is not None and min(limits) < 1):
+        raise ValueError("a window or limit smaller than one micro-batch never starts")
+    return _Play(profile, micro_batches, window, policy, limits).run()
 
-    def post(at: float, what: str, task: Task) -> None:
-        nonlocal serial
-        serial += 1
-        heapq.heappush(events, (at, serial, what, task))
 
-    def launch(at: float) -> None:
-        nonlocal launched
-        if launched < micro_batches:
-            post(at, "ready", Task(FORWARD, 0, launched))
-            launched += 1
+class _Play:
+    """One simulation: an event queue of tensors that arrive and tasks that end."""
 
-    for _ in range(min(window, micro_batches)):
-        launch(0.0)
-    now = 0.0
-    while finished < micro_batches:
-        now, _, what, task = heapq.heappop(events)
-        device = place[task.stage]
-        if what == "ready":
-            ready[device].add(task)
-        else:
-            stage, k = task.stage, task.micro_batch
-            if task.kind == FORWARD and stage < p - 1:
-                post(now + transfer_s, "ready", Task(FORWARD, stage + 1, k))
-            elif stage > 0:
-                held[stage] -= 1
-                post(now + transfer_s, "ready", Task(BACKWARD, stage - 1, k))
+    def __init__(
+        self,
+        profile: Profile,
+        micro_batches: int,
+        window: int,
+        policy: Policy,
+        limits: Sequence[int] | None,
+    ) -> None:
+        p = profile.num_stages
+        self._profile = profile
+        self._m = micro_batches
+        self._window = window
+        self._policy = policy
+        self._limits = list(limits) if limits is not None else [window] * p
+        self._devices = list(dict.fromkeys(profile.devices))
+        self._ready: dict[int, set[Task]] = {device: set() for device in self._devices}
+        self._idle = dict.fromkeys(self._devices, True)
+        self._busy_s = dict.fromkeys(self._devices, 0.0)
+        self._port_free: dict[tuple[int, str], float] = {}
+        self._next = {FORWARD: [0] * p, BACKWARD: [0] * p}
+        self._held = [0] * p
+        self._peak = [0] * p
+        self._events: list[tuple[float, int, str, Task]] = []
+        self._serial = self._launched = self._finished = 0
+
+    def run(self) -> Simulation:
+        for _ in range(min(self._window, self._m)):
+            self._launch(0.0)
+        now = 0.0
+        while self._finished < self._m:
+            now, _, what, task = heapq.heappop(self._events)
+            device = self._profile.devices[task.stage]
+            if what == "arrived":
+                self._ready[device].add(task)
             else:
-                held[stage] -= 1
-                finished += 1
-                launch(now)
-        if ready[device] and busy_until[device] <= now:
-            chosen = choose(ready[device])
-            ready[device].remove(chosen)
-            cost = backward_s[chosen.stage] if chosen.kind == BACKWARD else forward_s[chosen.stage]
-            if chosen.kind == FORWARD:
-                held[chosen.stage] += 1
-                peak[chosen.stage] = max(peak[chosen.stage], held[chosen.stage])
-                if chosen.stage == p - 1:
-                    cost += backward_s[chosen.stage]
-            busy[device] += cost
-            busy_until[device] = now + cost
-            post(now + cost, "done", chosen)
-    return Simulation(
-        seconds=now,
-        busy=tuple(busy[d] / now if now else 0.0 for d in dict.fromkeys(place)),
-        peak_in_flight=tuple(peak),
+                self._idle[device] = True
+                self._ended(now, task)
+            self._start(now, device)
+        shares = tuple(self._busy_s[d] / now if now else 0.0 for d in self._devices)
+        return Simulation(now, shares, tuple(self._peak))
+
+    def _post(self, at: float, what: str, task: Task) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (at, self._serial, what, task))
+
+    def _launch(self, at: float) -> None:
+        if self._launched < self._m:
+            self._post(at, "arrived", Task(FORWARD, 0, self._launched))
+            self._launched += 1
+
+    def _ended(self, now: float, task: Task) -> None:
+        stage, k = task.stage, task.micro_batch
+        if task.kind == FORWARD and stage < self._profile.num_stages - 1:
+            self._send(now, Task(FORWARD, stage + 1, k), stage)
+            return
+        self._held[stage] -= 1
+        if stage > 0:
+            self._send(now, Task(BACKWARD, stage - 1, k), stage - 1)
+        else:
+            self._finished += 1
+            self._launch(now)
+
+    def _send(self, now: float, task: Task, boundary: int) -> None:
+        ports = self._profile.ports(boundary, task.kind)
+        if not ports:
+            self._post(now, "arrived", task)
+            return
+        hop = self._profile.hops[boundary]
+        seconds = hop.forward_s if task.kind == FORWARD else hop.backward_s
+        end = max([now, *(self._port_free.get(port, 0.0) for port in ports)]) + seconds
+        self._port_free.update(dict.fromkeys(ports, end))
+        self._post(end + hop.latency_s, "arrived", task)
+
+    def _start(self, now: float, device: int) -> None:
+        possible = [task for task in self._ready[device] if self._allowed(task)]
+        if not possible or not self._idle[device]:
+            return
+        task = choose(possible, self._policy, len(self._devices))
+        self._ready[device].remove(task)
+        stage = task.stage
+        self._next[task.kind][stage] += 1
+        profile = self._profile
+        cost = profile.backward_s[stage] if task.kind == BACKWARD else profile.forward_s[stage]
+        if task.kind == FORWARD:
+            self._held[stage] += 1
+            self._peak[stage] = max(self._peak[stage], self._held[stage])
+            if stage == profile.num_stages - 1:
+                cost += profile.backward_s[stage]
+        self._busy_s[device] += cost
+        self._idle[device] = False
+        self._post(now + cost, "ended", task)
+
+    def _allowed(self, task: Task) -> bool:
+        if task.micro_batch != self._next[task.kind][task.stage]:
+            return False
+        return task.kind == BACKWARD or self._held[task.stage] < self._limits[task.stage]
+
+
+# ------------------------------------------------------------------------------------ the choice
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a step is to be run, and what the simulation expects of it."""
+
+    policy: Policy
+    window: int
+    limits: tuple[int, ...]
+    forecast: Simulation
+
+
+_GOOD_ENOUGH = 1.005
+_MOST_MICRO_BATCHES = 64
+_MOST_TASKS = 16_000  # that `tune` plays in all; about a tenth of a second
+
+
+def default_window(num_stages: int) -> int:
+    """Micro-batches in the pipeline while nothing has been measured: 2 p."""
+    return 2 * num_stages
+
+
+def tune(
+    profile: Profile,
+    micro_batches: int,
+    *,
+    window: int | None = None,
+    limits: Sequence[int] | None = None,
+) -> Choice:
+    """The policy and window for a step of this profile.
+
+    The smallest window, and then the fewest stored forwards, within 0.5 % of the fastest that was
+    played; with `window` that one. `limits[k]` >= 1 is how many forwards stage k has memory
+    for. The boundaries are played half as slow
+    again as they are given, so that a late tensor finds something else to do. Longer steps than 64
+    micro-batches are judged by 64.
+    """
+    p = profile.num_stages
+    m = max(1, min(micro_batches, _MOST_MICRO_BATCHES))
+    careful = replace(
+        profile,
+        hops=tuple(
+            replace(
+                h,
+                forward_s=1.5 * h.forward_s,
+                backward_s=1.5 * h.backward_s,
+                latency_s=1.5 * h.latency_s,
+            )
+            for h in profile.hops
+        ),
     )
+    policies = PORTFOLIO if profile.num_devices < p else (BACKWARD_FIRST,)
+    windows = [window] if window is not None else _windows(careful, m)
+    played = []
+    for size in windows:
+        for shape in dict.fromkeys((_flat(size, p), _tapered(size, p))):
+            held = shape if limits is None else tuple(map(min, shape, limits))
+            for policy in policies:
+                seconds = simulate(careful, m, size, policy=policy, limits=held).seconds
+                played.append((seconds, size, held, policy))
+    best = min(seconds for seconds, *_ in played)
+    _, size, held, policy = min(
+        (entry for entry in played if entry[0] <= _GOOD_ENOUGH * best),
+        key=lambda entry: (entry[1], sum(entry[2]), entry[0]),
+    )
+    forecast = simulate(profile, m, size, policy=policy, limits=held)
+    return Choice(policy, size, held, forecast)
+
+
+def _flat(window: int, num_stages: int) -> tuple[int, ...]:
+    return (window,) * num_stages
+
+
+def _tapered(window: int, num_stages: int) -> tuple[int, ...]:
+    """Fewer stored forwards towards the end of the pipeline, where they come back sooner."""
+    return tuple(max(1, -(-window * (num_stages - k) // num_stages)) for k in range(num_stages))
+
+
+def _windows(profile: Profile, micro_batches: int) -> list[int]:
+    """Sizes worth playing: from p to what the longest way can hold at the slowest device's pace."""
+    p = profile.num_stages
+    pace = max(
+        sum(
+            profile.forward_s[k] + profile.backward_s[k]
+            for k in range(p)
+            if profile.devices[k] == device
+        )
+        for device in set(profile.devices)
+    )
+    way = step_bound(profile, 1)
+    most = max(2 * p, (math.ceil(way / pace) if pace > 0 else 1) + p)
+    most = min(most, micro_batches)
+    least = min(p, most)
+    shapes = 2 * (len(PORTFOLIO) if profile.num_devices < p else 1)
+    plays = max(2, _MOST_TASKS // (2 * p * micro_batches * shapes))
+    step = max(1, -(-(most - least) // plays))
+    return sorted({*range(least, most + 1, step), most})

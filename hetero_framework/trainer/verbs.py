@@ -12,7 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from hetero_framework.trainer.schedule import BACKWARD_FIRST, Policy
+
 Tensors = dict[str, torch.Tensor]
+Loss = float | torch.Tensor
+"""A loss may still be a tensor on a device; who needs the number waits for it."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,19 @@ class StepInfo:
     micro_batches: int
     num_items: int
     loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Orders:
+    """How a step is run. None of it changes a number of the result.
+
+    `held[k]` is how many forwards stage k may store; `direct` the boundaries (numbers of the stage
+    before each) whose tensors go straight from worker to worker.
+    """
+
+    held: tuple[int, ...]
+    policy: Policy = BACKWARD_FIRST
+    direct: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,12 @@ class StageVerbs(Protocol):
     is_first: bool
     is_last: bool
     input_requires_grad: bool
+    """Whether something before this stage is trained: it then has to return a gradient."""
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether a training step has a backward here: something is trained here or before."""
+        ...
 
     def begin(self, info: StepInfo) -> None: ...
     def forward(
@@ -70,13 +93,11 @@ class StageVerbs(Protocol):
     ) -> torch.Tensor: ...
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[float, torch.Tensor | None]: ...
+    ) -> tuple[Loss, torch.Tensor | None]: ...
     def evaluate(
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> float: ...
-    def backward(
-        self, micro_batch: int, gradient_BSD: torch.Tensor | None
-    ) -> torch.Tensor | None: ...
+    ) -> Loss: ...
+    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None: ...
     def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport: ...
     def commit(self, learning_rate: float, grad_scale: float) -> None: ...
     def abort(self) -> None: ...

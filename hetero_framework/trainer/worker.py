@@ -1,8 +1,9 @@
 """A worker: listens, loads the stages that a coordinator gives it, and serves them.
 
-Three kinds of threads: one accepts connections, the link's reader queues what arrives, and the
-main thread, alone, touches the stages. When a link breaks the stages stay as they are, and the
-same run may come back and go on; another run's HELLO replaces them.
+Kinds of threads: one accepts connections, the links' readers unpack and queue what arrives, one may
+send what has to be waited for, and the main thread, alone, touches the stages. When the
+coordinator's link breaks the stages stay as they are, and the same run may come back and go on;
+another run's HELLO replaces them. Links to other workers are in meeting.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -30,6 +31,8 @@ from hetero_framework.core.protocol import (
     MessageType,
 )
 from hetero_framework.core.session import Phase, Session
+from hetero_framework.core.tensors import from_wire
+from hetero_framework.core.trace import Recorder
 from hetero_framework.core.transport import Link, Listener
 from hetero_framework.errors import (
     HeteroError,
@@ -39,8 +42,10 @@ from hetero_framework.errors import (
     as_hetero_error,
 )
 from hetero_framework.trainer import messages
-from hetero_framework.trainer.runner import Arrival, StageRunner
-from hetero_framework.trainer.verbs import StageVerbs, StatePart
+from hetero_framework.trainer.exchange import Exchange, Meter, unpack
+from hetero_framework.trainer.meeting import Introduced, PeerLinks
+from hetero_framework.trainer.runner import StageRunner
+from hetero_framework.trainer.verbs import Orders, StageVerbs, StatePart
 
 WorkerId = int | str
 Say = Callable[[str], None]
@@ -50,14 +55,17 @@ _HELLO_S = 10.0
 _POLL_S = 0.5
 # Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
 _WORKING = (Phase.STEP, Phase.EVALUATION)
+_DATA = (MessageType.INPUTS, MessageType.FORWARD, MessageType.BACKWARD)
 
 
 @dataclass(frozen=True)
 class _Event:
-    """What the main thread is told: a message, or that a link is gone."""
+    """What the main thread is told: a message with what it carried, unpacked, or that a link is
+    gone."""
 
     link: Link
     message: Message | None = None
+    arrival: Any = None
     lost: str | None = None
 
 
@@ -66,12 +74,22 @@ class _Run:
     """One run's stages and how far they have come; outlives its link."""
 
     run_id: str
-    config: Config | None = None
     runner: StageRunner | None = None
+    exchange: Exchange | None = None
+    meter: Meter | None = None
+    owners: dict[int, WorkerId] = field(default_factory=dict)
+    orders: Orders | None = None
+    last_attempt: int = -1
+    reported: bool = False
+    early: list[_Event] = field(default_factory=list)
     started: bool = False
     last_step: int | None = None
     state: Any = None
     state_of: tuple[int, str, int] | None = None
+
+    def close(self) -> None:
+        if self.exchange is not None:
+            self.exchange.close()
 
 
 def serve(
@@ -116,8 +134,13 @@ class Worker:
         self._build = build
         self._say = say
         self._device = open_device(self._entry.device)
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event | Introduced | Exception] = queue.SimpleQueue()
         self._link: Link | None = None
+        self._peers = PeerLinks(
+            self._entry.id,
+            self._greet_peer,
+            self._events.put,
+        )
         self._session = Session("worker")
         self._run: _Run | None = None
         self._done = False
@@ -125,10 +148,6 @@ class Worker:
             MessageType.SETUP: self._on_setup,
             MessageType.START: self._on_start,
             MessageType.STEP: self._on_step,
-            MessageType.INPUTS: self._on_inputs,
-            MessageType.FORWARD: self._on_forward,
-            MessageType.BACKWARD: self._on_backward,
-            MessageType.COLLECT: self._on_collect,
             MessageType.COMMIT: self._on_commit,
             MessageType.ABORT: self._on_abort,
             MessageType.STATE_REQUEST: self._on_state_request,
@@ -137,6 +156,7 @@ class Worker:
             MessageType.ERROR: self._on_error,
             MessageType.REJECT: self._on_error,
             MessageType.CONTROL: self._on_control,
+            MessageType.CONNECT: self._on_connect,
         }
 
     # -- the loop -------------------------------------------------------------------------------
@@ -174,6 +194,7 @@ class Worker:
             listener.close()
             if self._link is not None:
                 self._link.close()
+            self._forget_run()
             acceptor.join()
 
     def _turn(self) -> None:
@@ -184,6 +205,7 @@ class Worker:
         if runner is not None and self._link is not None and self._session.phase in _WORKING:
             try:
                 if runner.run_next():
+                    self._report_when_done()
                     return
             except LinkGone:
                 return
@@ -191,29 +213,79 @@ class Worker:
         if event is not None:
             self._handle(event)
 
-    def _next_event(self, timeout_s: float) -> _Event | None:
+    def _next_event(self, timeout_s: float) -> _Event | Introduced | None:
         try:
-            return self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
+            event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
         except queue.Empty:
             return None
+        if isinstance(event, Exception):
+            raise event  # of the thread that sends
+        return event
 
-    def _handle(self, event: _Event) -> None:
-        if event.message is not None and event.message.type is MessageType.HELLO:
+    def _handle(self, event: _Event | Introduced) -> None:
+        if isinstance(event, Introduced):
+            with suppress(LinkGone):
+                self._send(Message(MessageType.CONNECTED, {"peers": event.results}))
+        elif event.message is not None and event.message.type is MessageType.HELLO:
             with suppress(LinkGone):
                 self._on_hello(event.link, event.message)
-        elif event.link is not self._link:
+        elif event.message is not None and event.message.type is MessageType.PEER_HELLO:
+            self._on_peer_hello(event.link, event.message)
+        elif event.link is self._link:
+            self._from_coordinator(event)
+        elif self._peers.knows(event.link):
+            self._from_peer(event)
+        elif event.message is not None:
             # Of a link that has been replaced, or of a stranger who does not begin with HELLO.
-            if event.message is not None:
-                event.message.release()
-                event.link.close(drain_s=0)
-        elif event.lost is not None:
+            event.message.release()
+            event.link.close(drain_s=0)
+
+    def _from_coordinator(self, event: _Event) -> None:
+        message = event.message
+        if message is None:
             self._link = None
             if self._run is not None:
                 self._say(f"lost the coordinator ({event.lost}); waiting for it to come back")
-        elif event.message is not None:
-            self._session.receive(event.message)
+            return
+        self._session.receive(message)
+        with suppress(LinkGone):
+            if message.type in _DATA:
+                self._on_data(event)
+            else:
+                self._handlers[message.type](message)
+
+    def _from_peer(self, event: _Event) -> None:
+        """A tensor of another worker, or the news that its link is gone."""
+        if event.message is not None:
+            if self._peers.receive(event.link, event.message) and self._run is not None:
+                self._on_data(event)
+            return
+        worker = self._peers.lost(event.link)
+        if worker is not None and self._run is not None:
+            self._say(f"lost the link to worker {worker} ({event.lost})")
             with suppress(LinkGone):
-                self._handlers[event.message.type](event.message)
+                reason = event.lost or "closed"
+                lost = {"worker_id": worker, "reason": reason}
+                self._send(Message(MessageType.PEER_LOST, lost))
+
+    def _on_data(self, event: _Event) -> None:
+        """INPUTS, FORWARD or BACKWARD, for the attempt that runs, or for one that is to come:
+        another worker may have heard of it before us."""
+        message, run = event.message, self._current
+        assert message is not None
+        meta = message.meta
+        now = self._runner.info.attempt if self._runner.info is not None else run.last_attempt
+        if meta["attempt"] > now:
+            run.early.append(event)
+        elif self._is_current(message):
+            if message.type is MessageType.INPUTS:
+                self._runner.put_inputs(meta["stage"], meta["micro_batch"], event.arrival)
+            elif message.type is MessageType.FORWARD:
+                self._runner.put_hidden(meta["stage"], meta["micro_batch"], event.arrival)
+            else:
+                self._runner.put_gradient(meta["stage"], meta["micro_batch"], event.arrival)
+        else:
+            message.release()
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -230,26 +302,38 @@ class Worker:
 
     def _greet(self, sock: Any) -> None:
         """Start a link for a connection. Nothing but its HELLO, in time, makes it matter."""
+        host = ":".join(map(str, sock.getpeername()[:2]))
+        self._start_link(sock, f"coordinator {host}", HANDSHAKE_MAX_FRAME_BYTES, _HELLO_S)
+
+    def _greet_peer(self, sock: Any, name: str, max_frame_bytes: int) -> Link:
+        """Start the link that this worker has dialled to another one."""
+        return self._start_link(sock, name, max_frame_bytes, _HELLO_S)
+
+    def _start_link(self, sock: Any, name: str, max_frame_bytes: int, handshake_s: float) -> Link:
         made = threading.Event()
         links: list[Link] = []
 
         def tell(message: Message | None, lost: str | None = None) -> None:
             made.wait()  # the link's threads may be faster than its constructor
-            self._events.put(_Event(links[0], message, lost))
+            if self._peers.answers(links[0], message):
+                return
+            arrival = unpack(message, self._device) if message is not None else None
+            self._events.put(_Event(links[0], message, arrival, lost))
 
         links.append(
             Link(
                 sock,
-                name=f"coordinator {':'.join(map(str, sock.getpeername()[:2]))}",
+                name=name,
                 on_message=tell,
                 on_close=lambda reason: tell(None, str(reason) if reason else "closed"),
-                max_frame_bytes=HANDSHAKE_MAX_FRAME_BYTES,
+                max_frame_bytes=max_frame_bytes,
                 liveness_s=self._liveness_s,
-                handshake_s=_HELLO_S,
+                handshake_s=handshake_s,
                 allocate=self._device.allocate_host,
             )
         )
         made.set()
+        return links[0]
 
     def _on_hello(self, link: Link, message: Message) -> None:
         session = Session("worker")
@@ -274,12 +358,15 @@ class Worker:
         if self._link is not None:
             self._link.close(drain_s=0)
         if not same_run:
+            self._forget_run()
             self._run = _Run(meta["run_id"])
             self._device.empty_cache()
         run = self._run
         assert run is not None
         self._link, self._session = link, session
         link.max_frame_bytes = meta["max_frame_bytes"]
+        if run.meter is not None:
+            link.on_moved = run.meter.watch("local")
         memory = self._device.memory()
         self._say(f"serving the run of {link.name}")
         self._send(
@@ -313,7 +400,8 @@ class Worker:
     def _on_setup(self, message: Message) -> None:
         meta = message.meta
         run = self._current
-        run.runner, run.started = None, False
+        run.close()
+        run.runner, run.exchange, run.started = None, None, False
         config = Config.from_dict(meta["config"], self._base_dir)
         own = {entry["index"] for entry in meta["stages"]}
         specs = [spec for spec in config.stages() if spec.index in own]
@@ -323,9 +411,7 @@ class Worker:
         stages = self._build(config, specs, self._device)
         seconds = time.monotonic() - began
         self._tell(f"loaded {layers} onto {self._device.name} in {seconds:.0f} s")
-        run.config = config
-        run.runner = StageRunner(stages, outbox=self)
-        run.last_step = None
+        self._take_up(run, config, stages)
         self._send(
             Message(
                 MessageType.READY,
@@ -342,6 +428,44 @@ class Worker:
             )
         )
 
+    def _take_up(self, run: _Run, config: Config, stages: Sequence[StageVerbs]) -> None:
+        run.meter = Meter(Recorder(config.training.timeline_steps))
+        run.owners = {spec.index: spec.owner for spec in config.stages()}
+        run.last_step = None
+        devices = len(set(run.owners.values()))
+        run.runner = StageRunner(stages, self._device, run.meter.recorder, num_devices=devices)
+        run.exchange = Exchange(
+            run.runner,
+            self._device,
+            config.wire,
+            self._post,
+            on_loss=lambda info, k, loss: self._pass(messages.loss_message(info, k, float(loss))),
+            on_finished=lambda info, k: self._pass(messages.finished_message(info, k)),
+            on_failure=self._events.put,
+            loss_is_awaited=True,
+        )
+        run.runner.outbox = run.exchange
+        self._peers.run_id, self._peers.watch = run.run_id, run.meter.watch
+        if self._link is not None:
+            self._link.on_moved = run.meter.watch("local")
+
+    def _forget_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
+        self._run = None
+        self._peers.close()
+
+    def _on_connect(self, message: Message) -> None:
+        assert self._link is not None
+        meta = message.meta
+        self._peers.dial(meta["peers"], meta["timeout_s"], self._link.max_frame_bytes)
+
+    def _on_peer_hello(self, link: Link, message: Message) -> None:
+        try:
+            self._peers.accept(link, message)
+        except HeteroError as error:
+            self._refuse(link, "peer", error.message, error.hint)
+
     def _on_start(self, message: Message) -> None:
         for entry in message.meta["stages"]:
             self._runner.stage(entry["index"]).input_requires_grad = entry["input_requires_grad"]
@@ -349,60 +473,53 @@ class Worker:
         self._say("ready")
 
     def _on_step(self, message: Message) -> None:
+        run = self._current
+        info, run.orders = messages.step_info(message), messages.step_orders(message)
         self._device.reset_peak_memory()
-        self._runner.begin(messages.step_info(message))
+        self._peers.ping()
+        run.last_attempt, run.reported = info.attempt, False
+        self._runner.begin(info, run.orders)
+        early, run.early = run.early, []
+        for event in early:
+            self._on_data(event)
 
-    def _on_inputs(self, message: Message) -> None:
-        if self._is_current(message):
-            inputs = {
-                name: self._device.from_host(tensor).clone()
-                for name, tensor in messages.inputs_of(message).items()
-            }
-            self._runner.put_inputs(message.meta["stage"], message.meta["micro_batch"], inputs)
-        message.release()
+    def _report_when_done(self) -> None:
+        """All micro-batches are through: the norms go to the coordinator, unasked."""
+        run, runner = self._current, self._runner
+        if run.reported or runner.info is None or not runner.info.train or not runner.is_done:
+            return
+        run.reported = True
+        assert run.exchange is not None
+        run.exchange.flush()
+        reports = {stage.index: stage.collect() for stage in runner.stages}
+        self._send(messages.gradients_message(runner.info, reports, self._statistics()))
 
-    def _on_forward(self, message: Message) -> None:
-        if self._is_current(message):
-            meta = message.meta
-            self._runner.put_hidden(
-                meta["stage"],
-                meta["micro_batch"],
-                messages.arrival(message, self._device.from_host),
-            )
-        else:
-            message.release()
-
-    def _on_backward(self, message: Message) -> None:
-        if self._is_current(message):
-            meta = message.meta
-            self._runner.put_gradient(
-                meta["stage"],
-                meta["micro_batch"],
-                messages.arrival(message, self._device.from_host),
-            )
-        else:
-            message.release()
-
-    def _on_collect(self, message: Message) -> None:
-        reports = {stage.index: stage.collect() for stage in self._runner.stages}
-        assert self._runner.info is not None
-        self._send(messages.gradients_message(self._runner.info, reports))
+    def _statistics(self) -> dict[str, Any]:
+        meter = self._current.meter
+        assert meter is not None
+        arrivals, peak = meter.take(), self._device.peak_memory()
+        return {
+            "stages": {
+                str(index): {
+                    **asdict(times),
+                    "peak_memory_bytes": peak,
+                    "arrive_forward_s": arrivals["forward"].get(index, 0.0),
+                    "arrive_backward_s": arrivals["backward"].get(index, 0.0),
+                }
+                for index, times in self._runner.statistics().items()
+            },
+            "round_trips": {str(k): seconds for k, seconds in self._peers.round_trips().items()},
+        }
 
     def _on_commit(self, message: Message) -> None:
         meta, run = message.meta, self._current
         if run.last_step != meta["step"]:
             self._commit(message)
         message.release()
-        statistics = {
-            "stages": {str(i): values for i, values in self._runner.statistics().items()},
-            "peak_memory_bytes": self._device.peak_memory(),
-        }
-        self._send(
-            Message(
-                MessageType.COMMITTED,
-                {"step": meta["step"], "attempt": meta["attempt"], "stats": statistics},
-            )
-        )
+        assert run.meter is not None
+        answer = {"step": meta["step"], "attempt": meta["attempt"]}
+        spans = run.meter.recorder.take()
+        self._send(Message(MessageType.COMMITTED, {**answer, "spans": spans}))
 
     def _commit(self, message: Message) -> None:
         meta = message.meta
@@ -414,12 +531,12 @@ class Worker:
         for stage in self._runner.stages:
             stage.commit(meta["learning_rate"], meta["grad_scale"])
             if stage.is_last and message.tensors:
-                weight = messages.tensor_of(message)
-                assert weight is not None
-                stage.set_tied_weight(weight)
+                stage.set_tied_weight(from_wire(message.tensors[0]))
         self._current.last_step = meta["step"]
 
     def _on_abort(self, message: Message) -> None:
+        if self._current.exchange is not None:
+            self._current.exchange.flush()
         self._runner.abort()
         self._send(Message(MessageType.ABORTED, dict(message.meta)))
 
@@ -460,41 +577,26 @@ class Worker:
         if self._link is not None:
             self._link.close()
         self._link = None
-        self._run = None
+        self._forget_run()
         self._done = not self._keep
 
-    # -- what stages hand on (Outbox) -----------------------------------------------------------
+    # -- what stages hand on --------------------------------------------------------------------
 
-    def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None:
-        if self._runner.owns(stage):
-            self._runner.put_hidden(stage, micro_batch, Arrival(hidden_BSD))
-            return
-        host = self._device.to_host(hidden_BSD)
-        self._send(messages.hidden_message(self._info, stage, micro_batch, host))
+    def _post(self, stage: int, message: Message, done: Callable[[], None] | None) -> None:
+        """Send a tensor to the stage that shall have it: straight to its worker where the
+        coordinator said so, else through the coordinator. A lost link ends the attempt anyway."""
+        run = self._current
+        assert run.orders is not None
+        boundary = stage - 1 if message.type is MessageType.FORWARD else stage
+        if boundary in run.orders.direct:
+            self._peers.send(run.owners[stage], message, done)
+        else:
+            self._pass(message, done)
 
-    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor | None) -> None:
-        if self._runner.owns(stage):
-            self._runner.put_gradient(stage, micro_batch, Arrival(gradient_BSD))
-            return
-        host = self._device.to_host(gradient_BSD) if gradient_BSD is not None else None
-        self._send(messages.gradient_message(self._info, stage, micro_batch, host))
-
-    def loss(self, micro_batch: int, loss: float) -> None:
-        info = self._info
-        self._send(
-            Message(
-                MessageType.LOSS,
-                {
-                    "step": info.step,
-                    "attempt": info.attempt,
-                    "micro_batch": micro_batch,
-                    "loss": loss,
-                },
-            )
-        )
-
-    def finished(self, micro_batch: int) -> None:
-        """Stage 0 is the coordinator's; here a micro-batch ends with its loss or its gradient."""
+    def _pass(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Send to the coordinator; if it is gone, its link's reader says so."""
+        with suppress(LinkGone):
+            self._send(message, done)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -511,25 +613,20 @@ class Worker:
             raise ProtocolError("no stages are loaded yet; SETUP comes first")
         return runner
 
-    @property
-    def _info(self) -> Any:
-        info = self._runner.info
-        assert info is not None
-        return info
-
     def _is_current(self, message: Message) -> bool:
         info = self._runner.info
         meta = message.meta
         return info is not None and (meta["step"], meta["attempt"]) == (info.step, info.attempt)
 
-    def _send(self, message: Message) -> None:
-        if self._link is None:
+    def _send(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        link = self._link  # the sender thread comes here too
+        if link is None:
             raise LinkGone
         self._session.send(message)
         try:
-            self._link.send(message)
+            link.send(message, done)
         except HeteroError as error:
-            if not self._link.closed:
+            if not link.closed:
                 raise  # a frame that is too large
             raise LinkGone from error
 

@@ -1,0 +1,265 @@
+"""Links between workers: who dials whom, the handshake, and which of them are alive.
+
+The coordinator names the peers to dial. What goes over such a link are the boundary frames of the
+star, the same bytes; when to use it, the coordinator says with every step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import hetero_framework
+from hetero_framework.core.protocol import (
+    DIALLER,
+    LISTENER,
+    PROTOCOL_VERSION,
+    Message,
+    MessageType,
+)
+from hetero_framework.core.session import Phase, Session
+from hetero_framework.core.transport import Link, connect
+from hetero_framework.errors import HeteroError, NetworkError
+
+WorkerId = int | str
+Watch = Callable[[str, Message, float, float], None]
+
+_SLICE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Introduced:
+    """The dialling that CONNECT asked for is over: [{id, problem}] for the answer."""
+
+    results: list[dict[str, Any]]
+
+
+@dataclass
+class _Peer:
+    worker: WorkerId
+    link: Link
+    session: Session
+
+
+class PeerLinks:
+    """A worker's links to other workers.
+
+    `start_link(socket, name, max_frame_bytes)` makes the link of a connection that was dialled
+    here; `tell` puts an `Introduced` before the main thread. `run_id` and `watch` belong to the
+    run that is served.
+    """
+
+    def __init__(
+        self,
+        me: WorkerId,
+        start_link: Callable[[Any, str, int], Link],
+        tell: Callable[[Introduced], None],
+    ) -> None:
+        self.run_id: str | None = None
+        self.watch: Callable[[WorkerId], Watch] | None = None
+        self._me = me
+        self._start_link = start_link
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._peers: dict[WorkerId, _Peer] = {}
+        self._awaited: dict[Link, queue.SimpleQueue[Message | None]] = {}
+        self._stop = threading.Event()
+
+    # -- dialling -------------------------------------------------------------------------------
+
+    def dial(self, peers: list[dict[str, Any]], timeout_s: float, max_frame_bytes: int) -> None:
+        """Open a link to each of these workers ({id, ip, port}); `tell` hears when all is done."""
+        self._stop = threading.Event()
+        args = (peers, timeout_s, max_frame_bytes, self._stop)
+        threading.Thread(target=self._dial_all, args=args, name="dial peers", daemon=True).start()
+
+    def _dial_all(
+        self,
+        peers: list[dict[str, Any]],
+        timeout_s: float,
+        max_frame_bytes: int,
+        stop: threading.Event,
+    ) -> None:
+        results: dict[WorkerId, str | None] = {}
+
+        def dial(peer: dict[str, Any]) -> None:
+            results[peer["id"]] = self._dial(peer, timeout_s, max_frame_bytes, stop)
+
+        threads = [threading.Thread(target=dial, args=(peer,), daemon=True) for peer in peers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = [{"id": peer["id"], "problem": results[peer["id"]]} for peer in peers]
+        self._tell(Introduced(found))
+
+    def _dial(
+        self, peer: dict[str, Any], timeout_s: float, max_frame_bytes: int, stop: threading.Event
+    ) -> str | None:
+        """Why there is no link to this worker; None when there is one."""
+        deadline = time.monotonic() + timeout_s
+        worker = peer["id"]
+        try:
+            sock = connect(peer["ip"], peer["port"], timeout_s, who=f"worker {worker}", stop=stop)
+        except NetworkError as error:
+            return error.message
+        link = self._start_link(sock, f"worker {worker}", max_frame_bytes)
+        answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        with self._lock:
+            self._awaited[link] = answers
+        session = Session(DIALLER)
+        hello = Message(
+            MessageType.PEER_HELLO,
+            {**self._greeting(worker), "from_id": self._me, "max_frame_bytes": max_frame_bytes},
+        )
+        session.send(hello)
+        problem = "it did not answer"
+        try:
+            link.send(hello)
+            if (answer := _first(answers, deadline, stop)) is not None:
+                session.receive(answer)
+                if answer.type is MessageType.PEER_WELCOME:
+                    self._add(_Peer(worker, link, session))
+                    return None
+                problem = str(answer.meta.get("message", answer.type.name))
+        except HeteroError as error:
+            problem = error.message
+        finally:
+            with self._lock:
+                self._awaited.pop(link, None)
+        link.close(drain_s=0)
+        return problem
+
+    def answers(self, link: Link, message: Message | None) -> bool:
+        """Take the answer to a PEER_HELLO of ours, None when the link is gone before it; for the
+        link's reader thread."""
+        with self._lock:
+            waiting = self._awaited.pop(link, None)
+        if waiting is None:
+            return False
+        waiting.put(message)
+        return True
+
+    # -- being dialled --------------------------------------------------------------------------
+
+    def accept(self, link: Link, hello: Message) -> None:
+        """Welcome another worker of the same run. Raises HeteroError when it is not one."""
+        session = Session(LISTENER)
+        session.receive(hello)
+        meta = hello.meta
+        if self.run_id is None or meta["run_id"] != self.run_id:
+            raise NetworkError("this worker serves another run, or none")
+        if str(meta["worker_id"]) != str(self._me):
+            raise NetworkError(f"this is worker {self._me}, not {meta['worker_id']}")
+        link.max_frame_bytes = meta["max_frame_bytes"]
+        welcome = Message(MessageType.PEER_WELCOME, self._greeting(self._me))
+        session.send(welcome)
+        self._add(_Peer(meta["from_id"], link, session))
+        link.send(welcome)
+
+    def _greeting(self, worker: WorkerId) -> dict[str, Any]:
+        return {
+            "protocol": PROTOCOL_VERSION,
+            "package": hetero_framework.__version__,
+            "run_id": self.run_id or "",
+            "worker_id": worker,
+        }
+
+    def _add(self, peer: _Peer) -> None:
+        if self.watch is not None:
+            peer.link.on_moved = self.watch(peer.worker)
+        with self._lock:
+            before = self._peers.get(peer.worker)
+            self._peers[peer.worker] = peer
+        if before is not None:
+            before.link.close(drain_s=0)
+
+    # -- traffic --------------------------------------------------------------------------------
+
+    def knows(self, link: Link) -> bool:
+        return self._find(link) is not None
+
+    def receive(self, link: Link, message: Message) -> bool:
+        """Whether a message of a peer is a tensor for a stage; a goodbye is not, and ends the link.
+
+        Raises ProtocolError for one that is out of order.
+        """
+        peer = self._find(link)
+        if peer is None:
+            return False
+        peer.session.receive(message)
+        if message.type is MessageType.BYE:
+            self.lost(link)
+            link.close(drain_s=0)
+        return message.type in (MessageType.FORWARD, MessageType.BACKWARD)
+
+    def send(
+        self, worker: WorkerId, message: Message, done: Callable[[], None] | None = None
+    ) -> None:
+        """Send a tensor to a peer. One that is gone is ignored: its link's reader says so.
+
+        Raises ProtocolError for a frame that is too large.
+        """
+        with self._lock:
+            peer = self._peers.get(worker)
+        if peer is None or peer.session.phase is not Phase.FLOWING:
+            return
+        peer.session.send(message)
+        try:
+            peer.link.send(message, done)
+        except HeteroError:
+            if not peer.link.closed:
+                raise
+
+    def ping(self) -> None:
+        """Have every link measure its round trip."""
+        for peer in self._all():
+            with suppress(HeteroError):
+                peer.link.ping()
+
+    def round_trips(self) -> dict[WorkerId, float]:
+        """Seconds there and back, of the peers that have answered a ping."""
+        found = {peer.worker: peer.link.clock.round_trip_s for peer in self._all()}
+        return {worker: seconds for worker, seconds in found.items() if seconds is not None}
+
+    def lost(self, link: Link) -> WorkerId | None:
+        """Forget the peer of a link that is gone; who it was."""
+        peer = self._find(link)
+        if peer is None:
+            return None
+        with self._lock:
+            del self._peers[peer.worker]
+        return peer.worker
+
+    def close(self) -> None:
+        """Close all links; the run is over."""
+        self._stop.set()
+        self.run_id = self.watch = None
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            with suppress(HeteroError):
+                peer.link.send(Message(MessageType.BYE, {"reason": "the run is over"}))
+            peer.link.close(drain_s=1.0)
+
+    def _all(self) -> list[_Peer]:
+        with self._lock:
+            return list(self._peers.values())
+
+    def _find(self, link: Link) -> _Peer | None:
+        with self._lock:
+            return next((peer for peer in self._peers.values() if peer.link is link), None)
+
+
+def _first(
+    answers: queue.SimpleQueue[Message | None], deadline: float, stop: threading.Event
+) -> Message | None:
+    while time.monotonic() < deadline and not stop.is_set():
+        with suppress(queue.Empty):
+            return answers.get(timeout=_SLICE_S)
+    return None

@@ -1,0 +1,139 @@
+"""How many micro-batches are under way, and in which order: sized from what the steps measure.
+
+Pure: it is told times and gives the next step's `Choice`. Nothing here changes a number of the
+result, only when things happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hetero_framework.config import StageSpec
+from hetero_framework.trainer.schedule import Choice, Hop, Profile, tune
+
+WorkerId = int | str
+
+_WEIGHT = 0.5  # of the newest step in the running mean
+_ASSUMED_WIRE = 0.1  # of a stage's forward, until a step was measured
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One stage, seconds per micro-batch: its work, and its input's and gradient's arrival."""
+
+    forward_s: float
+    backward_s: float
+    arrive_forward_s: float
+    arrive_backward_s: float
+
+
+def assumed_profile(stages: Sequence[StageSpec], direct: frozenset[int] = frozenset()) -> Profile:
+    """What is assumed before a measurement: time in proportion to layers, backward twice forward,
+    and a little for the wire. The unit is a layer's forward."""
+    seconds = {}
+    for spec in stages:
+        layers = max(spec.end - spec.start, 0.5)
+        seconds[spec.index] = StageSeconds(
+            layers, 2.0 * layers, _ASSUMED_WIRE * layers, _ASSUMED_WIRE * layers
+        )
+    return make_profile(stages, seconds, {}, direct)
+
+
+def make_profile(
+    stages: Sequence[StageSpec],
+    seconds: Mapping[int, StageSeconds],
+    latency_s: Mapping[int, float],
+    direct: frozenset[int],
+) -> Profile:
+    """A profile of these stages. `latency_s[k]` is the one-way latency after stage k; a boundary
+    between two workers that is not in `direct` is relayed by the coordinator."""
+    owners = list(dict.fromkeys(spec.owner for spec in stages))
+    devices = [owners.index(spec.owner) for spec in stages]
+    hops = []
+    for before, after in pairwise(stages):
+        k = before.index
+        relayed = k not in direct and "local" not in (before.owner, after.owner)
+        hops.append(
+            Hop(
+                seconds[k + 1].arrive_forward_s,
+                seconds[k].arrive_backward_s,
+                latency_s.get(k, 0.0),
+                owners.index("local") if relayed and "local" in owners else None,
+            )
+        )
+    return Profile.of(
+        [seconds[spec.index].forward_s for spec in stages],
+        [seconds[spec.index].backward_s for spec in stages],
+        devices=devices,
+        hops=hops,
+    )
+
+
+class Pace:
+    """The window, the stages' limits and the policy of a run.
+
+    `window` is the user's choice, None for our own; `most_held[k]` is how many forwards stage k
+    has memory for.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        *,
+        window: int | None = None,
+        most_held: Sequence[int] | None = None,
+    ) -> None:
+        self._stages = list(stages)
+        self._window = window
+        self._most_held = most_held
+        self._seconds: dict[int, StageSeconds] = {}
+        self._latency_s: dict[int, float] = {}
+        self._observed = 0
+        self._choice: Choice | None = None
+        self._chosen_for: tuple[int, frozenset[int]] | None = None
+
+    def profile(self, direct: frozenset[int]) -> Profile:
+        """What is known, or else assumed, of stages and boundaries."""
+        if not self._seconds:
+            return assumed_profile(self._stages, direct)
+        return make_profile(self._stages, self._seconds, self._latency_s, direct)
+
+    def choice(self, micro_batches: int, direct: frozenset[int]) -> Choice:
+        """How to run a step of so many micro-batches over these direct boundaries."""
+        wanted = (micro_batches, direct)
+        if self._choice is None or self._chosen_for != wanted:
+            self._chosen_for = wanted
+            self._choice = tune(
+                self.profile(direct), micro_batches, window=self._window, limits=self._most_held
+            )
+        return self._choice
+
+    def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
+        """Take in what a step took. The first step is not typical: the second replaces it.
+
+        The choice is made anew after 1, 2, 4, 8, ... steps; devices and links rarely change.
+        """
+        self._observed += 1
+        weight = 1.0 if self._observed <= 2 else _WEIGHT
+        for k, new in seconds.items():
+            old = self._seconds.get(k, new)
+            self._seconds[k] = StageSeconds(
+                *(
+                    (1 - weight) * a + weight * b
+                    for a, b in zip(_values(old), _values(new), strict=True)
+                )
+            )
+        self._latency_s.update(latency_s)
+        if self._observed & (self._observed - 1) == 0:
+            self._chosen_for = None
+
+
+def _values(seconds: StageSeconds) -> tuple[float, float, float, float]:
+    return (
+        seconds.forward_s,
+        seconds.backward_s,
+        seconds.arrive_forward_s,
+        seconds.arrive_backward_s,
+    )
