@@ -1,0 +1,131 @@
+"""The GPU checks without a GPU: what they say then, and that each can fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_checks
+from benchmarks.gpu_checks import Run, covered, hidden_share, mixed_up, verdict
+from hetero_framework.core.dal import Device
+from hetero_framework.trainer.timeline import Event, Process, StageInfo, Trace
+
+WHOLE = Run([(2.0, 1.0), (1.5, 0.9)], [10.0, 11.0], {"w": torch.ones(3)}, None)
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_without_a_gpu_every_check_is_skipped_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_checks, "open_device", lambda name: Device())
+    assert gpu.main([]) == 0
+    results = printed(capsys)
+    assert [result["check"] for result in results] == list(gpu.CHECKS)
+    assert all("no GPU" in result["skipped"] for result in results)
+
+
+def test_unknown_device_and_check_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cuda:77", "--only", "copies"]) == 0
+    assert "no device 'cuda:77'" in printed(capsys)[0]["skipped"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "parity"])
+    assert "no such check: parity" in capsys.readouterr().err
+
+
+def test_missing_packages_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "missing_packages", lambda: ["peft", "msgpack"])
+    assert gpu.main([]) == 2
+    assert "pip install peft msgpack" in printed(capsys)[0]["reason"]
+
+
+def test_every_check_that_is_named_exists() -> None:
+    assert set(gpu_checks._CHECKS) == set(gpu.CHECKS)
+
+
+def test_verdict_wants_the_last_bit_where_one_process_repeats_itself() -> None:
+    near = replace(WHOLE, steps=[(2.0, 1.0), (1.5 + 1e-9, 0.9)])
+    other_weights = replace(WHOLE, weights={"w": torch.full((3,), 1.25)})
+    runs = {"uncut": WHOLE, "again": WHOLE, "cut_2": WHOLE, "cut_4": WHOLE}
+    assert verdict(runs, 1e-5)["ok"]
+    assert not verdict({**runs, "cut_4": near}, 1e-5)["ok"]
+    # Where it does not repeat itself, what is asked for is the tolerance.
+    assert verdict({**runs, "again": near, "cut_4": near}, 1e-5)["ok"]
+    assert not verdict({**runs, "again": near, "cut_4": near}, 1e-12)["ok"]
+    broken = verdict({**runs, "cut_2": other_weights}, 1e-5)
+    assert (broken["ok"], broken["bit_equal"]) == (False, False)
+    assert broken["max_weight_difference"] == 0.25
+    assert not verdict({**runs, "cut_2": replace(WHOLE, weights={})}, 1e-5)["ok"]
+
+
+def test_errors_of_a_run_are_results() -> None:
+    class Bench:
+        device = Device()
+
+    def fail(bench: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def skip(bench: Any) -> Any:
+        raise gpu_checks.Skip("not here")
+
+    failed = gpu_checks.guarded(fail, Bench())  # type: ignore[arg-type]
+    assert failed["ok"] is False
+    assert "illegal memory access" in failed["reason"]
+    assert gpu_checks.guarded(skip, Bench()) == {"skipped": "not here"}  # type: ignore[arg-type]
+
+
+class Copying(Device):
+    """Keeps its promises as a device of its own does."""
+
+    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+
+def test_mixed_up_tensors_are_noticed() -> None:
+    assert mixed_up(Copying(), rounds=8, elements=64, width=4) == 0
+    # The CPU hands over the memory itself, which this check fills again at once.
+    memory = torch.zeros(64)
+
+    class Reusing(Device):
+        def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+            memory.copy_(tensor)
+            memory.add_(0.5)  # as if the next one had come in between
+            return memory
+
+    assert mixed_up(Reusing(), rounds=8, elements=64, width=4) == 8
+
+
+def test_covered_seconds() -> None:
+    spans = [(1.0, 2.0), (1.5, 3.0), (5.0, 6.0)]
+    assert covered(0.0, 1.0, spans) == 0.0
+    assert covered(0.0, 10.0, spans) == pytest.approx(3.0)
+    assert covered(1.25, 2.5, spans) == pytest.approx(1.25)
+    assert covered(2.5, 5.25, spans) == pytest.approx(0.75)
+
+
+def test_hidden_share_counts_only_the_own_process() -> None:
+    def event(kind: str, process: int, began: float, ended: float) -> Event:
+        return Event(kind, process, process, 0, 1, began, ended)
+
+    trace = Trace(
+        (Process("local", "coordinator"), Process(1, "worker 1")),
+        (StageInfo(0, 0, 1), StageInfo(1, 1, 2)),
+        (
+            event("forward", 0, 0.0, 1.0),
+            event("send", 0, 0.5, 1.5),  # half of it hidden
+            event("receive", 1, 0.5, 1.5),  # its own process computes later
+            event("forward_backward", 1, 1.5, 3.0),
+        ),
+        {},
+    )
+    assert hidden_share(trace) == pytest.approx(0.25)
+    idle = Trace(trace.processes, trace.stages, trace.events[:1], {})
+    assert hidden_share(idle) != hidden_share(idle)  # nan
