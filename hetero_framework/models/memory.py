@@ -11,7 +11,9 @@ attention matrix) count 34 h bytes at c = 2, that is 17 h. Of what autograd real
 estimate is 1.2 for Llama and Gemma, 0.9 to 1.0 for Qwen3-MoE, and 0.7 for GPT-2, whose GELU is
 spelled out in single operations. Attention that stores its matrix
 ("eager") adds c + 4 bytes per head and pair of tokens. The last stage holds logits in c bytes and,
-in float32, their upcast, its log-softmax and the gradients of both.
+in float32, their upcast, its log-softmax and the gradients of both: of all tokens, or of one piece
+where the loss is computed in pieces (`training.loss_chunk_tokens`). A stage that neither trains
+anything nor passes a gradient on stores nothing for backward.
 
 Measured for a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU: full training estimated
 3.15 GiB, peak resident set over an idle process 2.84; LoRA on all linear layers 1.88 against 2.51.
@@ -23,7 +25,7 @@ All sizes are bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,7 @@ from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import plan_adapter
 from hetero_framework.models.anatomy import learn_anatomy
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.pieces import piece_tokens
 from hetero_framework.models.quantization import (
     modules_left_alone,
     stored_quantization,
@@ -103,12 +106,15 @@ def estimate_memory(
     window: int | None = None,
     tokens: int | None = None,
     plan: AdapterPlan | None = None,
+    in_flight: Sequence[int] | None = None,
 ) -> list[StageMemory]:
     """Memory of every stage of `config`; loads nothing.
 
-    `window` is the number of micro-batches in the pipeline at once (default: max_in_flight, else
-    twice the stages), `tokens` the longest sample (default: data.max_length), `plan` saves
-    planning the adapter again. Raises as `plan_adapter` and `learn_anatomy`.
+    `in_flight` are the micro-batches that each stage holds at once; by default `window` of them
+    (default: max_in_flight, else twice the stages), but one on the last stage and never more than
+    a step has. `tokens` is the longest sample (default: data.max_length), `plan` saves planning
+    the adapter again. Checkpointing "auto" counts as none. Raises as `plan_adapter` and
+    `learn_anatomy`.
     """
     assert config.model is not None
     stages = config.stages()
@@ -118,8 +124,42 @@ def estimate_memory(
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
     if window is None:
         window = config.training.max_in_flight or 2 * len(stages)
+    if in_flight is None:
+        held = min(window, config.training.gradient_accumulation_steps)
+        in_flight = [1 if spec.is_last else held for spec in stages]
     shapes = _Shapes(model_config, config.model, plan)
-    return [_stage_memory(spec, shapes, config.training, window, tokens) for spec in stages]
+    found = []
+    differentiates = False
+    for spec, held in zip(stages, in_flight, strict=True):
+        differentiates |= any(shapes.holds(name, shard_range(spec)) for name in shapes.trainable)
+        found.append(_stage_memory(spec, shapes, config, held, tokens, differentiates))
+    return found
+
+
+def recompute_stages(
+    plain: Sequence[StageMemory],
+    recomputing: Sequence[StageMemory],
+    optional: Collection[int],
+    devices: Iterable[tuple[Collection[int | str], int]],
+) -> set[int]:
+    """The least number of stages to compute again backward so that every device fits.
+
+    `plain` and `recomputing` are all stages without and with it, `optional` the stages that may,
+    `devices` the owners on each device with the bytes that are free there. Where even all of them
+    do not help, all of a device's are taken: `check_fits` then says what is missing.
+    """
+    chosen = set()
+    for owners, free in devices:
+        own = [m for m in plain if m.stage.owner in owners]
+        needed = sum(m.total for m in own)
+        saved = {m.index: m.total - recomputing[m.index].total for m in own if m.index in optional}
+        # Stages that save most first: fewer would not save as much.
+        for index in sorted(saved, key=lambda k: (-saved[k], k)):
+            if needed <= free or saved[index] <= 0:
+                break
+            chosen.add(index)
+            needed -= saved[index]
+    return chosen
 
 
 def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> None:
@@ -148,12 +188,17 @@ def _advice(memory: Sequence[StageMemory]) -> str:
     """What to change, the largest share first."""
     advice = {
         "a smaller per_device_train_batch_size, data.max_length or training.max_in_flight, or"
-        " gradient_checkpointing": sum(m.activations + m.logits for m in memory),
+        " gradient_checkpointing": sum(m.activations for m in memory),
+        "a smaller training.loss_chunk_tokens": sum(m.logits for m in memory),
         "an adapter instead of full training": sum(m.gradients + m.optimizer for m in memory),
         'model.quantization "nf4" with an adapter': sum(m.weights for m in memory),
     }
     ordered = sorted((name for name in advice if advice[name]), key=lambda name: -advice[name])
     return "give it fewer layers in shard_plan; or " + "; or ".join(ordered)
+
+
+def shard_range(spec: StageSpec) -> ShardRange:
+    return ShardRange(spec.start, spec.end, spec.is_first, spec.is_last)
 
 
 class _Shapes:
@@ -241,10 +286,14 @@ def _four_bit_size(count: int, double: bool) -> int:
 
 
 def _stage_memory(
-    spec: StageSpec, shapes: _Shapes, training: TrainingConfig, window: int, tokens: int
+    spec: StageSpec,
+    shapes: _Shapes,
+    config: Config,
+    in_flight: int,
+    tokens: int,
+    differentiates: bool,
 ) -> StageMemory:
-    rng = ShardRange(spec.start, spec.end, spec.is_first, spec.is_last)
-    skeleton = shapes.skeleton
+    training, skeleton, rng = config.training, shapes.skeleton, shard_range(spec)
     held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
     if spec.is_first and spec.is_last and skeleton.head is not None:
         # One storage for both ends of a tied pair where both are here.
@@ -257,7 +306,6 @@ def _stage_memory(
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     buffers = sum(n for name, n in shapes.buffers.items() if _is_here(skeleton, name, rng))
     batch_tokens = training.per_device_train_batch_size * tokens
-    in_flight = 1 if spec.is_last else min(window, training.gradient_accumulation_steps)
     return StageMemory(
         stage=spec,
         parameters=sum(shapes.numbers[name] for name in held)
@@ -265,8 +313,8 @@ def _stage_memory(
         weights=sum(held.values()) + added + buffers,
         gradients=gradients,
         optimizer=_optimizer_bytes(training.optim, trained.values()),
-        activations=_activation_bytes(spec, shapes, training, batch_tokens, tokens, in_flight),
-        logits=_logit_bytes(shapes, batch_tokens) if spec.is_last else 0,
+        activations=_activation_bytes(spec, shapes, config, tokens, in_flight, differentiates),
+        logits=_logit_bytes(shapes, batch_tokens, training) if spec.is_last else 0,
         in_flight=in_flight,
     )
 
@@ -290,23 +338,29 @@ def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
 def _activation_bytes(
     spec: StageSpec,
     shapes: _Shapes,
-    training: TrainingConfig,
-    batch_tokens: int,
+    config: Config,
     tokens: int,
     in_flight: int,
+    differentiates: bool,
 ) -> int:
     """Stored by the layers for backward, over all micro-batches in flight; see the module's head.
 
     With gradient checkpointing: one hidden state per layer and micro-batch, and one layer in full.
+    Without a backward: what one layer uses while it runs.
     """
+    training = config.training
+    batch_tokens = training.per_device_train_batch_size * tokens
     c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
     hidden = batch_tokens * int(shapes.text.hidden_size) * c
     layers = [
         _layer_bytes(layer, shapes, c, tokens) * batch_tokens
         for layer in range(spec.start, spec.end)
     ]
-    if training.gradient_checkpointing:
-        return in_flight * hidden * (len(layers) + 1) + max(layers, default=0)
+    largest = max(layers, default=0)
+    if not differentiates:
+        return hidden + largest
+    if config.checkpointing(spec.index) is True:
+        return in_flight * hidden * (len(layers) + 1) + largest
     return in_flight * (hidden + sum(layers))
 
 
@@ -335,8 +389,19 @@ def _experts_per_token(text: PretrainedConfig) -> int:
     return 1
 
 
-def _logit_bytes(shapes: _Shapes, batch_tokens: int) -> int:
+def _logit_bytes(shapes: _Shapes, batch_tokens: int, training: TrainingConfig) -> int:
+    """Of all tokens, or of one piece and the head's gradient summed up in float32 over them."""
     c = shapes.number_bytes
     # In float32 the upcast is no copy.
     per_logit = 16 if c == 4 else c + 16
-    return batch_tokens * int(shapes.text.vocab_size) * per_logit
+    piece = piece_tokens(training.loss_chunk_tokens, shapes.text)
+    if piece is None or batch_tokens <= piece:
+        return batch_tokens * int(shapes.text.vocab_size) * per_logit
+    layers = shapes.skeleton.anatomy.num_layers
+    head = ShardRange(layers, layers, False, True)
+    narrow = [
+        count
+        for name, (count, size) in shapes.trainable.items()
+        if size < 4 and shapes.holds(name, head)
+    ]
+    return piece * int(shapes.text.vocab_size) * per_logit + 4 * sum(narrow)
