@@ -1,43 +1,63 @@
-"""One bfloat16 tensor from process to process: `Link` against a bare socket loop.
+"""One tensor from process to process: `Link` against a bare socket loop and gloo.
 
     python -m benchmarks.transport --mb 16
+    python -m benchmarks.transport --mb 16 --relay
+    python -m benchmarks.transport --mb 0
 
-Both engines have a connection to one receiving process over the loopback. In each round both send
-the tensor once, in alternating order; a transfer lasts from before the send until the receiver's
-acknowledgement is back. With `--in-flight N` N tensors are sent before the acknowledgements are
-awaited, and the time is divided by N. The ratio is the median of the rounds' ratios
-bare seconds / link seconds: 1 means that the link costs nothing. Prints one JSON object per engine
-and one with the ratio; `--save` keeps all of it under benchmarks/results. `--slow-ms` makes the
-link's receiver sleep, to see that the measurement notices.
+Every engine has its own connection over the loopback from this process to a receiving one; with
+`--relay` a third process stands between them and passes everything on. In each round all engines
+send the tensor once, in changing order; a transfer lasts from before the send until the receiver's
+acknowledgement is back in the thread that sends. With `--in-flight N` N tensors are sent before
+the acknowledgements are awaited, and the time is divided by N. With `--mb 0` no tensor travels: a
+small message goes there and one comes back. Afterwards each engine alone sends as many again, for
+the CPU time of each process per transfer (all its threads).
+
+The ratios are medians over the rounds: seconds of the other engine / seconds of the link, so 1
+means that the link is as fast. Prints one JSON object per engine and one with the ratios; `--save`
+keeps all of it under benchmarks/results. `--slow-ms` makes the link's receiver sleep, to see that
+the measurement notices.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import queue
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from benchmarks import environment
-from hetero_framework.core.protocol import Message, MessageType
-from hetero_framework.core.tensors import from_wire, to_wire
+from hetero_framework.core.network import free_port
+from hetero_framework.core.protocol import Message, MessageType, WireTensor
 from hetero_framework.core.transport import Link, Listener, connect
 from hetero_framework.errors import HeteroError
 
-_HEAD_BYTES = 12
+ENGINES = ("link", "bare", "gloo")
+_WARM_UP = 5  # buffers and the kernel's windows
+_SMALL_BYTES = 40  # a message without a tensor has about as many
+_RELAY_PIECE_BYTES = 1 << 18
 _STEP = {"step": 1, "attempt": 0}
+_TIMEOUT_S = 60.0
+
+Transfer = Callable[[int], None]
+"""Sends so many tensors, and returns when all are acknowledged."""
 
 
-def _ignore_close(reason: HeteroError | None) -> None:
-    """The other side ends the benchmark by closing."""
+# ------------------------------------------------------------------------------- sockets, bare
+
+
+def _bare_socket(sock: socket.socket) -> socket.socket:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 def _receive_exactly(sock: socket.socket, view: memoryview) -> bool:
@@ -50,129 +70,329 @@ def _receive_exactly(sock: socket.socket, view: memoryview) -> bool:
     return True
 
 
-def _send_all(sock: socket.socket, buffers: list[memoryview]) -> None:
-    while buffers:
-        sent = sock.sendmsg(buffers)
-        while buffers and sent >= len(buffers[0]):
-            sent -= len(buffers.pop(0))
-        if sent:
-            buffers[0] = buffers[0][sent:]
+def _bare_sender(sock: socket.socket, payload: memoryview) -> Transfer:
+    def transfer(count: int) -> None:
+        for _ in range(count):
+            sock.sendall(payload)
+        _receive_exactly(sock, memoryview(bytearray(count)))
+
+    return transfer
 
 
-def serve(port: int, payload_bytes: int, slow_ms: float) -> None:
-    """The receiving process: the first connection is bare, the second one a link."""
-    bare = connect("127.0.0.1", port, timeout_s=30)
-    bare.settimeout(None)
-    bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _bare_receiver(sock: socket.socket, nbytes: int) -> None:
+    payload = memoryview(bytearray(nbytes))
+    while _receive_exactly(sock, payload):
+        sock.sendall(b"k")
 
+
+def _bare_relay(inward: socket.socket, outward: socket.socket) -> None:
+    piece = memoryview(bytearray(_RELAY_PIECE_BYTES))
+    while count := inward.recv_into(piece):
+        outward.sendall(piece[:count])
+    with contextlib.suppress(OSError):
+        outward.shutdown(socket.SHUT_WR)
+
+
+# ---------------------------------------------------------------------------------------- link
+
+
+def _ignore_close(reason: HeteroError | None) -> None:
+    """The other side ends the benchmark by closing."""
+
+
+def _link_sender(sock: socket.socket, payload: memoryview) -> tuple[Transfer, Link]:
+    acknowledged: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    link = Link(sock, "receiver", acknowledged.put, _ignore_close)
+    tensor = WireTensor("bfloat16", (len(payload) // 2,), payload)
+
+    def message() -> Message:
+        if not payload:
+            return Message(MessageType.ABORT, _STEP)
+        return Message(MessageType.FORWARD, {**_STEP, "stage": 1, "micro_batch": 0}, (tensor,))
+
+    def transfer(count: int) -> None:
+        for _ in range(count):
+            link.send(message())
+        for _ in range(count):
+            acknowledged.get()
+
+    return transfer, link
+
+
+def _link_receiver(sock: socket.socket, slow_ms: float) -> Link:
     def acknowledge(message: Message) -> None:
-        from_wire(message.tensors[0])
-        time.sleep(slow_ms / 1000)
+        if slow_ms:
+            time.sleep(slow_ms / 1000)
         message.release()
         link.send(Message(MessageType.ABORTED, _STEP))
 
-    link = Link(connect("127.0.0.1", port, timeout_s=30), "sender", acknowledge, _ignore_close)
-    head = memoryview(bytearray(_HEAD_BYTES))
-    payload = memoryview(bytearray(payload_bytes))
-    while _receive_exactly(bare, head):
-        _receive_exactly(bare, payload)
-        bare.sendall(b"k")
-    link.close()
-    bare.close()
+    link = Link(sock, "sender", acknowledge, _ignore_close)
+    return link
 
 
-def measure(mb: float, rounds: int, in_flight: int, slow_ms: float) -> dict[str, list[float]]:
-    """Seconds of one transfer for each engine and round (the mean of those in flight)."""
-    tensor = torch.randn(int(mb * 1e6) // 2).to(torch.bfloat16)
-    wire = to_wire(tensor)
-    head = memoryview(bytes([1]) * _HEAD_BYTES)
-    with Listener("127.0.0.1", 0) as listener:
-        command = [sys.executable, "-m", "benchmarks.transport", "--serve", str(listener.port)]
-        command += ["--payload-bytes", str(wire.nbytes), "--slow-ms", str(slow_ms)]
-        with subprocess.Popen(command) as child:
-            bare = listener.accept(60)
-            bare.settimeout(None)
-            bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            acknowledged: queue.SimpleQueue[float] = queue.SimpleQueue()
-            acknowledgements = memoryview(bytearray(in_flight))
+def _link_relay(inward: socket.socket, outward: socket.socket) -> list[Link]:
+    links: list[Link] = []
 
-            def note_arrival(message: Message) -> None:
-                acknowledged.put(time.perf_counter())
+    def back(message: Message) -> None:
+        links[1].forward(message)
 
-            link = Link(listener.accept(60), "receiver", note_arrival, _ignore_close)
+    links.append(Link(outward, "receiver", back, _ignore_close))
+    links.append(
+        Link(inward, "sender", links[0].forward, _ignore_close, route=lambda message: links[0])
+    )
+    return links
 
-            def send_bare() -> float:
+
+# ---------------------------------------------------------------------------------------- gloo
+
+
+class _Gloo:
+    """torch.distributed's send and recv between neighbouring ranks."""
+
+    def __init__(self, port: int, rank: int, ranks: int, nbytes: int) -> None:
+        if sys.platform == "linux":  # else it looks for the machine's name in the network
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+        )
+        self._dist = dist
+        self._rank = rank
+        self._tensor = torch.ones(max(1, nbytes // 2), dtype=torch.bfloat16)
+        self._small = torch.ones(1)
+
+    def transfer(self, count: int) -> None:
+        for _ in range(count):
+            self._dist.send(self._tensor, self._rank + 1)
+        for _ in range(count):
+            self._dist.recv(self._small, self._rank + 1)
+
+    def receive(self, count: int) -> None:
+        for _ in range(count):
+            self._dist.recv(self._tensor, self._rank - 1)
+            self._dist.send(self._small, self._rank - 1)
+
+    def relay(self, count: int) -> None:
+        for _ in range(count):
+            self._dist.recv(self._tensor, self._rank - 1)
+            self._dist.send(self._tensor, self._rank + 1)
+            self._dist.recv(self._small, self._rank + 1)
+            self._dist.send(self._small, self._rank - 1)
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------- other processes
+
+
+def serve(options: argparse.Namespace) -> None:
+    """The receiving or relaying process. It answers each line of its input with its CPU seconds
+    so far, and ends when the input does.
+
+    It connects to its predecessor once for each engine with sockets, in the order of `engines`; a
+    relay prints the port where its successor may do the same.
+    """
+    engines = options.engines.split(",")
+    nbytes = int(options.mb * 1e6)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener("127.0.0.1", 0))
+        print(listener.port, flush=True)
+        threads: list[threading.Thread] = []
+        for engine in engines:
+            if engine == "gloo":
+                rank = 1 if options.serve == "relay" else options.ranks - 1
+                gloo = _Gloo(options.gloo_port, rank, options.ranks, nbytes)
+                stack.callback(gloo.close)
+                work = gloo.relay if options.serve == "relay" else gloo.receive
+                threads.append(threading.Thread(target=work, args=(options.transfers,)))
+                continue
+            inward = connect("127.0.0.1", options.port, _TIMEOUT_S)
+            if options.serve == "relay":
+                outward = listener.accept(_TIMEOUT_S)
+                if engine == "link":
+                    for link in _link_relay(inward, outward):
+                        stack.callback(link.close)
+                else:
+                    pair = [stack.enter_context(_bare_socket(s)) for s in (inward, outward)]
+                    threads.append(threading.Thread(target=_bare_relay, args=pair))
+                    threads.append(threading.Thread(target=_bare_relay, args=pair[::-1]))
+            elif engine == "link":
+                stack.callback(_link_receiver(inward, options.slow_ms).close)
+            else:
+                bare = stack.enter_context(_bare_socket(inward))
+                arguments = (bare, nbytes or _SMALL_BYTES)
+                threads.append(threading.Thread(target=_bare_receiver, args=arguments))
+        for thread in threads:
+            thread.start()
+        for _ in sys.stdin:
+            print(time.process_time(), flush=True)
+        for thread in threads:
+            thread.join(_TIMEOUT_S)
+
+
+class _Child:
+    """A process of `serve`."""
+
+    def __init__(self, kind: str, port: int, options: argparse.Namespace, gloo_port: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.transport", "--serve", kind]
+        command += ["--port", str(port), "--gloo-port", str(gloo_port)]
+        command += ["--ranks", str(2 + options.relay), "--engines", options.engines]
+        command += ["--mb", str(options.mb), "--slow-ms", str(options.slow_ms)]
+        command += ["--transfers", str(_transfers(options))]
+        self.name = kind
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.port = int(self._line())
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def cpu_s(self) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._line())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=_TIMEOUT_S)
+
+
+# ------------------------------------------------------------------------------------ measuring
+
+
+def _transfers(options: argparse.Namespace) -> int:
+    return (_WARM_UP + 2 * options.rounds) * options.in_flight
+
+
+@contextlib.contextmanager
+def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], list[_Child]]]:
+    """The engines, connected, and the other processes."""
+    engines = options.engines.split(",")
+    payload = memoryview(os.urandom(int(options.mb * 1e6) // 2 * 2))
+    gloo_port = free_port()
+    transfers: dict[str, Transfer] = {}
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener("127.0.0.1", 0))
+        children: list[_Child] = []
+        for kind in ("relay", "receiver") if options.relay else ("receiver",):
+            port = children[-1].port if children else listener.port
+            children.append(_Child(kind, port, options, gloo_port))
+            stack.callback(children[-1].close)
+        for engine in engines:
+            if engine == "gloo":
+                gloo = _Gloo(gloo_port, 0, 2 + options.relay, len(payload))
+                stack.callback(gloo.close)
+                transfers[engine] = gloo.transfer
+                continue
+            sock = listener.accept(_TIMEOUT_S)
+            if engine == "link":
+                transfers[engine], link = _link_sender(sock, payload)
+                stack.callback(link.close)
+            else:
+                bare = stack.enter_context(_bare_socket(sock))
+                transfers[engine] = _bare_sender(bare, payload or memoryview(bytes(_SMALL_BYTES)))
+        yield transfers, children
+
+
+def measure(
+    options: argparse.Namespace,
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Seconds of one transfer for each engine and round (the mean of those in flight), and for
+    each engine the CPU seconds of one transfer in each process."""
+    with _opened(options) as (engines, children):
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        names = list(engines)
+        for round_number in range(-_WARM_UP, options.rounds):
+            for name in names if round_number % 2 else names[::-1]:
                 started = time.perf_counter()
-                for _ in range(in_flight):
-                    _send_all(bare, [head, wire.data])
-                _receive_exactly(bare, acknowledgements)
-                return (time.perf_counter() - started) / in_flight
-
-            def send_link() -> float:
-                fields = {**_STEP, "stage": 1, "micro_batch": 0}
-                started = time.perf_counter()
-                for _ in range(in_flight):
-                    link.send(Message(MessageType.FORWARD, fields, (wire,)))
-                arrived = [acknowledged.get() for _ in range(in_flight)]
-                return (arrived[-1] - started) / in_flight
-
-            seconds = _interleave({"bare": send_bare, "link": send_link}, rounds)
-            bare.close()
-            link.close()
-            child.wait(timeout=60)
-    return seconds
+                engines[name](options.in_flight)
+                elapsed = time.perf_counter() - started
+                if round_number >= 0:
+                    seconds[name].append(elapsed / options.in_flight)
+        cpu: dict[str, dict[str, float]] = {}
+        for name, transfer in engines.items():
+            before = _cpu_seconds(children)
+            for _ in range(options.rounds):
+                transfer(options.in_flight)
+            count = options.rounds * options.in_flight
+            cpu[name] = {
+                process: (after - before[process]) / count
+                for process, after in _cpu_seconds(children).items()
+            }
+    return seconds, cpu
 
 
-def _interleave(engines: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
-    warm_up = 5  # buffers and the kernel's windows
-    for round_number in range(-warm_up, rounds):
-        for name in names if round_number % 2 else names[::-1]:
-            elapsed = engines[name]()
-            if round_number >= 0:
-                seconds[name].append(elapsed)
-    return seconds
+def _cpu_seconds(children: list[_Child]) -> dict[str, float]:
+    return {"sender": time.process_time(), **{child.name: child.cpu_s() for child in children}}
 
 
-def summarise(seconds: dict[str, list[float]], payload_bytes: int) -> dict[str, Any]:
-    engines = {
-        name: {
+def summarise(
+    seconds: dict[str, list[float]], cpu: dict[str, dict[str, float]], payload_bytes: int
+) -> dict[str, Any]:
+    engines = [
+        {
             "engine": name,
-            "median_ms": round(statistics.median(values) * 1e3, 3),
-            "min_ms": round(min(values) * 1e3, 3),
+            "median_ms": round(statistics.median(values) * 1e3, 4),
+            "min_ms": round(min(values) * 1e3, 4),
+            "max_ms": round(max(values) * 1e3, 4),
             "gb_per_s": round(payload_bytes / statistics.median(values) / 1e9, 3),
+            "cpu_ms": {process: round(used * 1e3, 3) for process, used in cpu[name].items()},
             "rounds": len(values),
         }
         for name, values in seconds.items()
+    ]
+    ratios = {
+        f"ratio_to_{name}": round(
+            statistics.median(a / b for a, b in zip(values, seconds["link"], strict=True)), 3
+        )
+        for name, values in seconds.items()
+        if name != "link" and "link" in seconds
     }
-    ratios = [bare / link for bare, link in zip(seconds["bare"], seconds["link"], strict=True)]
-    return {"engines": list(engines.values()), "ratio": round(statistics.median(ratios), 3)}
+    return {"engines": engines, **ratios}
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mb", type=float, default=16.0, help="tensor size in 10^6 bytes")
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--in-flight", type=int, default=1, help="tensors before waiting")
+    parser.add_argument(
+        "--engines", default=",".join(ENGINES), help="some of " + ", ".join(ENGINES)
+    )
+    parser.add_argument("--relay", action="store_true", help="a third process in the middle")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="slow the link's receiver")
     parser.add_argument("--save", action="store_true", help="keep the result as a file")
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--payload-bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=("relay", "receiver"), help=argparse.SUPPRESS)
+    for name in ("--port", "--gloo-port", "--ranks", "--transfers"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    parser = build_parser()
     options = parser.parse_args()
+    unknown = set(options.engines.split(",")) - set(ENGINES)
+    if unknown:
+        parser.error(f"--engines: {', '.join(sorted(unknown))} is none of {', '.join(ENGINES)}")
     if options.serve:
-        serve(options.serve, options.payload_bytes, options.slow_ms)
+        serve(options)
         return
-    seconds = measure(options.mb, options.rounds, options.in_flight, options.slow_ms)
-    result = summarise(seconds, int(options.mb * 1e6))
+    result = summarise(*measure(options), int(options.mb * 1e6))
     for engine in result["engines"]:
         print(json.dumps(engine))
-    print(json.dumps({"ratio": result["ratio"], "target": 0.9}))
+    print(json.dumps({name: value for name, value in result.items() if name != "engines"}))
     if options.save:
-        names = ("mb", "rounds", "in_flight", "slow_ms")
+        names = ("mb", "rounds", "in_flight", "relay", "slow_ms")
         settings = {name: getattr(options, name) for name in names}
         whole = {**result, "settings": settings, "environment": environment.describe()}
-        suffix = f"-{options.in_flight}-in-flight" if options.in_flight > 1 else ""
+        suffix = "-relay" if options.relay else "" if options.mb else "-small"
+        suffix += f"-{options.in_flight}-in-flight" if options.in_flight > 1 else ""
         print(f"saved {environment.save('transport' + suffix, whole)}", file=sys.stderr)
 
 
