@@ -10,6 +10,8 @@ ended), one for what each link sends and one for what it receives.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -196,7 +198,8 @@ class Timeline:
             temporary.write_text(text, encoding="utf-8", newline="\n")
             os.replace(temporary, self.path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             self._failed = True
             self._note(f"no timeline: cannot write {self.path}: {error.strerror}")
 
@@ -288,27 +291,25 @@ def aligned(events: Sequence[Event]) -> list[Event]:
     """The events with each worker's clock moved as little as makes causes precede effects.
 
     A link measures its peer's clock to half a round trip at best; a frame, however, never has
-    arrived before its sending began. Each pair of a send and a receive bounds the correction of a
-    process from one side; the smallest one inside the bounds is taken, in turns until none
-    changes. Where the bounds exclude each other (a clock that drifts) it is their middle.
+    arrived before its sending began. So each pair of a send and a receive bounds from one side by
+    how much one process may be moved against another, and chains of them bound it further. Each
+    process in turn is moved to the inside of its bounds against those before it; where they
+    exclude each other (a clock that drifts), to their middle.
     """
-    pairs = [(s.process, r.process, s.began, r.ended) for s, r in transfers(events)]
-    processes = sorted({event.process for event in events} - {0})
-    shift = dict.fromkeys([0, *processes], 0.0)
-    for _ in range(len(processes)):
-        changed = False
-        for process in processes:
-            low, high = -math.inf, math.inf
-            for sender, receiver, began, ended in pairs:
-                if receiver == process:
-                    low = max(low, began + shift.get(sender, 0.0) - ended)
-                elif sender == process:
-                    high = min(high, ended + shift.get(receiver, 0.0) - began)
-            best = (low + high) / 2 if low > high else min(max(0.0, low), high)
-            changed |= abs(best - shift[process]) > 1e-9
-            shift[process] = best
-        if not changed:
-            break
+    processes = sorted({event.process for event in events} | {0})
+    least = dict.fromkeys(itertools.product(processes, processes), -math.inf)
+    for send, receive in transfers(events):
+        way = (send.process, receive.process)
+        least[way] = max(least[way], send.began - receive.ended)
+    for middle, one, other in itertools.product(processes, processes, processes):
+        if one != other:
+            chain = least[one, middle] + least[middle, other]
+            least[one, other] = max(least[one, other], chain)
+    shift = {0: 0.0}
+    for process in processes[1:]:
+        low = max(shift[before] + least[before, process] for before in shift)
+        high = min(shift[before] - least[process, before] for before in shift)
+        shift[process] = (low + high) / 2 if low > high else min(max(0.0, low), high)
     return [
         replace(e, began=e.began + shift[e.process], ended=e.ended + shift[e.process])
         for e in events

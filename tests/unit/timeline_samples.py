@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hetero_framework.config import Config
 from hetero_framework.core.trace import Span
+from hetero_framework.trainer.timeline import Timeline, Trace
 
 Spans = dict[int, list[Span]]
 
@@ -33,6 +35,32 @@ def config_of(owners: Sequence[int | str], layers: int = 4, **training: Any) -> 
 
 def clock(process: int) -> float:
     return 1000.0 * process
+
+
+def record(
+    output: Path,
+    settings: dict[str, Any],
+    *,
+    steps: Sequence[int],
+    layers: int = 4,
+    clock_error_s: float = 0.0,
+    **training: Any,
+) -> Trace:
+    """Write a timeline of these steps, 10 ms apart; `settings` are those of `step_spans`.
+
+    `clock_error_s` is by how much the measured offset of each worker's clock is wrong.
+    """
+    owners = [device or "local" for device in settings["devices"]]
+    timeline = Timeline(config_of(owners, layers, output_dir=str(output), **training), note=print)
+    start = 0.0
+    for step in steps:
+        spans = step_spans(**settings, step=step, start=start)
+        for process, own in spans.items():
+            offset = clock(process) + (clock_error_s if process else 0.0)
+            timeline.add(process or "local", own, offset)
+            start = max([start, *(span["ended"] + 0.01 - clock(process) for span in own)])
+    timeline.write()
+    return timeline.trace()
 
 
 def step_spans(
