@@ -1,7 +1,7 @@
 """The coordinator's links to its workers: dialling, handshake, relaying, loss and return.
 
-Frames from worker to worker are passed on in the reader thread, undecoded, while the coordinator
-computes. Everything else lands in one inbox, which the training thread reads.
+Frames from worker to worker that have no link of their own are passed on undecoded by the reader
+threads, while they come in. Everything else lands in one inbox, which the training thread reads.
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ class Peers:
             name=f"worker {worker.id}",
             on_message=self._receiver(worker.id, wire, answers),
             on_close=lambda reason: self._closed(worker.id, wire, reason, answers),
+            route=lambda message: self._carrier(wire, message),
             max_frame_bytes=self._max_frame_bytes,
             liveness_s=self._config.training.liveness_timeout_s,
             handshake_s=max(_HANDSHAKE_S, timeout_s),
@@ -489,7 +490,8 @@ class Peers:
         def receive(message: Message) -> None:
             nonlocal greeted
             wire.session.receive(message)
-            if message.type in _RELAYED and self._relay(message):
+            if message.type in _RELAYED and not self._is_for_us(message):
+                message.release()
                 return
             if greeted:
                 self._inbox.put(Event(worker_id, wire, message, self._unpack(message)))
@@ -499,27 +501,23 @@ class Peers:
 
         return receive
 
-    def _relay(self, message: Message) -> bool:
-        """Pass a boundary frame on to the worker it is for; False if it is for this process."""
-        if (message.meta["step"], message.meta["attempt"]) != self._current:
-            message.release()
-            return True
+    def _carrier(self, wire: _Wire, message: Message) -> Link | None:
+        """The link that carries a boundary frame on, of which only the header is here yet; None
+        for one that is for this process, or of an attempt that is over."""
+        if message.type not in _RELAYED or not self._is_current(message):
+            return None
+        wire.session.receive(message)
         owner = self._owners.get(message.meta["stage"])
-        if owner is None:
-            return False
-        wire = self._wires.get(owner)
-        if wire is None or wire.link is None or wire.session.phase not in _WORKING:
-            # Of an attempt that is over; a link that has just come back would not expect it.
-            message.release()
-            return True
-        try:
-            wire.link.forward(message)
-        except HeteroError:
-            if not wire.link.closed:
-                raise
-            # The receiver is gone, not the sender; its own reader reports the loss.
-            message.release()
-        return True
+        onward = self._wires.get(owner) if owner is not None else None
+        if onward is None or onward.link is None or onward.session.phase not in _WORKING:
+            return None  # a link that has just come back would not expect it
+        return None if onward.link.closed else onward.link
+
+    def _is_for_us(self, message: Message) -> bool:
+        return self._is_current(message) and message.meta["stage"] not in self._owners
+
+    def _is_current(self, message: Message) -> bool:
+        return (message.meta["step"], message.meta["attempt"]) == self._current
 
     def _closed(
         self,
