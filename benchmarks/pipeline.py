@@ -1,351 +1,455 @@
-"""A whole step of the pipeline with stages that sleep: what the engine and the wire cost.
+"""Whole steps of a pipeline: the product beside torch.distributed.pipelining and a naive star.
 
-    python -m benchmarks.pipeline --stages 4 --micro-batches 16 --forward-ms 20 --backward-ms 40
+    python -m benchmarks.pipeline --stages 4 --micro-batches 16 --forward-ms 20 --backward-ms 40 \\
+        --activation-mb 2.1 --chunks 1 --links relay --network loopback \\
+        --peers torch-1f1b,torch-interleaved,serial
 
-Everything but the stages is what training uses: worker processes, links over the loopback, the
-coordinator that relays between workers and computes the first stage. Sleeping costs no CPU, so two
-cores can play any number of devices. The same processes run two engines in turn, step by step:
-ours with its window of micro-batches in flight, and one micro-batch at a time. A step lasts from
-its announcement until every worker has committed. `bound` is the 1F1B bound (m + p - 1)(F + B);
-`ratio` is the median step over it, 1 means that nothing but the stages takes time;
-`simulated_ratio` is what the policy alone reaches with free transfers.
+Everything but the stages is what training uses: `Cluster`, its coordinator's links, schedule and
+relay, and worker processes that run `worker.serve`. Stages sleep, which costs no CPU, so that two
+cores can play any number of devices; `--devices cpu` computes a small Llama instead, one thread
+for each process. benchmarks/README.md explains the parameters and figures.
 
-`relay_cpu_ms` is the coordinator's CPU time for one boundary tensor that it receives and sends:
-those that it relays, and its own stage's output and gradient, which are sent and received once
-each. Prints one JSON object per engine; `--save` keeps them under benchmarks/results. `--slow-ms`
-makes every forward slower than the bound is told, to see that the measurement notices.
+Prints one JSON object per engine. `--slow-ms` makes every forward slower than the bound is told,
+to see that the measurement notices; `--save NAME` keeps the result under benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
-from benchmarks import environment
-from hetero_framework.config import Config, StageSpec
-from hetero_framework.core.dal import Device, open_device
-from hetero_framework.core.protocol import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
-from hetero_framework.trainer.peers import Peers
-from hetero_framework.trainer.pipeline import Pipeline
-from hetero_framework.trainer.schedule import one_f_one_b_bound, simulate, window_size
-from hetero_framework.trainer.verbs import GradientReport, StatePart, StepInfo, Tensors
+from benchmarks import environment, torch_peers
+from benchmarks.machines import Machines
+from benchmarks.network import RATES_BIT_S, Counters, Network, open_network
+from benchmarks.stages import Load
+from hetero_framework.config import Config
+from hetero_framework.core.protocol import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.errors import HeteroError, UserError
+from hetero_framework.trainer.cluster import Cluster
+from hetero_framework.trainer.pipeline import StageStatistics
+from hetero_framework.trainer.schedule import Profile, step_bound
+from hetero_framework.trainer.verbs import Tensors
 from hetero_framework.trainer.worker import serve
 
-_HOST = "127.0.0.1"
-_ROW_ELEMENTS = 1024
-
-
-class SleepStage:
-    """A stage that takes its time and hands on tensors of the right size."""
-
-    input_requires_grad = True
-
-    def __init__(self, spec: StageSpec, forward_s: float, backward_s: float, nbytes: int) -> None:
-        self.index = spec.index
-        self.is_first = spec.is_first
-        self.is_last = spec.is_last
-        self._forward_s = forward_s
-        self._backward_s = backward_s
-        rows = max(1, nbytes // (2 * _ROW_ELEMENTS))
-        self._result_BSD = torch.ones(1, rows, _ROW_ELEMENTS, dtype=torch.bfloat16)
-
-    def begin(self, info: StepInfo) -> None:
-        """Nothing to prepare."""
-
-    def forward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> torch.Tensor:
-        time.sleep(self._forward_s)
-        return self._result_BSD
-
-    def forward_backward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[float, torch.Tensor | None]:
-        time.sleep(self._forward_s + self._backward_s)
-        return 1.0, self._result_BSD
-
-    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
-        time.sleep(self._forward_s)
-        return 1.0
-
-    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor | None) -> torch.Tensor | None:
-        time.sleep(self._backward_s)
-        return None if self.is_first else self._result_BSD
-
-    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
-        return GradientReport(torch.ones(1))
-
-    def commit(self, learning_rate: float, grad_scale: float) -> None:
-        """No weights, nothing to step."""
-
-    def abort(self) -> None:
-        """Nothing is kept."""
-
-    def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(f"stage{self.index}.weight", (self.index,))]
-
-    def state(self, kind: str) -> Iterator[StatePart]:
-        yield StatePart({}, last=True)
-
-    def load_state(self, kind: str, part: StatePart) -> None:
-        """No state."""
-
-    def tied_weight(self) -> torch.Tensor | None:
-        return None
-
-    def set_tied_weight(self, weight: torch.Tensor) -> None:
-        """No weight."""
+_START_S = 120.0
+_SLOWEST = 20.0
+_WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Load:
-    """What is played: the pipeline's size, seconds per stage, bytes per boundary tensor."""
+class Engine:
+    """One way to have the product run a case."""
 
-    stages: int = 4
-    micro_batches: int = 16
-    forward_s: float = 0.020
-    backward_s: float = 0.040
-    activation_bytes: int = 2_100_000
-    slow_s: float = 0.0
+    links: str = "relay"
+    activations: str = "none"
+    gradients: str = "none"
+    window: int | None = None
 
-    def build(self, config: Config, specs: Sequence[StageSpec], device: Device) -> list[SleepStage]:
-        forward_s = self.forward_s + self.slow_s
-        return [SleepStage(s, forward_s, self.backward_s, self.activation_bytes) for s in specs]
+    @property
+    def name(self) -> str:
+        if self.window == 1:
+            return "serial"
+        codecs = dict.fromkeys((self.activations, self.gradients))
+        parts = ["hetero", self.links, *(c for c in codecs if (c != "none"))]
+        return "-".join(parts)
 
 
 @dataclass
 class Samples:
-    """What the steps of one engine took."""
+    """What the steps of one engine took.
 
-    window: int
+    `seconds[n]` lasts from the end of step n - 1 to the end of step n, one right after the other,
+    so that work which one step leaves to the next is counted. `busy_s[n]` has one entry for each
+    device. `bytes` is what all machines sent in all of these steps, None where nobody counts.
+    """
+
     seconds: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-    wire_bytes: list[int] = field(default_factory=list)
-    busy_share: list[list[float]] = field(default_factory=list)
+    busy_s: list[list[float]] = field(default_factory=list)
+    cpu_s: float = 0.0
+    bytes: int | None = None
 
 
-def make_config(stages: int) -> Config:
-    """One stage per process, the first one here, the others at free ports of this machine."""
-    held = [socket.create_server((_HOST, 0)) for _ in range(stages)]
-    ports = [sock.getsockname()[1] for sock in held]
-    for sock in held:
-        sock.close()
-    machine = {"hostname": "localhost", "ip": _HOST, "device": "cpu"}
+class Product:
+    """The processes of the product for one case; a context manager.
+
+    `run` starts a run over them, through the same classes as training does, and has it do steps.
+    """
+
+    def __init__(self, network: Network, load: Load, *, verbose: bool = False) -> None:
+        """`verbose`: what the coordinator notes goes to the screen."""
+        self._network = network
+        self._load = load
+        self._machines = Machines()
+        self._workers = [
+            self._machines.start(
+                place, work, make_config(network, load, Engine(), own=k).to_dict(), k, load
+            )
+            for k, place in enumerate(network.places[1:], start=1)
+        ]
+        self._coordinator = self._machines.start(
+            network.places[0], coordinate, load, network.counters, verbose
+        )
+
+    def __enter__(self) -> Product:
+        for worker in self._workers:
+            worker.receive(_START_S)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._machines.__exit__(*error)
+
+    def run(self, engine: Engine, steps: int, timeout_s: float) -> Samples:
+        """`steps` steps after those that warm up. Raises HeteroError when the run fails."""
+        config = make_config(self._network, self._load, engine)
+        self._coordinator.send((config.to_dict(), steps))
+        samples: Samples = self._coordinator.receive(timeout_s)
+        return samples
+
+
+def make_config(network: Network, load: Load, engine: Engine, own: int | None = None) -> Config:
+    """The configuration of a case. The machines reach each other where the network says; machine
+    `own` is given the address that it listens at itself.
+    """
+    addresses = list(network.reach)
+    if own is not None:
+        addresses[own] = (network.places[own].address, network.places[own].port)
+    entries = [
+        {"hostname": f"machine-{k}", "ip": ip, "port": port, "device": "cpu", "num_threads": 1}
+        for k, (ip, port) in enumerate(addresses)
+    ]
+    plan = [
+        {"id": load.device_of(k) or "local", "start": k, "end": k + 1} for k in range(load.stages)
+    ]
     return Config.from_dict(
         {
-            "coordinator": {**machine, "port": ports[0]},
-            "workers": [{**machine, "id": k, "port": ports[k]} for k in range(1, stages)],
-            "shard_plan": [{"id": k or "local", "start": k, "end": k + 1} for k in range(stages)],
+            "coordinator": entries[0],
+            "workers": [{**entry, "id": k} for k, entry in enumerate(entries) if k],
+            "shard_plan": plan,
+            "links": engine.links,
+            "wire": {"activations": engine.activations, "gradients": engine.gradients},
+            "training": {
+                "connect_timeout_s": 30.0,
+                "step_timeout_s": 60.0,
+                "max_in_flight": engine.window,
+            },
         }
     )
 
 
-@contextmanager
-def worker_processes(config: Config, load: Load) -> Iterator[None]:
-    """The workers of `config` with sleeping stages, until the block ends."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        path = folder / "config.json"
-        path.write_text(json.dumps(config.to_dict()), encoding="utf-8")
-        times = [load.forward_s, load.backward_s, load.slow_s]
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.pipeline", "--worker", str(worker.id)]
-                    + ["--config", str(path), "--stages", str(load.stages)]
-                    + ["--activation-mb", str(load.activation_bytes / 1e6)]
-                    + ["--forward-ms", str(times[0] * 1e3), "--backward-ms", str(times[1] * 1e3)]
-                    + ["--slow-ms", str(times[2] * 1e3)]
-                )
-            )
-            for worker in config.workers
-        ]
-        try:
-            yield
-        except BaseException:
-            for process in processes:
-                process.kill()
-            raise
+def work(connection: Connection, config: dict[str, Any], worker: int, load: Load) -> None:
+    """A worker process: serves one run after the other until it is ended."""
+    told = False
+
+    def say(text: str) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            connection.send(text)
+
+    serve(Config.from_dict(config), worker, build=load.build, keep=True, say=say)
 
 
-def start(config: Config, peers: Peers) -> None:
-    """What a cluster does before the first step: connect, set the workers up, start them."""
-    peers.connect_all()
-    specs = config.stages()
-    for worker in peers.workers:
-        own = [
-            {
-                "index": spec.index,
-                "start": spec.start,
-                "end": spec.end,
-                "is_first": spec.is_first,
-                "is_last": spec.is_last,
-            }
-            for spec in specs
-            if spec.owner == worker
-        ]
-        setup = {
-            "config": config.to_dict(),
-            "stages": own,
-            "num_stages": len(specs),
-            "num_layers": specs[-1].end,
-            "settings": {},
-        }
-        peers.send(worker, Message(MessageType.SETUP, setup))
-    waiting = set(peers.workers)
-    while waiting:
-        event = peers.receive(1.0)
-        if event is not None and event.message is not None:
-            waiting.discard(event.worker)
-    for worker in peers.workers:
-        entries = [
-            {"index": spec.index, "input_requires_grad": True}
-            for spec in specs
-            if spec.owner == worker
-        ]
-        peers.send(worker, Message(MessageType.START, {"stages": entries}))
+def coordinate(connection: Connection, load: Load, counters: Counters, verbose: bool) -> None:
+    """The coordinator's process: one run after the other, as it is told."""
+    while True:
+        raw, steps = connection.recv()
+        with Cluster(
+            Config.from_dict(raw),
+            max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
+            note=lambda text: print(text, file=sys.stderr) if verbose else None,
+            build=load.build,
+        ) as cluster:
+            cluster.connect()
+            cluster.load()
+            samples = measure(cluster, load, counters, steps)
+        connection.send(samples)
 
 
-def step(pipeline: Pipeline, number: int, batches: Sequence[Tensors]) -> list[float]:
-    """One training step; each stage's busy seconds."""
-
-    def give_up(lost: Exception) -> None:
-        raise lost
-
-    pipeline.begin(StepInfo(number, 0, train=True, micro_batches=len(batches), num_items=1))
-    pipeline.run(batches)
-    pipeline.collect()
-    stages = pipeline.commit(learning_rate=0.0, grad_scale=1.0, recover=give_up)
-    return [stages[k].busy_s for k in sorted(stages)]
-
-
-def measure(load: Load, windows: dict[str, int], steps: int) -> dict[str, Samples]:
-    """Run `steps` steps with each window, in turn, after one that warms the links up."""
-    config = make_config(load.stages)
-    tokens = torch.ones(1, 16, dtype=torch.int64)
-    batches = [
-        {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
-    ] * load.micro_batches
-    peers = Peers(
-        config,
-        "benchmark",
-        DEFAULT_MAX_FRAME_BYTES,
-        note=lambda text: print(text, file=sys.stderr),
-    )
-    samples = {name: Samples(window) for name, window in windows.items()}
-    with worker_processes(config, load):
-        try:
-            start(config, peers)
-            specs = config.stages()
-            local = load.build(config, specs[:1], open_device("cpu"))
-            pipelines = {
-                name: Pipeline(specs, local, peers, window=window, step_timeout_s=60.0)
-                for name, window in windows.items()
-            }
-            number = 0
-            for turn in range(-1, steps):
-                for name, pipeline in pipelines.items():
-                    sent = sum(b_in + b_out for b_in, b_out, _ in peers.traffic().values())
-                    cpu, began = time.process_time(), time.perf_counter()
-                    busy_s = step(pipeline, number, batches)
-                    seconds = time.perf_counter() - began
-                    number += 1
-                    if turn < 0:
-                        continue
-                    done = samples[name]
-                    done.seconds.append(seconds)
-                    done.cpu_s.append(time.process_time() - cpu)
-                    now = sum(b_in + b_out for b_in, b_out, _ in peers.traffic().values())
-                    done.wire_bytes.append(now - sent)
-                    done.busy_share.append([busy / seconds for busy in busy_s])
-        finally:
-            peers.close(Message(MessageType.BYE, {"reason": "the benchmark is over"}))
+def measure(cluster: Cluster, load: Load, counters: Counters, steps: int) -> Samples:
+    """`steps` steps, one right after the other, after those from which the window is sized."""
+    batches = load.batches()
+    for number in range(_WARM_UP_STEPS):
+        run_step(cluster, number, batches)
+    cluster.pipeline.settle()
+    samples = Samples()
+    before, cpu = counters.read(), time.process_time()
+    last = time.perf_counter()
+    for number in range(_WARM_UP_STEPS, _WARM_UP_STEPS + steps):
+        stages = run_step(cluster, number, batches)
+        if number == _WARM_UP_STEPS + steps - 1:
+            cluster.pipeline.settle()
+        now = time.perf_counter()
+        samples.seconds.append(now - last)
+        last = now
+        stage_s = [stages[k].busy_s for k in range(load.stages)]
+        samples.busy_s.append([sum(stage_s[d :: load.devices]) for d in range(load.devices)])
+    samples.cpu_s = time.process_time() - cpu
+    after = counters.read()
+    if before is not None and after is not None:
+        samples.bytes = after - before
     return samples
 
 
-def summarise(name: str, load: Load, samples: Samples) -> dict[str, Any]:
-    """The figures of one engine. Seconds, bytes; shares of 1."""
-    p, m = load.stages, load.micro_batches
-    forward_s, backward_s = [load.forward_s] * p, [load.backward_s] * p
-    bound = one_f_one_b_bound(forward_s, backward_s, m)
-    median = statistics.median(samples.seconds)
-    handled = m * (2 * (p - 1) - 1)
+def run_step(
+    cluster: Cluster, number: int, batches: Sequence[Tensors]
+) -> dict[int, StageStatistics]:
+    """One training step, as the training loop does it; what each stage did."""
+
+    def gradients() -> dict[int, StageStatistics]:
+        cluster.begin(number, len(batches), train=True, num_items=1)
+        cluster.pipeline.run(batches)
+        _, stages = cluster.pipeline.collect()
+        return stages
+
+    stages = cluster.retrying(gradients)
+    cluster.pipeline.commit(0.0, 1.0, cluster.recover)
+    cluster.observe(len(batches), stages)
+    return stages
+
+
+# -- figures ------------------------------------------------------------------------------------
+
+
+def summarise(
+    name: str, bound_s: float, seconds: Sequence[float], busy: Sequence[float], wire: int | None
+) -> dict[str, Any]:
+    """The figures that every engine has: seconds, shares of 1, bytes of a step.
+
+    `busy` is each device's share of the time, `wire` the bytes of all steps.
+    """
+    median = statistics.median(seconds)
     return {
         "engine": name,
-        "window": samples.window,
         "step_s": round(median, 4),
-        "step_s_min": round(min(samples.seconds), 4),
-        "step_s_max": round(max(samples.seconds), 4),
-        "bound_s": round(bound, 4),
-        "ratio": round(median / bound, 4),
-        "simulated_ratio": round(
-            simulate(forward_s, backward_s, m, samples.window).seconds / bound, 4
-        ),
-        "busy_share": [
-            round(statistics.median(shares), 3) for shares in zip(*samples.busy_share, strict=True)
-        ],
-        "wire_bytes_per_step": int(statistics.median(samples.wire_bytes)),
-        "relay_cpu_ms": round(statistics.median(samples.cpu_s) / handled * 1e3, 3),
-        "steps": len(samples.seconds),
+        "step_s_min": round(min(seconds), 4),
+        "step_s_max": round(max(seconds), 4),
+        "step_s_mean": round(statistics.fmean(seconds), 4),
+        "bound_s": round(bound_s, 4),
+        "ratio": round(median / bound_s, 4),
+        "busy_share": round(statistics.fmean(busy), 4),
+        "busy_by_device": [round(share, 3) for share in busy],
+        "bytes": round(wire / len(seconds)) if wire is not None else None,
+        "steps": len(seconds),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--forward-ms", type=float, default=20.0)
-    parser.add_argument("--backward-ms", type=float, default=40.0)
-    parser.add_argument("--activation-mb", type=float, default=2.1, help="10^6 bytes per boundary")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--window", type=int, help="micro-batches in flight; default 2 x stages")
-    parser.add_argument("--slow-ms", type=float, default=0.0, help="slow every forward")
-    parser.add_argument("--save", action="store_true", help="keep the result as a file")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    load = Load(
-        stages=options.stages,
-        micro_batches=options.micro_batches,
-        forward_s=options.forward_ms / 1e3,
-        backward_s=options.backward_ms / 1e3,
-        activation_bytes=int(options.activation_mb * 1e6),
+def product_figures(
+    engine: Engine, load: Load, profile: Profile, samples: Samples
+) -> dict[str, Any]:
+    """`summarise` for one of ours, and what its coordinator costs.
+
+    `coordinator_cpu_ms` is the coordinator's CPU time for one tensor that it receives or sends or
+    passes on, all it does counted in.
+    """
+    total = sum(samples.seconds)
+    busy = [sum(device) / total for device in zip(*samples.busy_s, strict=True)]
+    bound = step_bound(profile, load.micro_batches)
+    relayed = sum(hop.relay is not None for hop in profile.hops)
+    handled = 2 * (relayed + sum(0 in pair for pair in pairwise(profile.devices)))
+    per_tensor = samples.cpu_s / (len(samples.seconds) * load.micro_batches * max(1, handled))
+    return {
+        **summarise(engine.name, bound, samples.seconds, busy, samples.bytes),
+        "coordinator_cpu_ms": round(per_tensor * 1e3, 3),
+    }
+
+
+def run_case(
+    load: Load,
+    network: Network,
+    engines: Sequence[Engine],
+    peers: Sequence[str],
+    steps: int,
+    show: Callable[[dict[str, Any]], None],
+    *,
+    verbose: bool = False,
+) -> list[dict[str, Any]]:
+    """Every engine in turn on one network; their figures, shown as they come."""
+    results: list[dict[str, Any]] = []
+
+    def add(figures: dict[str, Any]) -> None:
+        results.append(figures)
+        show(figures)
+
+    def run_engine(product: Product, engine: Engine) -> dict[str, Any]:
+        profile = load.profile(network, relayed=engine.links == "relay")
+        limit_s = time_limit(profile, load, steps)
+        return product_figures(engine, load, profile, product.run(engine, steps, limit_s))
+
+    def run_peer(ranks: torch_peers.Ranks, name: str) -> dict[str, Any]:
+        cut = torch_peers.load_for(torch_peers.PEERS[name], load)
+        devices = torch_peers.devices_for(torch_peers.PEERS[name], cut)
+        profile = cut.profile(network, relayed=False, devices=devices)
+        times = ranks.run(name, steps, time_limit(profile, cut, steps))
+        bound, busy = step_bound(profile, cut.micro_batches), torch_peers.busy_shares(times)
+        return summarise(name, bound, times[0].seconds, busy, times[0].bytes)
+
+    run_all(
+        [(engine.name, engine) for engine in engines],
+        lambda: Product(network, load, verbose=verbose),
+        run_engine,
+        add,
+    )
+    obstacle = peer_obstacle(network)
+    if obstacle is None:
+        run_all(
+            [(name, name) for name in peers],
+            lambda: torch_peers.Ranks(network, load),
+            run_peer,
+            add,
+        )
+    else:
+        for name in peers:
+            add({"engine": name, "skipped": obstacle})
+    return results
+
+
+Processes = TypeVar("Processes", bound=AbstractContextManager[Any])
+Job = TypeVar("Job")
+
+
+def run_all(
+    jobs: Sequence[tuple[str, Job]],
+    start: Callable[[], Processes],
+    run: Callable[[Processes, Job], dict[str, Any]],
+    add: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run named jobs in turn in the same processes; after one that fails, in new ones."""
+    left = list(jobs)
+    while left:
+        with start() as processes:
+            failed = False
+            while left and not failed:
+                name, job = left.pop(0)
+                try:
+                    add(run(processes, job))
+                except HeteroError as error:
+                    failed = True
+                    add({"engine": name, "error": error.message})
+
+
+def time_limit(profile: Profile, load: Load, steps: int) -> float:
+    """Seconds after which an engine is given up: one micro-batch at a time, twice as slow."""
+    alone = step_bound(profile, 1) + load.slow_s * load.stages
+    return _SLOWEST + 2 * (steps + _WARM_UP_STEPS) * load.micro_batches * alone
+
+
+def peer_obstacle(network: Network) -> str | None:
+    """Why torch's peers cannot run on this network; None when they can."""
+    if network.delay_s or network.jitter_s:
+        return "gloo's connections cannot be sent through the delaying proxy"
+    if network.places[0].pacing_bytes_s is not None:
+        return "gloo's connections cannot be paced without root"
+    if not torch.distributed.is_gloo_available():
+        return "this torch has no gloo"
+    return None
+
+
+# -- the command line ---------------------------------------------------------------------------
+
+
+def numbers(text: str) -> list[float]:
+    """ "20,35" as numbers."""
+    return [float(part) for part in text.split(",")]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = made.add_argument
+    add("--stages", type=int, default=4, help="devices, one process each")
+    add("--chunks", type=int, default=1, help="stages on each device")
+    add("--micro-batches", type=int, default=16)
+    add("--forward-ms", type=numbers, default=[20.0], help="for all, per device or per stage")
+    add("--backward-ms", type=numbers, default=[40.0])
+    add("--activation-mb", type=float, default=2.1, help="10^6 bytes per boundary")
+    add("--lengths", type=numbers, default=[1.0], help="relative lengths of the micro-batches")
+    add("--links", default="relay", help="relay, direct, auto: one engine each")
+    add("--codec", default="none", help="none, bf16, int8 or activations/gradients: one each")
+    add("--window", type=int, help="micro-batches in flight; default: sized by the product")
+    add("--peers", default="torch-1f1b,serial", help=f"of {', '.join(torch_peers.PEERS)}, serial")
+    add("--network", choices=list(RATES_BIT_S), default="loopback")
+    add("--delay-ms", type=float, default=0.0, help="round trip that every link takes longer")
+    add("--jitter-ms", type=float, default=0.0, help="most that a burst takes longer still")
+    add("--steps", type=int, default=6, help="measured steps; a few more come before")
+    add("--slow-ms", type=float, default=0.0, help="slow every forward")
+    add("--verbose", action="store_true", help="show what the coordinator notes")
+    add("--save", metavar="NAME", help="keep the result under benchmarks/results")
+    return made
+
+
+def engines_of(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
+    """Our engines and torch's that the command line asks for. Raises UserError."""
+    engines = []
+    for links in filter(None, options.links.split(",")):
+        for codec in options.codec.split(","):
+            activations, _, gradients = codec.partition("/")
+            engines.append(Engine(links, activations, gradients or activations, options.window))
+    peers = list(filter(None, options.peers.split(",")))
+    unknown = [name for name in peers if name != "serial" and name not in torch_peers.PEERS]
+    if unknown:
+        raise UserError(f"there is no peer {unknown[0]!r}")
+    if "serial" in peers:
+        engines.append(Engine(window=1))
+    return engines, [name for name in peers if name != "serial"]
+
+
+def load_of(options: argparse.Namespace) -> Load:
+    return Load.of(
+        options.stages,
+        options.micro_batches,
+        [ms / 1e3 for ms in options.forward_ms],
+        [ms / 1e3 for ms in options.backward_ms],
+        int(options.activation_mb * 1e6),
+        chunks=options.chunks,
+        lengths=options.lengths,
         slow_s=options.slow_ms / 1e3,
     )
-    torch.set_num_threads(1)
-    if options.worker is not None:
-        config = Config.from_dict(json.loads(options.config.read_text(encoding="utf-8")))
-        serve(config, options.worker, build=load.build, say=lambda text: None)
-        return
+
+
+def main() -> None:
+    options = parser().parse_args()
+    load, (engines, peers) = load_of(options), engines_of(options)
     load_before = psutil.getloadavg()[0]
-    windows = {"pipeline": window_size(load.stages, options.window), "one in flight": 1}
-    samples = measure(load, windows, options.steps)
-    engines = [summarise(name, load, taken) for name, taken in samples.items()]
-    for engine in engines:
-        print(json.dumps(engine))
+    with ExitStack() as stack:
+        network = stack.enter_context(
+            open_network(
+                options.network,
+                load.devices,
+                delay_s=options.delay_ms / 1e3,
+                jitter_s=options.jitter_ms / 1e3,
+            )
+        )
+        results = run_case(
+            load,
+            network,
+            engines,
+            peers,
+            options.steps,
+            lambda figures: print(json.dumps(figures), flush=True),
+            verbose=options.verbose,
+        )
+    if any("error" in figures for figures in results):
+        sys.exit(1)
     if options.save:
-        names = ("stages", "micro_batches", "forward_ms", "backward_ms", "activation_mb", "slow_ms")
         whole = {
-            "engines": engines,
-            "settings": {name: getattr(options, name) for name in names},
+            "engines": results,
+            "load": asdict(load),
+            "network": {"name": network.name, "how": network.how, "delay_s": network.delay_s},
             "load_average_before": round(load_before, 2),
             "environment": environment.describe(),
         }
-        print(f"saved {environment.save('pipeline', whole)}", file=sys.stderr)
+        print(f"saved {environment.save(options.save, whole)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipeline import Load, Samples, measure, summarise
+from benchmarks.network import Network, open_network
+from benchmarks.pipeline import Engine, Product, Samples, product_figures, run_case
+from benchmarks.stages import Load
+from benchmarks.torch_peers import PEERS, Ranks, devices_for, load_for
+from hetero_framework.errors import UserError
 
-LOAD = Load(stages=2, micro_batches=4, forward_s=0.004, backward_s=0.008, activation_bytes=20_000)
+LOAD = Load.of(2, 4, [0.004], [0.008], 20_000)
+LIMIT_S = 60.0
 
 
-def test_pipeline_figures_are_those_of_the_samples() -> None:
-    load = Load(stages=4, micro_batches=16, forward_s=0.02, backward_s=0.04)
-    samples = Samples(8, [1.3, 1.2, 1.1], [0.8] * 3, [7, 7, 7], [[0.5] * 4, [0.7] * 4, [0.6] * 4])
-    figures = summarise("pipeline", load, samples)
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with open_network("loopback", 2, namespaces=False) as made:
+        yield made
+
+
+# -- cases --------------------------------------------------------------------------------------
+
+
+def test_times_are_given_for_all_for_each_device_or_for_each_stage() -> None:
+    assert Load.of(2, 1, [0.4], [0.8], 1, chunks=2).forward_s == (0.2,) * 4
+    assert Load.of(2, 1, [0.2, 0.4], [0.8], 1, chunks=2).forward_s == (0.1, 0.2, 0.1, 0.2)
+    assert Load.of(2, 1, [1, 2, 3, 4], [0.8], 1, chunks=2).forward_s == (1, 2, 3, 4)
+    with pytest.raises(UserError, match="3 times for 2 devices"):
+        Load.of(2, 1, [1, 2, 3], [0.8], 1)
+
+
+def test_the_same_work_cut_into_more_stages() -> None:
+    load = Load.of(2, 8, [0.2, 0.4], [0.4, 0.8], 1)
+    cut = load.with_chunks(2)
+    assert cut.forward_s == (0.1, 0.2, 0.1, 0.2)
+    assert cut.with_chunks(1) == load
+    assert load_for(PEERS["torch-zbv"], load) == cut
+    assert devices_for(PEERS["torch-zbv"], cut) == [0, 1, 1, 0]
+    assert devices_for(PEERS["torch-interleaved"], cut) == [0, 1, 0, 1]
+
+
+def test_the_bound_of_a_case_knows_who_relays() -> None:
+    network = Network("x", "x", (), (), None, bytes_s=1e6, delay_s=0.2)  # type: ignore[arg-type]
+    load = Load.of(3, 4, [0.1], [0.1], 1000)
+    relayed = load.profile(network, relayed=True).hops
+    assert [hop.relay for hop in relayed] == [None, 0]
+    assert [hop.latency_s for hop in relayed] == pytest.approx([0.1, 0.2])
+    assert relayed[0].forward_s == pytest.approx(0.001)
+    direct = load.profile(network, relayed=False, wire_share=(0.5, 1.0)).hops
+    assert [hop.relay for hop in direct] == [None, None]
+    assert (direct[1].forward_s, direct[1].backward_s) == pytest.approx((0.0005, 0.001))
+    assert [hop.latency_s for hop in direct] == pytest.approx([0.1, 0.1])
+
+
+def test_figures_are_those_of_the_samples(network: Network) -> None:
+    load = Load.of(4, 16, [0.02], [0.04], 1)
+    samples = Samples([1.3, 1.2, 1.1], [[0.6, 0.9, 0.6, 0.9]] * 3, cpu_s=3 * 0.8, bytes=30)
+    profile = load.profile(network, relayed=True)
+    figures = product_figures(Engine("relay", "int8"), load, profile, samples)
+    assert figures["engine"] == "hetero-relay-int8"
     assert figures["bound_s"] == pytest.approx(19 * 0.06)
-    assert figures["step_s"] == 1.2
+    assert (figures["step_s"], figures["step_s_mean"]) == (1.2, 1.2)
     assert figures["ratio"] == round(1.2 / 1.14, 4)
-    assert figures["simulated_ratio"] == 1.0
-    assert figures["busy_share"] == [0.6] * 4
+    assert figures["busy_by_device"] == [0.5, 0.75, 0.5, 0.75]
+    assert figures["busy_share"] == 0.625
+    assert figures["bytes"] == 10
     # Per micro-batch: two boundaries between workers, both ways, and one that ends here.
-    assert figures["relay_cpu_ms"] == 10.0
+    assert figures["coordinator_cpu_ms"] == round(800 / 16 / 6, 3)
 
 
-def test_pipeline_slowed_on_purpose_is_slower() -> None:
-    plain = summarise("plain", LOAD, measure(LOAD, {"plain": 4}, steps=3)["plain"])
+# -- whole steps --------------------------------------------------------------------------------
+
+
+def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
+    profile = LOAD.profile(network, relayed=True)
+    with Product(network, LOAD) as product:
+        plain = product.run(Engine(), 3, LIMIT_S)
     slowed = replace(LOAD, slow_s=0.05)
-    slow = summarise("slow", slowed, measure(slowed, {"slow": 4}, steps=1)["slow"])
-    assert plain["bound_s"] == slow["bound_s"] == pytest.approx(5 * 0.012)
-    assert plain["step_s_min"] >= plain["bound_s"]
-    assert slow["step_s"] >= 5 * 0.062
-    assert slow["ratio"] > plain["ratio"]
-    # Four micro-batches, one boundary, both ways.
-    assert plain["wire_bytes_per_step"] > 8 * 20_000 * 0.9
+    with Product(network, slowed) as product:
+        slow = product.run(Engine(), 1, LIMIT_S)
+    fast, tardy = (product_figures(Engine(), LOAD, profile, s) for s in (plain, slow))
+    assert fast["bound_s"] == tardy["bound_s"] == pytest.approx(5 * 0.012)
+    assert fast["step_s_min"] >= fast["bound_s"]
+    assert tardy["step_s"] >= 5 * 0.062
+    assert tardy["ratio"] > fast["ratio"]
+
+
+def test_torch_slowed_on_purpose_is_slower(network: Network) -> None:
+    with Ranks(network, LOAD) as ranks:
+        plain = {name: ranks.run(name, 1, LIMIT_S) for name in PEERS}
+    with Ranks(network, replace(LOAD, slow_s=0.05)) as ranks:
+        slow = ranks.run("torch-1f1b", 1, LIMIT_S)
+    for times in plain.values():
+        assert len(times) == 2
+        # All of a device's work is done, whatever the order.
+        assert all(4 * 0.012 <= rank.busy_s[0] <= rank.seconds[0] for rank in times)
+    assert plain["torch-1f1b"][0].seconds[0] >= 5 * 0.012
+    assert slow[0].seconds[0] >= 5 * 0.062
+    assert slow[0].busy_s[0] >= 4 * 0.062
+
+
+def test_micro_batches_of_several_lengths(network: Network) -> None:
+    load = replace(LOAD, lengths=(1.0, 0.25))
+    results = run_case(load, network, [Engine()], ["torch-1f1b"], 1, lambda figures: None)
+    ours, torch_1f1b = results
+    # The work of 4 micro-batches is that of 2.5 whole ones.
+    assert ours["busy_share"] * ours["step_s_mean"] == pytest.approx(2.5 * 0.012, rel=0.3)
+    assert "shape" in torch_1f1b["error"]

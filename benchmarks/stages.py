@@ -1,0 +1,232 @@
+"""What the benchmarks play: stages that sleep, and the times and sizes of a case.
+
+A stage that sleeps takes its time without the CPU, so that two cores can play any number of
+devices, and hands on tensors of the right size. What a step then takes is schedule and transport.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from benchmarks.network import Network
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.dal import Device
+from hetero_framework.errors import UserError
+from hetero_framework.trainer.schedule import Hop, Profile
+from hetero_framework.trainer.verbs import GradientReport, StageVerbs, StatePart, StepInfo, Tensors
+
+_ROW_ELEMENTS = 1024
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is played: devices, stages, times and sizes.
+
+    `forward_s` and `backward_s` have one entry for each of `devices * chunks` stages; stage k is
+    on device k modulo `devices`. `lengths` are relative lengths of the micro-batches, taken in
+    turn: their time and their bytes are in proportion. `slow_s` makes every forward slower than
+    the bound is told, to see that a measurement notices.
+    """
+
+    devices: int
+    micro_batches: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    activation_bytes: int
+    chunks: int = 1
+    lengths: tuple[float, ...] = (1.0,)
+    slow_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        devices: int,
+        micro_batches: int,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        activation_bytes: int,
+        *,
+        chunks: int = 1,
+        lengths: Sequence[float] = (1.0,),
+        slow_s: float = 0.0,
+    ) -> Load:
+        """Times as the command line gives them: one for all devices, one for each device (a
+        device's chunks share it evenly), or one for each stage.
+        """
+        return cls(
+            devices,
+            micro_batches,
+            _per_stage(forward_s, devices, chunks),
+            _per_stage(backward_s, devices, chunks),
+            activation_bytes,
+            chunks,
+            tuple(lengths),
+            slow_s,
+        )
+
+    @property
+    def stages(self) -> int:
+        return self.devices * self.chunks
+
+    def device_of(self, stage: int) -> int:
+        return stage % self.devices
+
+    def length(self, micro_batch: int) -> float:
+        return self.lengths[micro_batch % len(self.lengths)]
+
+    @property
+    def mean_length(self) -> float:
+        return sum(self.length(k) for k in range(self.micro_batches)) / self.micro_batches
+
+    def with_chunks(self, chunks: int) -> Load:
+        """The same work on the same devices, cut into another number of stages."""
+        if chunks == self.chunks:
+            return self
+        device_s = [
+            [sum(times[d :: self.devices]) / chunks for d in range(self.devices)] * chunks
+            for times in (self.forward_s, self.backward_s)
+        ]
+        return Load(
+            self.devices,
+            self.micro_batches,
+            tuple(device_s[0]),
+            tuple(device_s[1]),
+            self.activation_bytes,
+            chunks,
+            self.lengths,
+            self.slow_s * self.chunks / chunks,
+        )
+
+    def profile(
+        self,
+        network: Network,
+        *,
+        relayed: bool,
+        wire_share: tuple[float, float] = (1.0, 1.0),
+        devices: Sequence[int] | None = None,
+    ) -> Profile:
+        """The case for `schedule.step_bound`. `wire_share`: bytes of an activation and of a
+        gradient on the wire, as a share of `activation_bytes`. Micro-batches of several lengths
+        count as their mean.
+        """
+        places = list(devices) if devices is not None else [*range(self.devices)] * self.chunks
+        mean = self.mean_length
+        seconds = network.transfer_s(self.activation_bytes) * mean
+        hops = []
+        for before, after in pairwise(places):
+            through = relayed and 0 not in (before, after)
+            hops.append(
+                Hop(
+                    forward_s=seconds * wire_share[0],
+                    backward_s=seconds * wire_share[1],
+                    latency_s=network.delay_s / 2 * (2 if through else 1),
+                    relay=0 if through else None,
+                )
+            )
+        return Profile.of(
+            [seconds * mean for seconds in self.forward_s],
+            [seconds * mean for seconds in self.backward_s],
+            devices=places,
+            hops=hops,
+        )
+
+    def build(self, config: Config, specs: Sequence[StageSpec], device: Device) -> list[StageVerbs]:
+        """The stages of one process, for `Cluster` and `worker.serve`."""
+        return [SleepStage(spec, self) for spec in specs]
+
+    def batches(self) -> list[Tensors]:
+        """A step's micro-batches, of a few tokens each."""
+        tokens = torch.ones(1, 16, dtype=torch.int64)
+        batch = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
+        return [batch] * self.micro_batches
+
+
+def boundary(nbytes: int) -> torch.Tensor:
+    """A tensor [1, rows, 1024] of bfloat16 of about `nbytes`."""
+    rows = max(1, nbytes // (2 * _ROW_ELEMENTS))
+    return torch.ones(1, rows, _ROW_ELEMENTS, dtype=torch.bfloat16)
+
+
+class SleepStage:
+    """A stage that takes its time and hands on tensors of the right size."""
+
+    input_requires_grad = True
+    differentiates = True
+
+    def __init__(self, spec: StageSpec, load: Load) -> None:
+        self.index = spec.index
+        self.is_first = spec.is_first
+        self.is_last = spec.is_last
+        self._load = load
+        self._forward_s = load.forward_s[spec.index]
+        self._backward_s = load.backward_s[spec.index]
+        nbytes = load.activation_bytes
+        self._results = {s: boundary(int(nbytes * s)) for s in dict.fromkeys(load.lengths)}
+
+    def begin(self, info: StepInfo) -> None:
+        """Nothing to prepare."""
+
+    def forward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> torch.Tensor:
+        length = self._load.length(micro_batch)
+        time.sleep(self._forward_s * length + self._load.slow_s)
+        return self._results[length]
+
+    def forward_backward(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> tuple[float, torch.Tensor | None]:
+        length = self._load.length(micro_batch)
+        time.sleep((self._forward_s + self._backward_s) * length + self._load.slow_s)
+        return 1.0, self._results[length]
+
+    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
+        time.sleep(self._forward_s * self._load.length(micro_batch) + self._load.slow_s)
+        return 1.0
+
+    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None:
+        length = self._load.length(micro_batch)
+        time.sleep(self._backward_s * length)
+        return None if self.is_first else self._results[length]
+
+    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+        return GradientReport(torch.ones(1))
+
+    def commit(self, learning_rate: float, grad_scale: float) -> None:
+        """No weights, nothing to step."""
+
+    def abort(self) -> None:
+        """Nothing is kept."""
+
+    def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(f"stage{self.index}.weight", (self.index,))]
+
+    def state(self, kind: str) -> Iterator[StatePart]:
+        yield StatePart({}, last=True)
+
+    def load_state(self, kind: str, part: StatePart) -> None:
+        """No state."""
+
+    def tied_weight(self) -> torch.Tensor | None:
+        return None
+
+    def set_tied_weight(self, weight: torch.Tensor) -> None:
+        """No weight."""
+
+
+def _per_stage(times: Sequence[float], devices: int, chunks: int) -> tuple[float, ...]:
+    if len(times) == devices * chunks:
+        return tuple(times)
+    if len(times) == 1:
+        times = list(times) * devices
+    if len(times) != devices:
+        raise UserError(
+            f"{len(times)} times for {devices} devices with {chunks} chunk(s) each",
+            hint="give one for all, one for each device, or one for each stage",
+        )
+    return tuple([seconds / chunks for seconds in times] * chunks)
