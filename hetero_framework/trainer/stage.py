@@ -96,22 +96,25 @@ class Stage:
 
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[float, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Last stage: the loss where the logits are, and its gradient at once.
 
-        Returns this micro-batch's share of the step's loss (its token losses / num_items) and the
-        gradient of the incoming hidden states.
+        Returns this micro-batch's share of the step's loss (its token losses / num_items; 0-d, on
+        the device) and the gradient of the incoming hidden states.
         """
         hidden_BSD = self._leaf(hidden_BSD)
-        num_items = torch.tensor(float(self._info.num_items), device=self._device.torch_device)
+        # Filled there: a number copied to a GPU waits for everything that is queued on it.
+        num_items = torch.full((), float(self._info.num_items), device=self._device.torch_device)
         loss = self._loss(micro_batch, inputs, hidden_BSD, num_items)
         self._note_finite(micro_batch, loss)
-        return float(loss), self._gradient_of(hidden_BSD)
+        return loss, self._gradient_of(hidden_BSD)
 
-    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
-        """Last stage outside training: the sum of the micro-batch's token losses."""
+    def evaluate(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Last stage outside training: the sum of the micro-batch's token losses, 0-d."""
         one = torch.ones((), device=self._device.torch_device)
-        return float(self._loss(micro_batch, inputs, hidden_BSD, one))
+        return self._loss(micro_batch, inputs, hidden_BSD, one)
 
     def _loss(
         self,
