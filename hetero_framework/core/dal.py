@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import platform
+import queue
 import re
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -220,11 +220,15 @@ class Device:
 
 
 class _QueuedMark(Mark):
-    """An event in a device's queue, and when it was first seen reached."""
+    """An event in a device's queue, and when it was first seen reached.
 
-    def __init__(self, event: Any) -> None:
+    `held` is memory that the queue uses until then.
+    """
+
+    def __init__(self, event: Any, held: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.event = event
+        self.held = held
         self._seen_s: float | None = None
 
     def wait(self) -> None:
@@ -238,10 +242,33 @@ class _QueuedMark(Mark):
 
     @property
     def seen_s(self) -> float:
-        """time.perf_counter of that moment; waits for it. Late if nobody asked at once."""
+        """time.perf_counter of that moment; waits for it. Late if nobody watched."""
         self.wait()
         assert self._seen_s is not None
         return self._seen_s
+
+
+class _Watcher:
+    """A thread that waits for marks one after the other, as they are made: so each is seen when
+    it is reached, and what it holds lives until then, whoever forgets the mark before."""
+
+    def __init__(self) -> None:
+        self._marks: queue.SimpleQueue[_QueuedMark] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, mark: _QueuedMark) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="watch marks", daemon=True)
+                self._thread.start()
+            self._marks.put(mark)
+
+    def _run(self) -> None:
+        while True:
+            # No name for the mark: it would keep the last one alive.
+            with contextlib.suppress(RuntimeError):  # the computing thread hears it as well
+                self._marks.get().wait()
 
 
 class _EventMark(_QueuedMark):
@@ -280,6 +307,7 @@ class _StreamDevice(Device):
         self._streams: dict[str, Any] = {}
         self._clock: _Clock | None = None
         self._has_times = True
+        self._watcher = _Watcher()
 
     @property
     def _namespace(self) -> Any:
@@ -301,7 +329,10 @@ class _StreamDevice(Device):
         event = self._namespace.Event(enable_timing=clock is not None, **self._event_options)
         # The stream by name: without it, events are recorded on the thread's current device.
         event.record(self._namespace.current_stream(self.torch_device))
-        return _EventMark(event, clock)
+        mark = _EventMark(event, clock)
+        if clock is None:
+            self._watcher.watch(mark)
+        return mark
 
     def seconds(self, begin: Mark, end: Mark) -> float:
         assert isinstance(begin, _EventMark)
@@ -488,12 +519,10 @@ class RocmDevice(CudaDevice):
 
 class _PolledMark(_QueuedMark):
     """An event that is asked, not waited for: torch.mps waits with the GIL held, and asking for
-    an event's time waits for the whole queue. `copies`: (tensor, its copy in CPU memory), which
-    are complete when the mark is reached."""
+    an event's time waits for the whole queue. `held`, the copies of `sources` in CPU memory, are
+    complete when the mark is reached."""
 
-    def __init__(self, event: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        super().__init__(event)
-        self.copies = copies
+    sources: Sequence[torch.Tensor] = ()
 
     def wait(self) -> None:
         while not self.done():
@@ -510,8 +539,7 @@ class MpsDevice(Device):
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(index)
-        self._lock = threading.Lock()
-        self._under_way: deque[tuple[_PolledMark, torch.Tensor]] = deque()
+        self._watcher = _Watcher()
 
     @property
     def torch_device(self) -> torch.device:
@@ -544,8 +572,9 @@ class MpsDevice(Device):
         torch.mps.synchronize()
 
     def mark(self, *tensors: torch.Tensor) -> Mark:
-        copies = [(tensor, tensor.detach().to("cpu", non_blocking=True)) for tensor in tensors]
-        return self._queue_mark(copies, [copy for _, copy in copies])
+        mark = self._queue_mark([t.detach().to("cpu", non_blocking=True) for t in tensors])
+        mark.sources = tensors
+        return mark
 
     def seconds(self, begin: Mark, end: Mark) -> float:
         return self.mark_time(end) - self.mark_time(begin)
@@ -559,28 +588,23 @@ class MpsDevice(Device):
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         assert isinstance(mark, _PolledMark)
         mark.wait()
-        copy = next((copy for source, copy in mark.copies if source is tensor), None)
+        copies = zip(mark.sources, mark.held, strict=True)
+        copy = next((copy for source, copy in copies if source is tensor), None)
         return (self.to_host(tensor) if copy is None else copy), _nothing
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
         # From a copy, as the queue comes to it later, and this thread shall not wait so long.
         own = tensor.clone()
         there = own.to(self.torch_device, non_blocking=True)
-        self._queue_mark([], [own])
+        self._queue_mark([own])
         return there
 
-    def _queue_mark(
-        self, copies: list[tuple[torch.Tensor, torch.Tensor]], held: list[torch.Tensor]
-    ) -> _PolledMark:
-        """An event behind all that is queued. CPU memory that the queue still uses is held until
-        it is reached, whatever becomes of the mark."""
+    def _queue_mark(self, held: Sequence[torch.Tensor]) -> _PolledMark:
+        """An event behind all that is queued; until then `held` is still in use."""
         event = torch.mps.Event()
         event.record()  # and commits what is queued, so that it will be reached
-        mark = _PolledMark(event, copies)
-        with self._lock:
-            while self._under_way and self._under_way[0][0].done():
-                self._under_way.popleft()
-            self._under_way.extend((mark, tensor) for tensor in held)
+        mark = _PolledMark(event, held)
+        self._watcher.watch(mark)
         return mark
 
     def _seed(self, value: int) -> None:

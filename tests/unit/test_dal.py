@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -685,7 +687,7 @@ def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeM
     fake.reached = 1
     sender.join(5.0)
     assert torch.equal(result[0], tensor)
-    assert result[0] is mark.copies[0][1]  # type: ignore[attr-defined]
+    assert result[0] is mark.held[0]  # type: ignore[attr-defined]
     other = torch.full((2,), 5.0)  # not named at the mark: copied afterwards
     assert torch.equal(device.copy_out(other, mark, BufferPool())[0], other)
     assert device.mark_time(mark) <= time.perf_counter()
@@ -697,10 +699,25 @@ def test_mps_holds_memory_that_the_queue_still_uses(mps: tuple[Device, FakeMps])
     memory = torch.arange(3.0)
     there = device.copy_in(memory)  # returns before the queue has come to it
     memory.fill_(0)
-    assert torch.equal(there, torch.arange(3.0))
-    device.mark(there)  # forgotten at once; its copy is not
-    held = device._under_way  # type: ignore[attr-defined]
-    assert len(held) == 2
+    assert torch.equal(there, torch.arange(3.0))  # here "there" is the copy that was queued
+    freed = threading.Event()
+    weakref.finalize(there, freed.set)
+    del there
+    gc.collect()
+    assert not freed.wait(0.02)
+    fake.reached = 1
+    assert freed.wait(5.0)
+
+
+def test_mps_sees_marks_when_they_are_reached(mps: tuple[Device, FakeMps]) -> None:
+    device, fake = mps
+    first, second = device.mark(), device.mark()
+    fake.reached = 1
+    deadline = time.monotonic() + 5.0
+    while first._seen_s is None:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline, "nobody looks at the mark"
+        time.sleep(0.001)
+    between = time.perf_counter()
     fake.reached = 2
-    device.mark()
-    assert len(held) == 0
+    assert device.mark_time(first) <= between <= device.mark_time(second)
+    assert device.seconds(first, second) > 0
