@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class StageMemory:
     """Memory of one stage. Everything but `activations` and `logits` is counted, not estimated.
 
     `parameters` is the number of weights, an adapter's included. `activations` are those of
-    `in_flight` micro-batches at once.
+    `in_flight` micro-batches at once; each further one takes `per_micro_batch`.
     """
 
     stage: StageSpec
@@ -84,6 +84,12 @@ class StageMemory:
     activations: int
     logits: int
     in_flight: int
+    per_micro_batch: int
+
+    def holding(self, in_flight: int) -> StageMemory:
+        """The same stage with another number of micro-batches in flight."""
+        more = (in_flight - self.in_flight) * self.per_micro_batch
+        return replace(self, in_flight=in_flight, activations=self.activations + more)
 
     @property
     def index(self) -> int:
@@ -160,6 +166,25 @@ def recompute_stages(
             chosen.add(index)
             needed -= saved[index]
     return chosen
+
+
+def most_in_flight(
+    memory: Sequence[StageMemory], limit: int, devices: Iterable[tuple[Collection[int | str], int]]
+) -> tuple[int, ...]:
+    """How many micro-batches each stage has memory for, from 1 to `limit`.
+
+    `devices` as for `recompute_stages`; the stages of a device get the same number.
+    """
+    found = [limit] * len(memory)
+    for owners, free in devices:
+        own = [m for m in memory if m.stage.owner in owners]
+        spare = free - sum(m.holding(0).total for m in own)
+        once = sum(m.per_micro_batch for m in own if m.stage.is_last)
+        each = sum(m.per_micro_batch for m in own if not m.stage.is_last)
+        most = (spare - once) // each if each else limit
+        for m in own:
+            found[m.index] = max(1, min(limit, most))
+    return tuple(found)
 
 
 def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> None:
@@ -306,6 +331,7 @@ def _stage_memory(
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     buffers = sum(n for name, n in shapes.buffers.items() if _is_here(skeleton, name, rng))
     batch_tokens = training.per_device_train_batch_size * tokens
+    once, per_micro_batch = _activation_bytes(spec, shapes, config, tokens, differentiates)
     return StageMemory(
         stage=spec,
         parameters=sum(shapes.numbers[name] for name in held)
@@ -313,9 +339,10 @@ def _stage_memory(
         weights=sum(held.values()) + added + buffers,
         gradients=gradients,
         optimizer=_optimizer_bytes(training.optim, trained.values()),
-        activations=_activation_bytes(spec, shapes, config, tokens, in_flight, differentiates),
+        activations=once + in_flight * per_micro_batch,
         logits=_logit_bytes(shapes, batch_tokens, training) if spec.is_last else 0,
         in_flight=in_flight,
+        per_micro_batch=per_micro_batch,
     )
 
 
@@ -340,10 +367,9 @@ def _activation_bytes(
     shapes: _Shapes,
     config: Config,
     tokens: int,
-    in_flight: int,
     differentiates: bool,
-) -> int:
-    """Stored by the layers for backward, over all micro-batches in flight; see the module's head.
+) -> tuple[int, int]:
+    """(once, for each micro-batch in flight) stored by the layers; see the module's head.
 
     With gradient checkpointing: one hidden state per layer and micro-batch, and one layer in full.
     Without a backward: what one layer uses while it runs.
@@ -358,10 +384,10 @@ def _activation_bytes(
     ]
     largest = max(layers, default=0)
     if not differentiates:
-        return hidden + largest
+        return hidden + largest, 0
     if config.checkpointing(spec.index) is True:
-        return in_flight * hidden * (len(layers) + 1) + largest
-    return in_flight * (hidden + sum(layers))
+        return largest, hidden * (len(layers) + 1)
+    return 0, hidden + sum(layers)
 
 
 def _layer_bytes(layer: int, shapes: _Shapes, c: int, tokens: int) -> int:

@@ -85,11 +85,15 @@ def loss_in_pieces(
     received = torch.zeros_like(top_BSD) if backward and top_BSD.requires_grad else None
     total = torch.zeros((), device=top_BSD.device)
     sums = _Sums(shard.parameters_outside_blocks())
+    # No mask: it masks what the blocks see. Positions keep those of a long row within their table.
+    names = inputs.keys() & {"labels", "position_ids"}
+    cut = {name: inputs[name] for name in names}
     for number, span in enumerate(pieces):
         piece_BSD = top_BSD.detach()[span].contiguous()
         piece_BSD.requires_grad_(received is not None)
         with running():
-            loss = shard.piece_loss(piece_BSD, inputs["labels"][span], num_items, number)
+            piece = {name: values[span] for name, values in cut.items()}
+            loss = shard.piece_loss(piece, piece_BSD, num_items, number)
         total += loss.detach()
         if backward is not None:
             backward(loss)

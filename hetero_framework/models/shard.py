@@ -356,19 +356,20 @@ class Shard:
 
     def piece_loss(
         self,
+        inputs: Inputs,
         hidden_BSD: torch.Tensor,
-        labels: torch.Tensor,
         num_items: torch.Tensor,
         number: int,
     ) -> torch.Tensor:
         """The loss of a piece of the tokens, from what `forward` of this last shard gave.
 
-        `hidden_BSD` and `labels` [B, S] are the piece, `number` counts the pieces of a micro-batch.
-        The first label of each row belongs to the token before it and is not used.
+        `hidden_BSD` and the `inputs` (labels, optional position_ids) are of the piece; `number`
+        counts the pieces of a micro-batch. The first label of each row belongs to the token before
+        it and is not used.
         """
         self._piece = number
         with self._doing("head"):
-            return self._loss({}, hidden_BSD, labels, num_items)
+            return self._loss(inputs, hidden_BSD, inputs["labels"], num_items)
 
     def logits(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
         """Logits [B, S, vocabulary] of the last shard."""

@@ -90,9 +90,9 @@ class Cluster:
             unpack=lambda message: unpack(message, self.device),
             watch=self._meter.watch,
         )
-        self._pace = Pace(config.stages(), window=config.training.max_in_flight)
         self._recoveries = 0
         self._attempt = 0
+        self._pace: Pace
         self.pipeline: Pipeline
         self.trainable: Trainable
 
@@ -138,8 +138,19 @@ class Cluster:
                 )
         return facts
 
-    def load(self) -> None:
-        """Have every process load its stages, all at once, and build the pipeline."""
+    def load(self, config: Config | None = None, most_held: tuple[int, ...] | None = None) -> None:
+        """Have every process load its stages, all at once, and build the pipeline.
+
+        `config` replaces the one of the start where facts of the machines decided something in it;
+        `most_held` is how many forwards each stage has memory for.
+        """
+        if config is not None:
+            self._config = config
+        self._pace = Pace(
+            self._config.stages(),
+            window=self._config.training.max_in_flight,
+            most_held=most_held,
+        )
         try:
             self._load()
         except LinkLost as lost:

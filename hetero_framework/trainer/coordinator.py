@@ -75,8 +75,8 @@ def train(
                 parts.config, max_frame_bytes=parts.max_frame_bytes, note=show.message, debug=debug
             ) as cluster:
                 facts = cluster.connect()
-                preparation.check_memory(parts, facts)
-                cluster.load()
+                parts = preparation.fit_devices(parts, facts, show.message)
+                cluster.load(parts.config, parts.most_held)
                 with MetricsWriter(
                     config.output_dir, config.training.report_to, logging_dir=config.logging_dir
                 ) as metrics:

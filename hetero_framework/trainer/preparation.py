@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,16 @@ from hetero_framework.models.adapters import (
 )
 from hetero_framework.models.anatomy import learn_anatomy
 from hetero_framework.models.export import write_adapter, write_checkpoint
-from hetero_framework.models.memory import StageMemory, check_fits, estimate_memory
+from hetero_framework.models.memory import (
+    StageMemory,
+    check_fits,
+    estimate_memory,
+    most_in_flight,
+    recompute_stages,
+)
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.per_sample import PER_SAMPLE
+from hetero_framework.models.pieces import piece_tokens, why_not_in_pieces
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore
@@ -50,7 +57,8 @@ class Prepared:
     """Everything that a run needs to know before any process is started.
 
     `config` is what the processes are given: settings that a file on this machine brought along
-    (`adapter.init_from`) are written out in it.
+    (`adapter.init_from`) are written out in it, and so is what was decided here ("auto").
+    `most_held` is how many micro-batches each stage has memory for, once the devices are known.
     """
 
     config: Config
@@ -60,6 +68,7 @@ class Prepared:
     adapter_plan: AdapterPlan | None
     memory: list[StageMemory]
     max_frame_bytes: int
+    most_held: tuple[int, ...] | None = None
 
 
 def prepare(config: Config, note: Note) -> Prepared:
@@ -89,6 +98,7 @@ def prepare(config: Config, note: Note) -> Prepared:
         note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
     if data.padding_free:
         config = without_padding(config, model_config, note)
+    config = settle_pieces(config, model_config, data.row_tokens, note)
     window = config.training.max_in_flight or default_window(len(config.shard_plan))
     memory = estimate_memory(
         config, model_config, window=window, tokens=data.row_tokens, plan=adapter_plan
@@ -115,6 +125,34 @@ def without_padding(config: Config, model_config: PretrainedConfig, note: Note) 
     note(f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}")
     model = config.model.model_copy(update={"attn_implementation": attention})
     return config.model_copy(update={"model": model})
+
+
+def settle_pieces(
+    config: Config, model_config: PretrainedConfig, tokens: int, note: Note
+) -> Config:
+    """`config` with the tokens of a piece of the loss written out; null where it stays whole.
+
+    `tokens` is the longest row. What follows the layers must work token by token: a tiny copy of
+    the model shows it.
+    """
+    training = config.training
+    rows = training.per_device_train_batch_size
+    if training.evaluation != "no" or training.eval_on_start:
+        rows = max(rows, training.per_device_eval_batch_size)
+    limit = piece_tokens(training.loss_chunk_tokens, model_config)
+    if limit is not None and rows * tokens <= limit:
+        limit = None
+    if limit is not None and (reason := why_not_in_pieces(model_config)) is not None:
+        note(f"the logits of all tokens of a micro-batch exist at once: {reason}")
+        limit = None
+    elif limit is not None:
+        note(f"the logits of {limit} tokens exist at once")
+    return with_training(config, loss_chunk_tokens=limit)
+
+
+def with_training(config: Config, **changes: Any) -> Config:
+    """`config` with other values in its training section."""
+    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 
 
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
@@ -156,6 +194,65 @@ def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -
     return max(boundary, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
 
 
+def fit_devices(parts: Prepared, facts: Facts, note: Note) -> Prepared:
+    """Decide what depends on the devices' free memory, before anything is loaded.
+
+    Which stages with checkpointing "auto" compute their layers again, and how many micro-batches
+    each stage may hold. Raises PlanError if a stage does not fit its device even so.
+    """
+    config, memory = parts.config, parts.memory
+    devices = _devices(config, facts)
+    optional = {s.index for s in config.stages() if config.checkpointing(s.index) == "auto"}
+    if optional:
+        recomputing = estimate_memory(
+            _with_checkpointing(config, dict.fromkeys(optional, True)),
+            parts.model_config,
+            tokens=parts.data.row_tokens,
+            plan=parts.adapter_plan,
+            in_flight=[m.in_flight for m in memory],
+        )
+        chosen = recompute_stages(memory, recomputing, optional, devices)
+        config = _with_checkpointing(config, {k: k in chosen for k in optional})
+        memory = [recomputing[m.index] if m.index in chosen else m for m in memory]
+        note(_checkpointing_line(chosen))
+    most_held = None
+    if config.training.max_in_flight is None:
+        limit = config.training.gradient_accumulation_steps
+        most_held = most_in_flight(memory, limit, devices)
+        memory = [m.holding(min(m.in_flight, most_held[m.index])) for m in memory]
+    fitted = replace(parts, config=config, memory=memory, most_held=most_held)
+    check_memory(fitted, facts)
+    return fitted
+
+
+def _with_checkpointing(config: Config, chosen: Mapping[int, bool]) -> Config:
+    """`config` with gradient_checkpointing of these stages written into the plan."""
+    plan = tuple(
+        entry.model_copy(update={"gradient_checkpointing": chosen[index]})
+        if index in chosen
+        else entry
+        for index, entry in enumerate(config.shard_plan)
+    )
+    return config.model_copy(update={"shard_plan": plan})
+
+
+def _checkpointing_line(chosen: Collection[int]) -> str:
+    if not chosen:
+        return "gradient checkpointing: no stage needs it"
+    which = ", ".join(map(str, sorted(chosen)))
+    return f"gradient checkpointing, to fit the memory: stage{'s' * (len(chosen) > 1)} {which}"
+
+
+def _devices(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
+    """The processes on each device, and the bytes that are free there."""
+    found: dict[tuple[str, str], tuple[set[str | int], int]] = {}
+    for owner, fact in facts.items():
+        place = (_machine(config, owner), fact.device)
+        owners, free = found.get(place, (set(), fact.memory_free))
+        found[place] = (owners | {owner}, min(free, fact.memory_free))
+    return list(found.values())
+
+
 def check_memory(parts: Prepared, facts: Facts) -> None:
     """Raise before anything is loaded if a stage does not fit its device.
 
@@ -165,14 +262,10 @@ def check_memory(parts: Prepared, facts: Facts) -> None:
     needs: dict[str | int, int] = dict.fromkeys(facts, 0)
     for memory in parts.memory:
         needs[memory.stage.owner] += memory.total
-    shared: dict[tuple[str, str], int] = {}
-    places = {owner: (_machine(parts.config, owner), fact.device) for owner, fact in facts.items()}
-    for owner, place in places.items():
-        shared[place] = shared.get(place, 0) + needs[owner]
-    free = {
-        owner: max(0, fact.memory_free - (shared[places[owner]] - needs[owner]))
-        for owner, fact in facts.items()
-    }
+    free = {}
+    for owners, available in _devices(parts.config, facts):
+        together = sum(needs[owner] for owner in owners)
+        free.update({owner: max(0, available - (together - needs[owner])) for owner in owners})
     check_fits(parts.memory, free)
 
 
