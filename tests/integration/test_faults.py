@@ -117,6 +117,7 @@ def make(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., 
         name: str, cuts: list[int], through: dict[int, FaultProxy] | None = None, **sections: Any
     ) -> Config:
         sections.setdefault("adapter", LORA)
+        sections.setdefault("links", "relay")  # test_links.py has the others
         sections.setdefault("model", {"name_or_path": str(llama)})
         sections["training"] = {**TRAINING, **sections.get("training", {})}
         raw = pool.config(
@@ -173,7 +174,7 @@ def assert_equal_runs(output: Path, whole: Path) -> None:
     assert_same(weights(output), weights(whole))
 
 
-UP = [M.STEP, M.INPUTS, M.FORWARD, M.COLLECT, M.COMMIT, M.STATE_REQUEST, M.ABORT]
+UP = [M.STEP, M.INPUTS, M.FORWARD, M.COMMIT, M.STATE_REQUEST, M.ABORT]
 DOWN = [M.LOSS, M.BACKWARD, M.GRADIENTS, M.COMMITTED, M.STATE, M.ABORTED]
 
 

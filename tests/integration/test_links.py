@@ -1,0 +1,172 @@
+"""Links between workers: used where they can be had, given up where they break, never seen in the
+numbers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.core.protocol import MessageType as M
+from hetero_framework.errors import NetworkError
+from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.peers import Peers
+from tests.fault_proxy import FaultProxy, FrameCut
+from tests.integration.conftest import Notes, Pool, read_metrics
+from tests.integration.test_parity import LORA, assert_same, weights
+
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
+
+INTERLEAVED = [
+    {"id": owner, "start": start, "end": start + 1}
+    for start, owner in enumerate(["local", 1, 2, "local", 1, 2])
+]
+
+
+@pytest.fixture
+def run(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., Notes]:
+    """Train into tmp_path/name; what the user read. `through`: ports instead of workers' own."""
+
+    def go(
+        name: str,
+        cuts: list[int],
+        through: dict[int, int] | None = None,
+        notes: Notes | None = None,
+        **sections: Any,
+    ) -> Notes:
+        sections.setdefault("adapter", LORA)
+        raw = pool.config(
+            tmp_path / name,
+            cuts,
+            model={"name_or_path": str(llama)},
+            data={"train": str(texts), "max_length": 64},
+            **sections,
+        )
+        raw["workers"] = [
+            {**worker, "port": (through or {}).get(worker["id"], worker["port"])}
+            for worker in raw["workers"]
+        ]
+        notes = notes or Notes()
+        train(Config.from_dict(raw), progress=notes)
+        return notes
+
+    return go
+
+
+@pytest.fixture
+def proxy(pool: Pool):
+    """Between worker 1 and worker 2, when worker 2's port is the proxy's."""
+    worker = pool.machines["workers"][1]
+    with FaultProxy((worker["ip"], worker["port"])) as made:
+        yield made
+
+
+def relayed_bytes(output: Path) -> int:
+    """What the workers' links with the coordinator have carried."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return sum(stage["bytes_in"] + stage["bytes_out"] for line in lines for stage in line["stages"])
+
+
+def assert_equal(a: Path, b: Path) -> None:
+    assert read_metrics(a) == read_metrics(b)
+    assert_same(weights(a), weights(b))
+
+
+@pytest.mark.parametrize("plan", [None, INTERLEAVED], ids=["chain", "interleaved"])
+def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan) -> None:
+    cuts = [2, 4] if plan is None else []
+    run("whole", [])
+    for links in ("relay", "auto", "direct"):
+        notes = run(links, cuts, links=links, shard_plan=plan)
+        assert not [line for line in notes.lines if "coordinator" in line]
+        assert_equal(tmp_path / links, tmp_path / "whole")
+    assert relayed_bytes(tmp_path / "direct") < 0.8 * relayed_bytes(tmp_path / "relay")
+    assert relayed_bytes(tmp_path / "auto") < 0.8 * relayed_bytes(tmp_path / "relay")
+
+
+def test_links_are_chosen_per_boundary(run, tmp_path) -> None:
+    plan = [dict(entry) for entry in INTERLEAVED]
+    plan[2]["links"] = "relay"
+    run("one", [], links="direct", shard_plan=plan)
+    run("both", [], links="direct", shard_plan=INTERLEAVED)
+    assert relayed_bytes(tmp_path / "both") < relayed_bytes(tmp_path / "one")
+    assert_equal(tmp_path / "one", tmp_path / "both")
+
+
+def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
+    run, pool, tmp_path, monkeypatch
+) -> None:
+    """The coordinator reaches worker 2 at its port; to worker 1 it names one where nobody is."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[1]
+    real = Peers._dial_peers
+
+    def elsewhere(self, pairs, timeout_s):
+        kept, self._workers = (
+            self._workers,
+            {
+                key: worker.model_copy(update={"port": nobody})
+                for key, worker in self._workers.items()
+            },
+        )
+        try:
+            return real(self, pairs, 0.5)
+        finally:
+            self._workers = kept
+
+    monkeypatch.setattr(Peers, "_dial_peers", elsewhere)
+    notes = run("auto", [2, 4])
+    (line,) = [line for line in notes.lines if "go through the coordinator" in line]
+    assert "worker 1 cannot reach worker 2" in line
+    assert "worker 2 cannot reach worker 1" in line
+    assert "nothing listens on that port" in line
+    with pytest.raises(
+        NetworkError, match=r"no direct link between layers 2-3 and layers 4-5"
+    ) as e:
+        run("direct", [2, 4], links="direct")
+    assert e.value.exit_code == 2
+    assert 'set links to "auto" or "relay"' in str(e.value.hint)
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize("where", ["before", "middle", "after"])
+@pytest.mark.parametrize("kind", [M.FORWARD, M.BACKWARD], ids=lambda kind: kind.name)
+def test_a_direct_link_that_dies_costs_a_repeated_step(
+    run, proxy, tmp_path, kind, where, reset
+) -> None:
+    """The proxy also stands before worker 2's link with the coordinator, which carries neither."""
+    direction = "up" if kind is M.FORWARD else "down"
+    proxy.cuts.append(FrameCut(direction, kind, where, reset))
+    notes = run("cut", [2, 4], {2: proxy.port})
+    assert not proxy.cuts
+    (line,) = [line for line in notes.lines if "lost the link" in line]
+    assert "between workers 1 and 2" in line
+    assert "go through the coordinator now" in line
+    run("whole", [])
+    assert_equal(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path) -> None:
+    """No byte and no end: the other link through the same proxy is opened again."""
+
+    class Hole(Notes):
+        def step(self, metrics: Any) -> None:
+            super().step(metrics)
+            if metrics["step"] == 3:
+                proxy.up.blackhole = proxy.down.blackhole = True
+
+        def message(self, text: str) -> None:
+            super().message(text)
+            if "connecting again" in text:
+                proxy.up.blackhole = proxy.down.blackhole = False
+
+    training = {"liveness_timeout_s": 3.0}
+    notes = run("cut", [2, 4], {2: proxy.port}, Hole(), training=training)
+    assert any("has been silent" in line for line in notes.lines)
+    run("whole", [])
+    assert_equal(tmp_path / "cut", tmp_path / "whole")
