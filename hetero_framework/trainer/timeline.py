@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from hetero_framework.core.trace import (
     Span,
 )
 from hetero_framework.errors import ProtocolError, UserError
+from hetero_framework.visualizer.timeline import Bar, Row, StepPicture
 
 TIMELINE_FILE = "timeline.json"
 FORMAT = "hetero timeline 1"
@@ -363,6 +365,74 @@ def _wait(trace: Trace, task: Event, free: float, ready: dict[tuple[str, int, in
     if cause is not None and trace.stages[cause.stage].process != task.process:
         wire = max(0.0, task.began - max(free, cause.ended))
     return Wait(task.process, stage, k, free, task.began, reason, wire)
+
+
+# ------------------------------------------------------------------------------------ the picture
+
+
+def picture(trace: Trace, step: int, bound_s: float | None = None) -> StepPicture:
+    """One recorded step, ready to be drawn. `bound_s` is the bound of its pipeline."""
+    events = trace.of_step(step)
+    pauses = waits(trace, step)
+    tasks = [event for event in events if event.kind in COMPUTE]
+    zero = min(event.began for event in tasks)
+    seconds = max(event.ended for event in tasks) - zero
+    of = Counter(stage.process for stage in trace.stages)
+    place = {
+        k: sum(other.process == stage.process for other in trace.stages[:k])
+        for k, stage in enumerate(trace.stages)
+    }
+
+    def shade(stage: int) -> float:
+        return place[stage] / max(1, of[trace.stages[stage].process] - 1)
+
+    def bar(kind: str, span: Event | Wait, tip: str, number: int | None, stage: int = 0) -> Bar:
+        text = f"{tip}, {span.seconds * 1e3:.2f} ms"
+        return Bar(kind, span.began - zero, span.ended - zero, number, shade(stage), text)
+
+    def row(number: int, process: Process) -> Row:
+        bars = []
+        for event in events:
+            if event.process != number:
+                continue
+            k, stage = event.micro_batch, event.stage
+            if event.kind in COMPUTE:
+                name = event.kind.replace("_", " and ")
+                bars.append(bar(event.kind, event, f"{name} {k}, stage {stage}", k, stage))
+            elif event.kind in (COLLECT, COMMIT):
+                bars.append(bar("update", event, _NAMES[event.kind], None))
+        for wait in pauses:
+            if wait.process == number and wait.reason in ("activations", "gradients"):
+                tip = f"waits for {wait.reason} {wait.micro_batch}, stage {wait.stage}"
+                bars.append(bar(wait.reason, wait, tip, None))
+        held = [str(k) for k, stage in enumerate(trace.stages) if stage.process == number]
+        name = "stage " if len(held) == 1 else "stages "
+        detail = name + ", ".join(held) if held else "no stage"
+        return Row(process.name, detail, bars, moved(number, SEND), moved(number, RECEIVE))
+
+    def moved(number: int, kind: str) -> list[Bar]:
+        return [
+            bar(
+                FORWARD if event.what == "FORWARD" else BACKWARD,
+                event,
+                f"{event.what} {event.micro_batch} for stage {event.stage}, {event.nbytes} bytes",
+                None,
+            )
+            for event in events
+            if (event.process, event.kind) == (number, kind)
+            and event.what in ("FORWARD", "BACKWARD")
+            and event.began >= zero
+        ]
+
+    count = len({task.micro_batch for task in tasks})
+    ratio = f", {seconds / bound_s:.2f} times its bound" if bound_s else ""
+    return StepPicture(
+        f"Step {step + 1}",
+        f"{count} micro-batches, {len(trace.stages)} stages on {len(trace.processes)} processes; "
+        f"the pipeline took {seconds * 1e3:,.0f} ms{ratio}",
+        [row(number, process) for number, process in enumerate(trace.processes)],
+        bound_s,
+    )
 
 
 # ------------------------------------------------------------------------------- to and from JSON

@@ -10,16 +10,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast, get_args
-
-import graphviz
+from typing import Literal, get_args
 
 from hetero_framework.config import Config, Machine, StageSpec
 from hetero_framework.errors import UserError
+from hetero_framework.visualizer.render import NoGraphvizError, render, write_picture
 from hetero_framework.visualizer.scene import (
     Arrow,
     Box,
@@ -52,7 +50,6 @@ _MACHINE_GAP = 24.0
 _MIN_LINK_WIDTH = 190.0
 _MIN_MACHINE_WIDTH = 176.0
 _MAX_LINE_CHARS = 36
-_PNG_DPI = 144
 
 _LEGEND = (
     "An arrow's number is the stage it leads to. Gradients travel the same way back.",
@@ -106,19 +103,17 @@ def draw(
         )
     details = details or DiagramDetails()
     if chosen == "mmd":
-        return _write(target, mermaid(config, details).encode())
+        return write_picture(target, mermaid(config, details).encode())
     scene = layout(config, details)
     if chosen == "svg":
-        return _write(target, to_svg(scene).encode())
+        return write_picture(target, to_svg(scene).encode())
     try:
-        return _write(target, _graphviz(to_dot(scene), cast(Format, chosen)))
-    except (graphviz.ExecutableNotFound, subprocess.SubprocessError) as error:
-        missing = isinstance(error, graphviz.ExecutableNotFound)
-        svg = _write(target.with_suffix(".svg"), to_svg(scene).encode())
-        other = _write(target.with_suffix(".mmd"), mermaid(config, details).encode())
-        reason = "Graphviz is not installed" if missing else "Graphviz failed"
+        return write_picture(target, render(scene, chosen))
+    except NoGraphvizError as error:
+        svg = write_picture(target.with_suffix(".svg"), to_svg(scene).encode())
+        other = write_picture(target.with_suffix(".mmd"), mermaid(config, details).encode())
         notify(
-            f"{reason}, so no {chosen.upper()} was drawn; wrote {svg} and {other} instead. "
+            f"{error}, so no {chosen.upper()} was drawn; wrote {svg} and {other} instead. "
             "Install Graphviz (the programs dot and neato on PATH) for PNG and PDF."
         )
         return svg
@@ -410,20 +405,3 @@ def _machine_width(machine: _Machine, details: DiagramDetails) -> float:
         for line in _stage_lines(stage, details)
     ]
     return max(widths)
-
-
-def _graphviz(source: str, format: Format) -> bytes:
-    if format == "png":
-        source = source.replace("  graph [", f'  graph [dpi="{_PNG_DPI}", ', 1)
-    return bytes(graphviz.Source(source, engine="neato").pipe(format=format, quiet=True))
-
-
-def _write(path: Path, content: bytes) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise UserError(
-            f"Cannot write the picture {path}: {error.strerror}.", hint="Give another --output."
-        ) from error
-    return path

@@ -10,16 +10,20 @@ import math
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 from xml.sax.saxutils import escape
 
 FONT = "Helvetica"
 BACKGROUND = "#fdfdfb"
 BADGE_RADIUS = 9.5
+LINE = 1.2
 _TIP = 2.5  # Graphviz draws an arrow's tip this far beyond its end
 
 
 @dataclass(frozen=True)
 class Box:
+    """A filled rectangle; `tip` is what an SVG viewer shows under the pointer."""
+
     x: float
     y: float
     width: float
@@ -27,11 +31,13 @@ class Box:
     fill: str
     stroke: str
     radius: float = 8
+    line: float = LINE
+    tip: str = ""
 
 
 @dataclass(frozen=True)
 class Label:
-    """One line of text, centred on (x, y)."""
+    """One line of text at (x, y): centred there, or with its "start" or its "end" at x."""
 
     x: float
     y: float
@@ -39,6 +45,7 @@ class Label:
     size: float = 12
     bold: bool = False
     color: str = "#222222"
+    anchor: Literal["middle", "start", "end"] = "middle"
 
 
 @dataclass(frozen=True)
@@ -112,15 +119,17 @@ def to_svg(scene: Scene) -> str:
         f'<rect width="{width}" height="{height}" fill="{BACKGROUND}"/>',
     ]
     for box in scene.boxes:
+        end = f"><title>{escape(box.tip)}</title></rect>" if box.tip else "/>"
         lines.append(
             f'<rect x="{_number(box.x)}" y="{_number(box.y)}" width="{_number(box.width)}" '
             f'height="{_number(box.height)}" rx="{_number(box.radius)}" fill="{box.fill}" '
-            f'stroke="{box.stroke}" stroke-width="1.2"/>'
+            f'stroke="{box.stroke}" stroke-width="{_number(box.line)}"{end}'
         )
     for arrow in scene.arrows:
         lines += _svg_arrow(arrow)
     for label in scene.labels:
         weight = ' font-weight="bold"' if label.bold else ""
+        weight += f' text-anchor="{label.anchor}"' if label.anchor != "middle" else ""
         lines.append(
             f'<text x="{_number(label.x)}" y="{_number(label.y + label.size * 0.35)}" '
             f'font-size="{_number(label.size)}"{weight} fill="{label.color}">'
@@ -178,6 +187,7 @@ def to_dot(scene: Scene) -> str:
             color=box.stroke,
             width=_number(box.width / 72),
             height=_number(box.height / 72),
+            **({} if box.line == LINE else {"penwidth": _number(box.line)}),
         )
     for arrow in scene.arrows:
         x, y = arrow.badge
@@ -199,15 +209,19 @@ def to_dot(scene: Scene) -> str:
         edges.append(f'  {start} -> {badge} [{color}, arrowhead="none"];')
         edges.append(f"  {badge} -> {end} [{color}];")
     for label in scene.labels:
+        # Graphviz sets text to a side only inside a box of a known width.
+        width = 0.0 if label.anchor == "middle" else text_width(label.text, label.size, label.bold)
+        side = {"middle": 0.0, "start": 0.5, "end": -0.5}[label.anchor]
         node(
-            label.x,
+            label.x + side * width,
             label.y,
             shape="none",
-            fixedsize="false",
-            width="0",
+            fixedsize="true" if width else "false",
+            width=_number(width / 72),
             height="0",
             margin="0",
-            label=_dot_text(label.text),
+            label=_dot_text(label.text)
+            + {"middle": "", "start": "\\l", "end": "\\r"}[label.anchor],
             fontsize=_number(label.size),
             fontcolor=label.color,
             fontname=f"{FONT}-Bold" if label.bold else FONT,
