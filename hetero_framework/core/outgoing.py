@@ -89,9 +89,22 @@ class Outgoing:
             self._pending.appendleft(first[1:])
         return deque([first[:1]])
 
-    def put_back(self, rest: deque[memoryview]) -> None:
-        """What was taken and could not be written yet."""
-        self._pending.extendleft(reversed(rest))
+    def wrote(self, nbytes: int, now: float) -> None:
+        """The first `nbytes` were written before the frame was queued; writing began at `now`."""
+        self.began = now
+        self.left -= nbytes
+        drop_sent(self._pending, nbytes)
+
+
+def drop_sent(pending: deque[memoryview], sent: int) -> None:
+    """Forget the first `sent` bytes of `pending`."""
+    while sent:
+        first = pending[0]
+        if sent < len(first):
+            pending[0] = first[sent:]
+            return
+        sent -= len(first)
+        pending.popleft()
 
 
 class SendQueue:
@@ -113,7 +126,7 @@ class SendQueue:
     @property
     def idle(self) -> bool:
         """Whether nothing could be written now: all wait for bytes that have not come."""
-        return self.next() is None
+        return not self._frames or self.next() is None
 
     def add(self, frame: Outgoing, urgent: bool = False) -> None:
         """`urgent`, and a frame that has begun: before all others but the one being written."""

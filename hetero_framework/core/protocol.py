@@ -110,6 +110,9 @@ class MessageType(IntEnum):
     PEER_LOST = 64
 
 
+_TYPES = {int(kind): kind for kind in MessageType}
+
+
 # ---------------------------------------------------------------------------------------- fields
 
 
@@ -597,21 +600,23 @@ def _check_fields(kind: MessageType, meta: Any, num_tensors: int) -> None:
     name = kind.name
     if not isinstance(meta, dict):
         raise ProtocolError(f"{name}: the fields must be a map, got {_shown(meta)}")
-    _check_plain(name, meta, 0)
+    _check_map(name, meta, 0)
     if kind in _GREETINGS and _is_other_version(meta):
         # A later version may have other fields; `check_version` makes a readable refusal of it.
         return
     for key, field_kind in spec.required.items():
         if key not in meta:
             raise ProtocolError(f"{name}: field {key!r} is missing")
-        _check_field(name, key, field_kind, meta[key])
-    for key, value in meta.items():
+        if not field_kind.accepts(meta[key]):
+            raise _wrong_field(name, key, field_kind, meta[key])
+    for key, value in meta.items() if len(meta) > len(spec.required) else ():
         if key in spec.required:
             continue
         if key not in spec.optional:
             known = ", ".join([*spec.required, *spec.optional]) or "none"
             raise ProtocolError(f"{name}: unknown field {_shown(key)} (known: {known})")
-        _check_field(name, key, spec.optional[key], value)
+        if not spec.optional[key].accepts(value):
+            raise _wrong_field(name, key, spec.optional[key], value)
     low, high = spec.tensors
     if spec.named:
         low = high = len(meta["names"])
@@ -625,16 +630,18 @@ def _is_other_version(meta: dict[str, Any]) -> bool:
     return _is_int(version) and version != PROTOCOL_VERSION
 
 
-def _check_field(name: str, key: str, kind: Kind, value: Any) -> None:
-    if not kind.accepts(value):
-        raise ProtocolError(f"{name}: field {key!r} must be {kind.name}, got {_shown(value)}")
+def _wrong_field(name: str, key: str, kind: Kind, value: Any) -> ProtocolError:
+    return ProtocolError(f"{name}: field {key!r} must be {kind.name}, got {_shown(value)}")
+
+
+_SIMPLE = (bool, float, str, bytes, type(None))
 
 
 def _check_plain(name: str, value: Any, depth: int) -> None:
     """Fields are what msgpack carries unchanged: null, bool, int, float, str, bytes, list, map."""
     if depth > MAX_DEPTH:
         raise ProtocolError(f"{name}: fields are nested deeper than {MAX_DEPTH}")
-    if value is None or isinstance(value, (bool, float, str, bytes)):
+    if isinstance(value, _SIMPLE):
         return
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
@@ -643,12 +650,17 @@ def _check_plain(name: str, value: Any, depth: int) -> None:
         for item in value:
             _check_plain(name, item, depth + 1)
     elif isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise ProtocolError(f"{name}: map keys must be strings, got {_shown(key)}")
-            _check_plain(name, item, depth + 1)
+        _check_map(name, value, depth)
     else:
         raise ProtocolError(f"{name}: {type(value).__name__} cannot travel in a message's fields")
+
+
+def _check_map(name: str, value: dict[Any, Any], depth: int) -> None:
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise ProtocolError(f"{name}: map keys must be strings, got {_shown(key)}")
+        if not isinstance(item, _SIMPLE) and not _is_int(item):
+            _check_plain(name, item, depth + 1)
 
 
 def _shown(value: Any) -> str:
@@ -720,8 +732,9 @@ def parse_prefix(
     """
     if len(data) != PREFIX_BYTES:
         raise ProtocolError(f"a frame begins with {PREFIX_BYTES} bytes, got {len(data)}")
-    check_start(data)
     rest, header_bytes = PREFIX.unpack(data)
+    if rest >= IMPOSSIBLE_FRAME_BYTES:
+        check_start(data)
     if rest > max_frame_bytes:
         raise ProtocolError(
             f"the peer announced a frame of {rest} bytes; at most {max_frame_bytes} are agreed"
@@ -737,7 +750,7 @@ def parse_prefix(
     return header_bytes, payload_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class FrameHeader:
     """A checked header; `attach` completes the message with the tensor bytes."""
 
@@ -764,12 +777,19 @@ class FrameHeader:
             end = offset + _tensor_bytes(dtype, shape)
             tensors.append(WireTensor(dtype.name, shape, view[offset:end]))
             offset = end
-        message = Message.__new__(Message)  # parse_header has checked it already
-        message.type = self.type
-        message.meta = self.meta
+        message = self.announced()
         message.tensors = tuple(tensors)
         message._raw = (self.raw, view)
         message._buffer_release = release
+        return message
+
+    def announced(self) -> Message:
+        """The message without its tensors, for decisions before they have come."""
+        message = Message.__new__(Message)  # parse_header has checked it already
+        message.type = self.type
+        message.meta = self.meta
+        message.tensors = ()
+        message._raw = message._buffer_release = None
         return message
 
 
@@ -781,12 +801,12 @@ def parse_header(prefix: bytes, header: bytes, payload_bytes: int) -> FrameHeade
     """
     fields = _unpack(header)
     number = fields["t"]
-    if not _is_int(number) or number not in MessageType._value2member_map_:
+    if not _is_int(number) or number not in _TYPES:
         raise ProtocolError(
             f"unknown message type {_shown(number)}",
             hint="the peer may run a later version of hetero-framework",
         )
-    kind = MessageType(number)
+    kind = _TYPES[number]
     if len(header) > SPEC[kind].max_header_bytes:
         raise ProtocolError(
             f"{kind.name}: a header of {len(header)} bytes is larger than "
@@ -794,7 +814,7 @@ def parse_header(prefix: bytes, header: bytes, payload_bytes: int) -> FrameHeade
         )
     shapes = _parse_shapes(kind, fields["x"])
     _check_fields(kind, fields["m"], len(shapes))
-    described = sum(_tensor_bytes(dtype, shape) for dtype, shape in shapes)
+    described = sum([_tensor_bytes(dtype, shape) for dtype, shape in shapes])
     if described != payload_bytes:
         raise ProtocolError(
             f"{kind.name}: the tensors have {described} bytes, the frame carries {payload_bytes}"

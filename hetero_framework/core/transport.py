@@ -22,11 +22,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.outgoing import Outgoing, SendQueue
+from hetero_framework.core.outgoing import Buffer, Outgoing, SendQueue, drop_sent
 from hetero_framework.core.protocol import (
     DEFAULT_MAX_FRAME_BYTES,
     PREFIX_BYTES,
@@ -412,15 +412,14 @@ class Link:
         link's reason (PeerLostError) when it is closed.
         """
         buffers = encode(message, self.max_frame_bytes)
-        self._enqueue(Outgoing(buffers, done, message if len(buffers) > 1 else None))
+        self._enqueue(buffers, done, message)
 
     def forward(self, message: Message) -> None:
         """Queue a received message as the very bytes it came as, without decoding or copying;
         it is released when they are written. Raises as `send` does."""
         buffers = message.forward_buffers()
-        outgoing = Outgoing(buffers, message.release, message if len(buffers) > 1 else None)
-        self._check_size(message, outgoing.nbytes)
-        self._enqueue(outgoing)
+        self._check_size(message, sum(map(len, buffers)))
+        self._enqueue(buffers, message.release, message)
 
     def close(self, drain_s: float = 5.0) -> None:
         """Write what is queued for at most `drain_s` seconds, then close; waits until both
@@ -451,31 +450,44 @@ class Link:
                 f"{self.max_frame_bytes} bytes agreed with {self.name}"
             )
 
-    def _enqueue(self, outgoing: Outgoing, source: Link | None = None) -> None:
-        """Hand a frame to the writer. When nothing is before it, its beginning is written at once:
-        a small frame then needs no writer, and of a large one the peer reads the beginning while
-        the writer wakes up. The rest is the writer's, for the sender has to compute.
-
-        Waits for room no longer than `source`, the link that it comes from, lives.
-        """
+    def _enqueue(
+        self, buffers: Sequence[Buffer], done: Callable[[], None] | None, message: Message
+    ) -> None:
+        """Write a frame or hand it to the writer. When nothing is before it, its beginning is
+        written at once: a small frame then needs no writer, and of a large one the peer reads the
+        beginning while the writer wakes up. The rest is the writer's, for the sender has to
+        compute."""
+        nbytes = sum(map(len, buffers))
+        traced = message if len(buffers) > 1 else None
         with self._changed:
-            # A frame larger than the bound may pass alone.
-            while (
-                self._queue
-                and self._queue.nbytes + outgoing.nbytes > self._max_queue_bytes
-                and not self.closed
-            ):
-                self._changed.wait(None if source is None else _TICK_S)
-                if source is not None and source._dead:
-                    return
-            if self.closed:
-                raise self._reason or PeerLostError(f"{self.name}: the link is closed")
-            complete = self._write_now(outgoing)
-            if not complete:
+            self._wait_for_room(nbytes)
+            began = time.perf_counter()
+            sent = self._write_now(buffers)
+            if sent == nbytes:
+                self._count(nbytes)
+            else:
+                outgoing = Outgoing(buffers, done, traced)
+                if sent:
+                    outgoing.wrote(sent, began)
                 self._queue.add(outgoing)
                 self._changed.notify_all()
-        if complete:
-            self._tell(outgoing)
+        if sent == nbytes:
+            self._tell(done, traced, began)
+
+    def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
+        """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
+
+        Raises the link's reason when it is closed. `_changed` is held.
+        """
+        # A frame larger than the bound may pass alone.
+        while (
+            self._queue
+            and self._queue.nbytes + nbytes > self._max_queue_bytes
+            and not (self.closed or (source is not None and source._dead))
+        ):
+            self._changed.wait(None if source is None else _TICK_S)
+        if self.closed:
+            raise self._reason or PeerLostError(f"{self.name}: the link is closed")
 
     def _beat(self, fields: dict[str, float]) -> None:
         """Send a HEARTBEAT with these fields, next after the frame that is being written.
@@ -483,49 +495,54 @@ class Link:
         It never waits for room: the reader answers pings. A peer that pings and does not read
         gets one answer at a time.
         """
-        beat = Outgoing(encode(Message(MessageType.HEARTBEAT, dict(fields))))
+        buffers = encode(Message(MessageType.HEARTBEAT, dict(fields)))
         with self._changed:
             if self.closed or ("pong" in fields and self._pong in self._queue):
                 return
+            began = time.perf_counter()
+            sent = self._write_now(buffers)
+            if sent == len(buffers[0]):
+                self._count(sent)
+                return
+            beat = Outgoing(buffers)
+            if sent:
+                beat.wrote(sent, began)
             if "pong" in fields:
                 self._pong = beat
-            if not self._write_now(beat):
-                self._queue.add(beat, urgent=True)
-                self._changed.notify_all()
+            self._queue.add(beat, urgent=True)
+            self._changed.notify_all()
 
-    def _write_now(self, outgoing: Outgoing) -> bool:
-        """Write a beginning without waiting, if nothing is before it; whether that was all.
+    def _write_now(self, buffers: Sequence[Buffer]) -> int:
+        """Write a beginning without waiting, if nothing is before it; how many bytes.
 
-        An error leaves the frame to the writer, which meets it again and reports it.
+        An error is the writer's to meet again and report.
         """
-        if not _CAN_TRY or outgoing.missing or not self._queue.idle:
-            return False
-        started = outgoing.began = time.perf_counter()
-        piece = outgoing.take()
-        with contextlib.suppress(OSError):
-            sent = _send_some(self._socket, piece, socket.MSG_DONTWAIT, _AT_ONCE_BYTES)
-            _drop_sent(piece, sent)
-            outgoing.left -= sent
-        self.stats.write_s += time.perf_counter() - started
-        if piece:
-            outgoing.put_back(piece)
-            return False
-        self._count(outgoing)
-        return True
+        if not (_CAN_TRY and self._queue.idle):
+            return 0
+        started = time.perf_counter()
+        try:
+            if len(buffers) == 1 and len(buffers[0]) <= _AT_ONCE_BYTES:
+                return self._socket.send(buffers[0], socket.MSG_DONTWAIT)
+            views = deque([memoryview(buffer) for buffer in buffers])
+            return _send_some(self._socket, views, socket.MSG_DONTWAIT, _AT_ONCE_BYTES)
+        except OSError:
+            return 0
+        finally:
+            self.stats.write_s += time.perf_counter() - started
 
-    def _count(self, outgoing: Outgoing) -> None:
-        self.stats.bytes_out += outgoing.nbytes
+    def _count(self, nbytes: int) -> None:
+        self.stats.bytes_out += nbytes
         self.stats.frames_out += 1
 
-    def _tell(self, outgoing: Outgoing) -> None:
-        """After the last byte of a frame, or when the link died before that."""
+    def _tell(
+        self, done: Callable[[], None] | None, message: Message | None, began: float | None
+    ) -> None:
+        """After the last byte of a frame; `message` if it had tensors and went out whole."""
         ended = time.perf_counter()
-        if outgoing.done is not None:
-            outgoing.done()
-        if self.on_moved is None or outgoing.message is None or outgoing.left:
-            return
-        if outgoing.began is not None:
-            self.on_moved("send", outgoing.message, outgoing.began, ended)
+        if done is not None:
+            done()
+        if self.on_moved is not None and message is not None and began is not None:
+            self.on_moved("send", message, began, ended)
 
     def _write(self) -> None:
         reason: HeteroError | None = HeteroError(f"{self.name}: what follows a frame failed")
@@ -589,7 +606,7 @@ class Link:
             # On a timeout the peer does not read at present; the reader watches its life.
             with contextlib.suppress(*_TICKED):
                 sent = _send_some(self._socket, piece)
-                _drop_sent(piece, sent)
+                drop_sent(piece, sent)
                 outgoing.left -= sent
         self.stats.write_s += time.perf_counter() - started
 
@@ -597,11 +614,16 @@ class Link:
         with self._changed:
             self._queue.remove(outgoing)
             if not outgoing.left:
-                self._count(outgoing)
+                self._count(outgoing.nbytes)
             self._changed.notify_all()
-        self._tell(outgoing)
+        self._tell(outgoing.done, None if outgoing.left else outgoing.message, outgoing.began)
 
     # ---- relaying: called by the reader of the link that a frame comes from
+
+    def _expect(self, outgoing: Outgoing, source: Link) -> None:
+        with self._changed:
+            self._wait_for_room(outgoing.nbytes, source)
+            self._queue.add(outgoing)
 
     def _feed(self, outgoing: Outgoing, data: memoryview) -> None:
         with self._changed:
@@ -660,7 +682,7 @@ class Link:
         started = time.perf_counter()
         link = None
         if self._route is not None and not self._closing:
-            announced = _announced(frame)
+            announced = frame.announced()
             link = self._route(announced)
         if link is not None:
             self._handshake_deadline = None
@@ -686,7 +708,7 @@ class Link:
         came."""
         outgoing = Outgoing([frame.raw], share, message, missing=len(buffer))
         try:
-            link._enqueue(outgoing, source=self)
+            link._expect(outgoing, self)
         except HeteroError:
             share()  # it is closed; its own reader reports that
         got = 0
@@ -726,6 +748,14 @@ class Link:
 
         More may be received than that, and waits in `_ahead`. `at_start`: between two frames.
         """
+        start, end = self._ahead_from, self._ahead_from + nbytes
+        if end > self._ahead_to:
+            return self._take_new(nbytes, at_start)
+        self._ahead_from = end
+        return bytes(self._ahead[start:end])
+
+    def _take_new(self, nbytes: int, at_start: bool) -> bytes | None:
+        """`_take` when they are not all received yet."""
         if nbytes > _AHEAD_BYTES:
             long = memoryview(bytearray(nbytes))
             return bytes(long) if self._fill(long) else None
@@ -737,11 +767,9 @@ class Link:
             if not count:
                 return None
             self._ahead_to += count
-            if at_start:
+            if at_start and self._ahead_to < nbytes:
                 check_start(self._ahead[: self._ahead_to])
-        start = self._ahead_from
-        self._ahead_from = start + nbytes
-        return bytes(self._ahead[start : start + nbytes])
+        return self._take(nbytes)
 
     def _fill(self, view: memoryview) -> bool:
         """Receive exactly len(view) bytes. False when the link was closed on our side."""
@@ -815,14 +843,6 @@ class Link:
                 outgoing.done()
 
 
-def _announced(frame: FrameHeader) -> Message:
-    """The message of a header whose tensor bytes have not come yet."""
-    message = Message.__new__(Message)  # parse_header has checked it
-    message.type, message.meta, message.tensors = frame.type, frame.meta, ()
-    message._raw = message._buffer_release = None
-    return message
-
-
 def _configure(sock: socket.socket, tick_s: float) -> None:
     # The kernel sizes the socket buffers itself; a fixed SO_SNDBUF/SO_RCVBUF would switch that off.
     if sys.platform == "win32":
@@ -870,17 +890,6 @@ def _send_some(
         if room == 0 or len(batch) == _IOV_MAX:
             break
     return sock.sendmsg(batch, [], flags)
-
-
-def _drop_sent(pending: deque[memoryview], sent: int) -> None:
-    """Forget the first `sent` bytes of `pending`."""
-    while sent:
-        first = pending[0]
-        if sent < len(first):
-            pending[0] = first[sent:]
-            return
-        sent -= len(first)
-        pending.popleft()
 
 
 def _said(error: OSError) -> str:

@@ -29,12 +29,11 @@ def test_frame_gives_its_bytes_once_and_in_order() -> None:
     assert not frame.take()
 
 
-def test_what_could_not_be_written_comes_first_again() -> None:
+def test_frame_whose_beginning_is_written_goes_on_after_it() -> None:
     frame = Outgoing([b"ab", b"cd", b"ef"])
-    taken = frame.take()
-    taken.popleft()
-    frame.put_back(taken)
-    assert joined(frame.take()) == b"cdef"
+    frame.wrote(3, 1.5)
+    assert (frame.began, frame.left, frame.nbytes) == (1.5, 3, 6)
+    assert joined(frame.take()) == b"def"
 
 
 @pytest.mark.parametrize("reserve", [0, 1, 3, 5, 7, 8, 100])
