@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from hetero_framework.core.protocol import (
     COORDINATOR,
+    DIALLER,
     DTYPES,
     EITHER,
     HANDSHAKE_MAX_FRAME_BYTES,
+    LISTENER,
     MAX_HEADER_BYTES,
     PREFIX,
     PROTOCOL_VERSION,
@@ -33,7 +35,7 @@ from hetero_framework.core.protocol import (
     parse_prefix,
 )
 from hetero_framework.core.protocol_doc import PAGE, render
-from hetero_framework.core.session import ORDER, Phase, Session, legal
+from hetero_framework.core.session import ORDER, ROLES, Phase, Session, legal
 from hetero_framework.errors import ProtocolError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "frames.json"
@@ -53,11 +55,13 @@ def examples() -> dict[str, Message]:
     """One message of every type, the same on every machine."""
     m = MessageType
     hidden = {**STEP, "stage": 1, "micro_batch": 3}
+    coded = {**hidden, "codec": "int8", "shape": [1, 2, 3], "dtype": "float32"}
+    peer = {"protocol": 2, "package": "0.1.0", "run_id": "r", "worker_id": "box"}
     named = {"stage": 1, "part": 0, "last": True, "names": ["a", "b"]}
     fields: dict[MessageType, tuple[dict[str, Any], list[WireTensor]]] = {
         m.HELLO: (
             {
-                "protocol": 1,
+                "protocol": 2,
                 "package": "0.1.0",
                 "run_id": "r",
                 "worker_id": 1,
@@ -67,7 +71,7 @@ def examples() -> dict[str, Message]:
         ),
         m.WELCOME: (
             {
-                "protocol": 1,
+                "protocol": 2,
                 "package": "0.1.0",
                 "worker_id": "box",
                 "torch": "2.13.0",
@@ -97,20 +101,36 @@ def examples() -> dict[str, Message]:
         m.LOG: ({"level": "INFO", "text": "größer"}, []),
         m.ERROR: ({"kind": "ModelError", "message": "gone", "exit_code": 2, "stage": 1}, []),
         m.STEP: (
-            {**STEP, "train": True, "micro_batches": 4, "num_items": 99, "loss_scale": 1.0},
+            {
+                **STEP,
+                "train": True,
+                "micro_batches": 4,
+                "num_items": 99,
+                "loss_scale": 1.0,
+                "held": [{"index": 1, "limit": 3}],
+                "policy": [-1e9, 1.0, 0.0, 1.0, 0.0, 0.0],
+                "direct": [1],
+            },
             [],
         ),
-        m.INPUTS: ({**hidden, "names": ["attention_mask"]}, [tensor("int64", 1, 2)]),
+        m.INPUTS: (
+            {**hidden, "names": ["labels"], "ones": {"attention_mask": [1, 2]}},
+            [tensor("int32", 1, 2)],
+        ),
         m.FORWARD: (hidden, [tensor("bfloat16", 1, 2, 3)]),
-        m.BACKWARD: (hidden, []),
+        m.BACKWARD: (coded, [tensor("int8", 6), tensor("bfloat16", 1)]),
         m.LOSS: ({**STEP, "micro_batch": 3, "loss": 0.5}, []),
-        m.COLLECT: (STEP, []),
+        m.FINISHED: ({**STEP, "micro_batch": 3}, []),
         m.GRADIENTS: (
-            {**STEP, "stages": [{"index": 1, "nonfinite": [2], "tied": False}]},
+            {
+                **STEP,
+                "stages": [{"index": 1, "nonfinite": [2], "tied": False}],
+                "stats": {"round_trips": {"2": 0.25}},
+            },
             [tensor("float32", 3)],
         ),
         m.COMMIT: ({**STEP, "learning_rate": 1e-4, "grad_scale": 0.5}, []),
-        m.COMMITTED: ({**STEP, "stats": {"busy_s": 0.25}}, []),
+        m.COMMITTED: ({**STEP, "spans": [{"kind": "forward", "began": 0.25}]}, []),
         m.ABORT: (STEP, []),
         m.ABORTED: (STEP, []),
         m.STATE_REQUEST: ({"stage": 1, "kind": "checkpoint", "part": 0}, []),
@@ -123,9 +143,20 @@ def examples() -> dict[str, Message]:
             [tensor("uint8", 0), tensor("float64", 1)],
         ),
         m.STATE_LOADED: ({"stage": 1, "part": 0}, []),
-        m.HEARTBEAT: ({}, []),
+        m.HEARTBEAT: ({"pong": 0.5, "at": 1.5}, []),
         m.BYE: ({"reason": "done"}, []),
         m.CONTROL: ({"name": "x", "data": [1, -2, None, {"k": 2.5}, b"raw"]}, [tensor("int8", 2)]),
+        m.CONNECT: (
+            {"peers": [{"id": "box", "ip": "10.0.0.2", "port": 29500}], "timeout_s": 2.5},
+            [],
+        ),
+        m.CONNECTED: (
+            {"peers": [{"id": "box", "problem": None}, {"id": 3, "problem": "refused"}]},
+            [],
+        ),
+        m.PEER_HELLO: ({**peer, "from_id": 1, "max_frame_bytes": 1 << 30}, []),
+        m.PEER_WELCOME: (peer, []),
+        m.PEER_LOST: ({"worker_id": "box", "reason": "connection reset"}, []),
     }
     return {kind.name: Message(kind, meta, tensors) for kind, (meta, tensors) in fields.items()}
 
@@ -151,7 +182,7 @@ def same(a: Message, b: Message) -> bool:
 def test_spec_describes_every_message_type() -> None:
     assert set(SPEC) == set(MessageType)
     assert set(examples()) == {kind.name for kind in MessageType}
-    assert all(spec.sender in (COORDINATOR, WORKER, EITHER) for spec in SPEC.values())
+    assert all(spec.sender in (*ROLES, EITHER) for spec in SPEC.values())
 
 
 @pytest.mark.parametrize("name", list(examples()))
@@ -250,10 +281,15 @@ HIDDEN = {**STEP, "stage": 1, "micro_batch": 0}
         ({"t": True, "m": {}, "x": []}, b"", "unknown message type True"),
         ({"t": 40, "m": [], "x": []}, b"", "HEARTBEAT: the fields must be a map"),
         ({"t": 40, "m": {"a": 1}, "x": []}, b"", "HEARTBEAT: unknown field 'a'"),
-        ({"t": 20, "m": {"step": 1}, "x": []}, b"", "COLLECT: field 'attempt' is missing"),
-        ({"t": 20, "m": {"step": True, "attempt": 0}, "x": []}, b"", "'step' must be int"),
-        ({"t": 20, "m": {"step": -1, "attempt": 0}, "x": []}, b"", "'step' must be int, got -1"),
-        ({"t": 12, "m": HIDDEN, "x": []}, b"", "FORWARD: 1 tensors expected, got 0"),
+        ({"t": 20, "m": {"step": 1}, "x": []}, b"", "unknown message type 20"),  # of version 1
+        ({"t": 24, "m": {"step": 1}, "x": []}, b"", "ABORT: field 'attempt' is missing"),
+        ({"t": 24, "m": {"step": True, "attempt": 0}, "x": []}, b"", "'step' must be int"),
+        ({"t": 24, "m": {"step": -1, "attempt": 0}, "x": []}, b"", "'step' must be int, got -1"),
+        ({"t": 12, "m": HIDDEN, "x": []}, b"", "FORWARD: 1 to 2 tensors expected, got 0"),
+        ({"t": 13, "m": HIDDEN, "x": [[8, [0]]] * 3}, b"", "BACKWARD: 1 to 2 tensors expected"),
+        ({"t": 12, "m": {**HIDDEN, "codec": 1}, "x": [[8, [0]]]}, b"", "'codec' must be string"),
+        ({"t": 12, "m": {**HIDDEN, "shape": [-1]}, "x": [[8, [0]]]}, b"", "'shape' must be list"),
+        ({"t": 40, "m": {"ping": "now"}, "x": []}, b"", "'ping' must be float, got 'now'"),
         ({"t": 12, "m": HIDDEN, "x": [[77, [1]]]}, b"", "unknown dtype code 77"),
         ({"t": 12, "m": HIDDEN, "x": [[1, [-1]]]}, b"", "non-negative ints"),
         ({"t": 12, "m": HIDDEN, "x": [[1, [True]]]}, b"1234", "non-negative ints"),
@@ -262,7 +298,11 @@ HIDDEN = {**STEP, "stage": 1, "micro_batch": 0}
         ({"t": 12, "m": HIDDEN, "x": [[1, [2]]]}, b"1234", "have 8 bytes, the frame carries 4"),
         ({"t": 12, "m": HIDDEN, "x": [[1, [2**62] * 8]]}, b"1234", "the frame carries 4"),
         ({"t": 12, "m": HIDDEN, "x": [[1]]}, b"", r"a tensor is \[dtype, shape\]"),
-        ({"t": 11, "m": {**HIDDEN, "names": ["a"]}, "x": []}, b"", "INPUTS: 1 tensors expected"),
+        (
+            {"t": 11, "m": {**HIDDEN, "names": ["a"], "ones": {}}, "x": []},
+            b"",
+            "1 tensors expected",
+        ),
         ({"t": 50, "m": {"name": "", "data": {1: 2}}, "x": []}, b"", "not msgpack"),
         (
             {"t": 30, "m": {"stage": 0, "kind": "all", "part": 0}, "x": []},
@@ -330,34 +370,43 @@ def test_wire_tensor_is_checked(dtype: str, shape: tuple[int, ...], data: Any, t
         WireTensor(dtype, shape, memoryview(data))
 
 
-def test_other_version_is_readable_and_refused_with_both_numbers() -> None:
-    future = raw_frame(
-        {"t": 1, "m": {"protocol": 2, "package": "9.0", "something": "new"}, "x": []}
-    )
-    message = decode(future)
-    with pytest.raises(ProtocolError, match=r"version 2 \(package '9.0'\), this machine speaks 1"):
+@pytest.mark.parametrize(
+    ("greeting", "role"), [("HELLO", WORKER), ("PEER_HELLO", LISTENER), ("WELCOME", COORDINATOR)]
+)
+@pytest.mark.parametrize(("version", "older"), [(3, "this machine"), (1, "the peer")])
+def test_other_version_is_readable_and_refused_with_both_numbers(
+    greeting: str, role: str, version: int, older: str
+) -> None:
+    meta = {"protocol": version, "package": "9.0", "something": "new"}
+    message = decode(raw_frame({"t": int(MessageType[greeting]), "m": meta, "x": []}))
+    text = rf"version {version} \(package '9.0'\), this machine speaks {PROTOCOL_VERSION}"
+    with pytest.raises(ProtocolError, match=text):
         check_version(message)
-    with pytest.raises(ProtocolError, match="this machine is the older one"):
-        Session(WORKER).receive(message)
+    with pytest.raises(ProtocolError, match=f"{older} is the older one"):
+        Session(role).receive(message)
 
 
 # ------------------------------------------------------------------------------- legal order
 
 
 def walk(names: str) -> tuple[Session, Session]:
-    """Both sides of a connection over which these messages went."""
-    coordinator, worker = Session(COORDINATOR), Session(WORKER)
+    """Both sides of a coordinator's connection over which these messages went."""
+    return walk_between(COORDINATOR, names)
+
+
+def walk_between(first: str, names: str) -> tuple[Session, Session]:
+    """Both sides; `first` sends what either side may send."""
+    one, other = Session(first), Session(ROLES[first])
     known = examples()
     for name in names.split():
         message = known[name]
-        if SPEC[message.type].sender == WORKER:
-            worker.send(message)
-            coordinator.receive(message)
-        else:
-            coordinator.send(message)
-            worker.receive(message)
-        assert coordinator.phase is worker.phase
-    return coordinator, worker
+        sender, receiver = (one, other)
+        if SPEC[message.type].sender == other.role:
+            sender, receiver = (other, one)
+        sender.send(message)
+        receiver.receive(message)
+        assert one.phase is other.phase
+    return one, other
 
 
 UP = "HELLO WELCOME SETUP READY START "
@@ -365,13 +414,84 @@ UP = "HELLO WELCOME SETUP READY START "
 
 def test_session_of_a_whole_run_is_legal() -> None:
     steps = (
-        "STEP INPUTS FORWARD LOSS BACKWARD COLLECT GRADIENTS COMMIT COMMITTED "
-        "STEP INPUTS FORWARD ABORT ABORTED STEP COLLECT GRADIENTS ABORT ABORTED "
-        "STATE_REQUEST STATE LOAD_STATE STATE_LOADED CONTROL LOG HEARTBEAT BYE"
+        "STEP INPUTS FORWARD LOSS FINISHED BACKWARD GRADIENTS COMMIT COMMITTED "
+        "STEP INPUTS FORWARD ABORT ABORTED STEP GRADIENTS ABORT ABORTED "
+        "STATE_REQUEST STATE LOAD_STATE STATE_LOADED PEER_LOST CONTROL LOG HEARTBEAT BYE"
     )
     coordinator, _ = walk(UP + steps)
     assert coordinator.phase is Phase.CLOSED
     assert legal(COORDINATOR, Phase.CLOSED) == []
+
+
+@pytest.mark.parametrize(
+    ("then", "phase"),
+    [
+        ("COMMITTED", Phase.IDLE),
+        ("STEP COMMITTED", Phase.STEP),
+        ("STEP INPUTS FORWARD LOSS COMMITTED FINISHED GRADIENTS", Phase.COLLECTED),
+        ("STEP ABORT COMMITTED ABORTED", Phase.IDLE),
+        ("STATE_REQUEST COMMITTED STATE", Phase.IDLE),
+    ],
+)
+def test_committed_need_not_come_before_the_next_step(then: str, phase: Phase) -> None:
+    _, worker = walk(UP + "STEP GRADIENTS COMMIT " + then)
+    assert worker.phase is phase
+
+
+def test_committed_may_come_during_an_evaluation() -> None:
+    coordinator, worker = walk(UP + "STEP GRADIENTS COMMIT")
+    evaluation = Message(MessageType.STEP, {**examples()["STEP"].meta, "train": False})
+    coordinator.send(evaluation)
+    worker.receive(evaluation)
+    worker.send(examples()["COMMITTED"])
+    coordinator.receive(examples()["COMMITTED"])
+    assert coordinator.phase is worker.phase is Phase.EVALUATION
+
+
+def test_workers_are_introduced_before_the_first_step() -> None:
+    coordinator, _ = walk("HELLO WELCOME SETUP READY CONNECT CONNECTED START")
+    assert coordinator.phase is Phase.IDLE
+
+
+def test_session_of_two_workers_carries_tensors_both_ways() -> None:
+    up = "PEER_HELLO PEER_WELCOME "
+    for first in (DIALLER, LISTENER):
+        one, _ = walk_between(first, up + "FORWARD BACKWARD HEARTBEAT CONTROL FORWARD ERROR")
+        assert one.phase is Phase.FLOWING
+        one, _ = walk_between(first, up + "FORWARD BYE")
+        assert one.phase is Phase.CLOSED
+    one, _ = walk_between(LISTENER, "PEER_HELLO REJECT")
+    assert one.phase is Phase.CLOSED
+
+
+@pytest.mark.parametrize(
+    ("before", "message", "role"),
+    [
+        ("", "HELLO", LISTENER),
+        ("", "PEER_WELCOME", DIALLER),
+        ("PEER_HELLO", "PEER_HELLO", LISTENER),
+        ("PEER_HELLO", "FORWARD", DIALLER),
+        ("PEER_HELLO PEER_WELCOME", "STEP", LISTENER),
+        ("PEER_HELLO PEER_WELCOME", "INPUTS", LISTENER),
+        ("PEER_HELLO PEER_WELCOME", "LOSS", DIALLER),
+        ("PEER_HELLO PEER_WELCOME", "REJECT", DIALLER),
+        ("PEER_HELLO PEER_WELCOME BYE", "FORWARD", LISTENER),
+    ],
+)
+def test_message_out_of_order_between_workers_is_refused(
+    before: str, message: str, role: str
+) -> None:
+    session = walk_between(DIALLER, before)[0 if role == DIALLER else 1]
+    phase = session.phase
+    text = f"the {ROLES[role]} sent {message} out of order: {phase.name}"
+    with pytest.raises(ProtocolError, match=text):
+        session.receive(examples()[message])
+    assert session.phase is phase
+
+
+def test_session_of_an_unknown_role_is_an_error() -> None:
+    with pytest.raises(ValueError):
+        Session("observer")
 
 
 def test_evaluation_ends_with_the_next_step() -> None:
@@ -386,7 +506,7 @@ def test_evaluation_ends_with_the_next_step() -> None:
 def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
     coordinator, worker = walk(UP + "STEP")
     coordinator.send(examples()["ABORT"])
-    for name in ("FORWARD", "BACKWARD", "LOSS", "ABORTED"):
+    for name in ("FORWARD", "BACKWARD", "LOSS", "FINISHED", "GRADIENTS", "ABORTED"):
         coordinator.receive(examples()[name])
     worker.receive(examples()["ABORT"])
     worker.send(examples()["ABORTED"])
@@ -403,10 +523,14 @@ def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
         ("HELLO WELCOME", "START", WORKER),
         (UP, "COMMIT", WORKER),
         (UP + "STEP", "COMMIT", WORKER),
-        (UP + "STEP COLLECT", "COMMIT", WORKER),
-        (UP + "STEP", "GRADIENTS", COORDINATOR),
-        (UP + "STEP COLLECT GRADIENTS COMMIT", "ABORT", WORKER),
-        (UP, "COLLECT", COORDINATOR),  # a worker may not command
+        (UP + "STEP GRADIENTS", "GRADIENTS", COORDINATOR),
+        (UP + "STEP GRADIENTS", "STEP", WORKER),
+        (UP + "STEP GRADIENTS COMMIT", "COMMIT", WORKER),
+        (UP + "STEP GRADIENTS COMMIT", "LOSS", COORDINATOR),
+        (UP + "STEP", "STATE_REQUEST", WORKER),
+        (UP, "CONNECT", WORKER),
+        (UP, "STEP", COORDINATOR),  # a worker may not command
+        (UP, "PEER_HELLO", WORKER),
         (UP + "BYE", "STEP", WORKER),
     ],
 )
@@ -423,7 +547,8 @@ def test_every_phase_can_be_reached_and_left() -> None:
     for table in ORDER.values():
         reached.update(table.values())
     assert reached == set(Phase)
-    assert all(legal(COORDINATOR, phase) for phase in Phase if phase is not Phase.CLOSED)
+    for role in ROLES:
+        assert all(legal(role, phase) for phase in Phase if phase is not Phase.CLOSED)
 
 
 # -------------------------------------------------------------------------------------- fuzz
@@ -487,6 +612,6 @@ def test_any_header_raises_only_protocol_error(header: bytes, payload: bytes) ->
 
 
 @settings(max_examples=300, deadline=None)
-@given(kind=PLAIN | st.integers(0, 60), meta=PLAIN, shapes=PLAIN)
+@given(kind=PLAIN | st.integers(0, 70), meta=PLAIN, shapes=PLAIN)
 def test_any_structure_raises_only_protocol_error(kind: Any, meta: Any, shapes: Any) -> None:
     only_protocol_error(raw_frame({"t": kind, "m": meta, "x": shapes}))
