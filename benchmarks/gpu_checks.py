@@ -114,16 +114,21 @@ def run(device_name: str, checks: Sequence[str], *, tiny: bool, minutes: float, 
     watchdog = threading.Timer(minutes * 60, report.out_of_time)
     watchdog.daemon = True
     watchdog.start()
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        Bench(device, TINY if tiny else Size(), Path(folder)) as bench,
-    ):
-        report.folder = folder
-        for name in checks:
-            report.begin(name)
-            report.add(name, guarded(_CHECKS[name], bench))
-    watchdog.cancel()
-    return report.finish()
+    try:
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            Bench(device, TINY if tiny else Size(), Path(folder)) as bench,
+        ):
+            report.folder = folder
+            for name in checks:
+                report.begin(name)
+                report.add(name, guarded(_CHECKS[name], bench))
+    except (HeteroError, RuntimeError, OSError) as error:
+        report.add("start", failure(error))
+    finally:
+        watchdog.cancel()
+        code = report.finish()
+    return code
 
 
 def guarded(check: Callable[[Bench], Result], bench: Bench) -> Result:
@@ -134,9 +139,13 @@ def guarded(check: Callable[[Bench], Result], bench: Bench) -> Result:
     except Skip as skip:
         return {"skipped": str(skip)}
     except (HeteroError, RuntimeError, OSError, AssertionError) as error:
-        result = {"ok": False, "reason": f"{type(error).__name__}: {error}"[:2000]}
+        result = failure(error)
     bench.device.empty_cache()
     return {**result, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def failure(error: Exception) -> Result:
+    return {"ok": False, "reason": f"{type(error).__name__}: {error}"[:2000]}
 
 
 class Skip(Exception):
@@ -340,12 +349,13 @@ class Quiet(Progress):
 @dataclass(frozen=True)
 class Run:
     """What a run left: (loss, gradient norm) of every step, tokens per second of every step, the
-    trained weights, the timeline if it has one."""
+    trained weights, the timeline if it has one, the largest peak of a process in bytes."""
 
     steps: list[tuple[float, float]]
     speeds: list[float]
     weights: dict[str, torch.Tensor]
     trace: Trace | None
+    peak_bytes: int = 0
 
 
 def read_run(output: Path) -> Run:
@@ -362,6 +372,7 @@ def read_run(output: Path) -> Run:
         speeds=[line["tokens_per_second"] for line in lines],
         weights={name: tensor for file in files for name, tensor in load_file(file).items()},
         trace=trace,
+        peak_bytes=max(stage["peak_memory"] for line in lines for stage in line["stages"]),
     )
 
 
@@ -713,6 +724,9 @@ def llama_1b(bench: Bench) -> Result:
             name: round(speed / speeds["uncut"], 3)
             for name, speed in speeds.items()
             if name != "uncut"
+        },
+        "peak_gib_of_a_process": {
+            name: round(run.peak_bytes / 2**30, 2) for name, run in runs.items()
         },
         "losses": losses,
     }
