@@ -34,6 +34,7 @@ from hetero_framework.trainer.metrics import MetricsWriter
 from hetero_framework.trainer.optimizer import Schedule, check_optimizer
 from hetero_framework.trainer.pipeline import StageStatistics
 from hetero_framework.trainer.snapshot import Position
+from hetero_framework.trainer.timeline import Timeline
 from hetero_framework.trainer.verbs import GradientReport
 from hetero_framework.visualizer.progress import Progress, StageRow
 
@@ -126,6 +127,7 @@ class Coordinator:
         self._losses: list[float] = []
         self._saved_step: int | None = None
         self._traffic = cluster.traffic()
+        self._timeline: Timeline
 
     # -- the run --------------------------------------------------------------------------------
 
@@ -148,6 +150,8 @@ class Coordinator:
             )
             for spec in self._config.stages()
         ]
+        labels = {owner: fact.label for owner, fact in facts.items()}
+        self._timeline = Timeline(self._config, devices=labels, note=self._progress.message)
         preparation.draw_diagram(self._parts, facts, self._progress.message)
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
@@ -195,6 +199,7 @@ class Coordinator:
         self._tokens += (tokens := sum(int(b["attention_mask"].sum()) for b in batches))
         self._losses.append(loss)
         seconds = time.perf_counter() - started
+        self._keep_spans()
         self._record(
             {
                 "step": self._step,
@@ -285,9 +290,19 @@ class Coordinator:
             )
         )
         self._cluster.retrying(self._pipeline.settle)
+        self._keep_spans()
+        self._timeline.write()
         files = preparation.result_files(self._config, result, self._metrics.path)
         self._progress.close(files)
         return RunSummary(self._step, tuple(self._losses), files)
+
+    def _keep_spans(self) -> None:
+        """Put what has been recorded into the timeline. A worker's part of a step comes with its
+        next answer, so the last step's comes at the end."""
+        offsets = self._cluster.clock_offsets()
+        for owner, spans in self._pipeline.take_spans().items():
+            self._timeline.add(owner, spans, offsets.get(owner, 0.0))
+        self._timeline.step_done()
 
     # -- between steps --------------------------------------------------------------------------
 

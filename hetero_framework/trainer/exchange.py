@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,9 +29,16 @@ from hetero_framework.trainer.runner import Arrival, StageRunner
 from hetero_framework.trainer.verbs import Loss, StepInfo, Tensors
 
 Done = Callable[[], None]
-Post = Callable[[int, Message, Done | None], None]
-"""Sends a boundary message to the stage of that number and calls the function when it is written.
-It may be called in the sender thread; a link that is gone is not its caller's business."""
+
+
+class Post(Protocol):
+    """Sends a boundary message to a stage, and calls `done` when it is written.
+
+    It may be called in the sender thread; a link that is gone is not its caller's business.
+    """
+
+    def __call__(self, stage: int, message: Message, done: Done | None = None) -> None: ...
+
 
 _CLOSE_S = 5.0
 
@@ -59,10 +66,18 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     codec, dtype = CODECS.get(meta["codec"]), TORCH_DTYPES.get(meta.get("dtype", ""))
     if codec is None or dtype is None or "shape" not in meta:
         raise ProtocolError(f"{message.type.name}: cannot read codec {meta['codec']!r}")
-    decoded = codec.decode([device.copy_in(part) for part in parts], meta["shape"], dtype)
-    owned = decoded.clone() if _shares(decoded, parts) else decoded
+    if device.is_async and can_code(device):
+        decoded = codec.decode([device.copy_in(part) for part in parts], meta["shape"], dtype)
+    else:
+        decoded = codec.decode(parts, meta["shape"], dtype)
+        decoded = device.copy_in(decoded.clone() if _shares(decoded, parts) else decoded)
     message.release()
-    return Arrival(owned)
+    return Arrival(decoded)
+
+
+def can_code(device: Device) -> bool:
+    """Whether codecs work on the device itself: they need bfloat16. Else the CPU does it."""
+    return bool(device.supports(torch.bfloat16))
 
 
 def _shares(tensor: torch.Tensor, parts: list[torch.Tensor]) -> bool:
@@ -152,28 +167,32 @@ class Exchange:
 
     def _send(self, kind: MessageType, stage: int, k: int, tensor: torch.Tensor) -> None:
         info, codec = self._info, self._codecs[kind]
+        if codec is not None and not codec.supports(tensor.dtype):
+            codec = None  # it travels as it is; the user was told at the start
+        packed = _Packed(kind, info, stage, k, codec, tensor.shape, tensor.dtype)
         if self._device.is_async:
             # Encoding is the device's work; only the encoded parts are copied.
-            parts = codec.encode(tensor) if codec is not None else [tensor]
+            here = codec is not None and can_code(self._device)
+            parts = codec.encode(tensor) if codec is not None and here else [tensor]
             mark = self._device.mark(*parts)
-            packed = _Packed(kind, info, stage, k, codec, tensor.shape, tensor.dtype)
-            self._sender.submit(lambda: self._copy_and_post(packed, parts, mark))
+            self._sender.submit(lambda: self._copy_and_post(packed, parts, mark, here))
         elif codec is not None:
-            packed = _Packed(kind, info, stage, k, codec, tensor.shape, tensor.dtype)
-            self._sender.submit(
-                lambda: self._post(stage, packed.message(codec.encode(tensor)), None)
-            )
+            self._sender.submit(lambda: self._post(stage, packed.message(packed.encode(tensor))))
         else:
-            self._post(stage, messages.boundary_message(kind, info, stage, k, [tensor]), None)
+            self._post(stage, packed.message([tensor]))
 
-    def _copy_and_post(self, packed: _Packed, parts: list[torch.Tensor], mark: Mark) -> None:
+    def _copy_and_post(
+        self, packed: _Packed, parts: list[torch.Tensor], mark: Mark, encoded: bool
+    ) -> None:
         copies = [self._device.copy_out(part, mark, self._pool) for part in parts]
 
         def release() -> None:
             for _, give_back in copies:
                 give_back()
 
-        self._post(packed.stage, packed.message([host for host, _ in copies]), release)
+        hosts = [host for host, _ in copies]
+        message = packed.message(hosts if encoded else packed.encode(hosts[0]))
+        self._post(packed.stage, message, release)
 
 
 @dataclass(frozen=True)
@@ -187,6 +206,9 @@ class _Packed:
     codec: Codec | None
     shape: torch.Size
     dtype: torch.dtype
+
+    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor] if self.codec is None else self.codec.encode(tensor)
 
     def message(self, parts: list[torch.Tensor]) -> Message:
         if self.codec is None:

@@ -169,7 +169,7 @@ class Pipeline:
         is mended by `recover`, which calls `repeat_commit`.
         """
         for stage in self._runner.stages:
-            stage.commit(learning_rate, grad_scale)
+            self._runner.commit(stage, learning_rate, grad_scale)
         tied = next((w for s in self._runner.stages if (w := s.tied_weight()) is not None), None)
         for stage in self._runner.stages:
             if stage.is_last and tied is not None:

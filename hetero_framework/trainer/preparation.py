@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.config import Config, check_plan
+from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
@@ -42,6 +43,7 @@ from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.roles import machine_of
 from hetero_framework.trainer.schedule import default_window
 from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
+from hetero_framework.trainer.timeline import TIMELINE_FILE
 from hetero_framework.trainer.verify import admit, admit_packing
 from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
 
@@ -81,6 +83,8 @@ def prepare(config: Config, note: Note) -> Prepared:
     for warning in config.warnings():
         note(f"warning: {warning}")
     model_config = load_model_config(config.model, config.base_dir)
+    for line in codec_lines(config, model_config):
+        note(line)
     check_plan(config, num_layers(model_config))
     tokenizer = load_tokenizer(config)
     vocab_size = model_config.get_text_config().vocab_size
@@ -153,6 +157,24 @@ def settle_pieces(
 def with_training(config: Config, **changes: Any) -> Config:
     """`config` with other values in its training section."""
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+
+
+def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
+    """What the codecs of the `wire` section do to the tensors of this run."""
+    assert config.model is not None
+    name = config.model.dtype if config.model.dtype != "auto" else model_config.dtype
+    dtype = getattr(torch, str(name or "float32").removeprefix("torch."))
+    lines = []
+    chosen = (("activations", config.wire.activations), ("gradients", config.wire.gradients))
+    for what, codec in chosen if len(config.shard_plan) > 1 else ():
+        support = CODECS[codec].supports(dtype)
+        if not support:
+            lines.append(f"wire.{what}: {support.reason}; {what} travel as they are")
+        elif codec != "none":
+            lines.append(
+                f"wire.{what} {codec}, so the result depends on the cut. {CODECS[codec].error}"
+            )
+    return lines
 
 
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
@@ -378,6 +400,7 @@ def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Pa
 def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:
     """Label and place of everything that a run leaves."""
     found = {result.name: result, "metrics": metrics, "checkpoints": config.checkpoints}
+    found["timeline"] = config.output_dir / TIMELINE_FILE
     for chosen in (config.training.visualization_format, "svg"):
         picture = config.output_dir / f"architecture.{chosen}"
         if config.training.visualize and picture.exists():

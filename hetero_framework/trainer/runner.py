@@ -183,6 +183,16 @@ class StageRunner:
         send()
         return True
 
+    def commit(self, stage: StageVerbs, learning_rate: float, grad_scale: float) -> None:
+        """Have a stage step its optimizer, and record how long that took."""
+        began = self._device.mark()
+        stage.commit(learning_rate, grad_scale)
+        if self._recorder.enabled:
+            ended = self._device.mark()
+            ended.wait()
+            times = self._device.mark_time(began), self._device.mark_time(ended)
+            self._recorder.span(trace.COMMIT, stage.index, trace.NO_MICRO_BATCH, *times)
+
     def statistics(self) -> dict[int, StageTimes]:
         """Times of the step so far. Waits for the device; hands the spans to the recorder."""
         seconds = {(k, kind): 0.0 for k in self._lanes for kind in (FORWARD, BACKWARD)}

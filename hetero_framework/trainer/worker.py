@@ -529,7 +529,7 @@ class Worker:
                 "not here"
             )
         for stage in self._runner.stages:
-            stage.commit(meta["learning_rate"], meta["grad_scale"])
+            self._runner.commit(stage, meta["learning_rate"], meta["grad_scale"])
             if stage.is_last and message.tensors:
                 stage.set_tied_weight(from_wire(message.tensors[0]))
         self._current.last_step = meta["step"]
@@ -582,7 +582,7 @@ class Worker:
 
     # -- what stages hand on --------------------------------------------------------------------
 
-    def _post(self, stage: int, message: Message, done: Callable[[], None] | None) -> None:
+    def _post(self, stage: int, message: Message, done: Callable[[], None] | None = None) -> None:
         """Send a tensor to the stage that shall have it: straight to its worker where the
         coordinator said so, else through the coordinator. A lost link ends the attempt anyway."""
         run = self._current
