@@ -185,6 +185,7 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("data.max_length", 0, "data.max_length: must be at least 1, not 0"),
         ("data.max_seq_length", 9, 'data.max_seq_length: unknown key; it is called "max_length"'),
         ("data.packing", True, "SFTConfig.packing is not supported here because"),
+        ("data", {"train": "a", "padding_free": True, "pad_to_multiple_of": 8}, "remove pad_to"),
         ("training.learning_rat", 1, 'training.learning_rat: unknown key; did you mean "learning'),
         ("training.learning_rate", -1, "training.learning_rate: must be at least 0.0, not -1"),
         ("training.learning_rate", "1e-4", "must be a number, not the text"),

@@ -3,9 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from hetero_framework.data.batches import StepOrder, collate, num_items
+from hetero_framework.data.batches import StepOrder, collate, num_items, pack, token_count
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.errors import DataError
 
@@ -174,6 +181,35 @@ def test_collate_pads_to_a_multiple(multiple, length):
     builder.add([5, 6, 7], [True] * 3)
     batch = collate(builder.build(), [0], 0, multiple)
     assert {tensor.shape for tensor in batch.values()} == {(1, length)}
+
+
+@pytest.mark.parametrize("rows", [[3], [0, 4, 2], list(range(9))])
+def test_pack_equals_the_library_s_flattening(rows):
+    examples = some_examples(9)
+    features = [dict(zip(("input_ids", "labels"), examples[row], strict=True)) for row in rows]
+    features = [{name: ids.tolist() for name, ids in feature.items()} for feature in features]
+    expected = DataCollatorWithFlattening(return_tensors="pt")(features)
+    packed = pack(examples, rows)
+    assert packed.keys() == expected.keys()
+    assert all(torch.equal(packed[name], expected[name]) for name in packed)
+    assert {tensor.dtype for tensor in packed.values()} == {torch.int64}
+
+
+def test_pack_positions_begin_again_and_no_sample_predicts_the_next():
+    builder = ExamplesBuilder()
+    builder.add([5, 6, 7], [False, True, True])
+    builder.add([8, 9], [True, True])
+    packed = pack(builder.build(), [1, 0])
+    assert packed["input_ids"].tolist() == [[8, 9, 5, 6, 7]]
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    assert packed["labels"].tolist() == [[-100, 9, -100, 6, 7]]
+
+
+def test_pack_and_collate_count_the_same_tokens_and_losses():
+    examples = some_examples(9)
+    packed, padded = pack(examples, range(9)), collate(examples, range(9), PAD)
+    assert token_count(packed) == token_count(padded) == len(examples.ids)
+    assert num_items([packed]) == num_items([padded]) < token_count(packed)
 
 
 def test_fingerprint_changes_with_ids_labels_and_bounds():

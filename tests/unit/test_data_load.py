@@ -11,6 +11,8 @@ from transformers import ByT5Tokenizer
 
 from hetero_framework.config import DataConfig
 from hetero_framework.data import load_data, load_tokenizer, num_items
+from hetero_framework.data.batches import pack
+from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.data.tokenizer import choose_pad_token
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
@@ -277,6 +279,38 @@ def test_choose_pad_token_nothing_to_choose_says_what_to_set():
     assert "data.pad_token" in str(caught.value)
 
 
+def test_padding_free_makes_one_row_of_each_micro_batch_of_training_and_evaluation(tmp_path):
+    files = {"eval": "train.jsonl", "padding_free": True}
+    training = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
+    padded = load(tmp_path, ROWS, eval="train.jsonl", training=training)
+    packed = load(tmp_path, ROWS, training=training, **files)
+    pairs = zip(
+        [*packed.step_batches(0), *packed.eval_batches()],
+        [*padded.step_batches(0), *padded.eval_batches()],
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert ours.keys() == {"input_ids", "position_ids", "labels"}
+        kept = theirs["attention_mask"].bool()
+        assert torch.equal(ours["input_ids"][0], theirs["input_ids"][kept])
+        assert num_items([ours]) == num_items([theirs])
+    assert "no padding: the samples of a micro-batch make one row" in packed.report
+
+
+def test_padding_free_needs_no_token_to_pad_with(tmp_path):
+    tokenizer = tiny_tokenizer(eos_token=None)
+    load(tmp_path, ROWS, tokenizer=tokenizer, padding_free=True, add_eos=False)
+    with pytest.raises(DataError, match="no token to pad with"):
+        load(tmp_path, ROWS, tokenizer=tokenizer, add_eos=False)
+
+
+@pytest.mark.parametrize(("multiple", "tokens"), [(None, 8), (3, 9), (8, 8), (64, 64)])
+def test_row_tokens_counts_the_padding_of_the_longest_row(tmp_path, multiple, tokens):
+    data = load(tmp_path, ROWS, max_length=8, pad_to_multiple_of=multiple)
+    assert (data.longest, data.row_tokens) == (8, tokens)
+    assert max(batch["input_ids"].shape[1] for batch in data.step_batches(0)) <= tokens
+
+
 # --- docs/data.md ----------------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -303,7 +337,15 @@ def test_examples_of_the_page_have_the_format_of_their_heading(tmp_path, heading
 
 def test_configurations_of_the_page_are_valid():
     blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     assert len(examples_of_the_page()) == 6
     for block in blocks:
         DataConfig.model_validate(json.loads(block))
+
+
+def test_row_without_padding_on_the_page_is_what_training_sees():
+    builder = ExamplesBuilder()
+    builder.add([8, 9], [True, True])
+    builder.add([5, 6, 7], [True, True, True])
+    for name, row in pack(builder.build(), [0, 1]).items():
+        assert f"| `{name}` | {' '.join(map(str, row[0].tolist()))} |" in PAGE

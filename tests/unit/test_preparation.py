@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import BloomConfig, GPT2Config, LlamaConfig
 
 from hetero_framework.config import Config
-from hetero_framework.errors import DataError, PlanError
+from hetero_framework.errors import ArchitectureError, DataError, PlanError
 from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.preparation import (
     Prepared,
     check_memory,
     check_positions,
     largest_frame,
+    without_padding,
 )
 
 GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=32)
@@ -54,6 +55,20 @@ def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
     limit = largest_frame(config(per_device_train_batch_size=4), LLAMA, 100)
     assert limit > 4 * 100 * 16 * 4
     assert limit > 64 * 16 * 4
+
+
+def test_without_padding_every_process_is_told_the_attention() -> None:
+    notes: list[str] = []
+    told = without_padding(config(), LLAMA, notes.append)
+    assert told.model is not None
+    assert told.model.attn_implementation == "per_sample"
+    assert "takes each sample by itself" in notes[0]
+
+
+def test_without_padding_is_refused_where_samples_meet() -> None:
+    with pytest.raises(ArchitectureError, match="do not stay apart") as caught:
+        without_padding(config(), BloomConfig(n_layer=4), print)
+    assert "data.padding_free to false" in str(caught.value)
 
 
 def test_check_memory_counts_processes_on_one_device_together() -> None:

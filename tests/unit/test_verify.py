@@ -9,13 +9,18 @@ from transformers import LlamaConfig
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.anatomy import learn_anatomy
 from hetero_framework.models.shard import Shard, ShardRange
 from hetero_framework.models.tiny import tiny_config
+from hetero_framework.trainer import verify
 from hetero_framework.trainer.verify import (
+    Packing,
     Result,
     admit,
+    admit_packing,
     compare,
     ranges_from_cuts,
+    try_packing,
     verify_all,
     verify_model,
     write_architectures,
@@ -141,17 +146,125 @@ def test_compare_reads_what_it_wrote_and_leaves_no_files(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [
+        ("llama", "per_sample"),
+        ("gemma3_text", "per_sample"),  # sliding windows
+        ("gpt_oss", "per_sample"),  # sinks; it gives its masks no positions
+        ("gpt2", "per_sample"),  # learned positions
+        ("llama4_text", None),  # chunks are in its masks only
+    ],
+)
+def test_samples_may_share_a_row(model_type: str, attention: str | None) -> None:
+    assert try_packing(tiny_config(model_type), ranges_from_cuts([2, 5], 6)) == Packing(attention)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "asked", "attention"),
+    [
+        ("llama", "sdpa", "per_sample"),
+        ("llama", "eager", "eager"),
+        ("llama", "flash_attention_2", "flash_attention_2"),
+        ("llama", "flex_attention", "flex_attention"),
+        ("whisper", None, None),
+    ],
+)
+def test_attention_that_was_asked_for_is_kept(
+    model_type: str, asked: str | None, attention: str | None
+) -> None:
+    config = tiny_config(model_type)
+    config._attn_implementation = asked
+    assert admit_packing(config, ranges_from_cuts([3], 6)) == attention
+
+
+@pytest.mark.parametrize(
+    ("model_type", "asked", "reason"),
+    [
+        ("mamba", None, "do not stay apart: .* most in backbone"),
+        ("roberta", None, "do not stay apart"),  # its positions begin at 2
+        ("gpt_neo", None, "cannot take many samples in one row"),  # a table of masks that ends
+        ("gpt_oss", "eager", "do not stay apart"),
+        ("whisper", "flash_attention_2", "positions of the row do not reach the attention"),
+    ],
+)
+def test_samples_that_would_meet_in_a_row_are_refused_with_the_reason(
+    model_type: str, asked: str | None, reason: str
+) -> None:
+    config = tiny_config(model_type)
+    if model_type == "mamba":
+        config.num_hidden_layers = 2  # its scan is slow
+    config._attn_implementation = asked
+    with pytest.raises(ArchitectureError, match=reason) as caught:
+        admit_packing(config, ranges_from_cuts([1], learn_anatomy(config).num_layers))
+    assert "data.padding_free to false" in str(caught.value)
+
+
+def test_positions_that_do_not_begin_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = verify.pack
+
+    def wrong(*args: Any) -> dict[str, torch.Tensor]:
+        batch = right(*args)
+        return {**batch, "position_ids": torch.arange(batch["labels"].numel())[None]}
+
+    monkeypatch.setattr(verify, "pack", wrong)
+    packing = try_packing(tiny_config("llama"), ranges_from_cuts([3], 6))
+    assert "do not stay apart" in packing.reason
+
+
+def test_positions_that_reach_the_first_stage_only_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Shard._run
+
+    def without(self: Shard, inputs: dict[str, torch.Tensor], *args: Any, **extra: Any) -> Any:
+        if not self.range.is_first:
+            inputs = {name: value for name, value in inputs.items() if name != "position_ids"}
+        return run(self, inputs, *args, **extra)
+
+    monkeypatch.setattr(Shard, "_run", without)
+    config = tiny_config("llama")
+    config._attn_implementation = "eager"
+    packing = try_packing(config, ranges_from_cuts([3], 6))
+    assert "a cut changes gradients" in packing.reason
+
+
+def test_verify_refuses_a_configured_model_that_needs_padding(tmp_path: Path) -> None:
+    machine = {"hostname": "a", "ip": "127.0.0.1"}
+    fields = tiny_config("bloom").to_dict()
+    config = Config.from_dict(
+        {
+            "coordinator": machine,
+            "workers": [{"id": 1, **machine, "port": 9871}],
+            "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": 1, "start": 3, "end": 6}],
+            "model": {
+                "from_config": {k: v for k, v in fields.items() if k != "dtype"},
+                "tokenizer": "a",
+            },
+            "data": {"train": "a.jsonl", "padding_free": True},
+        },
+        tmp_path,
+    )
+    result = verify_model(config)
+    assert result.verdict == "refused"
+    assert result.reason.startswith("data.padding_free: samples that share a row")
+
+
 def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
     results = [
-        Result("zeta", "bit-equal"),
+        Result("zeta", "bit-equal", packing=Packing("per_sample")),
+        Result("iota", "bit-equal", packing=Packing(None)),
+        Result("theta", "bit-equal", packing=Packing(None, "samples meet")),
         Result("beta", "within tolerance", "most in x", weight_difference=2e-6),
         Result("alpha", "refused", "Layer 1 receives a | b"),
     ]
     path = tmp_path / "docs" / "architectures.md"
     write_architectures(results, path)
     text = path.read_text("utf-8")
-    assert "2 of 3 pass" in text
-    assert "`zeta`" in text
+    assert "4 of 5 pass" in text
+    assert "2 can be trained without padding" in text
+    assert "by itself:\n\n`zeta`\n" in text
+    assert "one long sample:\n\n`iota`\n" in text
     assert "| `beta` | 0.0e+00 | 0.0e+00 | 2.0e-06 | most in x |" in text
     assert "| `alpha` | Layer 1 receives a / b |" in text
 
