@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from hetero_framework import control
 from hetero_framework.config import Config, interval
-from hetero_framework.data import TrainData
+from hetero_framework.data import TrainData, token_count
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.errors import (
     ConfigError,
@@ -196,7 +196,7 @@ class Coordinator:
         self._cluster.observe(len(batches), stages)
         self._scale.update(finite)
         self._step += 1
-        self._tokens += (tokens := sum(int(b["attention_mask"].sum()) for b in batches))
+        self._tokens += (tokens := sum(map(token_count, batches)))
         self._losses.append(loss)
         seconds = time.perf_counter() - started
         self._keep_spans()
