@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_train,
         _add_worker,
         _add_diagram,
+        _add_timeline,
         _add_verify,
         _add_merge,
         _add_doctor,
@@ -270,7 +271,7 @@ def _serve(config: Any, worker_ids: Sequence[int | str], *, keep: bool = False, 
     return 0
 
 
-# -- diagram, verify, merge -----------------------------------------------------------------------
+# -- diagram, timeline, verify, merge -------------------------------------------------------------
 
 
 def _add_diagram(commands: Any) -> None:
@@ -309,6 +310,53 @@ def _run_diagram(arguments: argparse.Namespace) -> int:
         form = config.training.visualization_format
     output = arguments.output or f"architecture.{form}"
     print(draw(config, output, form, notify=_note))
+    return 0
+
+
+def _add_timeline(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "timeline",
+        _run_timeline,
+        "where the time of a run's steps went, and what would help most; draws a step",
+        """
+        hetero timeline runs/default
+        hetero timeline runs/default --json
+        hetero timeline runs/default --step 3 --output step3.svg
+        """,
+    )
+    parser.add_argument("place", metavar="RUN", help="output_dir of a run, or its timeline.json")
+    parser.add_argument("--step", type=int, metavar="N", help="draw this step (default: the last)")
+    parser.add_argument("--format", choices=("png", "svg", "pdf"), help="default: by --output")
+    parser.add_argument(
+        "--output", metavar="PATH", help="picture to write (default: timeline.png beside the run's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; draw only with --output")
+
+
+def _run_timeline(arguments: argparse.Namespace) -> int:
+    from hetero_framework.trainer.diagnosis import diagnose, text
+    from hetero_framework.trainer.timeline import picture, read_timeline
+    from hetero_framework.visualizer.timeline import draw
+
+    trace = read_timeline(arguments.place)
+    found = diagnose(trace)
+    steps = [step + 1 for step in trace.steps]
+    step = arguments.step if arguments.step is not None else found.steps[-1]
+    if step not in steps:
+        raise UserError(
+            f"step {step} was not recorded",
+            hint=f"recorded: {', '.join(map(str, steps))}; training.timeline_steps says how many",
+        )
+    print(json.dumps(found.to_dict(), indent=2) if arguments.json else text(found))
+    if arguments.json and arguments.output is None:
+        return 0
+    place = Path(arguments.place)
+    folder = place if place.is_dir() else place.parent
+    output = arguments.output or folder / f"timeline.{arguments.format or 'png'}"
+    file = draw(picture(trace, step - 1, found.bound_s), output, arguments.format, notify=_note)
+    if not arguments.json:
+        print(f"\ndrawn: step {step} in {file}")
     return 0
 
 

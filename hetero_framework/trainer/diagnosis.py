@@ -665,9 +665,7 @@ def _more(plan: _Plan, micro_batches: int) -> _Idea | None:
 def text(found: Diagnosis) -> str:
     """The diagnosis as a person reads it."""
     steps = found.steps
-    which = (
-        f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    )
+    which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     lines = [
         f"{which}: {found.micro_batches} micro-batches through {len(found.stages)} "
         f"stage{'s' if len(found.stages) > 1 else ''}",

@@ -134,7 +134,7 @@ def layout(picture: StepPicture) -> Scene:
         return left + width * min(max(at / seconds, 0.0), 1.0)
 
     bound = picture.bound_s if picture.bound_s and picture.bound_s <= seconds * 1.0001 else None
-    y = top + (22 if bound is not None else 10)
+    y = top + (26 if bound is not None else 10)
     first = y
     for row in picture.rows:
         y = _place_row(scene, row, x, y, left, width)
@@ -147,7 +147,7 @@ def layout(picture: StepPicture) -> Scene:
         label = f"bound {_ms_text(bound)} ms"
         near_end = x(bound) + text_width(label, 11) / 2 > scene.width - 8
         scene.labels.append(
-            Label(x(bound), first - 15, label, 11, True, BOUND, "end" if near_end else "middle")
+            Label(x(bound), first - 18, label, 11, True, BOUND, "end" if near_end else "middle")
         )
     scene.height = bottom + 44 + _MARGIN / 2
     return scene
@@ -191,7 +191,8 @@ def _place_bar(
     width = max(x(bar.ended) - start, 0.5)
     # A white line between neighbours, unless it would cover the bar itself.
     line, edge = (0.7, "#ffffff") if width > 3 and height > _STRIP else (0.0, "")
-    if bar.kind == "forward_backward":
+    both = bar.kind == "forward_backward"
+    if both:
         upper, lower = _color("forward", bar.shade), _color("backward", bar.shade)
         scene.boxes.append(Box(start, y, width, height, upper, edge or upper, 0, line, bar.tip))
         scene.boxes.append(
@@ -206,8 +207,8 @@ def _place_bar(
     text = str(bar.number)
     for size in _SIZES:
         if text_width(text, size) + 1.5 <= width:
-            color = "#ffffff" if bar.shade > 0.5 else INK
-            if bar.kind == "forward_backward":
+            color = _ink(_color("backward" if both else bar.kind, bar.shade))
+            if both:
                 # On the lower half: two colours behind a number make it hard to read.
                 size = min(size, 9.0)
                 scene.labels.append(
@@ -229,6 +230,15 @@ def _color(kind: str, shade: float) -> str:
         f"{round(int(light[i : i + 2], 16) * (1 - shade) + int(dark[i : i + 2], 16) * shade):02x}"
         for i in (1, 3, 5)
     )
+
+
+def _ink(fill: str) -> str:
+    """Black or white, whichever is easier to read on a colour: by its luminance (WCAG 2.1)."""
+    parts = [int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return INK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.2 else "#ffffff"
 
 
 def _axis(

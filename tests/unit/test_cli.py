@@ -20,10 +20,12 @@ from hetero_framework.errors import (
     ResourceError,
     StoppedEarly,
 )
+from tests.unit.timeline_samples import record
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "init", "check", "train", "worker", "diagram", "verify", "merge", "doctor", "schema",
+    "init", "check", "train", "worker", "diagram", "timeline", "verify", "merge", "doctor",
+    "schema",
 )  # fmt: skip
 SEED: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1"},
@@ -265,6 +267,56 @@ def test_diagram_prints_mermaid(config_file: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("flowchart")
     wrong = ["diagram", "--config", str(config_file), "--output", "-", "--format", "png"]
     assert cli.main(wrong) == 2
+
+
+def test_timeline_explains_and_draws_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Graphviz
+    steps = {"devices": [0, 1], "micro_batches": 2, "forward_s": [1, 1], "backward_s": [2, 2]}
+    record(tmp_path, steps, steps=[1, 2])
+    assert cli.main(["timeline", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("steps 2 to 3: 2 micro-batches through 2 stages")
+    assert f"drawn: step 3 in {tmp_path / 'timeline.svg'}" in captured.out
+    assert "Graphviz is not installed" in captured.err
+    svg = tmp_path / "second.svg"
+    assert cli.main(["timeline", str(tmp_path), "--step", "2", "--output", str(svg)]) == 0
+    assert "<title>Step 2</title>" in svg.read_text(encoding="utf-8")
+    capsys.readouterr()
+    svg.unlink()
+    assert cli.main(["timeline", str(tmp_path / "timeline.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["micro_batches"], found["steps"]) == (2, [2, 3])
+    assert cli.main(["timeline", str(tmp_path), "--json", "--output", str(svg)]) == 0
+    json.loads(capsys.readouterr().out)
+    assert svg.exists()
+
+
+def test_timeline_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["timeline", str(tmp_path)]) == 2
+    assert "there is no timeline" in capsys.readouterr().err
+    steps = {"devices": [0], "micro_batches": 1, "forward_s": [1], "backward_s": [1]}
+    record(tmp_path, steps, steps=[1])
+    assert cli.main(["timeline", str(tmp_path), "--step", "9"]) == 2
+    assert "step 9 was not recorded\n  recorded: 2" in capsys.readouterr().err
+    assert cli.main(["timeline", str(tmp_path), "--output", str(tmp_path / "a.jpg")]) == 2
+    (tmp_path / "timeline.json").write_text("{", encoding="utf-8")
+    assert cli.main(["timeline", str(tmp_path)]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_timeline_does_not_import_torch(tmp_path: Path) -> None:
+    steps = {"devices": [0], "micro_batches": 1, "forward_s": [1], "backward_s": [1]}
+    record(tmp_path, steps, steps=[1])
+    program = (
+        "import sys\n"
+        "import hetero_framework.cli as cli\n"
+        "code = cli.main(['timeline', sys.argv[1], '--format', 'svg'])\n"
+        "sys.exit(code or ('imported torch' if 'torch' in sys.modules else 0))\n"
+    )
+    done = run_process("-c", program, str(tmp_path))
+    assert done.returncode == 0, done.stderr
 
 
 def test_doctor_reports_devices(capsys: pytest.CaptureFixture[str]) -> None:
