@@ -7,6 +7,7 @@ pass it until it has begun.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -21,12 +22,13 @@ _ZEROS = memoryview(bytes(1 << 20))
 class Outgoing:
     """One frame on its way out.
 
-    `missing` bytes are still to come; `feed` brings them, in order. `began` is the
-    time.perf_counter() at which writing began. `done` is to be called when the frame is written
-    or given up. `message` is for the trace only, and may be released already.
+    `missing` bytes are still to come; `feed` brings them, in order. `left` are not written yet.
+    `began` is the time.perf_counter() at which writing began; `busy` while a thread writes what it
+    took. `done` is to be called when the frame is written or given up. `message` is for the trace
+    only, and may be released already.
     """
 
-    __slots__ = ("_pending", "began", "done", "left", "message", "missing", "nbytes")
+    __slots__ = ("_pending", "began", "busy", "done", "left", "message", "missing", "nbytes")
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Outgoing:
         self.done = done
         self.message = message
         self.began: float | None = None
+        self.busy = False
         self._pending = deque([memoryview(buffer) for buffer in buffers])
 
     @property
@@ -88,6 +91,10 @@ class Outgoing:
         if len(first) > 1:
             self._pending.appendleft(first[1:])
         return deque([first[:1]])
+
+    def put_back(self, rest: deque[memoryview]) -> None:
+        """What was taken and could not be written yet."""
+        self._pending.extendleft(reversed(rest))
 
     def wrote(self, nbytes: int, now: float) -> None:
         """The first `nbytes` were written before the frame was queued; writing began at `now`."""
@@ -148,9 +155,10 @@ class SendQueue:
                 first = frame
         return first
 
-    def begin(self, frame: Outgoing, now: float) -> None:
-        """Writing of `frame` begins: it comes first from now on."""
-        frame.began = now
+    def begin(self, frame: Outgoing) -> None:
+        """Writing of `frame` begins, or goes on: it comes first from now on."""
+        if frame.began is None:
+            frame.began = time.perf_counter()
         if self._frames[0] is not frame:
             self._frames.remove(frame)
             self._frames.appendleft(frame)

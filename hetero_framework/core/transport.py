@@ -513,18 +513,21 @@ class Link:
             self._changed.notify_all()
 
     def _write_now(self, buffers: Sequence[Buffer]) -> int:
-        """Write a beginning without waiting, if nothing is before it; how many bytes.
+        """Write a beginning without waiting, if nothing is before it; how many bytes."""
+        if not self._queue.idle:
+            return 0
+        return self._try_write(deque([memoryview(buffer) for buffer in buffers]), _AT_ONCE_BYTES)
+
+    def _try_write(self, views: deque[memoryview], room: int) -> int:
+        """Write what the system takes without waiting; how many bytes.
 
         An error is the writer's to meet again and report.
         """
-        if not (_CAN_TRY and self._queue.idle):
+        if not _CAN_TRY or self._dead:
             return 0
         started = time.perf_counter()
         try:
-            if len(buffers) == 1 and len(buffers[0]) <= _AT_ONCE_BYTES:
-                return self._socket.send(buffers[0], socket.MSG_DONTWAIT)
-            views = deque([memoryview(buffer) for buffer in buffers])
-            return _send_some(self._socket, views, socket.MSG_DONTWAIT, _AT_ONCE_BYTES)
+            return _send_some(self._socket, views, socket.MSG_DONTWAIT, room)
         except OSError:
             return 0
         finally:
@@ -547,10 +550,14 @@ class Link:
     def _write(self) -> None:
         reason: HeteroError | None = HeteroError(f"{self.name}: what follows a frame failed")
         try:
-            while (outgoing := self._next_outgoing()) is not None:
-                while piece := self._next_piece(outgoing):
-                    self._write_piece(outgoing, piece)
-                self._forget(outgoing)
+            while (following := self._next_piece()) is not None:
+                outgoing, piece = following
+                self._write_piece(outgoing, piece)
+                with self._changed:
+                    outgoing.busy = False
+                    complete = self._remove_if_complete(outgoing)
+                if complete:
+                    self._tell(outgoing.done, outgoing.message, outgoing.began)
             reason = None
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
@@ -560,43 +567,36 @@ class Link:
             if reason is not None:
                 self._fail(reason)
 
-    def _next_outgoing(self) -> Outgoing | None:
-        """The frame to write next; a heartbeat after heartbeat_s without one; None at the end."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._queue.idle or self.closed, timeout=self._heartbeat_s
-            )
-            if self._dead:
-                return None
-            outgoing = self._queue.next()
-            if self._closing and (outgoing is None or outgoing.missing):
-                return None
-            if outgoing is None:
-                outgoing = Outgoing(encode(Message(MessageType.HEARTBEAT)))
-                self._queue.add(outgoing, urgent=True)
-            if outgoing.began is None:
-                self._queue.begin(outgoing, time.perf_counter())
-            return outgoing
+    def _next_piece(self) -> tuple[Outgoing, deque[memoryview]] | None:
+        """A frame, from now on being written, and what can be written of it, when there is
+        something; None at our end. After heartbeat_s without anything it is a heartbeat.
 
-    def _next_piece(self, outgoing: Outgoing) -> deque[memoryview]:
-        """What can be written of it, when there is something; nothing at its end, or ours.
-
-        While nothing comes in, a byte of the reserve now and then tells the peer that we live. A
-        link that is closing waits for no other one.
+        In the middle of a frame whose rest does not come in, a byte of the reserve is the sign of
+        life. A link that is closing does not wait for the rest.
         """
         quiet_until = time.monotonic() + self._heartbeat_s
         with self._changed:
             while not self._dead:
+                outgoing = self._queue.next()
                 if self._closing:
-                    outgoing.pad()
-                piece = outgoing.take(_RESERVE_BYTES)
-                if piece or not outgoing.missing:
-                    return piece
+                    if outgoing is not None and outgoing.began is not None:
+                        outgoing.pad()
+                    elif outgoing is None or outgoing.missing:
+                        return None
                 left = quiet_until - time.monotonic()
+                if outgoing is not None:
+                    piece = outgoing.take(_RESERVE_BYTES) or (left <= 0 and outgoing.take_one())
+                    if piece:
+                        self._queue.begin(outgoing)
+                        outgoing.busy = True
+                        return outgoing, piece
                 if left <= 0:
-                    return outgoing.take_one()
-                self._changed.wait(left)
-        return deque()
+                    quiet_until = time.monotonic() + self._heartbeat_s
+                    if outgoing is None:
+                        self._queue.add(Outgoing(encode(Message(MessageType.HEARTBEAT))), True)
+                        continue
+                self._changed.wait(max(left, 0))
+        return None
 
     def _write_piece(self, outgoing: Outgoing, piece: deque[memoryview]) -> None:
         """Write all of it, unless the link dies meanwhile."""
@@ -610,13 +610,13 @@ class Link:
                 outgoing.left -= sent
         self.stats.write_s += time.perf_counter() - started
 
-    def _forget(self, outgoing: Outgoing) -> None:
-        with self._changed:
-            self._queue.remove(outgoing)
-            if not outgoing.left:
-                self._count(outgoing.nbytes)
-            self._changed.notify_all()
-        self._tell(outgoing.done, None if outgoing.left else outgoing.message, outgoing.began)
+    def _remove_if_complete(self, outgoing: Outgoing) -> bool:
+        if outgoing.left:
+            return False
+        self._queue.remove(outgoing)
+        self._count(outgoing.nbytes)
+        self._changed.notify_all()
+        return True
 
     # ---- relaying: called by the reader of the link that a frame comes from
 
@@ -626,9 +626,23 @@ class Link:
             self._queue.add(outgoing)
 
     def _feed(self, outgoing: Outgoing, data: memoryview) -> None:
+        """Write what has come, if it is this frame's turn and the system takes it at once: no
+        other thread has to wake up then. What it does not take is the writer's."""
+        complete = False
         with self._changed:
             outgoing.feed(data)
-            self._changed.notify_all()
+            if not outgoing.busy and self._queue.next() is outgoing:
+                self._queue.begin(outgoing)
+                piece = outgoing.take(_RESERVE_BYTES)
+                sent = self._try_write(piece, _MAX_CALL_BYTES) if piece else 0
+                drop_sent(piece, sent)
+                outgoing.left -= sent
+                outgoing.put_back(piece)
+                complete = self._remove_if_complete(outgoing)
+                if piece:
+                    self._changed.notify_all()
+        if complete:
+            self._tell(outgoing.done, outgoing.message, outgoing.began)
 
     def _pad(self, outgoing: Outgoing) -> None:
         with self._changed:

@@ -68,12 +68,12 @@ def test_whole_frames_pass_one_that_is_still_coming_in() -> None:
     assert queue.next() is first
     slow.feed(memoryview(bytes(EARLY_BYTES)))
     assert queue.next() is first
-    queue.begin(first, 1.0)
+    queue.begin(first)
     slow.feed(memoryview(b"12"))
     assert queue.next() is first  # nothing passes a frame that is being written
     queue.remove(first)
     assert queue.next() is slow  # whole by now, and it came before the second
-    queue.begin(slow, 2.0)
+    queue.begin(slow)
     queue.remove(slow)
     assert queue.next() is second
     queue.remove(second)
@@ -88,7 +88,7 @@ def test_nothing_passes_once_a_frame_has_begun() -> None:
     assert not slow.ready
     slow.feed(memoryview(bytes(EARLY_BYTES)))
     assert queue.next() is slow
-    queue.begin(slow, 1.0)
+    queue.begin(slow)
     queue.add(waiting)
     urgent = Outgoing([b"beat"])
     queue.add(urgent, urgent=True)
