@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hetero_framework.config import Config
 from hetero_framework.core.dal import open_device
 from hetero_framework.core.protocol import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
+from hetero_framework.core.tensors import from_wire
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer import messages
 from hetero_framework.trainer.loading import load_stages
@@ -24,6 +25,7 @@ from hetero_framework.trainer.optimizer import build_optimizer
 from hetero_framework.trainer.peers import Peers
 from hetero_framework.trainer.verbs import (
     GradientReport,
+    Orders,
     StatePart,
     StepInfo,
     Tensors,
@@ -67,6 +69,7 @@ class RemoteStage:
     def __init__(self, config: Config) -> None:
         self._peers = Peers(config, "contract", DEFAULT_MAX_FRAME_BYTES, note=lambda text: None)
         self._peers.connect_all()
+        self._num_stages = len(config.stages())
         spec = config.stages()[1]
         entry = {name: getattr(spec, name) for name in ("index", "start", "end")}
         self._tell(
@@ -91,7 +94,8 @@ class RemoteStage:
     def begin(self, info: StepInfo) -> None:
         self._info = info
         self._peers.expect(info.step, info.attempt)
-        self._peers.send(1, messages.step_message(info))
+        orders = Orders(held=(info.micro_batches,) * self._num_stages)
+        self._peers.send(1, messages.step_message(info, orders))
 
     def forward(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> torch.Tensor:
         self._feed(k, inputs, hidden_BSD)
@@ -109,11 +113,11 @@ class RemoteStage:
         return self._await(MessageType.LOSS).meta["loss"]
 
     def backward(self, k: int, gradient_BSD: torch.Tensor) -> torch.Tensor:
-        self._peers.send(1, messages.gradient_message(self._info, 1, k, gradient_BSD))
+        self._cross(MessageType.BACKWARD, k, gradient_BSD)
         return self._boundary(MessageType.BACKWARD, 0, k)
 
     def collect(self) -> GradientReport:
-        self._tell(MessageType.COLLECT, self._address)
+        # A worker reports by itself once all micro-batches are through.
         return messages.reports_of(self._await(MessageType.GRADIENTS))[1]
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
@@ -123,7 +127,8 @@ class RemoteStage:
 
     def abort(self) -> None:
         self._tell(MessageType.ABORT, self._address)
-        self._await(MessageType.ABORTED)
+        # The report of a step that was complete may have been on its way.
+        self._await(MessageType.ABORTED, unread=MessageType.GRADIENTS)
 
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._trainable
@@ -146,25 +151,30 @@ class RemoteStage:
 
     def _feed(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> None:
         self._peers.send(1, messages.inputs_message(self._info, 1, k, inputs))
-        self._peers.send(1, messages.hidden_message(self._info, 1, k, hidden_BSD))
+        self._cross(MessageType.FORWARD, k, hidden_BSD)
+
+    def _cross(self, kind: MessageType, k: int, tensor: torch.Tensor) -> None:
+        self._peers.send(1, messages.boundary_message(kind, self._info, 1, k, [tensor]))
 
     def _tell(self, kind: MessageType, meta: dict[str, Any]) -> None:
         self._peers.send(1, Message(kind, meta))
 
-    def _await(self, kind: MessageType) -> Message:
+    def _await(self, kind: MessageType, unread: MessageType | None = None) -> Message:
         deadline = time.monotonic() + 30
-        while (event := self._peers.receive(1.0)) is None:
+        while True:
+            event = self._peers.receive(1.0)
             assert time.monotonic() < deadline, f"no {kind.name}"
-        assert event.message is not None
-        assert event.message.type is kind
-        return event.message
+            if event is not None:
+                assert event.message is not None
+                if event.message.type is kind:
+                    return event.message
+                assert event.message.type is unread
 
     def _boundary(self, kind: MessageType, stage: int, k: int) -> torch.Tensor:
         message = self._await(kind)
         assert (message.meta["stage"], message.meta["micro_batch"]) == (stage, k)
-        tensor = messages.tensor_of(message)
-        assert tensor is not None
-        return tensor
+        [tensor] = message.tensors
+        return from_wire(tensor)
 
 
 @contextmanager
@@ -333,7 +343,11 @@ def test_evaluate_is_the_sum_of_token_losses_and_leaves_no_gradient(
         assert total == pytest.approx(whole.losses[k] * NUM_ITEMS, rel=1e-6)
     # Two micro-batches end an evaluation; the next step's norms know nothing of it.
     tested.begin(info(1))
-    assert torch.count_nonzero(tested.collect().norms) == 0
+    for k in range(2):
+        tested.forward_backward(k, last_inputs(k), whole.entering(k, 1))
+    parameters = whole.parameters([name for name, _ in tested.trainable()])
+    expected = [torch.linalg.vector_norm(p.grad) for p in parameters.values()]
+    assert torch.equal(tested.collect().norms, torch.stack(expected))
     tested.abort()
 
 
@@ -358,6 +372,8 @@ def test_collect_names_micro_batches_that_are_not_finite(stage: Open, whole: Who
     tested.begin(info())
     for k, factor in ((0, 1.0), (1, float("nan"))):
         tested.forward(k, middle_inputs(k), whole.entering(k, 1) * factor)
+    for k in range(2):
+        tested.backward(k, whole.gradient(k, 3))
     assert tested.collect().nonfinite == (1,)
     tested.abort()
 
