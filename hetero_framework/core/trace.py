@@ -45,17 +45,18 @@ class Recorder:
     """Collects the spans of one process. Safe to use from several threads.
 
     `steps` is training.timeline_steps: how many training steps are recorded after the first one,
-    which is not typical (-1: all, the first too; 0: none). Between `begin` of a step that is not
-    recorded and the next one, `span` returns at once.
+    which is not typical (-1: all, the first too; 0: none). Where a step is not recorded, `span`
+    returns at once.
     """
 
     def __init__(self, steps: int, *, limit: int = 200_000) -> None:
         self._steps = steps
         self._limit = limit
         self._lock = threading.Lock()
-        self._spans: list[Span] = []
+        self._spans: list[tuple[int, Span]] = []  # with the attempt that they belong to
         self._first: int | None = None
-        self._step = 0
+        self._step = self._attempt = -1
+        self._wanted: set[int] = set()  # attempts that are recorded
         self._dropped = 0
         self.enabled = False
 
@@ -64,7 +65,7 @@ class Recorder:
         """Spans that were not kept, because more than `limit` waited to be taken."""
         return self._dropped
 
-    def begin(self, step: int, *, train: bool = True) -> None:
+    def begin(self, step: int, *, attempt: int = 0, train: bool = True) -> None:
         """A step begins, or begins again: what an aborted attempt of it left is forgotten.
 
         Evaluation is not recorded.
@@ -72,67 +73,69 @@ class Recorder:
         with self._lock:
             if train and self._first is None:
                 self._first = step
-            self._step = step
-            self._spans = [span for span in self._spans if span["step"] != step]
+            self._step, self._attempt = step, attempt
+            self._spans = [
+                (number, span)
+                for number, span in self._spans
+                if span["step"] != step or number == attempt
+            ]
             self.enabled = train and self._wants(step)
+            if self.enabled:
+                self._wanted.add(attempt)
 
     def span(
         self, kind: str, stage: int, micro_batch: int, began: float, ended: float, **extra: Any
     ) -> None:
         """Keep one span of the present step; does nothing while the step is not recorded."""
-        if not self.enabled:
-            return
-        with self._lock:
-            if len(self._spans) >= self._limit:
-                self._dropped += 1
-                return
-            self._spans.append(
-                {
-                    "kind": kind,
-                    "stage": stage,
-                    "micro_batch": micro_batch,
-                    "step": self._step,
-                    "began": began,
-                    "ended": ended,
-                    **extra,
-                }
-            )
+        if self.enabled:
+            address = {"stage": stage, "micro_batch": micro_batch, "step": self._step}
+            times = {"began": began, "ended": ended}
+            self._keep(self._attempt, {"kind": kind, **address, **times, **extra})
 
     def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
         """What a link to `peer` calls for each frame that it has sent or received.
 
-        Frames of another step, and those that belong to no micro-batch, are not kept.
+        Only frames of a micro-batch are kept. One of the next step may be here before this
+        process has begun it.
         """
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             meta = message.meta
-            if not self.enabled or meta.get("step") != self._step:
+            if "step" not in meta or "micro_batch" not in meta or not self._wants(meta["step"]):
                 return
-            if "stage" not in meta or "micro_batch" not in meta:
-                return
-            self.span(
-                direction,
-                meta["stage"],
-                meta["micro_batch"],
-                began,
-                ended,
-                what=message.type.name,
-                peer=peer,
-                bytes=message.payload_bytes,
-                dtype=meta.get("dtype") or (message.tensors[0].dtype if message.tensors else ""),
-                codec=meta.get("codec", ""),
-            )
+            span = {
+                "kind": direction,
+                "stage": meta["stage"],
+                "micro_batch": meta["micro_batch"],
+                "step": meta["step"],
+                "began": began,
+                "ended": ended,
+                "what": message.type.name,
+                "peer": peer,
+                "bytes": message.payload_bytes,
+                "dtype": meta.get("dtype") or (message.tensors[0].dtype if message.tensors else ""),
+                "codec": meta.get("codec", ""),
+            }
+            self._keep(meta["attempt"], span)
 
         return moved
 
     def take(self) -> list[Span]:
         """The spans since the last call, in the order in which they ended up here."""
         with self._lock:
-            taken, self._spans = self._spans, []
+            taken = [span for attempt, span in self._spans if attempt in self._wanted]
+            self._spans = [entry for entry in self._spans if entry[0] > self._attempt]
+            self._wanted &= {self._attempt}
             return taken
+
+    def _keep(self, attempt: int, span: Span) -> None:
+        with self._lock:
+            if len(self._spans) >= self._limit:
+                self._dropped += 1
+            else:
+                self._spans.append((attempt, span))
 
     def _wants(self, step: int) -> bool:
         if self._steps == ALL_STEPS:
             return True
-        assert self._first is not None
-        return self._first < step <= self._first + self._steps
+        return self._first is not None and self._first < step <= self._first + self._steps

@@ -122,7 +122,7 @@ class StageRunner:
         self.info = info
         self._policy = orders.policy
         self._tasks.clear()
-        self._recorder.begin(info.step, train=info.train)
+        self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
         for index, lane in self._lanes.items():
             self._drop(lane)
             lane.stage.begin(info)

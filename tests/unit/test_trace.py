@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from hetero_framework.core.protocol import Message, MessageType
-from hetero_framework.core.tensors import to_wire
+from hetero_framework.core.protocol import Message, MessageType, WireTensor
 from hetero_framework.core.trace import FORWARD, RECEIVE, Recorder
 
 
@@ -31,23 +30,23 @@ def test_the_chosen_number_of_steps_after_the_first_is_recorded(
 
 def test_evaluation_is_not_recorded_and_is_not_the_first_step() -> None:
     recorder = Recorder(1)
-    recorder.begin(0, train=False)
-    recorder.begin(0)
-    recorder.begin(1)
+    recorder.begin(0, attempt=1, train=False)
+    recorder.begin(0, attempt=2)
+    recorder.begin(1, attempt=3)
     recorder.span(FORWARD, 0, 0, 1.0, 2.0)
-    recorder.begin(1, train=False)
+    recorder.begin(2, attempt=4, train=False)
     recorder.span(FORWARD, 0, 0, 3.0, 4.0)
     assert not recorder.enabled
-    assert recorder.take() == []
+    assert [span["step"] for span in recorder.take()] == [1]
 
 
 def test_a_repeated_step_forgets_its_first_attempt_only() -> None:
     recorder = Recorder(-1)
     recorder.begin(4)
     recorder.span(FORWARD, 0, 0, 1.0, 2.0)
-    recorder.begin(5)
+    recorder.begin(5, attempt=1)
     recorder.span(FORWARD, 0, 0, 3.0, 4.0)
-    recorder.begin(5)
+    recorder.begin(5, attempt=2)
     recorder.span(FORWARD, 0, 0, 5.0, 6.0)
     assert [span["began"] for span in recorder.take()] == [1.0, 5.0]
 
@@ -71,23 +70,62 @@ def test_recorder_is_bounded_and_counts_what_it_drops() -> None:
     assert recorder.dropped == 3
 
 
+def frame(step: int, attempt: int, micro_batch: int = 2) -> Message:
+    address = {"step": step, "attempt": attempt, "stage": 1, "micro_batch": micro_batch}
+    data = memoryview(bytes(24))
+    return Message(MessageType.FORWARD, address, (WireTensor("float32", (2, 3), data),))
+
+
 def test_frames_of_the_step_become_spans() -> None:
-    torch = pytest.importorskip("torch")
     recorder = Recorder(-1)
     moved = recorder.on_moved(1)
-    address = {"step": 3, "attempt": 0, "stage": 1, "micro_batch": 2}
-    frame = Message(MessageType.FORWARD, address, (to_wire(torch.zeros(2, 3)),))
-    old = Message(MessageType.FORWARD, {**address, "step": 2}, (to_wire(torch.zeros(1)),))
-    other = Message(MessageType.LOSS, {"step": 3, "attempt": 0, "micro_batch": 0, "loss": 1.0})
-    moved("receive", frame, 0.5, 1.0)
-    recorder.begin(3)
-    moved("receive", old, 1.0, 2.0)
-    moved("receive", other, 1.0, 2.0)
-    moved("receive", frame, 1.0, 2.0)
+    recorder.begin(3, attempt=7)
+    moved("receive", frame(3, 6), 1.0, 2.0)  # of an attempt that was given up
+    moved("receive", Message(MessageType.BYE, {"reason": "x"}), 1.0, 2.0)
+    moved("receive", frame(3, 7), 1.0, 2.0)
     (span,) = recorder.take()
+    assert span["step"] == 3
     assert (span["kind"], span["stage"], span["micro_batch"]) == (RECEIVE, 1, 2)
     told = {name: span[name] for name in ("what", "peer", "bytes", "dtype", "codec")}
     assert told == {"what": "FORWARD", "peer": 1, "bytes": 24, "dtype": "float32", "codec": ""}
+
+
+def test_frames_that_are_early_belong_to_their_own_step() -> None:
+    """The reader has a frame of the next step while this process still commits the last one."""
+    recorder = Recorder(-1)
+    moved = recorder.on_moved(1)
+    recorder.begin(3, attempt=7)
+    moved("receive", frame(4, 8, micro_batch=0), 1.0, 2.0)
+    assert recorder.take() == []
+    recorder.begin(4, attempt=8)
+    moved("receive", frame(4, 8, micro_batch=1), 2.0, 3.0)
+    assert [span["micro_batch"] for span in recorder.take()] == [0, 1]
+
+
+def test_frames_of_an_evaluation_are_forgotten() -> None:
+    """It carries the number of the step after it, but an attempt of its own."""
+    recorder = Recorder(-1)
+    moved = recorder.on_moved(1)
+    recorder.begin(2, attempt=7)
+    moved("receive", frame(3, 8), 1.0, 2.0)
+    recorder.take()
+    recorder.begin(3, attempt=8, train=False)
+    moved("receive", frame(3, 8), 2.0, 3.0)
+    moved("receive", frame(3, 9, micro_batch=5), 3.0, 4.0)
+    recorder.begin(3, attempt=9)
+    assert [span["micro_batch"] for span in recorder.take()] == [5]
+
+
+def test_frames_of_steps_that_are_not_recorded_are_not_kept() -> None:
+    recorder = Recorder(1)
+    moved = recorder.on_moved(1)
+    moved("receive", frame(1, 1), 1.0, 2.0)  # nothing has begun
+    found = []
+    for step in range(4):
+        recorder.begin(step, attempt=step)
+        moved("receive", frame(step, step), 1.0, 2.0)
+        found += [span["step"] for span in recorder.take()]
+    assert found == [1]
 
 
 def test_spans_of_several_threads_are_all_kept() -> None:
