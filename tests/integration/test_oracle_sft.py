@@ -80,6 +80,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "messages_whole": (conversations, {"assistant_only_loss": False}),
     "messages_pairs": (conversational_pairs, {}),
     "alpaca": (alpaca, {}),
+    # TRL does not cut to a length without padding.
+    "pairs_without_padding": (pairs, {"padding_free": True, "max_length": None}),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,51 @@ def test_layers_below_the_adapter_get_no_gradient_and_change_nothing(losses) -> 
     whole = losses([], "whole", adapter=adapter)
     assert losses([2, 4], "cut", adapter=adapter) == whole
     assert losses([1, 5], "within", adapter=adapter) == whole
+
+
+def test_without_padding_equals_one_process_to_the_bit_and_padded_rows_nearly(
+    losses, texts, tmp_path
+) -> None:
+    def run(cuts: list[int], name: str, **data: bool) -> list[tuple]:
+        files = {"train": str(texts), "eval": str(texts), "max_length": 64}
+        return losses(
+            cuts,
+            name,
+            data={**files, **data},
+            training={"gradient_checkpointing": True, "eval_strategy": "epoch"},
+        )
+
+    whole = run([], "whole", padding_free=True)
+    assert run([2, 4], "cut", padding_free=True) == whole
+    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    assert measured(tmp_path / "cut", "eval_loss") == measured(tmp_path / "whole", "eval_loss")
+
+    padded = run([2, 4], "padded")
+    for row, other in zip(whole, padded, strict=True):
+        assert row == pytest.approx(other, rel=1e-4, abs=0)
+    for name in ("eval_loss", "tokens"):
+        assert measured(tmp_path / "cut", name) == pytest.approx(
+            measured(tmp_path / "padded", name)
+        )
+
+
+def measured(output: Path, name: str) -> list[float]:
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_every_micro_batch_may_have_another_length(losses, tmp_path, padding_free) -> None:
+    lengths = [2, 61, 7, 40, 12, 3, 55, 23, 31, 5, 17, 48]
+    rows = [{"text": "a" * length} for length in lengths]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = {
+        "data": {"train": str(file), "padding_free": padding_free},
+        "training": {"per_device_train_batch_size": 1, "num_train_epochs": 1},
+    }
+    whole = losses([], "whole", **sections)
+    # One letter is one token; an end token follows.
+    assert sum(measured(tmp_path / "whole", "tokens")) == sum(length + 1 for length in lengths)
+    assert losses([1, 3, 4], "cut", **sections) == whole
+    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
