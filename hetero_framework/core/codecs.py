@@ -66,7 +66,7 @@ class Codec(ABC):
         """
         found = tuple((part.dtype, tuple(part.shape)) for part in parts)
         expected = self.layout(shape, dtype)
-        if found != expected:
+        if found != expected or any(size < 0 for size in shape):
             raise ProtocolError(
                 f"codec {self.name}: a tensor of {tuple(shape)} {dtype} comes as {_text(expected)},"
                 f" not as {_text(found)}"
@@ -104,12 +104,14 @@ class Unchanged(Codec):
 
 
 class BFloat16(Codec):
-    """float32 rounded to bfloat16: half the bytes, 8 significant bits, the same range."""
+    """float32 rounded to bfloat16: half the bytes, 8 significant bits, the same range.
+
+    Below 1.2e-38 the error is up to 1e-40. bfloat16 arrives unchanged.
+    """
 
     name = "bf16"
     error = (
-        "Every float32 value from 1.2e-38 on arrives within 1/256 of itself, smaller ones within"
-        " 1e-40; magnitudes above 3.39e38 become infinite. bfloat16 arrives unchanged."
+        "Every float32 value arrives within 1/256 of itself, magnitudes above 3.39e38 as infinity."
     )
 
     def supports(self, dtype: torch.dtype) -> Support:
@@ -139,15 +141,15 @@ class Int8(Codec):
     value = q * scale with scale = bfloat16(amax / 127) and q = round(value / scale), ties to even.
     The parts are q ([N] int8) and the scales ([ceil(N / 64)] bfloat16), 66 bytes per 64 values; the
     last block may be short. |q| needs no clamp: bfloat16 rounds the scale down by 1/257 at most,
-    and amax / scale <= 127 * 257/256 < 127.5 still rounds to 127.
+    and amax / scale <= 127 * 257/256 < 127.5 still rounds to 127. At both ends of the range the
+    stated error does not hold: a step is never smaller than 1.2e-38, and magnitudes above 0.99 of
+    the type's largest number may become infinite, which the check for finite gradients notices.
     """
 
     name = "int8"
     error = (
-        "Every value arrives within 1/252 of the largest magnitude in its block of 64 (never closer"
-        " than 1.2e-38), then rounded to the tensor's type; zeros are exact. A block with a NaN or"
-        " an infinity arrives without any finite value, and magnitudes above 0.99 of the type's"
-        " largest number may become infinite."
+        "Every value arrives within 1/252 of the largest magnitude in its block of 64, rounded to"
+        " its type; zeros are exact; a NaN or an infinity leaves no finite value in its block."
     )
 
     def supports(self, dtype: torch.dtype) -> Support:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.codecs import measure
 from hetero_framework.config import WireConfig
 from hetero_framework.core.codecs import BLOCK, CODECS, Codec
 from hetero_framework.core.tensors import to_wire
@@ -42,7 +43,7 @@ def block_peaks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def int8_bound(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """What `Int8.error` allows, per element: the step, then half a unit of the tensor's type."""
+    """What `Int8.error` allows, per element: the step, then half a unit of its type."""
     kind = torch.finfo(sent.dtype)
     smallest = kind.tiny * kind.eps
     rounding = received.double().abs().flatten() * kind.eps / 2 + smallest / 2
@@ -221,9 +222,18 @@ def test_parts_of_another_tensor_are_refused(codec: Codec) -> None:
         codec.decode([part.to(torch.int16) for part in parts], (130,), torch.float32)
     with pytest.raises(ProtocolError):
         codec.decode(parts, (300,), torch.float32)
+    with pytest.raises(ProtocolError):
+        codec.decode(parts, (-10, -13), torch.float32)
 
 
 def test_the_configuration_names_every_codec() -> None:
     for field in WireConfig.model_fields.values():
         assert list(typing.get_args(field.annotation)) == list(CODECS)
     assert all(codec.error.endswith(".") for codec in CODECS.values())
+
+
+def test_a_codec_that_is_slowed_shows_in_the_benchmark() -> None:
+    tensor = values(1000)
+    plain, slowed = measure(INT8, tensor, 5), measure(INT8, tensor, 5, slow_ms=20)
+    assert slowed["encode_ms"]["min"] >= 20 > plain["encode_ms"]["min"]
+    assert plain["bytes"] == 1000 + 2 * 16
