@@ -378,8 +378,10 @@ def _activation_bytes(
     batch_tokens = training.per_device_train_batch_size * tokens
     c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
     hidden = batch_tokens * int(shapes.text.hidden_size) * c
+    one_row = config.data is not None and config.data.padding_free
+    row_tokens = batch_tokens if one_row else tokens
     layers = [
-        _layer_bytes(layer, shapes, c, tokens) * batch_tokens
+        _layer_bytes(layer, shapes, c, row_tokens) * batch_tokens
         for layer in range(spec.start, spec.end)
     ]
     largest = max(layers, default=0)
@@ -390,7 +392,7 @@ def _activation_bytes(
     return 0, hidden + sum(layers)
 
 
-def _layer_bytes(layer: int, shapes: _Shapes, c: int, tokens: int) -> int:
+def _layer_bytes(layer: int, shapes: _Shapes, c: int, row_tokens: int) -> int:
     """Bytes per token that one layer stores."""
     numbers = upcast = 0.0
     experts = _experts_per_token(shapes.text)
@@ -403,7 +405,7 @@ def _layer_bytes(layer: int, shapes: _Shapes, c: int, tokens: int) -> int:
                 upcast += 4 * shape[-1]
     attention = 0
     if shapes.attention == "eager":
-        attention = int(shapes.text.num_attention_heads) * tokens * (c + 4)
+        attention = int(shapes.text.num_attention_heads) * row_tokens * (c + 4)
     return int(ACTIVATION_MARGIN * c * numbers + upcast + attention)
 
 

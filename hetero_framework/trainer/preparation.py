@@ -191,8 +191,9 @@ def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
             rows = int(getattr(model_config.get_text_config(), "max_position_embeddings", 0))
             if rows and tokens > rows:
                 raise DataError(
-                    f"the longest sample has {tokens} tokens, but the model has {rows} positions",
-                    hint=f"set data.max_length to {rows} or less",
+                    f"the longest row has {tokens} tokens, but the model has {rows} positions",
+                    hint=f"set data.max_length to {rows} or less"
+                    " (and data.pad_to_multiple_of, if it is set, to one of its divisors)",
                 )
 
 

@@ -35,6 +35,7 @@ def config_of(
             "model": {"name_or_path": str(base), **sections.get("model", {})},
             "adapter": adapter.model_dump(mode="json") if adapter else None,
             "training": {"per_device_train_batch_size": 2, **sections.get("training", {})},
+            "data": sections.get("data"),
         }
     )
 
@@ -177,3 +178,18 @@ def test_stages_of_one_process_share_its_device(tmp_path: Path) -> None:
     check_fits(memory, {"local": both})
     with pytest.raises(PlanError, match=r"(?s)stage 0 .*stage 2 "):
         check_fits(memory, {"local": both - 1})
+
+
+def test_stored_attention_in_one_row_is_over_all_its_tokens(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+
+    def stored(attention: str, padding_free: bool) -> int:
+        model = {"attn_implementation": attention}
+        data = {"train": "a.jsonl", "padding_free": padding_free}
+        (memory,) = memory_of(config_of(base, (0, 4), model=model, data=data), tokens=12)
+        return memory.activations
+
+    assert stored("sdpa", True) == stored("sdpa", False)
+    # 2 rows of 12 tokens: the matrices of 4 layers and 4 heads, 8 bytes an entry.
+    more = 4 * 4 * 8 * (24 * 24 - 2 * 12 * 12)
+    assert stored("eager", True) - stored("eager", False) == more

@@ -153,7 +153,7 @@ def test_compare_reads_what_it_wrote_and_leaves_no_files(tmp_path: Path, monkeyp
         ("gemma3_text", "per_sample"),  # sliding windows
         ("gpt_oss", "per_sample"),  # sinks; it gives its masks no positions
         ("gpt2", "per_sample"),  # learned positions
-        ("llama4_text", None),  # chunks are in its masks only
+        ("persimmon", None),  # its attention gets no positions, its masks do
     ],
 )
 def test_samples_may_share_a_row(model_type: str, attention: str | None) -> None:
