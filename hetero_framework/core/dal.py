@@ -29,8 +29,8 @@ from hetero_framework.errors import DeviceError
 
 KINDS = ("cuda", "rocm", "mps", "xpu", "cpu")
 _POLL_S = 0.0002
-_CLOCK_AGE_S = 2.0
-_CLOCK_TRIES = 5
+_CLOCK_AGE_S = 5.0
+_CLOCK_TRIES = 3
 _CLOCK_WIDTH_S = 100e-6
 
 
