@@ -386,32 +386,24 @@ def tune(
 
     The smallest window, and then the fewest stored forwards, within 0.5 % of the fastest that was
     played; with `window` that one. `limits[k]` >= 1 is how many forwards stage k has memory
-    for. The boundaries are played half as slow
-    again as they are given, so that a late tensor finds something else to do. Longer steps than 64
-    micro-batches are judged by 64.
+    for. Everything is played twice, the second time with boundaries half as slow again as they are
+    given: a late tensor shall find something else to do. Longer steps than 64 micro-batches are
+    judged by 64.
     """
     p = profile.num_stages
     m = max(1, min(micro_batches, _MOST_MICRO_BATCHES))
-    careful = replace(
-        profile,
-        hops=tuple(
-            replace(
-                h,
-                forward_s=1.5 * h.forward_s,
-                backward_s=1.5 * h.backward_s,
-                latency_s=1.5 * h.latency_s,
-            )
-            for h in profile.hops
-        ),
-    )
+    cases = dict.fromkeys((profile, _with_slow_boundaries(profile)))
     policies = PORTFOLIO if profile.num_devices < p else (BACKWARD_FIRST,)
-    windows = [window] if window is not None else _windows(careful, m)
+    plays = 2 * len(policies) * len(cases)
+    windows = [window] if window is not None else _windows(list(cases)[-1], m, plays)
     played = []
     for size in windows:
         for shape in dict.fromkeys((_flat(size, p), _tapered(size, p))):
             held = shape if limits is None else tuple(map(min, shape, limits))
             for policy in policies:
-                seconds = simulate(careful, m, size, policy=policy, limits=held).seconds
+                seconds = sum(
+                    simulate(case, m, size, policy=policy, limits=held).seconds for case in cases
+                )
                 played.append((seconds, size, held, policy))
     best = min(seconds for seconds, *_ in played)
     _, size, held, policy = min(
@@ -420,6 +412,19 @@ def tune(
     )
     forecast = simulate(profile, m, size, policy=policy, limits=held)
     return Choice(policy, size, held, forecast)
+
+
+def _with_slow_boundaries(profile: Profile) -> Profile:
+    hops = (
+        replace(
+            hop,
+            forward_s=1.5 * hop.forward_s,
+            backward_s=1.5 * hop.backward_s,
+            latency_s=1.5 * hop.latency_s,
+        )
+        for hop in profile.hops
+    )
+    return replace(profile, hops=tuple(hops))
 
 
 def _flat(window: int, num_stages: int) -> tuple[int, ...]:
@@ -431,8 +436,9 @@ def _tapered(window: int, num_stages: int) -> tuple[int, ...]:
     return tuple(max(1, -(-window * (num_stages - k) // num_stages)) for k in range(num_stages))
 
 
-def _windows(profile: Profile, micro_batches: int) -> list[int]:
-    """Sizes worth playing: from p to what the longest way can hold at the slowest device's pace."""
+def _windows(profile: Profile, micro_batches: int, plays: int) -> list[int]:
+    """Sizes worth playing, so often each: from p to what the longest way can hold at the slowest
+    device's pace."""
     p = profile.num_stages
     pace = max(
         sum(
@@ -446,7 +452,6 @@ def _windows(profile: Profile, micro_batches: int) -> list[int]:
     most = max(2 * p, (math.ceil(way / pace) if pace > 0 else 1) + p)
     most = min(most, micro_batches)
     least = min(p, most)
-    shapes = 2 * (len(PORTFOLIO) if profile.num_devices < p else 1)
-    plays = max(2, _MOST_TASKS // (2 * p * micro_batches * shapes))
-    step = max(1, -(-(most - least) // plays))
+    sizes = max(2, _MOST_TASKS // (2 * p * micro_batches * plays))
+    step = max(1, -(-(most - least) // sizes))
     return sorted({*range(least, most + 1, step), most})
