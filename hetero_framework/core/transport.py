@@ -52,7 +52,7 @@ _SMALL_BYTES = 64 * 1024
 """Where there is no sendmsg, buffers up to this size are joined into one."""
 _AHEAD_BYTES = 4096
 """A small frame is read in one call, and of a large one so many bytes with its header."""
-_CHUNK_BYTES = (1 << 14, 1 << 20)
+_CHUNK_BYTES = (1 << 14, 1 << 18)
 """Least and most of a relayed frame that is passed on at a time."""
 _CHUNK_S = 0.001
 """How long the bytes of one such piece should take to come in."""
