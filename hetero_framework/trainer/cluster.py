@@ -333,8 +333,14 @@ class Cluster:
             raise UserError(f"there is no worker {worker!r} to ask (workers: {known})")
         return self.retrying(lambda: self.pipeline.control(worker, name, data))
 
-    def traffic(self) -> dict[WorkerId, tuple[int, int, float]]:
-        return self._peers.traffic()
+    def traffic(self) -> dict[WorkerId, tuple[int, int, float, int]]:
+        """Per worker, since its links opened: bytes received, bytes sent and seconds spent writing
+        on its link with the coordinator, and bytes that it sent straight to other workers."""
+        direct = self.pipeline.direct_bytes
+        return {
+            worker: (*counts, direct.get(worker, 0))
+            for worker, counts in self._peers.traffic().items()
+        }
 
     def retrying(self, action: Callable[[], T]) -> T:
         """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. A link

@@ -388,11 +388,11 @@ class Coordinator:
         seen = set()
         for spec in self._config.stages():
             statistics = stages.get(spec.index, StageStatistics())
-            now = traffic.get(spec.owner, (0, 0, 0.0))
-            before = self._traffic.get(spec.owner, (0, 0, 0.0))
-            # A link that was opened again counts from zero; a worker's link is counted once.
-            bytes_in, bytes_out, wire_s = (
-                (0, 0, 0.0)
+            now = traffic.get(spec.owner, (0, 0, 0.0, 0))
+            before = self._traffic.get(spec.owner, (0, 0, 0.0, 0))
+            # A link that was opened again counts from zero; a worker's links are counted once.
+            bytes_in, bytes_out, wire_s, direct_bytes = (
+                (0, 0, 0.0, 0)
                 if spec.owner in seen
                 else tuple(n - b if n >= b else n for n, b in zip(now, before, strict=True))
             )
@@ -408,6 +408,7 @@ class Coordinator:
                     "wire_s": wire_s,
                     "bytes_in": bytes_in,
                     "bytes_out": bytes_out,
+                    "direct_bytes_out": direct_bytes,
                     "queue_peak": statistics.queue_peak,
                     "held_peak": statistics.held_peak,
                     "peak_memory": statistics.peak_memory_bytes,

@@ -227,6 +227,10 @@ class PeerLinks:
         found = {peer.worker: peer.link.clock.round_trip_s for peer in self._all()}
         return {worker: seconds for worker, seconds in found.items() if seconds is not None}
 
+    def bytes_sent(self) -> int:
+        """What the present links have sent so far."""
+        return sum(peer.link.stats.bytes_out for peer in self._all())
+
     def lost(self, link: Link) -> WorkerId | None:
         """Forget the peer of a link that is gone; who it was."""
         peer = self._find(link)

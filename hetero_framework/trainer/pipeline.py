@@ -97,6 +97,7 @@ class Pipeline:
         self._commits: dict[WorkerId, Message] = {}
         self._spans: dict[WorkerId | str, list[Span]] = {}
         self._round_trips: dict[frozenset[WorkerId], float] = {}
+        self._direct_bytes: dict[WorkerId, int] = {}
         self._requests = 0
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
@@ -192,6 +193,11 @@ class Pipeline:
         already only says so."""
         if worker in self._commits:
             self._peers.send(worker, self._commits[worker])
+
+    @property
+    def direct_bytes(self) -> dict[WorkerId, int]:
+        """What each worker has sent straight to others so far, as its last report said."""
+        return dict(self._direct_bytes)
 
     @property
     def round_trips(self) -> dict[frozenset[WorkerId], float]:
@@ -380,6 +386,7 @@ class Pipeline:
             stats = message.meta["stats"]
             for index, values in stats["stages"].items():
                 raw[int(index)] = values
+            self._direct_bytes[worker] = stats["direct_bytes"]
             for other in self._peers.workers:
                 if str(other) in stats["round_trips"]:
                     self._round_trips[frozenset((worker, other))] = stats["round_trips"][str(other)]

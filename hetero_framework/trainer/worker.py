@@ -509,6 +509,7 @@ class Worker:
                 for index, times in self._runner.statistics().items()
             },
             "round_trips": {str(k): seconds for k, seconds in self._peers.round_trips().items()},
+            "direct_bytes": self._peers.bytes_sent(),
         }
 
     def _on_commit(self, message: Message) -> None:

@@ -168,7 +168,8 @@ class Progress:
         self._seconds += seconds
         self._tokens += tokens
         for stage in metrics.get("stages") or ():
-            self._wire_bytes += int(stage.get("bytes_in") or 0) + int(stage.get("bytes_out") or 0)
+            for key in ("bytes_in", "bytes_out", "direct_bytes_out"):
+                self._wire_bytes += int(stage.get(key) or 0)
             index = stage.get("index", -1)
             if not 0 <= index < len(self._stages):
                 continue
