@@ -33,8 +33,9 @@ import torch
 from benchmarks import environment, torch_peers
 from benchmarks.machines import Machines
 from benchmarks.network import RATES_BIT_S, Counters, Network, open_network
-from benchmarks.stages import Load
+from benchmarks.stages import Llama, Load
 from hetero_framework.config import Config
+from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.protocol import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.trainer.cluster import Cluster
@@ -45,6 +46,7 @@ from hetero_framework.trainer.worker import serve
 
 _START_S = 120.0
 _SLOWEST = 20.0
+_COMPUTING_LIMIT_S = 180.0
 _WARM_UP_STEPS = 3
 
 
@@ -56,6 +58,15 @@ class Engine:
     activations: str = "none"
     gradients: str = "none"
     window: int | None = None
+
+    def wire_share(self, load: Load) -> tuple[float, float]:
+        """Bytes of an activation and a gradient on the wire, as a share of those of the tensor."""
+        dtype = torch.float32 if load.llama is not None else torch.bfloat16
+        shape = (max(1, load.activation_bytes // dtype.itemsize),)
+        whole = shape[0] * dtype.itemsize
+        names = (self.activations, self.gradients)
+        forward, backward = (CODECS[name].nbytes(shape, dtype) / whole for name in names)
+        return forward, backward
 
     @property
     def name(self) -> str:
@@ -71,12 +82,14 @@ class Samples:
     """What the steps of one engine took.
 
     `seconds[n]` lasts from the end of step n - 1 to the end of step n, one right after the other,
-    so that work which one step leaves to the next is counted. `busy_s[n]` has one entry for each
-    device. `bytes` is what all machines sent in all of these steps, None where nobody counts.
+    so that work which one step leaves to the next is counted. `forward_s[n]` and `backward_s[n]`
+    have one entry for each stage. `bytes` is what all machines sent in all of these steps, None
+    where nobody counts.
     """
 
     seconds: list[float] = field(default_factory=list)
-    busy_s: list[list[float]] = field(default_factory=list)
+    forward_s: list[list[float]] = field(default_factory=list)
+    backward_s: list[list[float]] = field(default_factory=list)
     cpu_s: float = 0.0
     bytes: int | None = None
 
@@ -94,7 +107,7 @@ class Product:
         self._machines = Machines()
         self._workers = [
             self._machines.start(
-                place, work, make_config(network, load, Engine(), own=k).to_dict(), k, load
+                place, work, make_config(network, load, Engine(), listener=k).to_dict(), k, load
             )
             for k, place in enumerate(network.places[1:], start=1)
         ]
@@ -118,25 +131,31 @@ class Product:
         return samples
 
 
-def make_config(network: Network, load: Load, engine: Engine, own: int | None = None) -> Config:
+def make_config(
+    network: Network, load: Load, engine: Engine, listener: int | None = None
+) -> Config:
     """The configuration of a case. The machines reach each other where the network says; machine
-    `own` is given the address that it listens at itself.
+    `listener` is given the address that it listens at itself.
     """
     addresses = list(network.reach)
-    if own is not None:
-        addresses[own] = (network.places[own].address, network.places[own].port)
+    if listener is not None:
+        addresses[listener] = (network.places[listener].address, network.places[listener].port)
     entries = [
         {"hostname": f"machine-{k}", "ip": ip, "port": port, "device": "cpu", "num_threads": 1}
         for k, (ip, port) in enumerate(addresses)
     ]
+    layers = [load.layers_of(k) for k in range(load.stages)]
     plan = [
-        {"id": load.device_of(k) or "local", "start": k, "end": k + 1} for k in range(load.stages)
+        {"id": load.device_of(k) or "local", "start": own.start, "end": own.stop}
+        for k, own in enumerate(layers)
     ]
+    model = {"from_config": load.llama.settings(), "dtype": "float32"} if load.llama else None
     return Config.from_dict(
         {
             "coordinator": entries[0],
             "workers": [{**entry, "id": k} for k, entry in enumerate(entries) if k],
             "shard_plan": plan,
+            "model": model,
             "links": engine.links,
             "wire": {"activations": engine.activations, "gradients": engine.gradients},
             "training": {
@@ -193,8 +212,8 @@ def measure(cluster: Cluster, load: Load, counters: Counters, steps: int) -> Sam
         now = time.perf_counter()
         samples.seconds.append(now - last)
         last = now
-        stage_s = [stages[k].busy_s for k in range(load.stages)]
-        samples.busy_s.append([sum(stage_s[d :: load.devices]) for d in range(load.devices)])
+        samples.forward_s.append([stages[k].forward_s for k in range(load.stages)])
+        samples.backward_s.append([stages[k].backward_s for k in range(load.stages)])
     samples.cpu_s = time.process_time() - cpu
     after = counters.read()
     if before is not None and after is not None:
@@ -223,14 +242,19 @@ def run_step(
 
 
 def summarise(
-    name: str, bound_s: float, seconds: Sequence[float], busy: Sequence[float], wire: int | None
+    name: str,
+    load: Load,
+    bound_s: float,
+    seconds: Sequence[float],
+    busy: Sequence[float],
+    wire: int | None,
 ) -> dict[str, Any]:
     """The figures that every engine has: seconds, shares of 1, bytes of a step.
 
     `busy` is each device's share of the time, `wire` the bytes of all steps.
     """
     median = statistics.median(seconds)
-    return {
+    figures = {
         "engine": name,
         "step_s": round(median, 4),
         "step_s_min": round(min(seconds), 4),
@@ -243,25 +267,38 @@ def summarise(
         "bytes": round(wire / len(seconds)) if wire is not None else None,
         "steps": len(seconds),
     }
+    if load.llama is not None:
+        figures["tokens_per_s"] = round(load.micro_batches * load.llama.tokens / median)
+    return figures
 
 
 def product_figures(
-    engine: Engine, load: Load, profile: Profile, samples: Samples
+    engine: Engine, load: Load, network: Network, samples: Samples
 ) -> dict[str, Any]:
     """`summarise` for one of ours, and what its coordinator costs.
 
     `coordinator_cpu_ms` is the coordinator's CPU time for one tensor that it receives or sends or
     passes on, all it does counted in.
     """
-    total = sum(samples.seconds)
-    busy = [sum(device) / total for device in zip(*samples.busy_s, strict=True)]
+    stage_s = [
+        [sum(stage) for stage in zip(*times, strict=True)]
+        for times in (samples.forward_s, samples.backward_s)
+    ]
+    micro_batches = len(samples.seconds) * load.micro_batches
+    if load.llama is not None:
+        load = load.timed(*([seconds / micro_batches for seconds in times] for times in stage_s))
+    profile = load.profile(
+        network, relayed=engine.links == "relay", wire_share=engine.wire_share(load)
+    )
+    both_s = [sum(pair) for pair in zip(*stage_s, strict=True)]
+    total_s = sum(samples.seconds)
+    busy = [sum(both_s[d :: load.devices]) / total_s for d in range(load.devices)]
     bound = step_bound(profile, load.micro_batches)
     relayed = sum(hop.relay is not None for hop in profile.hops)
     handled = 2 * (relayed + sum(0 in pair for pair in pairwise(profile.devices)))
-    per_tensor = samples.cpu_s / (len(samples.seconds) * load.micro_batches * max(1, handled))
     return {
-        **summarise(engine.name, bound, samples.seconds, busy, samples.bytes),
-        "coordinator_cpu_ms": round(per_tensor * 1e3, 3),
+        **summarise(engine.name, load, bound, samples.seconds, busy, samples.bytes),
+        "coordinator_cpu_ms": round(samples.cpu_s / micro_batches / max(1, handled) * 1e3, 3),
     }
 
 
@@ -283,17 +320,19 @@ def run_case(
         show(figures)
 
     def run_engine(product: Product, engine: Engine) -> dict[str, Any]:
-        profile = load.profile(network, relayed=engine.links == "relay")
-        limit_s = time_limit(profile, load, steps)
-        return product_figures(engine, load, profile, product.run(engine, steps, limit_s))
+        limit_s = time_limit(load.profile(network, relayed=True), load, steps)
+        return product_figures(engine, load, network, product.run(engine, steps, limit_s))
 
     def run_peer(ranks: torch_peers.Ranks, name: str) -> dict[str, Any]:
         cut = torch_peers.load_for(torch_peers.PEERS[name], load)
         devices = torch_peers.devices_for(torch_peers.PEERS[name], cut)
+        limit_s = time_limit(cut.profile(network, relayed=False, devices=devices), cut, steps)
+        times = ranks.run(name, steps, limit_s)
+        if cut.llama is not None:
+            cut = cut.timed(*torch_peers.stage_seconds(times, steps * cut.micro_batches))
         profile = cut.profile(network, relayed=False, devices=devices)
-        times = ranks.run(name, steps, time_limit(profile, cut, steps))
         bound, busy = step_bound(profile, cut.micro_batches), torch_peers.busy_shares(times)
-        return summarise(name, bound, times[0].seconds, busy, times[0].bytes)
+        return summarise(name, cut, bound, times[0].seconds, busy, times[0].bytes)
 
     run_all(
         [(engine.name, engine) for engine in engines],
@@ -341,6 +380,8 @@ def run_all(
 
 def time_limit(profile: Profile, load: Load, steps: int) -> float:
     """Seconds after which an engine is given up: one micro-batch at a time, twice as slow."""
+    if load.llama is not None:
+        return _COMPUTING_LIMIT_S
     alone = step_bound(profile, 1) + load.slow_s * load.stages
     return _SLOWEST + 2 * (steps + _WARM_UP_STEPS) * load.micro_batches * alone
 
@@ -373,6 +414,10 @@ def parser() -> argparse.ArgumentParser:
     add("--forward-ms", type=numbers, default=[20.0], help="for all, per device or per stage")
     add("--backward-ms", type=numbers, default=[40.0])
     add("--activation-mb", type=float, default=2.1, help="10^6 bytes per boundary")
+    add("--devices", choices=("sleep", "cpu"), default="sleep", help="cpu: compute a small Llama")
+    add("--layers", type=int, default=4, help="of the Llama, on each device")
+    add("--hidden-size", type=int, default=256, help="of the Llama")
+    add("--tokens", type=int, default=256, help="of the Llama's micro-batches")
     add("--lengths", type=numbers, default=[1.0], help="relative lengths of the micro-batches")
     add("--links", default="relay", help="relay, direct, auto: one engine each")
     add("--codec", default="none", help="none, bf16, int8 or activations/gradients: one each")
@@ -405,6 +450,10 @@ def engines_of(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
 
 
 def load_of(options: argparse.Namespace) -> Load:
+    if options.devices == "cpu":
+        layers = options.layers * options.stages
+        llama = Llama(layers, options.hidden_size, options.tokens)
+        return Load.computing(options.stages, options.micro_batches, llama, chunks=options.chunks)
     return Load.of(
         options.stages,
         options.micro_batches,

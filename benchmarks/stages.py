@@ -1,15 +1,17 @@
-"""What the benchmarks play: stages that sleep, and the times and sizes of a case.
+"""What the benchmarks play: the stages, times and sizes of a case.
 
 A stage that sleeps takes its time without the CPU, so that two cores can play any number of
 devices, and hands on tensors of the right size. What a step then takes is schedule and transport.
+A case may have a small Llama instead, that is computed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -17,10 +19,46 @@ from benchmarks.network import Network
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.dal import Device
 from hetero_framework.errors import UserError
+from hetero_framework.trainer.loading import load_stages
 from hetero_framework.trainer.schedule import Hop, Profile
 from hetero_framework.trainer.verbs import GradientReport, StageVerbs, StatePart, StepInfo, Tensors
 
 _ROW_ELEMENTS = 1024
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A small model with random weights: float32, `layers` in all, rows of `tokens` tokens."""
+
+    layers: int
+    hidden_size: int = 256
+    tokens: int = 256
+    vocabulary: int = 1024
+
+    def settings(self) -> dict[str, Any]:
+        """The fields of transformers' LlamaConfig."""
+        return {
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 4 * self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden_size // 64,
+            "num_key_value_heads": self.hidden_size // 64,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": False,
+        }
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.tokens * self.hidden_size * 4
+
+    def batches(self, count: int) -> list[Tensors]:
+        """Micro-batches of one row of random tokens, the same in every process."""
+        random = torch.Generator().manual_seed(0)
+        shape = (count, 1, self.tokens)
+        rows = torch.randint(self.vocabulary, shape, generator=random)
+        mask = torch.ones_like(rows[0])
+        return [{"input_ids": row, "attention_mask": mask, "labels": row} for row in rows]
 
 
 @dataclass(frozen=True)
@@ -30,7 +68,8 @@ class Load:
     `forward_s` and `backward_s` have one entry for each of `devices * chunks` stages; stage k is
     on device k modulo `devices`. `lengths` are relative lengths of the micro-batches, taken in
     turn: their time and their bytes are in proportion. `slow_s` makes every forward slower than
-    the bound is told, to see that a measurement notices.
+    the bound is told, to see that a measurement notices. With a `llama` nothing sleeps: the times
+    are what was measured (`timed`).
     """
 
     devices: int
@@ -41,6 +80,14 @@ class Load:
     chunks: int = 1
     lengths: tuple[float, ...] = (1.0,)
     slow_s: float = 0.0
+    llama: Llama | None = None
+
+    @classmethod
+    def computing(cls, devices: int, micro_batches: int, llama: Llama, *, chunks: int = 1) -> Load:
+        """A case with a real model; its times are not known yet."""
+        unknown = (0.0,) * (devices * chunks)
+        nbytes = llama.activation_bytes
+        return cls(devices, micro_batches, unknown, unknown, nbytes, chunks, llama=llama)
 
     @classmethod
     def of(
@@ -91,16 +138,22 @@ class Load:
             [sum(times[d :: self.devices]) / chunks for d in range(self.devices)] * chunks
             for times in (self.forward_s, self.backward_s)
         ]
-        return Load(
-            self.devices,
-            self.micro_batches,
-            tuple(device_s[0]),
-            tuple(device_s[1]),
-            self.activation_bytes,
-            chunks,
-            self.lengths,
-            self.slow_s * self.chunks / chunks,
+        return replace(
+            self,
+            forward_s=tuple(device_s[0]),
+            backward_s=tuple(device_s[1]),
+            chunks=chunks,
+            slow_s=self.slow_s * self.chunks / chunks,
         )
+
+    def timed(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> Load:
+        """The case with the seconds that its stages took for a micro-batch."""
+        return replace(self, forward_s=tuple(forward_s), backward_s=tuple(backward_s))
+
+    def layers_of(self, stage: int) -> range:
+        """The layers of a stage: one where stages sleep, else an even share of the model's."""
+        per_stage = self.llama.layers // self.stages if self.llama is not None else 1
+        return range(stage * per_stage, (stage + 1) * per_stage)
 
     def profile(
         self,
@@ -137,10 +190,14 @@ class Load:
 
     def build(self, config: Config, specs: Sequence[StageSpec], device: Device) -> list[StageVerbs]:
         """The stages of one process, for `Cluster` and `worker.serve`."""
+        if self.llama is not None:
+            return list(load_stages(config, specs, device))
         return [SleepStage(spec, self) for spec in specs]
 
     def batches(self) -> list[Tensors]:
-        """A step's micro-batches, of a few tokens each."""
+        """A step's micro-batches; of a few tokens each where stages sleep."""
+        if self.llama is not None:
+            return self.llama.batches(self.micro_batches)
         tokens = torch.ones(1, 16, dtype=torch.int64)
         batch = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
         return [batch] * self.micro_batches

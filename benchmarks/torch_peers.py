@@ -1,8 +1,8 @@
 """torch.distributed.pipelining over gloo as a peer: the same sleeping stages, as anyone gets it.
 
 One process for each device, in the same places as the product's own processes; bfloat16 tensors of
-the same size; stages that sleep inside autograd functions. A step is `schedule.step()` and one
-all-reduce of a number, which is what clipping by the global norm needs.
+the same size; stages that sleep inside autograd functions, or the same small Llama. A step is
+`schedule.step()`, an all-reduce of the gradients' norm, and the optimizer.
 
 Interleaved1F1B and ZBV need several stages on a device: the device's time is then split evenly
 over two (or over the case's number of chunks). ZBV also splits each backward into halves, one for
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,15 +25,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.pipelining import PipelineStage, schedules
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machines import Machines
 from benchmarks.network import Counters, Network, Place, free_ports
-from benchmarks.stages import Load, boundary
+from benchmarks.stages import Llama, Load, boundary
 from hetero_framework.errors import HeteroError
 
 _STORE_PORT = 4999
 _START_S = 120.0
-_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,12 @@ def devices_for(peer: Peer, load: Load) -> list[int]:
 
 @dataclass
 class StepTimes:
-    """What one rank saw: when each step ended after the one before, its busy seconds, and on the
-    first rank the bytes that all machines sent."""
+    """What one rank saw in all steps: when each ended after the one before, the seconds that each
+    of its stages computed forward and backward, and the bytes that all machines sent."""
 
     seconds: list[float] = field(default_factory=list)
-    busy_s: list[float] = field(default_factory=list)
+    forward_s: dict[int, float] = field(default_factory=dict)
+    backward_s: dict[int, float] = field(default_factory=dict)
     bytes: int | None = None
 
 
@@ -140,32 +142,43 @@ def serve(
 
 
 def _run(peer: Peer, load: Load, rank: int, steps: int, counters: Counters) -> StepTimes:
-    clock = _Clock()
     own = [k for k, device in enumerate(devices_for(peer, load)) if device == rank]
-    stages = [_stage(k, load, peer, clock) for k in own]
+    times = StepTimes()
+    modules = [make_module(k, load, splits_backward=peer.splits_backward) for k in own]
+    stages = [
+        # Without examples of its tensors: torch finds their sizes out in the first step.
+        _TimedStage(module, k, load.stages, torch.device("cpu"), times=times)
+        for k, module in zip(own, modules, strict=True)
+    ]
     make: Callable[..., Any] = getattr(schedules, peer.schedule)
     schedule = make(
-        stages if peer.least_chunks > 1 else stages[0], load.micro_batches, loss_fn=_loss
+        stages if peer.least_chunks > 1 else stages[0],
+        load.micro_batches,
+        loss_fn=loss_for(load, times),
+        scale_grads=False,
     )
-    batch = torch.ones(load.micro_batches, _TOKENS, dtype=torch.int64)
-    inputs = [batch] if 0 in own else []
-    target = {"target": batch, "losses": []} if load.stages - 1 in own else {}
+    optimizer = torch.optim.AdamW([p for m in modules for p in m.parameters()], lr=1e-4)
+    batches = load.batches()
+    inputs = [torch.cat([b["input_ids"] for b in batches])] if 0 in own else []
+    labels = torch.cat([b["labels"] for b in batches])
+    target = {"target": labels, "losses": []} if load.stages - 1 in own else {}
 
     def step() -> None:
-        clock.begin()
+        for module in modules:
+            if isinstance(module, SleepModule):
+                module.begin()
         schedule.step(*inputs, **target, return_outputs=False)
-        norm = torch.zeros(1)
-        dist.all_reduce(norm)
+        finish_step(optimizer)
 
     step()
-    times = StepTimes()
+    times.forward_s.clear()
+    times.backward_s.clear()
     before = counters.read()
     last = time.perf_counter()
     for _ in range(steps):
         step()
         now = time.perf_counter()
         times.seconds.append(now - last)
-        times.busy_s.append(clock.busy_s)
         last = now
     after = counters.read()
     if before is not None and after is not None:
@@ -173,56 +186,113 @@ def _run(peer: Peer, load: Load, rank: int, steps: int, counters: Counters) -> S
     return times
 
 
-def _stage(index: int, load: Load, peer: Peer, clock: _Clock) -> PipelineStage:
-    # Without examples of its tensors: torch then finds the sizes out in the first step.
-    module = _SleepModule(index, load, peer.splits_backward, clock)
-    return PipelineStage(module, index, load.stages, torch.device("cpu"))
+def finish_step(optimizer: torch.optim.Optimizer) -> None:
+    """Clip by the norm of all ranks' gradients, and step."""
+    gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+    dist.all_reduce(squares)
+    factor = min(1.0, 1.0 / (float(squares.sqrt()) + 1e-6))
+    for gradient in gradients:
+        gradient.mul_(factor)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return _apply(_Loss, output)
+class _TimedStage(PipelineStage):
+    """A stage of torch's that notes how long it computes."""
+
+    def __init__(self, *args: Any, times: StepTimes) -> None:
+        super().__init__(*args)
+        self._times = times
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with _timed(self._times.forward_s, self.stage_index):
+            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with _timed(self._times.backward_s, self.stage_index):
+            return super().backward_maybe_with_nosync(*args, **kwargs)
 
 
-class _Clock:
-    """Which micro-batch comes next forward, and how long this rank has been busy in the step."""
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-        self.forwards: dict[int, int] = {}
-
-    def begin(self) -> None:
-        self.busy_s = 0.0
-        self.forwards.clear()
-
-    def sleep(self, seconds: float) -> None:
-        began = time.perf_counter()
-        time.sleep(seconds)
-        self.busy_s += time.perf_counter() - began
+@contextmanager
+def _timed(seconds: dict[int, float], stage: int) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
 
 
-class _SleepModule(nn.Module):
-    """A stage as torch wants it, with one parameter so that it is trained."""
+def loss_for(load: Load, times: StepTimes) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What the last stage does at the end; its time is that of the stage's forward."""
 
-    def __init__(self, index: int, load: Load, splits_backward: bool, clock: _Clock) -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with _timed(times.forward_s, load.stages - 1):
+            if load.llama is None:
+                return _apply(_Loss, output)
+            logits = output[:, :-1].flatten(0, 1)
+            count = load.micro_batches * (load.llama.tokens - 1)
+            return nn.functional.cross_entropy(logits, target[:, 1:].flatten(), reduction="sum") / (
+                count
+            )
+
+    return loss
+
+
+def make_module(index: int, load: Load, *, splits_backward: bool) -> nn.Module:
+    """A stage as torch wants it."""
+    if load.llama is None:
+        return SleepModule(index, load, splits_backward)
+    return LlamaModule(load.llama, load.layers_of(index))
+
+
+class LlamaModule(nn.Module):
+    """Some layers of a Llama, with the embedding in front or the head at the end."""
+
+    def __init__(self, llama: Llama, layers: range) -> None:
+        super().__init__()
+        config = LlamaConfig(**llama.settings())
+        model = LlamaForCausalLM(config)
+        self.embed = model.model.embed_tokens if layers.start == 0 else None
+        self.layers = model.model.layers[layers.start : layers.stop]
+        self.rotary = model.model.rotary_emb
+        last = layers.stop == llama.layers
+        self.head = nn.Sequential(model.model.norm, model.lm_head) if last else None
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        if self.embed is not None:
+            hidden_BSD = self.embed(hidden_BSD)
+        positions = torch.arange(hidden_BSD.shape[1]).unsqueeze(0)
+        rotary = self.rotary(hidden_BSD, positions)
+        for layer in self.layers:
+            hidden_BSD = layer(hidden_BSD, position_ids=positions, position_embeddings=rotary)
+        return self.head(hidden_BSD) if self.head is not None else hidden_BSD
+
+
+class SleepModule(nn.Module):
+    """A stage that sleeps, with one parameter so that it is trained."""
+
+    def __init__(self, index: int, load: Load, splits_backward: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self._index = index
         self._load = load
         self._splits = splits_backward
-        self._clock = clock
+        self._forwards = 0
         sizes = dict.fromkeys(load.lengths)
         self._results = {s: boundary(int(load.activation_bytes * s)) for s in sizes}
 
+    def begin(self) -> None:
+        """Begin again with the first micro-batch."""
+        self._forwards = 0
+
     def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        micro_batch = self._clock.forwards.get(self._index, 0)
-        self._clock.forwards[self._index] = micro_batch + 1
-        length = self._load.length(micro_batch)
+        length = self._load.length(self._forwards)
+        self._forwards += 1
         forward_s = self._load.forward_s[self._index] * length + self._load.slow_s
         backward_s = self._load.backward_s[self._index] * length
-        play = _Play(self._clock, self._results[length], forward_s, backward_s)
+        play = _Play(self._results[length], forward_s, backward_s)
         if not self._splits:
             return _apply(_Work, hidden_BSD, self.weight, play)
-        half = _Play(self._clock, self._results[length], forward_s, backward_s / 2)
+        half = _Play(self._results[length], forward_s, backward_s / 2)
         output = _apply(_Work, hidden_BSD, None if self._index else self.weight, half)
         return _apply(_Join, output, _apply(_WeightWork, self.weight, half))
 
@@ -231,7 +301,6 @@ class _SleepModule(nn.Module):
 class _Play:
     """What an autograd function of a sleeping stage is to do."""
 
-    clock: _Clock
     result: torch.Tensor
     forward_s: float
     backward_s: float
@@ -255,13 +324,13 @@ class _Work(torch.autograd.Function):
             hidden_BSD.is_floating_point(),
             weight is not None,
         )
-        play.clock.sleep(play.forward_s)
+        time.sleep(play.forward_s)
         return play.result.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         play: _Play = ctx.play
-        play.clock.sleep(play.backward_s)
+        time.sleep(play.backward_s)
         hidden = play.result.detach() if ctx.is_float else None
         return hidden, torch.zeros(()) if ctx.weighs else None, None
 
@@ -276,7 +345,7 @@ class _WeightWork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.play.clock.sleep(ctx.play.backward_s)
+        time.sleep(ctx.play.backward_s)
         return torch.zeros(()), None
 
 
@@ -308,4 +377,13 @@ class _Loss(torch.autograd.Function):
 def busy_shares(ranks: Sequence[StepTimes]) -> list[float]:
     """Each device's share of the time of all steps in which it was busy."""
     total = sum(ranks[0].seconds)
-    return [sum(rank.busy_s) / total for rank in ranks]
+    return [(sum(r.forward_s.values()) + sum(r.backward_s.values())) / total for r in ranks]
+
+
+def stage_seconds(ranks: Sequence[StepTimes], count: int) -> tuple[list[float], list[float]]:
+    """Seconds of each stage forward and backward, for one of `count` micro-batches."""
+    found = []
+    for name in ("forward_s", "backward_s"):
+        whole = {k: seconds for rank in ranks for k, seconds in getattr(rank, name).items()}
+        found.append([whole[k] / count for k in sorted(whole)])
+    return found[0], found[1]
