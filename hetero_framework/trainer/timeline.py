@@ -293,16 +293,31 @@ def aligned(events: Sequence[Event]) -> list[Event]:
     """The events with each worker's clock moved as little as makes causes precede effects.
 
     A link measures its peer's clock to half a round trip at best; a frame, however, never has
-    arrived before its sending began. So each pair of a send and a receive bounds from one side by
-    how much one process may be moved against another, and chains of them bound it further. Each
-    process in turn is moved to the inside of its bounds against those before it; where they
-    exclude each other (a clock that drifts), to their middle.
+    arrived before its sending began, and no task begins before the one whose tensor it takes has
+    ended. Each such pair bounds from one side by how much one process may be moved against
+    another, and chains of them bound it further. Each process in turn is moved to the inside of
+    its bounds against those before it; where they exclude each other, to their middle. Each step
+    by itself, since clocks drift and are measured again for each.
     """
+    steps: dict[int, list[Event]] = {}
+    for event in events:
+        steps.setdefault(event.step, []).append(event)
+    found = []
+    for own in steps.values():
+        shift = _shifts(own)
+        found += [
+            replace(e, began=e.began + shift[e.process], ended=e.ended + shift[e.process])
+            for e in own
+        ]
+    return found
+
+
+def _shifts(events: Sequence[Event]) -> dict[int, float]:
+    """By how much each process's events of one step are moved; the coordinator's stay."""
     processes = sorted({event.process for event in events} | {0})
     least = dict.fromkeys(itertools.product(processes, processes), -math.inf)
-    for send, receive in transfers(events):
-        way = (send.process, receive.process)
-        least[way] = max(least[way], send.began - receive.ended)
+    for cause, at, effect, then in _causes(events):
+        least[cause, effect] = max(least[cause, effect], at - then)
     for middle, one, other in itertools.product(processes, processes, processes):
         if one != other:
             chain = least[one, middle] + least[middle, other]
@@ -312,10 +327,27 @@ def aligned(events: Sequence[Event]) -> list[Event]:
         low = max(shift[before] + least[before, process] for before in shift)
         high = min(shift[before] - least[process, before] for before in shift)
         shift[process] = (low + high) / 2 if low > high else min(max(0.0, low), high)
-    return [
-        replace(e, began=e.began + shift[e.process], ended=e.ended + shift[e.process])
-        for e in events
-    ]
+    return shift
+
+
+def _causes(events: Sequence[Event]) -> Iterator[tuple[int, float, int, float]]:
+    """(process, time) of a cause and (process, time) of its effect, for all of one step."""
+    for send, receive in transfers(events):
+        yield send.process, send.began, receive.process, receive.ended
+    tasks = {(e.kind, e.stage, e.micro_batch): e for e in events if e.kind in COMPUTE}
+    for task in tasks.values():
+        before = _awaited(task, tasks)
+        if before is not None and before.process != task.process:
+            yield before.process, before.ended, task.process, task.began
+
+
+def _awaited(task: Event, tasks: Mapping[tuple[str, int, int], Event]) -> Event | None:
+    """The task of a neighbouring stage whose tensor this one takes."""
+    k, stage = task.micro_batch, task.stage
+    if task.kind == BACKWARD:
+        behind = stage + 1
+        return tasks.get((FORWARD_BACKWARD, behind, k)) or tasks.get((BACKWARD, behind, k))
+    return tasks.get((FORWARD, stage - 1, k))
 
 
 def _with_bytes(events: Sequence[Event]) -> list[Event]:
@@ -352,19 +384,17 @@ def waits(trace: Trace, step: int) -> list[Wait]:
     return found
 
 
-def _wait(trace: Trace, task: Event, free: float, ready: dict[tuple[str, int, int], Event]) -> Wait:
-    k, stage = task.micro_batch, task.stage
+def _wait(
+    trace: Trace, task: Event, free: float, tasks: Mapping[tuple[str, int, int], Event]
+) -> Wait:
+    reason = "start" if task.stage == 0 else "activations"
     if task.kind == BACKWARD:
         reason = "gradients"
-        cause = ready.get((FORWARD_BACKWARD, stage + 1, k)) or ready.get((BACKWARD, stage + 1, k))
-    elif stage > 0:
-        reason, cause = "activations", ready.get((FORWARD, stage - 1, k))
-    else:
-        reason, cause = "start", None
+    cause = _awaited(task, tasks)
     wire = 0.0
     if cause is not None and trace.stages[cause.stage].process != task.process:
         wire = max(0.0, task.began - max(free, cause.ended))
-    return Wait(task.process, stage, k, free, task.began, reason, wire)
+    return Wait(task.process, task.stage, task.micro_batch, free, task.began, reason, wire)
 
 
 # ------------------------------------------------------------------------------------ the picture
