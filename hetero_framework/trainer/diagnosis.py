@@ -19,6 +19,7 @@ from typing import Any
 
 from hetero_framework.config import layers_text
 from hetero_framework.core.trace import (
+    ALL_STEPS,
     BACKWARD,
     COLLECT,
     COMMIT,
@@ -171,6 +172,8 @@ def diagnose(trace: Trace) -> Diagnosis:
         step: len({e.micro_batch for e in trace.of_step(step) if e.kind in COMPUTE})
         for step in trace.steps
     }
+    if trace.settings.get("timeline_steps") == ALL_STEPS and len(counts) > 1:
+        del counts[trace.steps[0]]  # a run's first step is not typical
     m = Counter(counts.values()).most_common(1)[0][0]
     steps = [step for step, count in counts.items() if count == m]
     spans = [_Step.of(trace, step) for step in steps]
@@ -682,7 +685,7 @@ def text(found: Diagnosis) -> str:
     crossed = [b for b in found.boundaries if b.way != "same process"]
     if crossed:
         lines += ["", *_table(_BOUNDARY_HEAD, [_boundary_row(b) for b in crossed])]
-    return "\n".join([*lines, "", *_advice(found), *_notes(found)])
+    return "\n".join([*lines, "", *_notes(found), *_advice(found)])
 
 
 _STAGE_HEAD = ("stage", "process", "layers", "forward", "backward")
@@ -755,15 +758,17 @@ def _notes(found: Diagnosis) -> list[str]:
             "stages and links explain: processes that share cores or a link, other work on a "
             "machine, or uneven micro-batches; trust the predictions less"
         )
-    notes += [
-        f"stage {stage.index} is uneven: its slowest task takes {stage.slowest:.1f} times the "
-        "median (samples of other lengths, or other work on its machine)"
-        for stage in found.stages
-        if stage.slowest > _UNEVEN
-    ]
+    uneven = [stage for stage in found.stages if stage.slowest > _UNEVEN]
+    if uneven:
+        numbers = ", ".join(str(stage.index) for stage in uneven)
+        worst = max(stage.slowest for stage in uneven)
+        notes.append(
+            f"tasks of stage{'s' if len(uneven) > 1 else ''} {numbers} are uneven, the slowest "
+            f"{worst:.1f} times the median: samples of other lengths, or other work on a machine"
+        )
     if found.dropped:
         notes.append(f"{found.dropped} spans were not kept; lower training.timeline_steps")
-    return ["", *(f"note: {note}" for note in notes)] if notes else []
+    return [*(f"note: {note}" for note in notes), ""] if notes else []
 
 
 def _ms(seconds: float) -> str:

@@ -259,7 +259,7 @@ def _settings(config: Config) -> dict[str, Any]:
     """What of the configuration decides about speed, as far as it has it."""
     raw = config.to_dict()
     chosen: dict[str, Any] = {name: raw[name] for name in ("links", "wire") if name in raw}
-    names = ("max_in_flight", "per_device_train_batch_size")
+    names = ("max_in_flight", "per_device_train_batch_size", "timeline_steps")
     return chosen | {name: raw["training"][name] for name in names if name in raw["training"]}
 
 

@@ -200,14 +200,21 @@ def test_steps_of_another_size_are_left_out(tmp_path: Path) -> None:
     assert d.micro_batches == 8
 
 
+def test_the_first_step_of_a_run_is_left_out(tmp_path: Path) -> None:
+    """With timeline_steps -1 it is in the file; it pays for what later steps have ready."""
+    trace = record(tmp_path, settings(m=4), steps=[0, 1, 2], timeline_steps=-1)
+    assert diagnose(trace).steps == (2, 3)
+    alone = record(tmp_path / "one", settings(m=4), steps=[0], timeline_steps=-1)
+    assert diagnose(alone).steps == (1,)
+
+
 def test_an_uneven_stage_is_said(tmp_path: Path) -> None:
     trace = record(tmp_path, settings(m=8), steps=[1])
     events = list(trace.events)
     last = max(i for i, e in enumerate(events) if e.kind == "backward" and e.stage == 0)
     events[last] = replace(events[last], ended=events[last].ended + 0.2)
     said = text(diagnose(replace(trace, events=tuple(events))))
-    assert "stage 0 is uneven: its slowest task takes 6.0 times the median" in said
-    assert "stage 1 is uneven" not in said
+    assert "tasks of stage 0 are uneven, the slowest 6.0 times the median" in said
 
 
 def test_time_that_the_stages_do_not_explain_is_said(tmp_path: Path) -> None:
