@@ -38,7 +38,8 @@ def save_model(folder: Path, model_type: str = "llama", **changes: Any) -> Path:
     settings.update({"n_layer": 4} if model_type == "gpt2" else {"num_hidden_layers": 4})
     if model_type != "gpt2":
         settings.update(num_key_value_heads=2, max_position_embeddings=64)
-    settings.update(vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, **changes)
+    settings.update(vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    settings.update(changes)
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings))
     with torch.no_grad():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,22 @@ import pytest
 import torch
 from torch import nn
 
-from hetero_framework.config import AdapterConfig, Config
+from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters import trainable_parameters
-from hetero_framework.models.memory import GIB, StageMemory, check_fits, estimate_memory
+from hetero_framework.models.memory import (
+    GIB,
+    StageMemory,
+    check_fits,
+    estimate_memory,
+    most_in_flight,
+    recompute_stages,
+)
+from hetero_framework.models.pieces import loss_in_pieces, spans
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.trainer.optimizer import build_optimizer
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
+from tests.unit.peak import Peak
 
 
 def config_of(
@@ -140,6 +151,95 @@ def test_activations_grow_with_what_is_in_flight_and_shrink_with_checkpointing(
     assert activations(4, gradient_accumulation_steps=3) == [3 * one[0], one[1]]
     less = activations(4, gradient_accumulation_steps=8, gradient_checkpointing=True)
     assert less[0] < activations(4, gradient_accumulation_steps=8)[0] / 3
+
+
+def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+    config = config_of(base, (0, 1, 3, 4), training={"gradient_accumulation_steps": 8})
+    plain = memory_of(config, window=4, tokens=32)
+    plan = [entry.model_dump(mode="json") for entry in config.shard_plan]
+    plan[1]["gradient_checkpointing"] = True
+    own = memory_of(Config.from_dict({**config.to_dict(), "shard_plan": plan}), window=4, tokens=32)
+    assert [m.index for m in own if m != plain[m.index]] == [1]
+    assert own[1].total < plain[1].total
+    held = memory_of(config, in_flight=[3, 2, 1], tokens=32)
+    assert [m.in_flight for m in held] == [3, 2, 1]
+    assert held[1].activations == plain[1].activations / 2 == plain[1].holding(2).activations
+    assert own[1].holding(7).holding(4) == own[1]
+
+
+def test_a_stage_below_the_lowest_trained_layer_stores_nothing_for_backward(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+    adapter = AdapterConfig(layers_to_transform=(2, 3))
+    config = config_of(base, (0, 1, 2, 4), adapter, training={"gradient_accumulation_steps": 8})
+    few, many = (memory_of(config, window=w, tokens=32) for w in (2, 6))
+    assert [m.per_micro_batch > 0 for m in few] == [False, False, True]
+    assert [m.activations for m in few] == [m.activations for m in many]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path, vocab_size=4096)
+    head = shards(base, 0, 4, 4, dtype=dtype)[-1]
+    counted = []
+    for tokens, limit in ((256, 64), (1024, 64), (256, None)):
+        hidden = torch.randn(2, tokens, 64, requires_grad=True, dtype=getattr(torch, dtype))
+        labels = torch.randint(3, 96, (2, tokens))
+        inputs = {"labels": labels, "attention_mask": torch.ones_like(labels)}
+        items, pieces = torch.tensor(9), spans(labels.shape, limit)
+        with Peak() as peak:
+            if pieces:
+                loss_in_pieces(
+                    *(head, inputs, hidden, items, pieces),
+                    running=nullcontext,
+                    backward=torch.Tensor.backward,
+                )
+            else:
+                head.loss(inputs, hidden, items).backward()
+        head.model.zero_grad()
+        training = {"loss_chunk_tokens": limit}
+        config = config_of(base, (0, 4, 4), model={"dtype": dtype}, training=training)
+        estimated = memory_of(config, tokens=tokens)[-1]
+        counted.append(peak.most / (estimated.logits + estimated.gradients))
+    assert all(0.6 < ratio < 1.4 for ratio in counted), counted
+
+
+def stage(index: int, owner: int | str, fixed: int, each: int, held: int = 2) -> StageMemory:
+    spec = StageSpec(index, owner, index, index + 1, index == 0, index == 3)
+    return StageMemory(spec, 0, fixed, 0, 0, held * each, 0, held, each)
+
+
+def test_the_least_number_of_stages_is_computed_again() -> None:
+    plain = [stage(0, "local", 10, 4), stage(1, 1, 10, 10), stage(2, 1, 10, 5), stage(3, 2, 10, 9)]
+    less = [replace(m, activations=m.activations // 4) for m in plain]
+    everything = {0, 1, 2, 3}
+
+    def chosen(*free: int, optional: set[int] = everything) -> set[int]:
+        devices = [({"local"}, free[0]), ({1}, free[1]), ({2}, free[2])]
+        return recompute_stages(plain, less, optional, devices)
+
+    assert chosen(100, 100, 100) == set()
+    assert chosen(18, 50, 28) == set()
+    assert chosen(17, 50, 28) == {0}
+    # Worker 1 holds two stages: the one that saves more is enough, until it is not.
+    assert chosen(18, 49, 28) == {1}
+    assert chosen(18, 34, 28) == {1, 2}
+    assert chosen(18, 0, 28) == {1, 2}
+    assert chosen(18, 34, 27, optional={2}) == {2}
+    # One device for all: the largest savings first.
+    assert recompute_stages(plain, less, everything, [({"local", 1, 2}, 81)]) == {1}
+
+
+def test_as_many_micro_batches_as_there_is_memory_for() -> None:
+    memory = [stage(0, "local", 10, 4), stage(1, 1, 10, 10), stage(2, 1, 10, 5), stage(3, 2, 10, 9)]
+
+    def most(*free: int) -> tuple[int, ...]:
+        return most_in_flight(memory, 6, [({"local"}, free[0]), ({1}, free[1]), ({2}, free[2])])
+
+    assert most(1000, 1000, 1000) == (6, 6, 6, 6)
+    assert most(10 + 3 * 4, 20 + 2 * 15, 0) == (3, 2, 2, 6)
+    assert most(10 + 3 * 4 - 1, 20 + 2 * 15 - 1, 0) == (2, 1, 1, 6)
+    assert most(0, 0, 0) == (1, 1, 1, 6)
 
 
 def test_optimizer_state_follows_the_optimizer(tmp_path: Path) -> None:
