@@ -115,14 +115,12 @@ def run(device_name: str, checks: Sequence[str], *, tiny: bool, minutes: float, 
     watchdog.daemon = True
     watchdog.start()
     try:
-        with (
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-            Bench(device, TINY if tiny else Size(), Path(folder)) as bench,
-        ):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             report.folder = folder
-            for name in checks:
-                report.begin(name)
-                report.add(name, guarded(_CHECKS[name], bench))
+            with Bench(device, TINY if tiny else Size(), Path(folder)) as bench:
+                for name in checks:
+                    report.begin(name)
+                    report.add(name, guarded(_CHECKS[name], bench))
     except (HeteroError, RuntimeError, OSError) as error:
         report.add("start", failure(error))
     finally:
