@@ -3,8 +3,9 @@
 `metrics.jsonl` holds one JSON object per training step (step, epoch, loss, grad_norm,
 learning_rate, tokens, tokens_per_second, step_seconds, stages: [{index, owner, busy_s, wait_s,
 forward_s, backward_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory}, ...]) and one
-per evaluation (step, eval_loss, eval_perplexity, ...). JSON has no NaN: a value that is not finite is written as null, and a
-training step that has one as its loss or gradient norm gets "skipped": true.
+per evaluation (step, eval_loss, eval_perplexity, ...). JSON has no NaN: a value that is not finite
+is written as null, and a training step that has one as its loss or gradient norm gets
+"skipped": true.
 """
 
 from __future__ import annotations
