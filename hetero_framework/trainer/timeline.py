@@ -165,6 +165,7 @@ class Timeline:
         self._settings = _settings(config)
         self._steps = config.training.timeline_steps
         self._events: list[Event] = []
+        self._seen: set[tuple[int, int]] = set()  # (process, step) of which there are tasks
         self._written = 0
         self._dropped = 0
         self._failed = False
@@ -177,15 +178,18 @@ class Timeline:
         room = MAX_EVENTS - len(self._events)
         self._dropped += max(0, len(spans) - room)
         process = self._numbers[owner]
-        self._events += [self._event(process, span, offset_s) for span in spans[:room]]
+        events = [self._event(process, span, offset_s) for span in spans[:room]]
+        self._seen.update((process, event.step) for event in events if event.kind in COMPUTE)
+        self._events += events
 
     def step_done(self) -> None:
-        """Write the file when all steps are there, and whenever the spans have doubled."""
-        steps = len({event.step for event in self._events}) if self._steps > 0 else 0
-        complete = 0 < self._steps == steps
-        if len(self._events) >= 2 * max(1, self._written) or (
-            complete and len(self._events) > self._written
-        ):
+        """Write the file when it is complete; where all steps are recorded, whenever it has
+        doubled. `write` at the end of the run writes what is left."""
+        if self._steps > 0:
+            # Workers' spans of a step come while the next one runs.
+            if len(self._seen) == self._steps * len(self._processes):
+                self.write()
+        elif len(self._events) >= 2 * max(1, self._written):
             self.write()
 
     def write(self) -> None:
@@ -513,7 +517,7 @@ def chrome_trace(trace: Trace) -> str:
         for wait in waits(trace, step)
     ]
     spans.sort(key=lambda span: (span["ts"], -span["dur"]))
-    lines = [json.dumps(entry) for entry in [*rows.metadata(), *spans]]
+    lines = [json.dumps(entry) for entry in [*rows.metadata(), *spans, *_arrows(trace, rows)]]
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})[:-1]
     return head + ', "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
 
@@ -535,6 +539,33 @@ def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
         "dur": _micro(event.ended) - _micro(event.began),
         "args": args,
     }
+
+
+def _arrows(trace: Trace, rows: _Rows) -> Iterator[dict[str, Any]]:
+    """Flow events: an arrow from each task to the one at another process that took its tensor."""
+    number = 0
+    for step in trace.steps:
+        tasks = {
+            (e.kind, e.stage, e.micro_batch): e for e in trace.of_step(step) if e.kind in COMPUTE
+        }
+        for task in tasks.values():
+            before = _awaited(task, tasks)
+            if before is None or before.process == task.process:
+                continue
+            number += 1
+            # The arrow leaves just before the end: at the end the next task of the row begins.
+            leaves = max(before.began, before.ended - 1e-8)
+            for phase, event, at in (("s", before, leaves), ("f", task, task.began)):
+                yield {
+                    "name": "tensor",
+                    "cat": "tensor",
+                    "ph": phase,
+                    "id": number,
+                    "pid": event.process + 1,
+                    "tid": rows.of_stage(event.stage),
+                    "ts": _micro(at),
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
 
 
 def _micro(seconds: float) -> float:

@@ -104,9 +104,13 @@ def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
     names: dict[tuple[int, int], str] = {}
+    flows: dict[int, list[Any]] = {}
     for entry in raw["traceEvents"]:
-        assert entry["ph"] in ("X", "M")
+        assert entry["ph"] in ("X", "M", "s", "f")
         assert entry["pid"] > 0 < entry["tid"]
+        if entry["ph"] in "sf":
+            flows.setdefault(entry["id"], []).append(entry)
+            continue
         if entry["ph"] == "M":
             names[entry["pid"], entry["tid"]] = entry["args"].get("name", "")
             continue
@@ -117,6 +121,16 @@ def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
     for spans in rows.values():
         for (began, seconds), (following, _) in itertools.pairwise(spans):
             assert following >= began + seconds - 0.0021  # microseconds, rounded to 3 digits
+    assert len(flows) == 2 * 2 * 2 * 4  # steps, boundaries, directions, micro-batches
+    for leaves, arrives in flows.values():
+        assert (leaves["ph"], arrives["ph"], arrives["bp"]) == ("s", "f", "e")
+        assert leaves["pid"] != arrives["pid"]
+        for end in (leaves, arrives):
+            inside = [
+                began <= end["ts"] <= began + seconds
+                for began, seconds in rows[end["pid"], end["tid"]]
+            ]
+            assert any(inside)
     kinds = {entry["cat"] for entry in raw["traceEvents"] if entry["ph"] == "X"}
     assert kinds == {
         "forward", "backward", "forward_backward", "send", "receive", "commit", "wait",
@@ -180,18 +194,23 @@ def test_bytes_that_only_one_end_knew_are_everywhere(tmp_path: Path) -> None:
 # -- writing ----------------------------------------------------------------------------------
 
 
-def test_file_is_written_when_all_steps_are_there(tmp_path: Path) -> None:
-    config = config_of(["local", 1], output_dir=str(tmp_path), timeline_steps=3)
+def test_file_is_written_once_when_all_steps_are_there(tmp_path: Path) -> None:
+    """A worker's spans of a step come when the coordinator has done the next one."""
+    config = config_of(["local", 1], output_dir=str(tmp_path), timeline_steps=2)
     timelines = Timeline(config, note=print)
+    late: list[Span] = []
     written = []
-    for step in range(1, 6):
-        if step <= 3:
+    for step in range(1, 5):
+        spans: dict[int, list[Span]] = {0: [], 1: []}
+        if step <= 2:
             spans = step_spans([0, 1], 2, forward_s=[1, 1], backward_s=[1, 1], step=step)
-            for process in spans:
-                timelines.add(process or "local", spans[process], clock(process))
+        timelines.add("local", spans[0])
+        timelines.add(1, late, clock(1))
+        late = spans[1]
         timelines.step_done()
-        written.append(len(read_timeline(tmp_path).steps))
-    assert written == [1, 2, 3, 3, 3]
+        written.append((tmp_path / "timeline.json").exists())
+    assert written == [False, False, True, True]
+    assert len(read_timeline(tmp_path).events) == 2 * (6 + 8)
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
 
 
@@ -231,7 +250,7 @@ def test_timeline_is_bounded_and_says_what_it_dropped(
 def test_a_disk_that_refuses_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
     said: list[str] = []
-    config = config_of(["local"], output_dir=str(tmp_path / "file"))
+    config = config_of(["local"], output_dir=str(tmp_path / "file"), timeline_steps=-1)
     timelines = Timeline(config, note=said.append)
     for step in range(3):
         timelines.add("local", step_spans([0], 1, forward_s=[1], backward_s=[1], step=step)[0])
