@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import environment
 from hetero_framework.core.network import free_port
 from hetero_framework.core.protocol import Message, MessageType, WireTensor
 from hetero_framework.core.transport import Link, Listener, connect
@@ -388,6 +387,8 @@ def main() -> None:
         print(json.dumps(engine))
     print(json.dumps({name: value for name, value in result.items() if name != "engines"}))
     if options.save:
+        from benchmarks import environment  # imports torch, which the other processes do not need
+
         names = ("mb", "rounds", "in_flight", "relay", "slow_ms")
         settings = {name: getattr(options, name) for name in names}
         whole = {**result, "settings": settings, "environment": environment.describe()}

@@ -141,8 +141,9 @@ class FaultProxy:
             self.connections += 1
             self._sockets += [near, far]
             over = threading.Event()
+            for sock in (near, far):  # both before the first pump, which may close them at once
+                sock.settimeout(_TICK_S)
             for name, source, sink in (("up", near, far), ("down", far, near)):
-                source.settimeout(_TICK_S)
                 thread = threading.Thread(
                     target=self._pump, args=(name, source, sink, over), name="proxy pump"
                 )

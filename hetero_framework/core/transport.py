@@ -753,7 +753,6 @@ class Link:
             self._beat({"pong": fields["ping"], "at": now})
         elif fields.get("pong") in self._pings and math.isfinite(fields.get("at", math.nan)):
             asked = fields["pong"]
-            self._pings.remove(asked)
             self._round_trips.append((now - asked, fields["at"] - (asked + now) / 2))
             self.clock = Clock(*min(self._round_trips))
 
