@@ -2,17 +2,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from hetero_framework.core.dal import Device, Mark, open_device
+from hetero_framework.core.trace import BACKWARD, FORWARD, FORWARD_BACKWARD, Recorder
 from hetero_framework.errors import HeteroError, ModelError, ResourceError
-from hetero_framework.trainer.runner import Arrival, StageRunner
-from hetero_framework.trainer.verbs import GradientReport, StatePart, StepInfo, Tensors
+from hetero_framework.trainer.runner import Arrival, StageRunner, StageTimes
+from hetero_framework.trainer.schedule import PORTFOLIO, Policy
+from hetero_framework.trainer.verbs import (
+    GradientReport,
+    Loss,
+    Orders,
+    StatePart,
+    StepInfo,
+    Tensors,
+)
+from tests.unit.device_helpers import QueuedDevice
 
 TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)
 EVALUATE = StepInfo(step=3, attempt=0, train=False, micro_batches=4, num_items=8)
+ORDERS = Orders(held=(8,) * 4)
 INPUTS: Tensors = {"attention_mask": torch.ones(1, 2)}
 
 
@@ -22,6 +35,7 @@ class FakeStage:
     def __init__(self, index: int, *, first: bool = False, last: bool = False) -> None:
         self.index, self.is_first, self.is_last = index, first, last
         self.input_requires_grad = not first
+        self.differentiates = True
         self.calls: list[tuple[Any, ...]] = []
         self.fails: Exception | None = None
         self.in_place = False
@@ -42,17 +56,17 @@ class FakeStage:
 
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[float, torch.Tensor | None]:
+    ) -> tuple[Loss, torch.Tensor | None]:
         self.calls.append(("forward_backward", micro_batch))
         return float(micro_batch), None if self.is_first else self._result(hidden_BSD)
 
-    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
+    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> Loss:
         self.calls.append(("evaluate", micro_batch))
         return float(micro_batch)
 
-    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None:
         self.calls.append(("backward", micro_batch))
-        return None if gradient_BSD is None else self._result(gradient_BSD)
+        return self._result(gradient_BSD) if self.input_requires_grad else None
 
     def _result(self, tensor: torch.Tensor | None) -> torch.Tensor:
         if tensor is None:
@@ -85,10 +99,10 @@ class Sent:
     def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None:
         self.messages.append(("hidden", stage, micro_batch, hidden_BSD))
 
-    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor | None) -> None:
+    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor) -> None:
         self.messages.append(("gradient", stage, micro_batch, gradient_BSD))
 
-    def loss(self, micro_batch: int, loss: float) -> None:
+    def loss(self, micro_batch: int, loss: Loss) -> None:
         self.messages.append(("loss", micro_batch, loss))
 
     def finished(self, micro_batch: int) -> None:
@@ -115,12 +129,36 @@ class Buffers:
         return Arrival(torch.full((1, 2, 3), value), release)
 
 
-def runner_of(stage: FakeStage, info: StepInfo = TRAIN) -> tuple[StageRunner, Sent, Buffers]:
+def make_runner(
+    stages: list[FakeStage],
+    *,
+    device: Device | None = None,
+    recorder: Recorder | None = None,
+    num_devices: int = 1,
+) -> tuple[StageRunner, Sent]:
     sent = Sent()
-    runner = StageRunner([stage], sent)
-    runner.begin(info)
+    runner = StageRunner(
+        stages, device or open_device("cpu"), recorder or Recorder(0), num_devices=num_devices
+    )
+    runner.outbox = sent
+    return runner, sent
+
+
+def runner_of(
+    stage: FakeStage, info: StepInfo = TRAIN, *, held: int = 8
+) -> tuple[StageRunner, Sent, Buffers]:
+    runner, sent = make_runner([stage])
+    runner.begin(info, Orders(held=(held,) * 4))
     stage.calls.clear()
     return runner, sent, Buffers()
+
+
+def feed(runner: StageRunner, stage: int, buffers: Buffers, count: int) -> None:
+    """Inputs and hidden states of micro-batches 0 to `count` - 1."""
+    for k in range(count):
+        runner.put_inputs(stage, k, INPUTS)
+        if not runner.stage(stage).is_first:
+            runner.put_hidden(stage, k, buffers.arrival())
 
 
 def run_all(runner: StageRunner) -> int:
@@ -176,9 +214,7 @@ def test_micro_batches_run_in_ascending_order_whatever_arrives_first() -> None:
 def test_backward_goes_before_forward() -> None:
     stage = FakeStage(1)
     runner, _, buffers = runner_of(stage)
-    for k in (0, 1):
-        runner.put_inputs(1, k, INPUTS)
-        runner.put_hidden(1, k, buffers.arrival())
+    feed(runner, 1, buffers, 2)
     runner.run_next()
     runner.put_gradient(1, 0, buffers.arrival())
     run_all(runner)
@@ -211,16 +247,18 @@ def test_only_stage_finishes_with_its_loss() -> None:
     assert sent.heads == [("loss", 0, 0.0), ("finished", 0)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(8))
 def test_two_runners_under_random_timing_do_everything_once_and_in_order(seed: int) -> None:
     """Stages 0 and 2 in one process, 1 and 3 in another, frames delivered in any order."""
     draw = random.Random(seed)
     stages = [FakeStage(k, first=k == 0, last=k == 3) for k in range(4)]
-    outboxes = [Sent(), Sent()]
-    runners = [StageRunner(stages[i::2], outboxes[i]) for i in range(2)]
+    runners, outboxes = zip(
+        *(make_runner(stages[i::2], num_devices=2) for i in (0, 1)), strict=True
+    )
     buffers = Buffers()
+    orders = Orders(held=(draw.randint(1, 6),) * 4, policy=draw.choice(PORTFOLIO))
     for runner in runners:
-        runner.begin(TRAIN)
+        runner.begin(replace(TRAIN, micro_batches=6), orders)
     for stage in stages:
         stage.calls.clear()
     pending: list[tuple[Any, ...]] = [("inputs", s, k) for s in range(4) for k in range(6)]
@@ -245,6 +283,111 @@ def test_two_runners_under_random_timing_do_everything_once_and_in_order(seed: i
             assert [k for name, k in stage.calls if name == verb] == list(range(6))
     assert finished == list(range(6))
     assert set(buffers.released) == {1}
+    assert all(runner.is_done for runner in runners)
+
+
+def test_policy_of_the_step_decides_among_what_is_ready() -> None:
+    """Forwards before backwards, and the deeper of two stages first."""
+    stages = [FakeStage(0, first=True), FakeStage(2)]
+    runner, _ = make_runner(stages)
+    buffers = Buffers()
+    runner.begin(TRAIN, Orders(held=(8,) * 4, policy=Policy(1e9, 1.0, 0.0, 0.0, -1.0)))
+    order: list[tuple[Any, ...]] = []
+    for stage in stages:
+        stage.calls = order
+    for index in (0, 2):
+        feed(runner, index, buffers, 1)
+    runner.run_next()
+    runner.put_gradient(2, 0, buffers.arrival())
+    run_all(runner)
+    assert order == [("forward", 0), ("forward", 0), ("backward", 0)]
+    runner.begin(TRAIN, Orders(held=(8,) * 4))
+    for index in (0, 2):
+        feed(runner, index, buffers, 1)
+    runner.run_next()
+    runner.put_gradient(2, 0, buffers.arrival())
+    order.clear()
+    run_all(runner)
+    assert order == [("backward", 0), ("forward", 0)]
+
+
+# ---- what a stage may hold, and when it is done
+
+
+@pytest.mark.parametrize("held", [1, 2, 3])
+def test_stage_stores_no_more_forwards_than_it_may(held: int) -> None:
+    runner, sent, buffers = runner_of(FakeStage(1), held=held)
+    feed(runner, 1, buffers, 4)
+    assert run_all(runner) == held
+    for k in range(4):
+        runner.put_gradient(1, k, buffers.arrival())
+        run_all(runner)
+    assert [m[2] for m in sent.messages if m[0] == "hidden"] == list(range(4))
+    assert runner.statistics()[1].held_peak == held
+    assert runner.is_done
+
+
+def test_limit_of_each_stage_is_its_own() -> None:
+    runner, sent = make_runner([FakeStage(0, first=True), FakeStage(2)])
+    buffers = Buffers()
+    runner.begin(TRAIN, Orders(held=(3, 9, 1, 9)))
+    for index in (0, 2):
+        feed(runner, index, buffers, 4)
+    assert run_all(runner) == 4
+    assert [m[1] for m in sent.messages].count(1) == 3
+
+
+def test_evaluation_and_stages_without_a_backward_store_nothing() -> None:
+    for info, differentiates in ((EVALUATE, True), (TRAIN, False)):
+        stage = FakeStage(1)
+        stage.differentiates = differentiates
+        runner, _, buffers = runner_of(stage, info, held=1)
+        feed(runner, 1, buffers, 4)
+        assert run_all(runner) == 4
+        assert buffers.released == [1] * 4
+        assert runner.statistics()[1].held_peak == 0
+
+
+def test_stage_before_which_nothing_trains_finishes_the_micro_batch() -> None:
+    stage = FakeStage(1)
+    stage.input_requires_grad = False
+    runner, sent, buffers = runner_of(stage)
+    feed(runner, 1, buffers, 1)
+    runner.run_next()
+    runner.put_gradient(1, 0, buffers.arrival())
+    runner.run_next()
+    assert sent.heads == [("hidden", 2, 0), ("finished", 0)]
+    assert buffers.released == [1, 1]
+
+
+@pytest.mark.parametrize("role", ["middle", "last", "no backward"])
+def test_runner_is_done_with_the_last_task_of_the_last_micro_batch(role: str) -> None:
+    stage = FakeStage(1, last=role == "last")
+    stage.differentiates = role != "no backward"
+    runner, _, buffers = runner_of(stage, replace(TRAIN, micro_batches=2))
+    feed(runner, 1, buffers, 2)
+    done = []
+    while runner.run_next():
+        done.append(runner.is_done)
+        if role == "middle" and len(done) == 2:
+            for k in range(2):
+                runner.put_gradient(1, k, buffers.arrival())
+    assert done == ([False] * 3 if role == "middle" else [False]) + [True]
+    runner.abort()
+    assert not runner.is_done
+
+
+def test_runner_with_several_stages_is_done_when_all_are() -> None:
+    runner, _ = make_runner([FakeStage(0, first=True), FakeStage(3, last=True)])
+    buffers = Buffers()
+    runner.begin(replace(TRAIN, micro_batches=1), ORDERS)
+    feed(runner, 0, buffers, 1)
+    feed(runner, 3, buffers, 1)
+    assert run_all(runner) == 2
+    assert not runner.is_done
+    runner.put_gradient(0, 0, buffers.arrival())
+    assert run_all(runner) == 1
+    assert runner.is_done
 
 
 # ---- receive buffers
@@ -260,7 +403,7 @@ def test_buffers_are_held_until_backward_and_given_back_once() -> None:
     runner.put_gradient(1, 0, buffers.arrival())
     runner.run_next()
     assert buffers.released == [1, 1]
-    runner.begin(TRAIN)
+    runner.begin(TRAIN, ORDERS)
     assert buffers.released == [1, 1]
 
 
@@ -287,9 +430,7 @@ def test_result_that_lies_in_a_buffer_is_copied_before_the_buffer_goes_back(info
 def test_abort_and_begin_drop_everything_that_waits(end: str) -> None:
     stage = FakeStage(1)
     runner, sent, buffers = runner_of(stage)
-    for k in range(3):
-        runner.put_inputs(1, k, INPUTS)
-        runner.put_hidden(1, k, buffers.arrival())
+    feed(runner, 1, buffers, 3)
     runner.run_next()
     runner.put_gradient(1, 0, buffers.arrival())
     runner.put_gradient(1, 1, buffers.arrival())
@@ -299,7 +440,7 @@ def test_abort_and_begin_drop_everything_that_waits(end: str) -> None:
         assert runner.info is None
         assert stage.calls[-1] == ("abort",)
     else:
-        runner.begin(TRAIN)
+        runner.begin(TRAIN, ORDERS)
         assert stage.calls[-1] == ("begin", TRAIN.step)
     assert buffers.released == [1] * 5
     assert not runner.run_next()
@@ -312,7 +453,7 @@ def test_begin_starts_over_with_micro_batch_zero() -> None:
     for k in range(2):
         runner.put_inputs(0, k, INPUTS)
     run_all(runner)
-    runner.begin(TRAIN)
+    runner.begin(TRAIN, ORDERS)
     runner.put_inputs(0, 0, INPUTS)
     run_all(runner)
     assert stage.calls == [("forward", 0), ("forward", 1), ("begin", 3), ("forward", 0)]
@@ -323,9 +464,7 @@ def test_begin_starts_over_with_micro_batch_zero() -> None:
 
 def test_evaluation_keeps_no_buffer_and_sends_no_gradient() -> None:
     runner, sent, buffers = runner_of(FakeStage(1), EVALUATE)
-    for k in range(2):
-        runner.put_inputs(1, k, INPUTS)
-        runner.put_hidden(1, k, buffers.arrival())
+    feed(runner, 1, buffers, 2)
     run_all(runner)
     assert sent.heads == [("hidden", 2, 0), ("hidden", 2, 1)]
     assert buffers.released == [1, 1]
@@ -338,7 +477,7 @@ def test_evaluation_ends_with_the_loss_of_the_last_stage() -> None:
     runner.put_hidden(2, 0, buffers.arrival())
     run_all(runner)
     assert stage.calls == [("evaluate", 0)]
-    assert sent.heads == [("loss", 0, 0.0), ("finished", 0)]
+    assert sent.heads == [("loss", 0, 0.0)]
     assert buffers.released == [1]
 
 
@@ -377,14 +516,108 @@ def test_failure_that_speaks_to_the_user_is_left_alone() -> None:
         runner.run_next()
 
 
+def test_loss_that_is_still_a_tensor_is_handed_on_as_it_is() -> None:
+    stage = FakeStage(1, last=True)
+    loss = torch.tensor(2.5)
+    stage.evaluate = lambda *_: loss  # type: ignore[method-assign]
+    runner, sent, buffers = runner_of(stage, EVALUATE)
+    feed(runner, 1, buffers, 1)
+    run_all(runner)
+    assert sent.messages[0][2] is loss
+
+
 def test_statistics_count_the_longest_queue_of_the_step() -> None:
     runner, _, buffers = runner_of(FakeStage(1))
-    for k in range(3):
-        runner.put_inputs(1, k, INPUTS)
-        runner.put_hidden(1, k, buffers.arrival())
+    feed(runner, 1, buffers, 3)
     run_all(runner)
+    runner.put_gradient(1, 0, buffers.arrival())
     figures = runner.statistics()[1]
-    assert figures["queue_peak"] == 3
-    assert figures["busy_s"] > 0
-    runner.begin(TRAIN)
-    assert runner.statistics()[1] == {"busy_s": 0.0, "queue_peak": 0}
+    assert (figures.queue_peak, figures.held_peak) == (3, 3)
+    assert figures.forward_s > 0
+    assert figures.backward_s == 0
+    runner.begin(TRAIN, ORDERS)
+    assert runner.statistics()[1] == StageTimes(0.0, 0.0, 0, 0)
+
+
+def test_statistics_tell_forward_from_backward() -> None:
+    device = QueuedDevice(at_once=True)  # a second between two marks
+    runner, _ = make_runner([FakeStage(0, first=True), FakeStage(3, last=True)], device=device)
+    buffers = Buffers()
+    runner.begin(TRAIN, ORDERS)
+    feed(runner, 0, buffers, 3)
+    feed(runner, 3, buffers, 2)
+    run_all(runner)
+    runner.put_gradient(0, 0, buffers.arrival())
+    run_all(runner)
+    figures = runner.statistics()
+    assert (figures[0].forward_s, figures[0].backward_s) == (3.0, 1.0)
+    assert (figures[3].forward_s, figures[3].backward_s) == (0.0, 2.0)
+    assert runner.statistics()[0].forward_s == 0.0  # of what came since
+
+
+def test_statistics_of_an_evaluation_count_the_last_stages_forwards() -> None:
+    runner, _ = make_runner([FakeStage(3, last=True)], device=QueuedDevice(at_once=True))
+    runner.begin(EVALUATE, ORDERS)
+    feed(runner, 3, Buffers(), 2)
+    run_all(runner)
+    figures = runner.statistics()[3]
+    assert (figures.forward_s, figures.backward_s) == (2.0, 0.0)
+
+
+def test_recorder_gets_the_span_of_every_task() -> None:
+    recorder = Recorder(-1)
+    runner, _ = make_runner(
+        [FakeStage(0, first=True), FakeStage(3, last=True)],
+        device=QueuedDevice(at_once=True),
+        recorder=recorder,
+    )
+    buffers = Buffers()
+    runner.begin(TRAIN, ORDERS)
+    feed(runner, 0, buffers, 1)
+    run_all(runner)
+    feed(runner, 3, buffers, 1)
+    run_all(runner)
+    runner.put_gradient(0, 0, buffers.arrival())
+    run_all(runner)
+    runner.statistics()
+    spans = recorder.take()
+    heads = [(s["kind"], s["stage"], s["micro_batch"], s["step"]) for s in spans]
+    assert heads == [(FORWARD, 0, 0, 3), (FORWARD_BACKWARD, 3, 0, 3), (BACKWARD, 0, 0, 3)]
+    assert [(s["began"], s["ended"]) for s in spans] == [(0.0, 1.0), (2.0, 3.0), (4.0, 5.0)]
+
+
+# ---- a device that computes behind our back
+
+
+def test_device_falls_behind_by_two_tasks_at_most() -> None:
+    """So much is queued that it never idles, so little that an urgent task comes next but one."""
+    device = QueuedDevice()
+    runner, _ = make_runner([FakeStage(0, first=True)], device=device)
+    runner.begin(TRAIN, ORDERS)
+    feed(runner, 0, Buffers(), 4)
+    for _ in range(2):
+        runner.run_next()
+    assert device.log == []
+    device.reach(2)  # the first task is done
+    runner.run_next()
+    assert device.log == [("wait", 1)]
+    device.reach(4)
+    runner.run_next()
+    assert device.log == [("wait", 1), ("wait", 3)]
+
+
+def test_time_of_a_task_ends_before_its_result_is_sent() -> None:
+    """Handing the result over may take a while; that is no time of the stage."""
+    order: list[str] = []
+
+    class Watched(Device):
+        def mark(self, *tensors: torch.Tensor) -> Mark:
+            order.append("mark")
+            return Mark()
+
+    runner, sent = make_runner([FakeStage(0, first=True)], device=Watched())
+    sent.hidden = lambda *_: order.append("sent")  # type: ignore[method-assign]
+    runner.begin(TRAIN, ORDERS)
+    feed(runner, 0, Buffers(), 1)
+    runner.run_next()
+    assert order == ["mark", "mark", "sent"]

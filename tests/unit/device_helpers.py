@@ -1,0 +1,86 @@
+"""A device that computes behind our back, for tests on a machine that has none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hetero_framework.core.buffers import BufferPool
+from hetero_framework.core.dal import Device, Mark
+
+WAIT_S = 10.0
+
+
+class QueuedMark(Mark):
+    """Reached when the test says so."""
+
+    def __init__(self, device: QueuedDevice, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.reached = threading.Event()
+        self._device = device
+
+    def wait(self) -> None:
+        self._device.log.append(("wait", self.number))
+        assert self.reached.wait(WAIT_S), f"mark {self.number} is never reached"
+
+    def done(self) -> bool:
+        return self.reached.is_set()
+
+
+class QueuedDevice(Device):
+    """Its marks are reached when `reach` says so; with `at_once`, when they are made.
+
+    Every mark lies one second after the one before it. Copies out fill the pool's memory, and
+    copies in are copies, as on a device with memory of its own.
+    """
+
+    is_async = True
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        super().__init__()
+        self.log: list[tuple[Any, ...]] = []
+        self.marks: list[QueuedMark] = []
+        self.out = self.given_back = 0
+        self._at_once = at_once
+
+    def mark(self, *tensors: torch.Tensor) -> QueuedMark:
+        mark = QueuedMark(self, len(self.marks))
+        self.marks.append(mark)
+        if self._at_once:
+            mark.reached.set()
+        return mark
+
+    def reach(self, count: int | None = None) -> None:
+        """The device has come past its first `count` marks (None: past all)."""
+        for mark in self.marks[:count]:
+            mark.reached.set()
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return self.mark_time(end) - self.mark_time(begin)
+
+    def mark_time(self, mark: Mark) -> float:
+        assert isinstance(mark, QueuedMark)
+        assert mark.done()
+        return float(mark.number)
+
+    def copy_out(
+        self, tensor: torch.Tensor, mark: Mark, pool: BufferPool
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        mark.wait()
+        buffer, give_back = pool.take(tensor.numel() * tensor.element_size())
+        host = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
+        host.copy_(tensor.detach())
+        self.out += 1
+
+        def release() -> None:
+            self.given_back += 1
+            give_back()
+
+        return host, release
+
+    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
