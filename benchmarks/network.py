@@ -37,6 +37,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machines import Machines
 from hetero_framework.errors import UserError
@@ -440,7 +441,7 @@ def _talk(
         connection.send((*figures, moved))
 
 
-def measure(network: Network, nbytes: int, rounds: int = 5) -> dict[str, object]:
+def measure(network: Network, nbytes: int, rounds: int = 5) -> dict[str, Any]:
     """Round trip of one byte, seconds and bytes of `nbytes`, between the first two machines."""
     with Machines() as machines:
         place = network.places[1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.network import Network, open_network
+from benchmarks.network import Network, can_make_namespaces, measure, open_network
 from benchmarks.pipeline import Engine, Product, Samples, product_figures, run_case
 from benchmarks.stages import Load
 from benchmarks.torch_peers import PEERS, Ranks, devices_for, load_for
@@ -111,3 +114,69 @@ def test_micro_batches_of_several_lengths(network: Network) -> None:
     # The work of 4 micro-batches is that of 2.5 whole ones.
     assert ours["busy_share"] * ours["step_s_mean"] == pytest.approx(2.5 * 0.012, rel=0.3)
     assert "shape" in torch_1f1b["error"]
+
+
+# -- networks -----------------------------------------------------------------------------------
+
+needs_root = pytest.mark.skipif(not can_make_namespaces(), reason="needs root on Linux")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+@needs_linux
+def test_a_paced_network_takes_its_time() -> None:
+    with open_network("100mbit", 2, namespaces=False) as paced:
+        figures = measure(paced, 500_000, rounds=3)
+    assert "paced on its own" in paced.how
+    # The first frame of the loopback, 64 KB, goes out at once.
+    assert figures["transfer_s"] >= 0.8 * figures["expected_s"] > 0.03
+
+
+def test_a_delay_is_a_round_trip_longer() -> None:
+    with open_network("loopback", 2, namespaces=False, delay_s=0.05) as delayed:
+        figures = measure(delayed, 100_000, rounds=3)
+    assert 50 <= figures["round_trip_ms"] < 80
+    assert 0.05 <= figures["transfer_s"] < 0.08
+
+
+@needs_root
+def test_a_shaped_port_is_as_slow_as_it_says_and_counts_its_bytes() -> None:
+    figures = []
+    for name in ("1gbit", "100mbit"):
+        with open_network(name, 2) as shaped:
+            figures.append(measure(shaped, 2_000_000, rounds=3))
+    fast, slow = figures
+    # A full bucket lets the first few packets pass at once.
+    assert fast["transfer_s"] >= 0.9 * fast["expected_s"]
+    assert slow["transfer_s"] >= 0.9 * slow["expected_s"] > 8 * fast["expected_s"]
+    for found in figures:
+        assert 2_000_000 <= found["interface_bytes"] <= 1.1 * 2_000_000
+
+
+@needs_root
+def test_no_namespace_is_left_behind() -> None:
+    holders: list[Path] = []
+
+    def interrupted() -> None:
+        with open_network("1gbit", 2, delay_s=0.001) as shaped:
+            holders.extend(Path(f"/proc/{place.namespace_pid}") for place in shaped.places)
+            assert all(holder.exists() for holder in holders)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [holder.exists() for holder in holders] == [False, False]
+
+
+@needs_root
+def test_the_loopback_counts_only_what_the_benchmark_sends() -> None:
+    with open_network("loopback", 2) as quiet:
+        before = quiet.counters.read()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname()).close()
+        assert quiet.counters.read() == before == 0
+        assert 50_000 <= measure(quiet, 50_000, rounds=2)["interface_bytes"] <= 60_000
+
+
+def test_an_unknown_network_is_refused() -> None:
+    with pytest.raises(UserError, match="there are: loopback, 1gbit"), open_network("wifi", 2):
+        pass
