@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.dal import Device, Mark
+from hetero_framework.core.dal import Device, Mark, Support
 
 WAIT_S = 10.0
 
@@ -35,17 +35,22 @@ class QueuedDevice(Device):
     """Its marks are reached when `reach` says so; with `at_once`, when they are made.
 
     Every mark lies one second after the one before it. Copies out fill the pool's memory, and
-    copies in are copies, as on a device with memory of its own.
+    copies in are copies, as on a device with memory of its own. Without `bfloat16`, it cannot
+    encode.
     """
 
     is_async = True
 
-    def __init__(self, *, at_once: bool = False) -> None:
+    def __init__(self, *, at_once: bool = False, bfloat16: bool = True) -> None:
         super().__init__()
         self.log: list[tuple[Any, ...]] = []
         self.marks: list[QueuedMark] = []
         self.out = self.given_back = 0
         self._at_once = at_once
+        self._bfloat16 = bfloat16
+
+    def _supports(self, dtype: torch.dtype) -> Support:
+        return Support(self._bfloat16 or dtype != torch.bfloat16, "as the test has it")
 
     def mark(self, *tensors: torch.Tensor) -> QueuedMark:
         mark = QueuedMark(self, len(self.marks))

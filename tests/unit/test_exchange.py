@@ -1,0 +1,470 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.config import WireConfig
+from hetero_framework.core.codecs import CODECS
+from hetero_framework.core.dal import Device, open_device
+from hetero_framework.core.protocol import (
+    PREFIX_BYTES,
+    Message,
+    MessageType,
+    encode,
+    parse_header,
+    parse_prefix,
+)
+from hetero_framework.core.tensors import from_wire
+from hetero_framework.core.trace import RECEIVE, Recorder
+from hetero_framework.errors import ProtocolError
+from hetero_framework.trainer import messages
+from hetero_framework.trainer.exchange import Done, Exchange, Meter, Sender, unpack
+from hetero_framework.trainer.runner import Arrival, StageRunner
+from hetero_framework.trainer.verbs import Loss, Orders, StepInfo
+from tests.unit.device_helpers import WAIT_S, QueuedDevice
+
+INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=8)
+KINDS = [MessageType.FORWARD, MessageType.BACKWARD]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def hidden(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(shape or (2, 5, 13), generator=draw).to(dtype)
+
+
+class Received:
+    """A message as a link hands it over: its tensors lie in a buffer that is to be given back."""
+
+    def __init__(self, message: Message) -> None:
+        frame = b"".join(encode(message))
+        header_bytes, payload_bytes = parse_prefix(frame[:PREFIX_BYTES])
+        end = PREFIX_BYTES + header_bytes
+        head = parse_header(frame[:PREFIX_BYTES], frame[PREFIX_BYTES:end], payload_bytes)
+        self.buffer = bytearray(frame[end:])
+        self.released = 0
+        self.message = head.attach(self.buffer, self._release)
+
+    def _release(self) -> None:
+        self.released += 1
+        self.buffer[:] = b"\x55" * len(self.buffer)  # the next frame comes into the same memory
+
+
+@pytest.fixture(params=["cpu", "queued", "queued without bfloat16"])
+def device(request: pytest.FixtureRequest) -> Device:
+    if request.param == "cpu":
+        return open_device("cpu")
+    return QueuedDevice(at_once=True, bfloat16="without" not in request.param)
+
+
+# ---- unpacking
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_unpack_tensor_as_it_is_and_give_its_buffer_back_once(
+    kind: MessageType, device: Device
+) -> None:
+    """On the CPU the tensor lies in the buffer, which goes back with it; elsewhere the buffer is
+    free when the tensor is on its device."""
+    sent = hidden()
+    received = Received(messages.boundary_message(kind, INFO, 1, 0, [sent]))
+    arrival = unpack(received.message, device)
+    assert isinstance(arrival, Arrival)
+    assert arrival.tensor is not None
+    assert torch.equal(arrival.tensor, sent)
+    assert received.released == (1 if device.is_async else 0)
+    arrival.release()
+    assert received.released == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", list(CODECS))
+def test_unpack_coded_tensor_into_memory_of_its_own(
+    name: str, dtype: torch.dtype, device: Device
+) -> None:
+    codec, sent = CODECS[name], hidden(dtype)
+    if not codec.supports(dtype):
+        pytest.skip(f"{name} does not take {dtype}")
+    message = messages.coded_message(
+        MessageType.FORWARD, INFO, 1, 0, name, sent.shape, dtype, codec.encode(sent)
+    )
+    received = Received(message)
+    arrival = unpack(received.message, device)
+    assert received.released == 1
+    assert isinstance(arrival, Arrival)
+    assert arrival.tensor is not None
+    assert arrival.tensor.dtype == dtype
+    assert torch.equal(arrival.tensor, codec.decode(codec.encode(sent), sent.shape, dtype))
+    arrival.release()
+    assert received.released == 1
+
+
+def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
+    inputs = {
+        "labels": torch.tensor([[1, -100, 3]]),
+        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+        "pixels": hidden(),
+    }
+    received = Received(messages.inputs_message(INFO, 1, 0, inputs))
+    found = unpack(received.message, device)
+    assert received.released == 1
+    assert isinstance(found, dict)
+    assert found.keys() == inputs.keys()
+    for name, tensor in inputs.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_unpack_leaves_other_messages_alone(device: Device) -> None:
+    received = Received(messages.commit_message(INFO, 1e-3, 1.0, hidden()))
+    assert unpack(received.message, device) is None
+    assert received.released == 0
+    assert len(received.message.tensors) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"codec": "zip"}, "FORWARD: cannot read codec 'zip'"),
+        ({"dtype": "int3"}, "cannot read codec 'int8'"),
+        ({"dtype": None}, "cannot read codec"),
+        ({"shape": None}, "cannot read codec"),
+        ({"shape": [9, 9]}, r"a tensor of \(9, 9\) torch.float32 comes as"),
+        ({"shape": [2**40, 2**40]}, "comes as"),
+        ({"codec": "bf16"}, "comes as"),
+    ],
+)
+def test_unpack_refuses_what_no_codec_made(change: dict[str, Any], text: str) -> None:
+    sent = hidden()
+    message = messages.coded_message(
+        MessageType.FORWARD,
+        INFO,
+        1,
+        0,
+        "int8",
+        sent.shape,
+        sent.dtype,
+        CODECS["int8"].encode(sent),
+    )
+    meta = {key: value for key, value in {**message.meta, **change}.items() if value is not None}
+    with pytest.raises(ProtocolError, match=text):
+        unpack(Received(Message(message.type, meta, message.tensors)).message, open_device("cpu"))
+
+
+# ---- the sender
+
+
+@pytest.fixture
+def failures() -> list[Exception]:
+    return []
+
+
+@pytest.fixture
+def sender(failures: list[Exception]) -> Iterator[Sender]:
+    sender = Sender(failures.append)
+    yield sender
+    sender.close()
+
+
+def test_sender_does_jobs_in_order_and_flush_waits_for_them(sender: Sender) -> None:
+    done: list[int] = []
+    go = threading.Event()
+
+    def first() -> None:
+        assert go.wait(WAIT_S)
+        done.append(0)
+
+    sender.submit(first)
+    for k in range(1, 20):
+        sender.submit(partial(done.append, k))
+    assert done == []
+    go.set()
+    sender.flush()
+    assert done == list(range(20))
+
+
+def test_sender_goes_on_after_a_job_that_fails(sender: Sender, failures: list[Exception]) -> None:
+    error, done = ProtocolError("too large"), []
+
+    def fail() -> None:
+        raise error
+
+    sender.submit(fail)
+    sender.submit(lambda: done.append(1))
+    sender.flush()
+    assert failures == [error]
+    assert done == [1]
+
+
+def test_sender_without_a_job_has_no_thread(sender: Sender) -> None:
+    before = threading.active_count()
+    sender.flush()
+    assert threading.active_count() == before
+    sender.close()
+
+
+def test_sender_finishes_its_jobs_when_it_is_closed(sender: Sender) -> None:
+    done: list[int] = []
+    sender.submit(lambda: done.append(1))
+    sender.close()
+    assert done == [1]
+    assert "sender" not in {thread.name for thread in threading.enumerate()}
+    sender.close()
+
+
+# ---- what leaves the stages
+
+
+class Wire:
+    """Where an exchange posts to; writes down everything that leaves, in order."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[Any, ...]] = []
+        self.sent: list[tuple[int, Message, Done | None]] = []
+        self.failures: list[Exception] = []
+        self.threads: list[str] = []
+        self.breaks: Exception | None = None
+
+    def post(self, stage: int, message: Message, done: Done | None = None) -> None:
+        if self.breaks is not None:
+            raise self.breaks
+        self.threads.append(threading.current_thread().name)
+        self.sent.append((stage, message, done))
+        self.left.append((message.type.name, stage, message.meta["micro_batch"]))
+
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+        assert info == INFO
+        self.left.append(("LOSS", micro_batch, loss))
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        assert info == INFO
+        self.left.append(("FINISHED", micro_batch))
+
+    def tensor(self, index: int = -1) -> torch.Tensor:
+        """What arrives of a message that was posted."""
+        arrival = unpack(self.sent[index][1], open_device("cpu"))
+        assert isinstance(arrival, Arrival)
+        assert arrival.tensor is not None
+        return arrival.tensor
+
+
+class Idle:
+    """A stage that is never asked for anything but to begin."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def begin(self, info: StepInfo) -> None: ...
+
+
+Opened = tuple[Exchange, StageRunner, Wire]
+
+
+@pytest.fixture
+def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """`opened(device, activations=..., gradients=..., awaited=...)`: the exchange of a process
+    with stage 1, in the middle of step 3."""
+    exchanges: list[Exchange] = []
+
+    def make(device: Device, *, awaited: bool = True, **codecs: Any) -> Opened:
+        wire = Wire()
+        runner = StageRunner([Idle(1)], device, Recorder(0))  # type: ignore[list-item]
+        exchange = Exchange(
+            runner,
+            device,
+            WireConfig(**codecs),
+            wire.post,
+            on_loss=wire.loss,
+            on_finished=wire.finished,
+            on_failure=wire.failures.append,
+            loss_is_awaited=awaited,
+        )
+        exchanges.append(exchange)
+        runner.outbox = exchange
+        runner.begin(INFO, Orders(held=(4, 4, 4)))
+        return exchange, runner, wire
+
+    yield make
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_exchange_keeps_what_is_for_a_stage_of_its_own(opened: Any, device: Device) -> None:
+    """As it is, whatever the codec: it does not travel."""
+    exchange, runner, wire = opened(device, activations="int8", gradients="int8")
+    given: list[tuple[Any, ...]] = []
+    runner.put_hidden = lambda *args: given.append(("hidden", *args))
+    runner.put_gradient = lambda *args: given.append(("gradient", *args))
+    tensor = hidden()
+    exchange.hidden(1, 0, tensor)
+    exchange.gradient(1, 2, tensor)
+    exchange.flush()
+    assert [entry[:3] for entry in given] == [("hidden", 1, 0), ("gradient", 1, 2)]
+    assert all(entry[3].tensor is tensor for entry in given)
+    assert wire.left == []
+
+
+def test_exchange_of_the_cpu_sends_in_the_computing_thread_without_copying(opened: Any) -> None:
+    exchange, _, wire = opened(open_device("cpu"))
+    tensor = hidden()
+    exchange.hidden(2, 0, tensor)
+    exchange.gradient(0, 1, tensor)
+    exchange.loss(1, torch.tensor(2.5))
+    exchange.finished(1)
+    assert wire.left == [("FORWARD", 2, 0), ("BACKWARD", 0, 1), ("LOSS", 1, 2.5), ("FINISHED", 1)]
+    assert wire.threads == [threading.current_thread().name] * 2
+    assert from_wire(wire.sent[0][1].tensors[0]).data_ptr() == tensor.data_ptr()
+    assert wire.sent[0][2] is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_exchange_sends_what_the_codec_makes_of_it(
+    opened: Any, device: Device, kind: MessageType, name: str, dtype: torch.dtype
+) -> None:
+    # The other direction has another codec.
+    names = {"activations": "none", "gradients": "none"}
+    names["activations" if kind is MessageType.FORWARD else "gradients"] = name
+    exchange, _, wire = opened(device, **names)
+    tensor = hidden(dtype)
+    for send in (exchange.hidden, exchange.gradient):
+        send(2, 1, tensor)
+    exchange.flush()
+    [message] = [message for _, message, _ in wire.sent if message.type is kind]
+    if name == "bf16" and dtype == torch.float16:
+        name = "none"  # it cannot; the tensor travels as it is
+    assert message.meta.get("codec", "none") == name
+    [plain] = [message for _, message, _ in wire.sent if message.type is not kind]
+    assert "codec" not in plain.meta
+    expected = CODECS[name].decode(CODECS[name].encode(tensor), tensor.shape, dtype)
+    arrival = unpack(message, open_device("cpu"))
+    assert isinstance(arrival, Arrival)
+    assert arrival.tensor is not None
+    assert torch.equal(arrival.tensor, expected)
+    assert message.meta["step"] == INFO.step
+    assert message.meta["attempt"] == INFO.attempt
+
+
+def test_exchange_of_the_cpu_encodes_beside_the_computing_thread(opened: Any) -> None:
+    exchange, _, wire = opened(open_device("cpu"), activations="int8")
+    exchange.hidden(2, 0, hidden())
+    exchange.flush()
+    assert wire.threads == ["sender"]
+
+
+def test_exchange_of_a_device_waits_for_it_beside_the_computing_thread(opened: Any) -> None:
+    """Handing over returns at once; the message goes when the device has come to its mark, and
+    not before another one that was handed over first."""
+    device = QueuedDevice()
+    exchange, _, wire = opened(device)
+    tensors = [hidden(torch.float32, 4) + k for k in range(3)]
+    exchange.hidden(2, 0, tensors[0])
+    exchange.gradient(0, 1, tensors[1])
+    exchange.hidden(2, 1, tensors[2])
+    assert wire.left == []
+    device.marks[2].reached.set()
+    device.marks[1].reached.set()
+    assert wire.left == []
+    device.reach()
+    exchange.flush()
+    assert wire.left == [("FORWARD", 2, 0), ("BACKWARD", 0, 1), ("FORWARD", 2, 1)]
+    assert [torch.equal(wire.tensor(k), tensors[k]) for k in range(3)] == [True] * 3
+
+
+def test_exchange_gives_copies_back_when_they_are_written_and_only_then(opened: Any) -> None:
+    device = QueuedDevice(at_once=True)
+    exchange, _, wire = opened(device, activations="int8")
+    tensor = hidden()
+    for k in range(2):
+        exchange.hidden(2, k, tensor + k)
+        exchange.flush()
+        assert (device.out, device.given_back) == (2 * (k + 1), 2 * k)
+        expected = CODECS["int8"].encode(tensor + k)
+        [quantized, scales] = map(from_wire, wire.sent[k][1].tensors)
+        assert torch.equal(quantized, expected[0])
+        assert torch.equal(scales, expected[1])
+        done = wire.sent[k][2]
+        assert done is not None
+        done()
+    assert device.given_back == 4
+
+
+def test_exchange_keeps_losses_in_order_with_what_was_handed_over_before(opened: Any) -> None:
+    """The loss of a micro-batch is sent after the tensors before it, and `flush` (ahead of
+    GRADIENTS) waits for all of it."""
+    device = QueuedDevice()
+    exchange, _, wire = opened(device)
+    exchange.gradient(0, 0, hidden())
+    exchange.loss(1, torch.tensor(0.5))
+    exchange.gradient(0, 1, hidden())
+    assert wire.left == []
+    threading.Timer(0.01, device.reach).start()
+    exchange.flush()
+    assert wire.left == [("BACKWARD", 0, 0), ("LOSS", 1, 0.5), ("BACKWARD", 0, 1)]
+    assert isinstance(wire.left[1][2], float)
+    assert device.given_back == 1  # the loss's; the others' are not written yet
+
+
+def test_exchange_that_does_not_await_losses_passes_them_on_as_they_are(opened: Any) -> None:
+    device = QueuedDevice()
+    exchange, _, wire = opened(device, awaited=False)
+    loss = torch.tensor(0.5)
+    exchange.loss(1, loss)
+    assert wire.left[0][2] is loss
+    assert device.marks == []
+
+
+def test_exchange_tells_what_went_wrong_while_sending(opened: Any) -> None:
+    """A frame that is too large, say, shows in the sender thread; the next one still goes."""
+    device = QueuedDevice(at_once=True)
+    exchange, _, wire = opened(device)
+    wire.breaks = ProtocolError("larger than agreed")
+    exchange.hidden(2, 0, hidden())
+    exchange.flush()
+    wire.breaks = None
+    exchange.hidden(2, 1, hidden())
+    exchange.flush()
+    assert [str(error) for error in wire.failures] == ["larger than agreed"]
+    assert wire.left == [("FORWARD", 2, 1)]
+
+
+def test_exchange_closes_its_thread(opened: Any) -> None:
+    exchange, _, _ = opened(QueuedDevice(at_once=True))
+    exchange.hidden(2, 0, hidden())
+    exchange.close()
+    assert "sender" not in {thread.name for thread in threading.enumerate()}
+
+
+# ---- arrival times
+
+
+def boundary(kind: MessageType, stage: int, step: int = 3) -> Message:
+    info = StepInfo(step, 0, True, 4, 8)
+    return messages.boundary_message(kind, info, stage, 0, [hidden()])
+
+
+def test_meter_means_the_seconds_of_tensors_that_arrived() -> None:
+    meter = Meter(Recorder(0))
+    moved = meter.watch(2)
+    moved("receive", boundary(MessageType.FORWARD, 1), 0.0, 1.0)
+    moved("receive", boundary(MessageType.FORWARD, 1), 5.0, 8.0)
+    moved("receive", boundary(MessageType.BACKWARD, 1), 0.0, 0.5)
+    moved("send", boundary(MessageType.FORWARD, 2), 0.0, 100.0)
+    moved("receive", messages.commit_message(INFO, 1e-3, 1.0, hidden()), 0.0, 100.0)
+    assert meter.take() == {"forward": {1: 2.0}, "backward": {1: 0.5}}
+    assert meter.take() == {"forward": {}, "backward": {}}
+
+
+def test_meter_feeds_the_timeline() -> None:
+    recorder = Recorder(-1)
+    recorder.begin(3)
+    Meter(recorder).watch(2)("receive", boundary(MessageType.FORWARD, 1), 0.5, 1.5)
+    [span] = recorder.take()
+    assert (span["kind"], span["stage"], span["peer"]) == (RECEIVE, 1, 2)
+    assert (span["began"], span["ended"]) == (0.5, 1.5)
