@@ -609,6 +609,23 @@ def test_marks_without_times_count_when_they_were_seen(
     assert device.seconds(first, second) == device.mark_time(second) - device.mark_time(first)
 
 
+def test_marks_without_times_are_watched(streams: tuple[Device, FakeStreams]) -> None:
+    """Nobody waits for the mark here, and still it is known when it was reached."""
+    device, fake = streams
+    fake.has_times = False
+    mark = device.mark()
+    wait_until_seen(mark)
+    between = time.perf_counter()
+    assert device.mark_time(mark) <= between
+
+
+def wait_until_seen(mark: Any) -> None:
+    deadline = time.monotonic() + 5.0
+    while mark._seen_s is None:
+        assert time.monotonic() < deadline, "nobody looks at the mark"
+        time.sleep(0.001)
+
+
 def test_waiting_for_cuda_sleeps(streams: tuple[Device, FakeStreams]) -> None:
     device, _ = streams
     run_clock_at_once(device)
@@ -713,10 +730,7 @@ def test_mps_sees_marks_when_they_are_reached(mps: tuple[Device, FakeMps]) -> No
     device, fake = mps
     first, second = device.mark(), device.mark()
     fake.reached = 1
-    deadline = time.monotonic() + 5.0
-    while first._seen_s is None:  # type: ignore[attr-defined]
-        assert time.monotonic() < deadline, "nobody looks at the mark"
-        time.sleep(0.001)
+    wait_until_seen(first)
     between = time.perf_counter()
     fake.reached = 2
     assert device.mark_time(first) <= between <= device.mark_time(second)
