@@ -130,7 +130,11 @@ def test_without_padding_equals_one_process_to_the_bit_and_padded_rows_nearly(
             cuts,
             name,
             data={**files, **data},
-            training={"gradient_checkpointing": True, "eval_strategy": "epoch"},
+            training={
+                "gradient_checkpointing": True,
+                "loss_chunk_tokens": 16,
+                "eval_strategy": "epoch",
+            },
         )
 
     whole = run([], "whole", padding_free=True)
