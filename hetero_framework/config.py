@@ -519,7 +519,8 @@ class TrainingConfig(Section):
     torch_compile_mode: str | None = Field(
         default=None,
         min_length=1,
-        description='Mode of torch.compile, such as "max-autotune". null: its default.',
+        description='Mode of torch.compile, such as "max-autotune-no-cudagraphs". null: its own'
+        " default. Modes with CUDA graphs are refused.",
     )
     dataloader_drop_last: bool = Field(
         default=False, description="Drop the last incomplete micro-batch."
@@ -593,6 +594,16 @@ class TrainingConfig(Section):
         if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ValueError(f"{_shown(value)} is not one of DEBUG, INFO, WARNING, ERROR")
         return value.upper()
+
+    @field_validator("torch_compile_mode")
+    @classmethod
+    def _no_cuda_graphs(cls, value: str | None) -> str | None:
+        if value in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"{_shown(value)} uses CUDA graphs, which keep the results of one forward at a"
+                ' time, and a pipeline needs several; use "max-autotune-no-cudagraphs"'
+            )
+        return value
 
     @field_validator("max_steps")
     @classmethod

@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from hetero_framework.models.adapter_plan import AttachedAdapter
 
 Inputs = dict[str, torch.Tensor]
+# Of one kind of layer: by training or not, sizes of one, the layer's own switches.
+_COMPILED_VERSIONS = 64
 _Part = Literal["whole", "blocks", "head"]
 
 # transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
@@ -317,8 +319,12 @@ class Shard:
         """Compile the forward of every block with torch.compile; hooks stay outside.
 
         Sizes are variables from the start: which shape came first must not decide what code runs,
-        or the result would depend on the cut. Call it before `recompute_blocks`.
+        or the result would depend on the cut. So would it if a layer ran uncompiled because others
+        like it had used up the number of versions that torch allows. Call it before
+        `recompute_blocks`.
         """
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _COMPILED_VERSIONS)
         for index, forward in self._forwards.items():
             self._forwards[index] = torch.compile(
                 forward, dynamic=True, backend=backend or "inductor", mode=mode

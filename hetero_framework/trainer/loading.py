@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers import logging as transformers_logging
 
-from hetero_framework.config import Config, StageSpec
+from hetero_framework.config import Config, StageSpec, TrainingConfig
 from hetero_framework.core.dal import Device
+from hetero_framework.errors import DeviceError
 from hetero_framework.models.adapters import attach_adapter
+from hetero_framework.models.anatomy import LIBRARY_ERRORS, one_line
 from hetero_framework.models.shard import ShardRange, load_shard
 from hetero_framework.trainer.stage import Stage
 
@@ -17,11 +20,13 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
     """Load the stages of one process onto its device.
 
     Raises ModelError when the model cannot be found or read here, ConfigError when the adapter
-    does not fit it.
+    does not fit it, DeviceError when layers shall be compiled and cannot be.
     """
     assert config.model is not None
     quiet_libraries(config.training.log_level)
     seed = config.training.seed
+    if config.training.compiles:
+        check_compiler(config.training, device)
     plan = None
     stages = []
     for spec in specs:
@@ -30,6 +35,24 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
         plan = attach_adapter(shard, config.adapter, config.base_dir, seed, plan)
         stages.append(Stage(spec, shard, config, device))
     return stages
+
+
+def check_compiler(training: TrainingConfig, device: Device) -> None:
+    """Compile something small. Raises DeviceError when that cannot be done here."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    backend, mode = training.torch_compile_backend or "inductor", training.torch_compile_mode
+    try:
+        torch.compile(double, backend=backend, mode=mode)(torch.ones(2, device=device.torch_device))
+    except LIBRARY_ERRORS as error:
+        raise DeviceError(
+            f"torch.compile with the backend {backend!r} does not work on {device.label}:"
+            f" {one_line(error)}",
+            hint="install a compiler (g++ or clang for a CPU, Triton for a GPU), choose another"
+            " training.torch_compile_backend, or set training.torch_compile to false",
+        ) from error
 
 
 def quiet_libraries(log_level: str) -> None:
