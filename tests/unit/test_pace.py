@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_framework.config import StageSpec
+from hetero_framework.trainer import pace
+from hetero_framework.trainer.pace import Pace, StageSeconds, assumed_profile, make_profile
+from hetero_framework.trainer.schedule import BACKWARD_FIRST, Profile, tune
+
+NOWHERE: frozenset[int] = frozenset()
+
+
+def plan(*owners: int | str, layers: int = 4) -> list[StageSpec]:
+    last = len(owners) - 1
+    return [
+        StageSpec(k, owner, k * layers, (k + 1) * layers, k == 0, k == last)
+        for k, owner in enumerate(owners)
+    ]
+
+
+def seconds(count: int, **changes: float) -> dict[int, StageSeconds]:
+    return {k: replace(StageSeconds(0.02, 0.04, 0.0, 0.0), **changes) for k in range(count)}
+
+
+# ---- profiles
+
+
+def test_profile_names_devices_in_the_order_of_the_plan() -> None:
+    profile = make_profile(plan("local", 2, "local", 1), seconds(4), {}, NOWHERE)
+    assert profile.devices == (0, 1, 0, 2)
+
+
+def test_profile_takes_a_boundary_from_its_receiving_ends() -> None:
+    """An activation arrives at the later stage, a gradient at the earlier one."""
+    times = {
+        0: StageSeconds(1, 2, 0.0, 7),
+        1: StageSeconds(3, 4, 5, 8),
+        2: StageSeconds(9, 10, 6, 0.0),
+    }
+    profile = make_profile(plan("local", 1, 2), times, {1: 0.5}, NOWHERE)
+    assert profile.forward_s == (1, 3, 9)
+    assert profile.backward_s == (2, 4, 10)
+    assert [(h.forward_s, h.backward_s, h.latency_s) for h in profile.hops] == [
+        (5, 7, 0.0),
+        (6, 8, 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("owners", "direct", "relays"),
+    [
+        (("local", 1, 2), NOWHERE, [None, 0]),
+        (("local", 1, 2), frozenset({1}), [None, None]),
+        ((1, 2, "local", 3, 1), NOWHERE, [2, None, None, 2]),
+        ((1, 2, "local", 3, 1), frozenset({3}), [2, None, None, None]),
+        ((1, 2), NOWHERE, [None]),  # nothing of the coordinator's work is in the way
+    ],
+)
+def test_profile_has_the_coordinator_relay_between_workers(
+    owners: tuple[int | str, ...], direct: frozenset[int], relays: list[int | None]
+) -> None:
+    profile = make_profile(plan(*owners), seconds(len(owners)), {}, direct)
+    assert [hop.relay for hop in profile.hops] == relays
+
+
+def test_profile_that_is_assumed_counts_layers() -> None:
+    stages = plan("local", 1, 2)
+    stages[1] = replace(stages[1], end=stages[1].start)  # the embedding or the head alone
+    profile = assumed_profile(stages, frozenset({1}))
+    assert profile.forward_s == (4, 0.5, 4)
+    assert profile.backward_s == (8, 1.0, 8)
+    assert all(hop.forward_s > 0 for hop in profile.hops)
+    assert profile.hops[1].relay is None
+
+
+# ---- the choice
+
+
+def test_first_step_is_paced_by_what_is_assumed() -> None:
+    stages = plan("local", 1, 2)
+    assert Pace(stages).choice(8, NOWHERE) == tune(assumed_profile(stages), 8)
+
+
+def test_choice_keeps_to_the_users_window_and_the_memory_of_the_stages() -> None:
+    stages = plan("local", 1, 2)
+    assert Pace(stages, window=3).choice(8, NOWHERE).window == 3
+    held = Pace(stages, most_held=[2, 1, 1]).choice(8, NOWHERE).limits
+    assert all(a <= b for a, b in zip(held, (2, 1, 1), strict=True))
+
+
+def test_choice_is_made_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, Profile]] = []
+
+    def counted(profile: Profile, m: int, **options: object) -> object:
+        asked.append((m, profile))
+        return tune(profile, m)
+
+    monkeypatch.setattr(pace, "tune", counted)
+    paced = Pace(plan("local", 1, 2))
+    for _ in range(3):
+        paced.choice(8, NOWHERE)
+    assert len(asked) == 1
+    paced.choice(4, NOWHERE)
+    paced.choice(4, frozenset({1}))
+    assert [m for m, _ in asked] == [8, 4, 4]
+    assert asked[1][1].hops[1].relay == 0
+    assert asked[2][1].hops[1].relay is None
+
+
+def test_choice_is_made_anew_after_steps_that_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+
+    def counted(profile: Profile, m: int, **options: object) -> object:
+        nonlocal count
+        count += 1
+        return tune(profile, m)
+
+    monkeypatch.setattr(pace, "tune", counted)
+    paced = Pace(plan("local", 1))
+    made = []
+    for _ in range(17):
+        before = count
+        paced.choice(4, NOWHERE)
+        made.append(count > before)
+        paced.observe(seconds(2), {})
+    # Before step 0, and after 1, 2, 4, 8, 16 of them.
+    assert [step for step, new in enumerate(made) if new] == [0, 1, 2, 4, 8, 16]
+
+
+def test_long_line_that_is_measured_widens_the_window() -> None:
+    paced = Pace(plan("local", 1))
+    narrow = paced.choice(32, NOWHERE).window
+    paced.observe(seconds(2), {0: 0.3})
+    choice = paced.choice(32, NOWHERE)
+    assert choice.window >= narrow + 4
+    assert choice.policy == BACKWARD_FIRST
+
+
+# ---- what is measured
+
+
+def test_second_step_replaces_the_first_and_later_ones_are_averaged() -> None:
+    paced = Pace(plan("local", 1))
+    seen = []
+    for forward_s in (9.0, 1.0, 2.0, 4.0):
+        paced.observe(seconds(2, forward_s=forward_s), {})
+        seen.append(paced.profile(NOWHERE).forward_s)
+    assert seen == [(9.0, 9.0), (1.0, 1.0), (1.5, 1.5), (2.75, 2.75)]
+
+
+def test_latency_is_the_newest_and_stays_while_none_is_told() -> None:
+    paced = Pace(plan("local", 1, 2))
+    paced.observe(seconds(3), {0: 0.5, 1: 0.25})
+    paced.observe(seconds(3), {1: 0.75})
+    assert [hop.latency_s for hop in paced.profile(NOWHERE).hops] == [0.5, 0.75]
