@@ -481,10 +481,10 @@ class Link:
         """
         # A frame larger than the bound may pass alone.
         while (
-            self._queue
-            and self._queue.nbytes + nbytes > self._max_queue_bytes
-            and not (self.closed or (source is not None and source._dead))
+            self._queue and self._queue.nbytes + nbytes > self._max_queue_bytes and not self.closed
         ):
+            if source is not None and source._dead:
+                raise PeerLostError(f"{source.name}: the link is closed")
             self._changed.wait(None if source is None else _TICK_S)
         if self.closed:
             raise self._reason or PeerLostError(f"{self.name}: the link is closed")
@@ -724,7 +724,7 @@ class Link:
         try:
             link._expect(outgoing, self)
         except HeteroError:
-            share()  # it is closed; its own reader reports that
+            share()  # one of the two is closed; its own reader reports that
         got = 0
         try:
             while got < len(buffer):

@@ -108,6 +108,10 @@ def control(nbytes: int = 0, number: int = 0) -> Message:
     return Message(MessageType.CONTROL, {"name": "test", "data": number}, tensors)
 
 
+def random_tensor(nbytes: int) -> WireTensor:
+    return WireTensor("uint8", (nbytes,), memoryview(random.Random(nbytes).randbytes(nbytes)))
+
+
 def payload_of(message: Message) -> bytes:
     return bytes(message.tensors[0].data)
 
@@ -313,6 +317,22 @@ def test_routed_frame_goes_out_before_it_has_come_in(relay: Relay) -> None:
     ]
 
 
+def test_routed_frame_reaches_a_receiver_that_reads_slowly(relay: Relay) -> None:
+    for sock in (relay.target_socket, relay.out.link._socket):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 20_000)
+    frame = bytes_of(
+        Message(MessageType.CONTROL, {"name": "x", "data": 1}, [random_tensor(4_000_000)])
+    )
+    received = b""
+    for start in range(0, len(frame), 40_000):
+        # More comes in than goes out, so that both threads of the relay write.
+        relay.source_socket.sendall(frame[start : start + 40_000])
+        received += receive_exactly(relay.target_socket, 20_000 if start else 10_000)
+    received += receive_exactly(relay.target_socket, len(frame) - len(received))
+    assert received == frame
+
+
 def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
     moved: list[tuple[str, int, float, float]] = []
 
@@ -470,8 +490,10 @@ def test_source_waits_for_room_no_longer_than_it_lives(stack: ExitStack) -> None
     relay.out.link.send(control(30_000_000))  # nobody reads it
     relay.source_socket.sendall(bytes_of(control(3_000)))
     wait_until(lambda: len(relay.announced) == 1, "announced")
+    started = time.monotonic()
     relay.into.link.close(drain_s=0.05)
     assert relay.into.reason() is None
+    assert time.monotonic() - started < 5
 
 
 def test_frame_may_go_back_where_it_came_from(relay: Relay) -> None:
