@@ -20,6 +20,7 @@ from hetero_framework.core.protocol import DEFAULT_MAX_FRAME_BYTES, Message, Mes
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer import messages
+from hetero_framework.trainer.cluster import gradient_needs
 from hetero_framework.trainer.loading import load_stages
 from hetero_framework.trainer.optimizer import build_optimizer
 from hetero_framework.trainer.peers import Peers
@@ -49,10 +50,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(checkpoint: Path, plan: list[tuple[Any, int, int]]) -> Config:
     ports = free_ports(2)
     machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    workers = [{**machine, "id": 1, "port": ports[1]}] if len(plan) > 1 else []
     return Config.from_dict(
         {
             "coordinator": {**machine, "port": ports[0]},
-            "workers": [{**machine, "id": 1, "port": ports[1]}],
+            "workers": workers,
             "shard_plan": [{"id": i, "start": start, "end": end} for i, start, end in plan],
             "model": {"name_or_path": str(checkpoint)},
             "training": TRAINING,
@@ -488,3 +490,127 @@ def test_load_state_refuses_what_does_not_fit(
         [part] = tested.state("checkpoint")
         with pytest.raises(CheckpointError, match=text):
             tested.load_state("checkpoint", StatePart(change(part.tensors), last=True))
+
+
+# ---- the same bits under every cut, with everything that computes otherwise switched on
+
+PLANS = [[(0, 4)], [(0, 1), (1, 3), (3, 4)], [(0, 0), (0, 4), (4, 4)]]
+LORA = {"r": 2, "target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.3}
+WAYS: dict[str, dict[str, Any]] = {
+    "pieces": {"training": {"loss_chunk_tokens": 4}},
+    "pieces of rows": {"training": {"loss_chunk_tokens": 9, "bf16": True}},
+    "pieces, tied": {"training": {"loss_chunk_tokens": 5}, "tied": True},
+    "pieces, head adapted": {"training": {"loss_chunk_tokens": 5}, "adapter": LORA},
+    "all bfloat16": {"training": {"loss_chunk_tokens": 5}, "model": {"dtype": "bfloat16"}},
+    "recomputing": {"training": {"loss_chunk_tokens": 5}, "adapter": LORA, "again": True},
+    "compiled": {"training": {"torch_compile_backend": "eager"}, "again": True},
+}
+
+
+@pytest.fixture(scope="module")
+def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("tied"), layers=LAYERS, tie_word_embeddings=True)
+
+
+class Chain:
+    """The stages of a plan in this process, run as the engine runs them."""
+
+    def __init__(
+        self, checkpoint: Path, bounds: list[tuple[int, int]], way: dict[str, Any]
+    ) -> None:
+        owners = ["local", 1, "local"]
+        plan = [(owners[i], start, end) for i, (start, end) in enumerate(bounds)]
+        raw = make_config(checkpoint, plan).to_dict()
+        raw["model"].update(way.get("model", {}))
+        raw["training"].update(way.get("training", {}))
+        raw["adapter"] = way.get("adapter")
+        for index, entry in enumerate(raw["shard_plan"]):
+            # Every second stage: what one does must not matter to the others.
+            entry["gradient_checkpointing"] = way.get("again", False) and index % 2 == 0
+        config = Config.from_dict(raw)
+        self.stages = load_stages(config, config.stages(), open_device("cpu"))
+        needs = gradient_needs([stage.trainable() for stage in self.stages])
+        for stage, needed in zip(self.stages, needs, strict=True):
+            stage.input_requires_grad = needed
+
+    def step(self, *, train: bool = True) -> tuple[list[float], Tensors]:
+        """Losses of two micro-batches and, after a training step, all gradients by name."""
+        for stage in self.stages:
+            stage.begin(info(train=train))
+        losses = [self._micro_batch(k, train) for k in range(2)]
+        tied_gradient = None
+        for stage in reversed(self.stages):
+            report = stage.collect(tied_gradient if stage.is_first else None)
+            tied_gradient = report.tied_gradient if stage.is_last else tied_gradient
+        gradients = {}
+        for stage in self.stages:
+            for name, parameter in stage._parameters:
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad.clone()
+        return losses, gradients
+
+    def _micro_batch(self, k: int, train: bool) -> float:
+        hidden = None
+        for stage in self.stages[:-1]:
+            hidden = stage.forward(k, batch(k), hidden)
+        if not train:
+            return float(self.stages[-1].evaluate(k, batch(k), hidden))
+        loss, gradient = self.stages[-1].forward_backward(k, batch(k), hidden)
+        for stage in reversed(self.stages[:-1]):
+            gradient = stage.backward(k, gradient) if stage.differentiates else None
+        return float(loss)
+
+
+# torch silences this warning while it compiles, which "warnings are errors" overrules.
+quiet_compiler = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@quiet_compiler
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_computing_has_the_same_bits_under_every_cut(
+    way: str, checkpoint: Path, tied_checkpoint: Path
+) -> None:
+    path = tied_checkpoint if WAYS[way].get("tied") else checkpoint
+    results = []
+    for bounds in PLANS:
+        chain = Chain(path, bounds, WAYS[way])
+        results.append((chain.step(), chain.step(train=False)[0]))
+    (losses, gradients), evaluated = results[0]
+    assert gradients
+    for (other_losses, other), other_evaluated in results[1:]:
+        assert other_losses == losses
+        assert other_evaluated == evaluated
+        assert other.keys() == gradients.keys()
+        different = [name for name in other if not torch.equal(other[name], gradients[name])]
+        assert different == []
+
+
+@quiet_compiler
+@pytest.mark.parametrize("way", ["pieces", "pieces, tied", "compiled"])
+def test_other_ways_of_computing_change_nothing_but_rounding(
+    way: str, checkpoint: Path, tied_checkpoint: Path
+) -> None:
+    path = tied_checkpoint if WAYS[way].get("tied") else checkpoint
+    plain = Chain(path, PLANS[1], {"training": {"loss_chunk_tokens": None}})
+    other = Chain(path, PLANS[1], WAYS[way])
+    (losses, gradients), (other_losses, other_gradients) = plain.step(), other.step()
+    assert other_losses == pytest.approx(losses, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient)
+    assert other.step(train=False)[0] == pytest.approx(plain.step(train=False)[0], rel=1e-6)
+
+
+def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint: Path) -> None:
+    chain = Chain(checkpoint, PLANS[0], WAYS["pieces"])
+    _, expected = chain.step()
+    [stage] = chain.stages
+    scaled = StepInfo(0, 0, True, micro_batches=2, num_items=NUM_ITEMS, loss_scale=1024.0)
+    stage.begin(scaled)
+    for k in range(2):
+        stage.forward_backward(k, batch(k), None)
+    largest = max(float(p.grad.abs().max()) for _, p in stage._parameters if p.grad is not None)
+    assert largest == 1024 * max(float(g.abs().max()) for g in expected.values())
+    stage.collect()
+    for name, parameter in stage._parameters:
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected[name])
