@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_train,
         _add_worker,
         _add_diagram,
+        _add_bench,
         _add_timeline,
         _add_verify,
         _add_merge,
@@ -482,6 +483,54 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     found = examine()
     print(json.dumps(found, indent=2) if arguments.json else text(found))
     return 0
+
+
+# -- bench ----------------------------------------------------------------------------------------
+
+
+def _add_bench(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "bench",
+        _run_bench,
+        "measure this configuration's machines: links, seconds per layer, and the step they make",
+        """
+        hetero bench --config hetero_config.json
+        hetero bench --config hetero_config.json --steps 8 --mb 32 --json
+        """,
+    )
+    _add_config(parser)
+    parser.add_argument(
+        "--steps",
+        type=_at_least(2),
+        default=4,
+        help="training steps to compute and forget; the first does not count (default 4)",
+    )
+    parser.add_argument(
+        "--mb",
+        type=_at_least(1),
+        default=8,
+        help="size of the messages that measure the links, in 10^6 bytes (default 8)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    from hetero_framework.trainer.bench import bench, text
+
+    found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6, note=_note)
+    print(json.dumps(found, indent=2) if arguments.json else text(found))
+    return 0
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return number
 
 
 def _add_schema(commands: Any) -> None:

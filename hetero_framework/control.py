@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.core.protocol import Message, MessageType, WireTensor
 from hetero_framework.errors import HeteroError, UserError
 
 
@@ -41,6 +42,15 @@ Handler = Callable[[Any], Any]
 Watcher = Callable[[int, Cluster], None]
 _H = TypeVar("_H", bound=Handler)
 _W = TypeVar("_W", bound=Watcher)
+
+
+@dataclass(frozen=True)
+class WithTensors:
+    """What a handler returns to answer with raw bytes beside the data, as uint8 tensors."""
+
+    data: Any
+    tensors: tuple[WireTensor, ...]
+
 
 _handlers: dict[str, Handler] = {}
 _watchers: list[Watcher] = []
@@ -105,9 +115,10 @@ def step_done(step: int, cluster: Cluster) -> None:
         watcher(step, cluster)
 
 
-def request(number: int, name: str, data: Any) -> Message:
+def request(number: int, name: str, data: Any, tensors: tuple[WireTensor, ...] = ()) -> Message:
     """The message that asks; `number` comes back with the answer."""
-    return Message(MessageType.CONTROL, {"name": name, "data": data, "request": number})
+    meta = {"name": name, "data": data, "request": number}
+    return Message(MessageType.CONTROL, meta, tensors)
 
 
 def answer(message: Message) -> Message | None:
@@ -121,8 +132,12 @@ def answer(message: Message) -> Message | None:
     try:
         if handler is None:
             raise UserError(f"no handler for {name!r} is registered")
-        data = handler(message.meta["data"])
-        return None if number is None else Message(MessageType.CONTROL, {**reply, "data": data})
+        data, tensors = handler(message.meta["data"]), ()
+        if isinstance(data, WithTensors):
+            data, tensors = data.data, data.tensors
+        if number is None:
+            return None
+        return Message(MessageType.CONTROL, {**reply, "data": data}, tensors)
     except _FAILURES as error:
         text = error.message if isinstance(error, HeteroError) else repr(error)
         failed = {**reply, "error": f"{name}: {text}"}

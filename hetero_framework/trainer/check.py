@@ -19,9 +19,12 @@ from hetero_framework.models.shard import load_model_config, num_layers
 from hetero_framework.trainer.doctor import gib
 from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.optimizer import check_optimizer
+from hetero_framework.trainer.pace import assumed_profile
 from hetero_framework.trainer.roles import Role, decide_role
+from hetero_framework.trainer.schedule import tune
 
 WorkerId = int | str
+_LARGE_BUBBLE = 0.2
 
 
 def check(config: Config) -> dict[str, Any]:
@@ -35,12 +38,13 @@ def check(config: Config) -> dict[str, Any]:
     notes = [f"warning: {warning}" for warning in config.warnings()]
     model_config: PretrainedConfig | None = None
     memory: list[StageMemory] = []
+    schedule = forecast(config)
     if config.model is None:
         notes.append("there is no model section, so layers and memory are not checked")
     else:
         model_config = load_model_config(config.model, config.base_dir)
         check_plan(config, num_layers(model_config))
-        memory = estimate_memory(config, model_config)
+        memory = estimate_memory(config, model_config, in_flight=schedule["held"])
     processes = _processes(config, memory)
     role = _role(config)
     if config.data is None:
@@ -55,9 +59,48 @@ def check(config: Config) -> dict[str, Any]:
         "layers": config.shard_plan[-1].end,
         "model_type": model_config.model_type if model_config is not None else None,
         "processes": processes,
+        "schedule": schedule,
         "this_machine": _this_machine(config, role, processes, notes),
         "notes": notes,
     }
+
+
+def forecast(config: Config) -> dict[str, Any]:
+    """How full the pipeline will be: `bubble` is the share of the devices' time without work.
+
+    An estimate: time in proportion to layers, backward twice forward, a tenth of a forward for
+    each boundary. The run itself measures and chooses anew. Units: layers' forwards.
+    """
+    stages, training = config.stages(), config.training
+    m = training.gradient_accumulation_steps
+    choice = tune(assumed_profile(stages), m, window=training.max_in_flight)
+    owners = [spec.owner for spec in stages]
+    return {
+        "micro_batches": m,
+        "chunks": max(owners.count(owner) for owner in owners),
+        "bubble": 1.0 - sum(choice.forecast.busy) / len(choice.forecast.busy),
+        "window": choice.window,
+        "held": list(choice.limits),
+    }
+
+
+def _forecast_lines(found: dict[str, Any], stages: int) -> list[str]:
+    if stages == 1:
+        return []
+    chunks = f", {found['chunks']} stages per process" if found["chunks"] > 1 else ""
+    held = ", ".join(map(str, found["held"]))
+    lines = [
+        "",
+        f"A step of {found['micro_batches']} micro-batches{chunks}: devices idle "
+        f"{found['bubble']:.0%} of the time, by numbers of layers alone.",
+        f"  {found['window']} micro-batches under way; stages store up to {held} forwards",
+    ]
+    if found["bubble"] > _LARGE_BUBBLE:
+        lines.append(
+            "  a larger training.gradient_accumulation_steps, with smaller micro-batches, or equal "
+            "stages would keep them busier"
+        )
+    return lines
 
 
 def text(found: dict[str, Any]) -> str:
@@ -78,6 +121,8 @@ def text(found: dict[str, Any]) -> str:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
+    count = sum(len(process["stages"]) for process in found["processes"])
+    lines += _forecast_lines(found["schedule"], count)
     lines += ["", f"This machine: {found['this_machine']['role']}."]
     lines += [f"  {line}" for line in found["this_machine"]["devices"]]
     lines += [f"Note: {note}" for note in found["notes"]]

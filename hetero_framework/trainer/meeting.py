@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hetero_framework
+from hetero_framework import control
 from hetero_framework.core.protocol import (
     DIALLER,
     LISTENER,
@@ -30,6 +31,13 @@ WorkerId = int | str
 Watch = Callable[[str, Message, float, float], None]
 
 _SLICE_S = 0.1
+_ANSWERS = (
+    MessageType.PEER_WELCOME,
+    MessageType.REJECT,
+    MessageType.CONTROL,
+    MessageType.ERROR,
+    MessageType.BYE,
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,8 @@ class PeerLinks:
     # -- dialling -------------------------------------------------------------------------------
 
     def dial(self, peers: list[dict[str, Any]], timeout_s: float, max_frame_bytes: int) -> None:
-        """Open a link to each of these workers ({id, ip, port}); `tell` hears when all is done."""
+        """Open a link to each of these workers ({id, ip, port}); `tell` hears when all is done,
+        unless `close` comes first."""
         self._stop = threading.Event()
         args = (peers, timeout_s, max_frame_bytes, self._stop)
         threading.Thread(target=self._dial_all, args=args, name="dial peers", daemon=True).start()
@@ -95,8 +104,9 @@ class PeerLinks:
             thread.start()
         for thread in threads:
             thread.join()
-        found = [{"id": peer["id"], "problem": results[peer["id"]]} for peer in peers]
-        self._tell(Introduced(found))
+        if not stop.is_set():
+            found = [{"id": peer["id"], "problem": results[peer["id"]]} for peer in peers]
+            self._tell(Introduced(found))
 
     def _dial(
         self, peer: dict[str, Any], timeout_s: float, max_frame_bytes: int, stop: threading.Event
@@ -124,8 +134,10 @@ class PeerLinks:
             if (answer := _first(answers, deadline, stop)) is not None:
                 session.receive(answer)
                 if answer.type is MessageType.PEER_WELCOME:
-                    self._add(_Peer(worker, link, session))
-                    return None
+                    if self._add(_Peer(worker, link, session), stop):
+                        return None
+                    answer = None
+            if answer is not None:
                 problem = str(answer.meta.get("message", answer.type.name))
         except HeteroError as error:
             problem = error.message
@@ -136,8 +148,12 @@ class PeerLinks:
         return problem
 
     def answers(self, link: Link, message: Message | None) -> bool:
-        """Take the answer to a PEER_HELLO of ours, None when the link is gone before it; for the
-        link's reader thread."""
+        """Take the answer to a PEER_HELLO or CONTROL of ours, None when the link is gone before it;
+        for the link's reader thread."""
+        if message is not None and message.type not in _ANSWERS:
+            return False
+        if message is not None and message.meta.get("request") is not None:
+            return False
         with self._lock:
             waiting = self._awaited.pop(link, None)
         if waiting is None:
@@ -170,14 +186,19 @@ class PeerLinks:
             "worker_id": worker,
         }
 
-    def _add(self, peer: _Peer) -> None:
-        if self.watch is not None:
-            peer.link.on_moved = self.watch(peer.worker)
+    def _add(self, peer: _Peer, stop: threading.Event | None = None) -> bool:
+        """Whether the peer is one now: not when `stop` says that the run has ended meanwhile."""
+        watch = self.watch  # `close` takes it away
+        if watch is not None:
+            peer.link.on_moved = watch(peer.worker)
         with self._lock:
+            if stop is not None and stop.is_set():
+                return False
             before = self._peers.get(peer.worker)
             self._peers[peer.worker] = peer
         if before is not None:
             before.link.close(drain_s=0)
+        return True
 
     # -- traffic --------------------------------------------------------------------------------
 
@@ -215,6 +236,35 @@ class PeerLinks:
         except HeteroError:
             if not peer.link.closed:
                 raise
+
+    def ask(self, worker: WorkerId, question: Message, timeout_s: float) -> Message:
+        """Send a CONTROL request to a peer and wait for its answer, which the caller releases.
+
+        Raises NetworkError when there is no link to it or no answer.
+        """
+        with self._lock:
+            peer = self._peers.get(worker)
+            if peer is not None:
+                answers = self._awaited[peer.link] = queue.SimpleQueue()
+        if peer is None:
+            raise NetworkError(f"there is no link to worker {worker}")
+        peer.session.send(question)
+        peer.link.send(question)
+        answer = _first(answers, time.monotonic() + timeout_s, self._stop)
+        if answer is None:
+            raise NetworkError(f"worker {worker} did not answer in {timeout_s:g} s")
+        peer.session.receive(answer)
+        return answer
+
+    def answer(self, link: Link, message: Message) -> None:
+        """Answer a peer's CONTROL."""
+        reply = control.answer(message)
+        message.release()
+        peer = self._find(link)
+        if reply is not None and peer is not None:
+            peer.session.send(reply)
+            with suppress(HeteroError):
+                link.send(reply)
 
     def ping(self) -> None:
         """Have every link measure its round trip."""

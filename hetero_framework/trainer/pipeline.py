@@ -281,11 +281,15 @@ class Pipeline:
 
     def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
         """Ask a worker's handler for `name`; its answer. Raises UserError when it has none."""
-        self._requests += 1
-        self._peers.send(worker, control.request(self._requests, name, data))
-        message = self._reply(worker, MessageType.CONTROL)
+        message = self.ask(worker, control.request(self._requests + 1, name, data))
         message.release()
         return control.result(message)
+
+    def ask(self, worker: WorkerId, question: Message) -> Message:
+        """Send a CONTROL request and wait for its answer, which the caller releases."""
+        self._requests = question.meta["request"]
+        self._peers.send(worker, question)
+        return self._reply(worker, MessageType.CONTROL)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from hetero_framework.errors import (
     ProtocolError,
     as_hetero_error,
 )
-from hetero_framework.trainer import messages
+from hetero_framework.trainer import messages, probe
 from hetero_framework.trainer.exchange import Exchange, Meter, unpack
 from hetero_framework.trainer.meeting import Introduced, PeerLinks
 from hetero_framework.trainer.runner import StageRunner
@@ -224,6 +224,8 @@ class Worker:
 
     def _handle(self, event: _Event | Introduced) -> None:
         if isinstance(event, Introduced):
+            if self._session.phase is not Phase.READY:
+                return  # the coordinator that asked is gone
             with suppress(LinkGone):
                 self._send(Message(MessageType.CONNECTED, {"peers": event.results}))
         elif event.message is not None and event.message.type is MessageType.HELLO:
@@ -257,7 +259,9 @@ class Worker:
     def _from_peer(self, event: _Event) -> None:
         """A tensor of another worker, or the news that its link is gone."""
         if event.message is not None:
-            if self._peers.receive(event.link, event.message) and self._run is not None:
+            if event.message.type is MessageType.CONTROL:
+                self._peers.answer(event.link, event.message)
+            elif self._peers.receive(event.link, event.message) and self._run is not None:
                 self._on_data(event)
             return
         worker = self._peers.lost(event.link)
@@ -561,7 +565,10 @@ class Worker:
         self._send(Message(MessageType.STATE_LOADED, reply))
 
     def _on_control(self, message: Message) -> None:
-        reply = control.answer(message)
+        if message.meta["name"] == probe.PEER:
+            reply: Message | None = probe.answer_for_peer(message, self._peers.ask)
+        else:
+            reply = control.answer(message)
         message.release()
         if reply is not None:
             self._send(reply)

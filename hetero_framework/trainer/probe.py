@@ -1,0 +1,109 @@
+"""How fast a link is: questions with and without bytes beside them, over the run's own links.
+
+The same few questions measure the coordinator's link to a worker and a worker's link to another.
+Importing this module registers what a worker answers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetero_framework import control
+from hetero_framework.core.protocol import Message, MessageType, WireTensor
+from hetero_framework.errors import HeteroError
+
+SINK, SOURCE, PEER = "hetero.sink", "hetero.source", "hetero.peer"
+_TRIPS = 10
+_ROUNDS = 3
+_TIMEOUT_S = 120.0
+_MOST_BYTES = 1 << 30
+
+Ask = Callable[[Message], Message]
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Medians: seconds there and back of a small message, bytes per second away and back."""
+
+    round_trip_s: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+
+
+def measure(ask: Ask, nbytes: int) -> LinkSpeed:
+    """Measure a link with messages of `nbytes`; `ask` sends a question and gives its answer.
+
+    The first of each kind warms the link up and does not count. A transfer's time includes one
+    round trip, which is taken off.
+    """
+    payload = (_bytes(nbytes),)
+    trips = [_seconds(ask, SINK, None) for _ in range(_TRIPS + 1)][1:]
+    round_trip_s = statistics.median(trips)
+    up = [_seconds(ask, SINK, None, payload) for _ in range(_ROUNDS + 1)][1:]
+    down = [_seconds(ask, SOURCE, {"bytes": nbytes}) for _ in range(_ROUNDS + 1)][1:]
+
+    def speed(seconds: list[float]) -> float:
+        median = statistics.median(seconds)
+        return nbytes / max(median - round_trip_s, median / 10)
+
+    return LinkSpeed(round_trip_s, speed(up), speed(down))
+
+
+def peer_question(number: int, peer: int | str, nbytes: int) -> Message:
+    """Asks a worker to measure its link to another one."""
+    return control.request(number, PEER, {"peer": peer, "bytes": nbytes})
+
+
+def peer_speed(answer: Message) -> LinkSpeed:
+    """What the worker measured. Raises UserError with its reason if it could not."""
+    return LinkSpeed(**control.result(answer))
+
+
+def answer_for_peer(
+    question: Message, ask_peer: Callable[[int | str, Message, float], Message]
+) -> Message:
+    """In the worker that was asked: measure, and answer."""
+    meta = question.meta
+    reply = {"name": PEER, "data": None, "answers": meta["request"]}
+    try:
+        peer, nbytes = meta["data"]["peer"], meta["data"]["bytes"]
+        speed = measure(lambda message: ask_peer(peer, message, _TIMEOUT_S), nbytes)
+    except (HeteroError, KeyError, TypeError, ValueError) as error:
+        text = error.message if isinstance(error, HeteroError) else repr(error)
+        return Message(MessageType.CONTROL, {**reply, "error": text})
+    return Message(MessageType.CONTROL, {**reply, "data": asdict(speed)})
+
+
+@control.on(SINK)
+def _sink(data: Any) -> None:
+    """Bytes come and are dropped."""
+
+
+@control.on(SOURCE)
+def _source(data: Any) -> control.WithTensors:
+    return control.WithTensors(None, (_bytes(data["bytes"]),))
+
+
+def _bytes(count: int) -> WireTensor:
+    if not 0 < count <= _MOST_BYTES:
+        raise ValueError(f"{count} bytes cannot be asked for")
+    return WireTensor("uint8", (count,), memoryview(bytearray(count)))
+
+
+def _seconds(ask: Ask, name: str, data: Any, tensors: tuple[WireTensor, ...] = ()) -> float:
+    _numbers[0] += 1
+    began = time.perf_counter()
+    answer = ask(control.request(_numbers[0], name, data, tensors))
+    ended = time.perf_counter()
+    try:
+        control.result(answer)
+    finally:
+        answer.release()
+    return ended - began
+
+
+_numbers = [1 << 32]  # beyond the numbers that a pipeline gives its own questions
