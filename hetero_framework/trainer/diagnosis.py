@@ -38,6 +38,7 @@ WORTH_IT = 0.05
 SAME_RESULT = frozenset({"direct", "window", "cut", "interleave", "smaller"})
 """Kinds of changes after which a run learns the same: to the last bit, or but for rounding."""
 _AS_GOOD = 0.01
+_AS_PLAYED = 1.02
 _UNEXPLAINED = 1.15
 _UNEVEN = 1.5
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -183,13 +184,14 @@ def diagnose(trace: Trace) -> Diagnosis:
         if after.step == before.step + 1
     ]
     stages = _stage_times(trace, spans)
-    boundaries = tuple(_boundary(trace, spans, k) for k in range(len(trace.stages) - 1))
+    ports = _Ports(spans)
+    boundaries = tuple(_boundary(trace, spans, ports, k) for k in range(len(trace.stages) - 1))
     pipeline_s = statistics.fmean(span.computed - span.began for span in spans)
-    plan = _Plan(stages, boundaries, shared=True)
-    if step_bound(plan.profile, m) > pipeline_s:
-        # So these links do not take turns: on one machine, or at a switch.
-        plan = replace(plan, shared=False)
+    plan = _Plan(stages, boundaries)
     window = trace.settings.get("max_in_flight")
+    played_s = _play(plan.profile, m, window)
+    if played_s > _AS_PLAYED * pipeline_s:
+        plan, played_s = _overlapping(plan, m, window, pipeline_s)
     found = Diagnosis(
         steps=tuple(step + 1 for step in steps),
         micro_batches=m,
@@ -198,14 +200,14 @@ def diagnose(trace: Trace) -> Diagnosis:
         update_s=statistics.fmean(s.ended - s.computed for s in spans),
         between_s=statistics.fmean(between) if between else None,
         bound_s=step_bound(plan.profile, m),
-        played_s=_play(plan.profile, m, window),
+        played_s=played_s,
         stages=stages,
         processes=tuple(_process_times(trace, spans, n) for n in range(len(trace.processes))),
         boundaries=boundaries,
         changes=(),
         dropped=trace.dropped,
     )
-    return replace(found, changes=tuple(_changes(trace, found, plan, window)))
+    return replace(found, changes=tuple(_changes(trace, found, plan, ports, window)))
 
 
 @dataclass(frozen=True)
@@ -343,67 +345,108 @@ def _overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
     return seconds
 
 
-def _boundary(trace: Trace, spans: Sequence[_Step], after: int) -> Boundary:
-    """What was measured between stage `after` and the next one.
+class _Ports:
+    """How fast each process's way in and way out are, by the frames that passed.
 
-    Seconds on the wire are those in which a frame came in, on the slower leg where it is relayed;
-    of all frames the lower quartile, since some share the link. The latency is the rest of the
-    quickest way from the end of a task to the tensor at its neighbour, in each step: others wait
-    for frames in front of them.
+    The tensors of several links may pass one way at the same time and slow each other down; so
+    the speed of a way is all its bytes over the time in which any were moving.
     """
+
+    def __init__(self, spans: Sequence[_Step]) -> None:
+        passed: dict[_Port, list[Event]] = {}
+        for span in spans:
+            for event in span.events:
+                if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
+                    passed.setdefault((event.process, "in"), []).append(event)
+                    if event.peer is not None:
+                        passed.setdefault((event.peer, "out"), []).append(event)
+        self._shared = {
+            port: _length(_union((e.began, e.ended) for e in events))
+            / sum(e.nbytes for e in events)
+            for port, events in passed.items()
+        }
+        self._frame = {
+            port: _lower_quartile([e.seconds / e.nbytes for e in events])
+            for port, events in passed.items()
+        }
+
+    def seconds(self, nbytes: float, way: Sequence[int]) -> float:
+        """Seconds for which so many bytes occupy the way from process to process."""
+        return nbytes * max(self._shared.get(port, 0.0) for port in _ports_of(way))
+
+    def frame_s(self, nbytes: float, way: Sequence[int]) -> float:
+        """Seconds of one frame of so many bytes, by the quicker ones that passed."""
+        return nbytes * max(self._frame.get(port, 0.0) for port in _ports_of(way))
+
+
+_Port = tuple[int, str]
+
+
+def _ports_of(way: Sequence[int]) -> list[_Port]:
+    return [
+        port for one, other in itertools.pairwise(way) for port in ((one, "out"), (other, "in"))
+    ]
+
+
+def _boundary(trace: Trace, spans: Sequence[_Step], ports: _Ports, after: int) -> Boundary:
+    """What was measured between stage `after` and the next one."""
     one, other = trace.stages[after].process, trace.stages[after + 1].process
     if one == other:
         return Boundary(after, "same process", 0.0, 0.0, 0.0, 0, 0, "", "")
-    ways = {
-        FORWARD: _Way(spans, "FORWARD", source=after, target=after + 1, receiver=other),
-        BACKWARD: _Way(spans, "BACKWARD", source=after + 1, target=after, receiver=one),
-    }
-    latencies = [way.latency_s for way in ways.values() if way.frames]
-    frames = [frame for way in ways.values() for frame in way.frames]
-    relayed = any(frame.peer not in (one, other) for frame in frames)
+    forward = _Frames(spans, "FORWARD", source=after, target=after + 1, receiver=other)
+    backward = _Frames(spans, "BACKWARD", source=after + 1, target=after, receiver=one)
+    arrived = forward.arrived + backward.arrived
+    relayed = any(event.peer not in (one, other) for event in arrived)
+    way = [one, 0, other] if relayed else [one, other]
+    forward_s = ports.seconds(forward.nbytes, way)
+    backward_s = ports.seconds(backward.nbytes, way[::-1])
+    latencies = [
+        max(0.0, frames.delay_s - seconds)
+        for frames, seconds in ((forward, forward_s), (backward, backward_s))
+        if frames.arrived
+    ]
     return Boundary(
         after,
         "relay" if relayed else "direct",
-        ways[FORWARD].wire_s,
-        ways[BACKWARD].wire_s,
+        forward_s,
+        backward_s,
         statistics.fmean(latencies) if latencies else 0.0,
-        ways[FORWARD].nbytes,
-        ways[BACKWARD].nbytes,
-        next((frame.dtype for frame in frames if frame.dtype), ""),
-        next((frame.codec for frame in frames if frame.codec), ""),
+        round(forward.nbytes),
+        round(backward.nbytes),
+        next((event.dtype for event in arrived if event.dtype), ""),
+        next((event.codec for event in arrived if event.codec), ""),
     )
 
 
-class _Way:
-    """The frames of one direction over a boundary."""
+class _Frames:
+    """The frames of one direction over a boundary: their mean size, and the shortest time from the
+    end of a task to its tensor's arrival at the neighbour in each step; others wait for frames in
+    front of them."""
 
     def __init__(
         self, spans: Sequence[_Step], what: str, *, source: int, target: int, receiver: int
     ) -> None:
-        legs: dict[int, list[float]] = {}
+        self.arrived: list[Event] = []
         delays = []
-        self.frames: list[Event] = []
         for span in spans:
             made = {
                 task.micro_batch: task.ended
                 for task in span.tasks(source)
                 if (task.kind == FORWARD) == (what == "FORWARD")
             }
-            quickest = []
-            for event in span.events:
-                if event.kind != RECEIVE or event.what != what or event.stage != target:
-                    continue
-                legs.setdefault(event.process, []).append(event.seconds)
-                if event.process == receiver:
-                    self.frames.append(event)
-                    if event.micro_batch in made:
-                        quickest.append(event.ended - made[event.micro_batch])
-            if quickest:
-                delays.append(min(quickest))
-        self.wire_s = max(map(_lower_quartile, legs.values()), default=0.0)
-        delay = statistics.median(delays) if delays else 0.0
-        self.latency_s = max(0.0, delay - self.wire_s)
-        self.nbytes = max((frame.nbytes for frame in self.frames), default=0)
+            arrived = [
+                event
+                for event in span.events
+                if (event.kind, event.what) == (RECEIVE, what)
+                and (event.stage, event.process) == (target, receiver)
+            ]
+            known = [event for event in arrived if event.micro_batch in made]
+            if known:
+                delays.append(min(event.ended - made[event.micro_batch] for event in known))
+            self.arrived += arrived
+        self.delay_s = max(0.0, statistics.median(delays)) if delays else 0.0
+        sizes = [event.nbytes for event in self.arrived]
+        self.nbytes = statistics.fmean(sizes) if sizes else 0.0
 
 
 def _lower_quartile(values: Sequence[float]) -> float:
@@ -415,11 +458,10 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is played. `shared`: a device's links take turns, as on one network card."""
+    """What is played."""
 
     stages: tuple[StageTimes, ...]
     boundaries: tuple[Boundary, ...]
-    shared: bool
 
     @property
     def profile(self) -> Profile:
@@ -427,13 +469,11 @@ class _Plan:
             [stage.forward_s for stage in self.stages],
             [stage.backward_s for stage in self.stages],
             devices=[stage.process for stage in self.stages],
-            hops=[self._hop(boundary) for boundary in self.boundaries],
+            hops=[
+                Hop(b.forward_s, b.backward_s, b.latency_s, 0 if b.way == "relay" else None)
+                for b in self.boundaries
+            ],
         )
-
-    def _hop(self, b: Boundary) -> Hop:
-        if not self.shared:
-            return Hop(latency_s=b.latency_s + (b.forward_s + b.backward_s) / 2)
-        return Hop(b.forward_s, b.backward_s, b.latency_s, 0 if b.way == "relay" else None)
 
     def scaled(self, work: float, bytes_: float) -> _Plan:
         """All stages' seconds times `work`, all boundaries' times `bytes_`."""
@@ -459,6 +499,40 @@ def _play(profile: Profile, micro_batches: int, window: int | None) -> float:
     return played.seconds
 
 
+def _overlapping(
+    plan: _Plan, micro_batches: int, window: int | None, pipeline_s: float
+) -> tuple[_Plan, float]:
+    """The plan with as much of the time on the wire at the same time as other frames' as makes it
+    no slower than what was measured, and its seconds when played.
+
+    What is played has the frames of a process take turns. Several links may move several at once.
+    """
+
+    def overlapping(share: float) -> _Plan:
+        return replace(
+            plan,
+            boundaries=tuple(
+                replace(
+                    b,
+                    forward_s=b.forward_s * (1 - share),
+                    backward_s=b.backward_s * (1 - share),
+                    latency_s=b.latency_s + share * (b.forward_s + b.backward_s) / 2,
+                )
+                for b in plan.boundaries
+            ),
+        )
+
+    low, high = 0.0, 1.0
+    for _ in range(5):
+        middle = (low + high) / 2
+        if _play(overlapping(middle).profile, micro_batches, window) > pipeline_s:
+            low = middle
+        else:
+            high = middle
+    chosen = overlapping(high)
+    return chosen, _play(chosen.profile, micro_batches, window)
+
+
 @dataclass(frozen=True)
 class _Idea:
     kind: str
@@ -469,14 +543,16 @@ class _Idea:
     """Samples in a step over those of now."""
 
 
-def _changes(trace: Trace, found: Diagnosis, plan: _Plan, window: int | None) -> Iterator[Change]:
+def _changes(
+    trace: Trace, found: Diagnosis, plan: _Plan, ports: _Ports, window: int | None
+) -> Iterator[Change]:
     """Every change that can be made here with its prediction, those that ask least first."""
     between = found.between_s or 0.0
     now = found.step_s + between
     scale = found.pipeline_s / found.played_s if found.played_s else 1.0
     m, rows = found.micro_batches, trace.settings.get("per_device_train_batch_size")
     ideas = [
-        _direct(trace, plan, m),
+        _direct(trace, plan, ports, m),
         _window(plan, m, window),
         _cut(trace, plan, m),
         _interleaved(plan, m),
@@ -497,15 +573,28 @@ def _changes(trace: Trace, found: Diagnosis, plan: _Plan, window: int | None) ->
             yield Change(idea.kind, idea.text, step, gain)
 
 
-def _direct(trace: Trace, plan: _Plan, micro_batches: int) -> _Idea | None:
+def _direct(trace: Trace, plan: _Plan, ports: _Ports, micro_batches: int) -> _Idea | None:
     relayed = [b for b in plan.boundaries if b.way == "relay"]
     if not relayed:
         return None
-    # Half of the latency, since there are two legs; the speed of the new link cannot be known.
-    changed = tuple(
-        replace(b, way="direct", latency_s=b.latency_s / 2) if b.way == "relay" else b
-        for b in plan.boundaries
-    )
+
+    def direct(b: Boundary) -> Boundary:
+        # How fast the new link is nobody knows: it is taken to be as fast as the two machines'
+        # other links were at their best, and its way half as long, since it has half the legs.
+        way = [plan.stages[b.after].process, plan.stages[b.after + 1].process]
+        frames = [
+            ports.frame_s(b.forward_bytes, way),
+            ports.frame_s(b.backward_bytes, way[::-1]),
+        ]
+        forward_s, backward_s = map(min, zip((b.forward_s, b.backward_s), frames, strict=True))
+        delay = b.latency_s + (b.forward_s + b.backward_s) / 2
+        delay = min(delay, max(delay / 2, statistics.fmean(frames)))
+        latency_s = max(0.0, delay - (forward_s + backward_s) / 2)
+        return replace(
+            b, way="direct", forward_s=forward_s, backward_s=backward_s, latency_s=latency_s
+        )
+
+    changed = tuple(direct(b) if b.way == "relay" else b for b in plan.boundaries)
     pairs = [sorted(plan.stages[k].process for k in (b.after, b.after + 1)) for b in relayed]
     names = list(
         dict.fromkeys(" and ".join(trace.processes[n].name for n in pair) for pair in pairs)
