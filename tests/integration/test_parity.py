@@ -91,6 +91,26 @@ def test_worker_listed_twice_and_local_at_the_end_equal_one_process(losses) -> N
     assert losses([], "cut", shard_plan=plan, adapter=LORA) == losses([], "whole", adapter=LORA)
 
 
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_a_loss_in_pieces_and_stages_that_recompute_equal_one_process(
+    adapter, losses, tmp_path
+) -> None:
+    sections = {"adapter": adapter, "training": {"loss_chunk_tokens": 16}}
+    whole = losses([], "whole", **sections)
+    plan = [
+        {"id": "local", "start": 0, "end": 2, "gradient_checkpointing": True},
+        {"id": 1, "start": 2, "end": 4},
+        {"id": 2, "start": 4, "end": 6, "gradient_checkpointing": True},
+    ]
+    assert losses([], "cut", shard_plan=plan, **sections) == whole
+    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    in_one = losses([], "in one", adapter=adapter, training={"loss_chunk_tokens": None})
+    assert in_one != whole
+    assert [loss for loss, _, _ in in_one] == pytest.approx(
+        [loss for loss, _, _ in whole], rel=1e-4
+    )
+
+
 def test_adapter_to_start_from_is_needed_on_the_coordinator_only(
     pool, llama, texts, tmp_path
 ) -> None:
