@@ -1,0 +1,381 @@
+"""Links between workers, over real sockets of this machine."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.core import transport
+from hetero_framework.core.protocol import HANDSHAKE_MAX_FRAME_BYTES, Message, MessageType
+from hetero_framework.core.transport import Link, Listener
+from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
+from hetero_framework.trainer import messages
+from hetero_framework.trainer.meeting import Introduced, PeerLinks
+from hetero_framework.trainer.verbs import StepInfo
+from tests.samples import free_ports
+
+WAIT_S = 10.0
+LARGEST = 1 << 20
+INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=8)
+TENSOR = torch.arange(6.0).view(1, 2, 3)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
+        pause.wait(0.005)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test ends with the threads that it began with, and soon."""
+    monkeypatch.setattr(transport, "_TICK_S", 0.02)
+    threads = set(threading.enumerate())
+    yield
+    wait_until(lambda: set(threading.enumerate()) <= threads, "threads ended")
+
+
+def boundary(kind: MessageType = MessageType.FORWARD) -> Message:
+    return messages.boundary_message(kind, INFO, 2, 0, [TENSOR])
+
+
+class Machine:
+    """A worker, as far as its peers can tell: it listens, and lets `PeerLinks` decide."""
+
+    def __init__(self, me: int | str, run_id: str | None = "run") -> None:
+        self.links = PeerLinks(me, self._start, self._introduced)
+        self.links.run_id = run_id
+        self.tensors: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[int | str | None] = queue.SimpleQueue()
+        self.introduced: queue.SimpleQueue[Introduced] = queue.SimpleQueue()
+        self.refusals: list[str] = []
+        self.answers_hello = True
+        self.greeted = threading.Event()
+        self.open: list[Link] = []
+        self._listener = Listener("127.0.0.1", 0)
+        self.port = self._listener.port
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        self.links.close()
+        self.stop_listening()
+        for link in self.open:
+            link.close(drain_s=0)
+
+    def stop_listening(self) -> None:
+        self._listener.close()
+        self._acceptor.join(WAIT_S)
+
+    def entry(self, me: int | str, port: int | None = None) -> dict[str, Any]:
+        return {"id": me, "ip": "127.0.0.1", "port": port or self.port}
+
+    def dial(self, *peers: dict[str, Any], timeout_s: float = WAIT_S) -> list[dict[str, Any]]:
+        """Dial these and return the answer for the coordinator."""
+        self.links.dial(list(peers), timeout_s, LARGEST)
+        return self.introduced.get(timeout=WAIT_S).results
+
+    def _introduced(self, introduced: Introduced) -> None:
+        self.introduced.put(introduced)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock = self._listener.accept()
+            except NetworkError:
+                return
+            self._start(sock, "somebody", HANDSHAKE_MAX_FRAME_BYTES)
+
+    def _start(self, sock: Any, name: str, max_frame_bytes: int) -> Link:
+        made = threading.Event()
+        links: list[Link] = []
+
+        def tell(message: Message | None) -> None:
+            made.wait()
+            self._hear(links[0], message)
+
+        link = Link(sock, name, tell, lambda reason: tell(None), max_frame_bytes=max_frame_bytes)
+        links.append(link)
+        self.open.append(link)
+        made.set()
+        return link
+
+    def _hear(self, link: Link, message: Message | None) -> None:
+        if self.links.answers(link, message):
+            return
+        if message is None:
+            if (worker := self.links.lost(link)) is not None:
+                self.lost.put(worker)
+        elif message.type is MessageType.PEER_HELLO:
+            self._greet(link, message)
+        elif self.links.receive(link, message):
+            self.tensors.put(message)
+
+    def _greet(self, link: Link, hello: Message) -> None:
+        self.greeted.set()
+        if not self.answers_hello:
+            return
+        try:
+            self.links.accept(link, hello)
+        except HeteroError as error:
+            self.refusals.append(error.message)
+            meta = {"code": "peer", "message": error.message, "hint": error.hint}
+            link.send(Message(MessageType.REJECT, meta))
+
+
+@pytest.fixture
+def machine() -> Iterator[Callable[..., Machine]]:
+    with ExitStack() as stack:
+
+        def make(*args: Any) -> Machine:
+            made = Machine(*args)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def pair(machine: Callable[..., Machine]) -> tuple[Machine, Machine]:
+    return machine(1), machine("box")
+
+
+def link_up(one: Machine, other: Machine, name: int | str = "box") -> None:
+    assert one.dial(other.entry(name)) == [{"id": name, "problem": None}]
+
+
+# ---- meeting
+
+
+@pytest.mark.parametrize("kind", [MessageType.FORWARD, MessageType.BACKWARD])
+def test_tensors_go_both_ways_over_the_link(
+    pair: tuple[Machine, Machine], kind: MessageType
+) -> None:
+    one, other = pair
+    link_up(one, other)
+    for sender, receiver, name in ((one, other, "box"), (other, one, 1)):
+        written = threading.Event()
+        sender.links.send(name, boundary(kind), written.set)
+        message = receiver.tensors.get(timeout=WAIT_S)
+        assert message.type is kind
+        assert bytes(message.tensors[0].data) == bytes(boundary().tensors[0].data)
+        assert written.wait(WAIT_S)
+        assert sender.links.bytes_sent() > TENSOR.nbytes
+
+
+def test_frames_up_to_the_agreed_size_pass(pair: tuple[Machine, Machine]) -> None:
+    """Both sides have left the small limit of the handshake; beyond the agreed one is an error."""
+    one, other = pair
+    link_up(one, other)
+    large = torch.zeros(HANDSHAKE_MAX_FRAME_BYTES)
+    for sender, receiver, name in ((one, other, "box"), (other, one, 1)):
+        message = messages.boundary_message(MessageType.FORWARD, INFO, 2, 0, [large])
+        sender.links.send(name, message)
+        assert receiver.tensors.get(timeout=WAIT_S).payload_bytes == large.nbytes
+        message = messages.boundary_message(
+            MessageType.FORWARD, INFO, 2, 0, [torch.zeros(LARGEST // 4)]
+        )
+        with pytest.raises(ProtocolError, match="agreed"):
+            sender.links.send(name, message)
+
+
+def test_several_are_dialled_at_once_and_each_has_its_answer(
+    machine: Callable[..., Machine],
+) -> None:
+    one, other, third = machine(1), machine(2), machine(3, "another run")
+    [port] = free_ports(1)
+    results = one.dial(other.entry(2), third.entry(3), other.entry(4, port), timeout_s=0.5)
+    assert [entry["id"] for entry in results] == [2, 3, 4]
+    assert results[0]["problem"] is None
+    assert "another run" in results[1]["problem"]
+    assert "nothing listens on that port" in results[2]["problem"]
+
+
+def test_dialling_nobody_is_answered(machine: Callable[..., Machine]) -> None:
+    assert machine(1).dial() == []
+
+
+@pytest.mark.parametrize(
+    ("other", "name", "problem"),
+    [
+        (("box", "another run"), "box", "this worker serves another run, or none"),
+        (("box", None), "box", "this worker serves another run, or none"),
+        (("tower",), "box", "this is worker tower, not box"),
+    ],
+)
+def test_stranger_is_refused_and_both_sides_know_why(
+    machine: Callable[..., Machine], other: tuple[Any, ...], name: str, problem: str
+) -> None:
+    one, stranger = machine(1), machine(*other)
+    assert one.dial(stranger.entry(name)) == [{"id": name, "problem": problem}]
+    assert stranger.refusals == [problem]
+    one.links.send(name, boundary())  # nobody is there; nothing happens
+    assert one.links.bytes_sent() == stranger.links.bytes_sent() == 0
+
+
+def test_number_and_text_of_an_id_are_the_same_worker(machine: Callable[..., Machine]) -> None:
+    one, other = machine(1), machine(2)
+    assert one.dial(other.entry("2")) == [{"id": "2", "problem": None}]
+
+
+def test_other_version_is_refused(pair: tuple[Machine, Machine], monkeypatch: Any) -> None:
+    one, other = pair
+    monkeypatch.setattr("hetero_framework.trainer.meeting.PROTOCOL_VERSION", 99)
+    [entry] = one.dial(other.entry("box"))
+    assert "version 99" in entry["problem"]
+
+
+def test_one_that_does_not_listen_is_told(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    [port] = free_ports(1)
+    [entry] = one.dial(other.entry("box", port), timeout_s=0.3)
+    assert "worker box" in entry["problem"]
+    assert "nothing listens on that port" in entry["problem"]
+
+
+def test_one_that_does_not_answer_is_told(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    other.answers_hello = False
+    assert one.dial(other.entry("box"), timeout_s=0.3) == [
+        {"id": "box", "problem": "it did not answer"}
+    ]
+
+
+def test_one_that_hangs_up_is_told_at_once(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    other.answers_hello = False
+    one.links.dial([other.entry("box")], WAIT_S, LARGEST)
+    assert other.greeted.wait(WAIT_S)
+    began = time.monotonic()
+    other.open[0].close(drain_s=0)
+    [entry] = one.introduced.get(timeout=WAIT_S).results
+    assert entry["problem"] is not None
+    assert time.monotonic() - began < WAIT_S / 2
+
+
+def test_one_that_cannot_reach_the_other_may_be_reached_by_it(
+    pair: tuple[Machine, Machine],
+) -> None:
+    one, other = pair
+    other.stop_listening()
+    [entry] = one.dial(other.entry("box"), timeout_s=0.3)
+    assert entry["problem"] is not None
+    link_up(other, one, 1)
+    one.links.send("box", boundary())
+    assert other.tensors.get(timeout=WAIT_S).type is MessageType.FORWARD
+
+
+def test_new_link_takes_the_place_of_the_old_one(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    link_up(one, other)
+    [first] = one.open
+    link_up(one, other)
+    wait_until(lambda: first.closed, "the first link closed")
+    one.links.send("box", boundary())
+    assert other.tensors.get(timeout=WAIT_S).type is MessageType.FORWARD
+
+
+# ---- while it lasts
+
+
+def test_link_that_breaks_is_reported_at_both_ends(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    link_up(one, other)
+    one.open[0]._socket.shutdown(socket.SHUT_RDWR)
+    assert one.lost.get(timeout=WAIT_S) == "box"
+    assert other.lost.get(timeout=WAIT_S) == 1
+    one.links.send("box", boundary())  # its loss has been reported
+    assert not one.links.knows(one.open[0])
+
+
+def test_sending_over_a_link_that_has_just_gone_is_no_error(
+    pair: tuple[Machine, Machine],
+) -> None:
+    one, other = pair
+    link_up(one, other)
+    one.open[0].close(drain_s=0)
+    one.links.send("box", boundary())
+    one.links.ping()
+
+
+def test_goodbye_ends_the_link_without_a_report(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    link_up(one, other)
+    one.links.close()
+    wait_until(lambda: other.open[0].closed, "the other end closed")
+    assert not other.links.knows(other.open[0])
+    for end in pair:
+        with pytest.raises(queue.Empty):
+            end.lost.get(timeout=0.05)
+    assert one.links.run_id is None
+
+
+def test_message_out_of_order_is_refused(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    link_up(one, other)
+    message = messages.loss_message(INFO, 0, 0.5)
+    with pytest.raises(ProtocolError, match="sent LOSS out of order: FLOWING"):
+        other.links.receive(other.open[0], message)
+
+
+def test_ping_measures_the_round_trip(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    link_up(one, other)
+    assert one.links.round_trips() == {}
+    one.links.ping()
+    wait_until(lambda: "box" in one.links.round_trips(), "a round trip")
+    assert 0 < one.links.round_trips()["box"] < WAIT_S
+
+
+def test_frames_are_watched_with_the_name_of_the_peer(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    seen: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    for end in pair:
+        end.links.watch = lambda peer: lambda way, m, *_: seen.put((peer, way, m.type.name))
+    link_up(one, other)
+    one.links.send("box", boundary())
+    found = {seen.get(timeout=WAIT_S), seen.get(timeout=WAIT_S)}
+    assert found == {("box", "send", "FORWARD"), (1, "receive", "FORWARD")}
+
+
+# ---- the end of a run
+
+
+def test_dialling_stops_when_the_run_is_over(pair: tuple[Machine, Machine]) -> None:
+    """Nobody hears of it any more: the coordinator that asked is gone."""
+    one, other = pair
+    other.answers_hello = False
+    one.links.dial([other.entry("box")], 60.0, LARGEST)
+    assert other.greeted.wait(WAIT_S)
+    one.links.close()
+    wait_until(
+        lambda: "dial peers" not in {t.name for t in threading.enumerate()}, "dialling stopped"
+    )
+    assert one.introduced.empty()
+    assert one.open[0].closed
+
+
+def test_welcome_that_comes_when_the_run_is_over_opens_no_link(
+    pair: tuple[Machine, Machine],
+) -> None:
+    one, other = pair
+    greet = other.links.accept
+
+    def late(link: Link, hello: Message) -> None:
+        one.links.close()
+        greet(link, hello)
+
+    other.links.accept = late  # type: ignore[method-assign]
+    one.links.dial([other.entry("box")], WAIT_S, LARGEST)
+    wait_until(lambda: bool(one.open) and one.open[0].closed, "the link closed")
+    assert not one.links.knows(one.open[0])
