@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_framework.core.dal import Device, Mark, open_device
-from hetero_framework.core.trace import BACKWARD, FORWARD, FORWARD_BACKWARD, Recorder
+from hetero_framework.core.trace import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
 from hetero_framework.errors import HeteroError, ModelError, ResourceError
 from hetero_framework.trainer.runner import Arrival, StageRunner, StageTimes
 from hetero_framework.trainer.schedule import PORTFOLIO, Policy
@@ -76,7 +76,9 @@ class FakeStage:
     def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
         return GradientReport(torch.zeros(0))
 
-    def commit(self, learning_rate: float, grad_scale: float) -> None: ...
+    def commit(self, learning_rate: float, grad_scale: float) -> None:
+        self.calls.append(("commit", learning_rate, grad_scale))
+
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return []
 
@@ -621,3 +623,16 @@ def test_time_of_a_task_ends_before_its_result_is_sent() -> None:
     feed(runner, 0, Buffers(), 1)
     runner.run_next()
     assert order == ["mark", "mark", "sent"]
+
+
+def test_commit_is_recorded_while_the_step_is() -> None:
+    for steps, kinds in ((-1, [COMMIT]), (0, [])):
+        recorder, stage = Recorder(steps), FakeStage(1)
+        runner, _ = make_runner([stage], device=QueuedDevice(at_once=True), recorder=recorder)
+        runner.begin(TRAIN, ORDERS)
+        runner.commit(stage, 1e-3, 0.5)
+        assert stage.calls[-1] == ("commit", 1e-3, 0.5)
+        spans = recorder.take()
+        assert [(span["kind"], span["stage"], span["step"]) for span in spans] == [
+            (kind, 1, 3) for kind in kinds
+        ]
