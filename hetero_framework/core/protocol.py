@@ -125,7 +125,9 @@ class Kind:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    if type(value) is not int and (not isinstance(value, int) or isinstance(value, bool)):
+        return False
+    return 0 <= value < 2**63
 
 
 def _is_float(value: Any) -> bool:
@@ -138,6 +140,13 @@ def _is_list_of(kind: Kind) -> Callable[[Any], bool]:
 
 def _list_of(kind: Kind) -> Kind:
     return Kind(f"list of {kind.name}", _is_list_of(kind))
+
+
+def _map_of(kind: Kind) -> Kind:
+    return Kind(
+        f"map to {kind.name}",
+        lambda value: isinstance(value, dict) and all(map(kind.accepts, value.values())),
+    )
 
 
 def _or_none(kind: Kind) -> Kind:
@@ -309,7 +318,7 @@ SPEC: dict[MessageType, MessageSpec] = {
         "again at the other end; `ones` are tensors of the value 1, of which only the shape "
         "travels.",
         COORDINATOR,
-        {**_STEP, "stage": INT, "micro_batch": INT, "names": NAMES, "ones": MAP},
+        {**_STEP, "stage": INT, "micro_batch": INT, "names": NAMES, "ones": _map_of(_list_of(INT))},
         tensors=_MANY,
         named=True,
     ),
@@ -541,7 +550,7 @@ class Message:
 
     @property
     def payload_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum([tensor.nbytes for tensor in self.tensors]) if self.tensors else 0
 
     def forward_buffers(self) -> list[bytes | memoryview]:
         """The very bytes that were received, for a relay. ProtocolError after `release`."""
@@ -597,7 +606,7 @@ def _check_fields(kind: MessageType, meta: Any, num_tensors: int) -> None:
     spec = SPEC.get(kind)
     if spec is None:
         raise ProtocolError(f"unknown message type {kind!r}")
-    name = kind.name
+    name = kind._name_  # `name` takes two calls
     if not isinstance(meta, dict):
         raise ProtocolError(f"{name}: the fields must be a map, got {_shown(meta)}")
     _check_map(name, meta, 0)
@@ -635,6 +644,7 @@ def _wrong_field(name: str, key: str, kind: Kind, value: Any) -> ProtocolError:
 
 
 _SIMPLE = (bool, float, str, bytes, type(None))
+_SURE = frozenset(_SIMPLE)
 
 
 def _check_plain(name: str, value: Any, depth: int) -> None:
@@ -659,7 +669,7 @@ def _check_map(name: str, value: dict[Any, Any], depth: int) -> None:
     for key, item in value.items():
         if not isinstance(key, str):
             raise ProtocolError(f"{name}: map keys must be strings, got {_shown(key)}")
-        if not isinstance(item, _SIMPLE) and not _is_int(item):
+        if type(item) not in _SURE and not (type(item) is int and 0 <= item < 2**63):
             _check_plain(name, item, depth + 1)
 
 

@@ -460,7 +460,8 @@ class Link:
         nbytes = sum(map(len, buffers))
         traced = message if len(buffers) > 1 else None
         with self._changed:
-            self._wait_for_room(nbytes)
+            if self._queue or self.closed:
+                self._wait_for_room(nbytes)
             began = time.perf_counter()
             sent = self._write_now(buffers)
             if sent == nbytes:
