@@ -289,6 +289,7 @@ HIDDEN = {**STEP, "stage": 1, "micro_batch": 0}
         ({"t": 13, "m": HIDDEN, "x": [[8, [0]]] * 3}, b"", "BACKWARD: 1 to 2 tensors expected"),
         ({"t": 12, "m": {**HIDDEN, "codec": 1}, "x": [[8, [0]]]}, b"", "'codec' must be string"),
         ({"t": 12, "m": {**HIDDEN, "shape": [-1]}, "x": [[8, [0]]]}, b"", "'shape' must be list"),
+        ({"t": 11, "m": {**HIDDEN, "names": [], "ones": {"a": 3}}, "x": []}, b"", "map to list of"),
         ({"t": 40, "m": {"ping": "now"}, "x": []}, b"", "'ping' must be float, got 'now'"),
         ({"t": 12, "m": HIDDEN, "x": [[77, [1]]]}, b"", "unknown dtype code 77"),
         ({"t": 12, "m": HIDDEN, "x": [[1, [-1]]]}, b"", "non-negative ints"),
