@@ -6,7 +6,7 @@ is written by hand. A test checks that the page agrees with the code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from hetero_framework.core import protocol, session
@@ -73,9 +73,20 @@ def _fields(remark: str, fields: Mapping[str, Kind]) -> list[str]:
 
 
 def _order() -> str:
-    lines = ["| phase | meaning | coordinator may send | worker may send |\n|---|---|---|---|\n"]
-    for phase in session.Phase:
-        cells = [_moves(phase, role) for role in (protocol.COORDINATOR, protocol.WORKER)]
+    peers = session.PEER_PHASES
+    star = [phase for phase in session.Phase if phase not in peers]
+    ends = (session.Phase.OPEN, *peers, session.Phase.CLOSED)
+    return (
+        _order_of(star, protocol.COORDINATOR, protocol.WORKER)
+        + "\nOn a link between two workers:\n\n"
+        + _order_of(ends, protocol.DIALLER, protocol.LISTENER)
+    )
+
+
+def _order_of(phases: Iterable[session.Phase], one: str, other: str) -> str:
+    lines = [f"| phase | meaning | {one} may send | {other} may send |\n|---|---|---|---|\n"]
+    for phase in phases:
+        cells = [_moves(phase, role) for role in (one, other)]
         lines.append(f"| {phase.name} | {phase.value} | {cells[0]} | {cells[1]} |\n")
     return "".join(lines)
 

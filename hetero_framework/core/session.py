@@ -31,7 +31,7 @@ from hetero_framework.errors import ProtocolError
 class Phase(Enum):
     """Where a connection stands."""
 
-    OPEN = "connected; HELLO comes first"
+    OPEN = "connected; HELLO comes first, between workers PEER_HELLO"
     GREETING = "HELLO is sent; the worker answers"
     WELCOMED = "the worker accepted; SETUP follows, or ABORT or COMMIT after a lost link"
     LOADING = "the worker loads its stages"
@@ -52,7 +52,8 @@ _AFTER_WELCOME = (_M.LOG, _M.CONTROL, _M.PEER_LOST)
 _STATE = (_M.STATE_REQUEST, _M.STATE, _M.LOAD_STATE, _M.STATE_LOADED)
 _BOUNDARY = (_M.FORWARD, _M.BACKWARD)
 _DATA = (_M.INPUTS, *_BOUNDARY)
-_PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
+PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
+"""Of a link between two workers."""
 
 
 def _order() -> dict[Phase, dict[MessageType, Phase]]:
@@ -108,7 +109,7 @@ def _order() -> dict[Phase, dict[MessageType, Phase]]:
             continue
         table.update(dict.fromkeys(_ANYTIME, phase))
         table[_M.BYE] = Phase.CLOSED
-        if phase not in (Phase.OPEN, Phase.GREETING, *_PEER_PHASES):
+        if phase not in (Phase.OPEN, Phase.GREETING, *PEER_PHASES):
             table.update(dict.fromkeys(_AFTER_WELCOME, phase))
     return moves
 
