@@ -116,8 +116,8 @@ def estimate_memory(
 ) -> list[StageMemory]:
     """Memory of every stage of `config`; loads nothing.
 
-    `in_flight` are the micro-batches that each stage holds at once; by default `window` of them
-    (default: max_in_flight, else twice the stages), but one on the last stage and never more than
+    `in_flight` are the micro-batches that each stage may hold at once; by default `window` of them
+    (default: max_in_flight, else twice the stages). The last stage holds one, and none more than
     a step has. `tokens` is the longest sample (default: data.max_length), `plan` saves planning
     the adapter again. Checkpointing "auto" counts as none. Raises as `plan_adapter` and
     `learn_anatomy`.
@@ -130,13 +130,12 @@ def estimate_memory(
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
     if window is None:
         window = config.training.max_in_flight or 2 * len(stages)
-    if in_flight is None:
-        held = min(window, config.training.gradient_accumulation_steps)
-        in_flight = [1 if spec.is_last else held for spec in stages]
+    most = config.training.gradient_accumulation_steps
     shapes = _Shapes(model_config, config.model, plan)
     found = []
     differentiates = False
-    for spec, held in zip(stages, in_flight, strict=True):
+    for spec, held in zip(stages, in_flight or [window] * len(stages), strict=True):
+        held = 1 if spec.is_last else min(held, most)
         differentiates |= any(shapes.holds(name, shard_range(spec)) for name in shapes.trainable)
         found.append(_stage_memory(spec, shapes, config, held, tokens, differentiates))
     return found

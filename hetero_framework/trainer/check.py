@@ -14,12 +14,13 @@ from hetero_framework.config import Config, Machine, check_plan
 from hetero_framework.core.dal import open_device
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import ConfigError, DeviceError
-from hetero_framework.models.memory import StageMemory, estimate_memory
+from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
 from hetero_framework.models.shard import load_model_config, num_layers
 from hetero_framework.trainer.doctor import gib
 from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.optimizer import check_optimizer
 from hetero_framework.trainer.pace import assumed_profile
+from hetero_framework.trainer.preparation import settle_pieces
 from hetero_framework.trainer.roles import Role, decide_role
 from hetero_framework.trainer.schedule import tune
 
@@ -44,7 +45,11 @@ def check(config: Config) -> dict[str, Any]:
     else:
         model_config = load_model_config(config.model, config.base_dir)
         check_plan(config, num_layers(model_config))
+        tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+        config = settle_pieces(config, model_config, tokens, notes.append)
         memory = estimate_memory(config, model_config, in_flight=schedule["held"])
+        if any(config.checkpointing(spec.index) == "auto" for spec in config.stages()):
+            notes.append("memory is shown without gradient checkpointing, which may lessen it")
     processes = _processes(config, memory)
     role = _role(config)
     if config.data is None:

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
-from transformers import BloomConfig, GPT2Config, LlamaConfig
+from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError, DataError, PlanError
+from hetero_framework.models.memory import estimate_memory
+from hetero_framework.models.tiny import tiny_config
 from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.preparation import (
     Prepared,
     check_memory,
     check_positions,
+    fit_devices,
     largest_frame,
+    settle_pieces,
     without_padding,
 )
 
@@ -45,7 +52,8 @@ def config(**training) -> Config:
                 {"id": "local", "start": 0, "end": 2},
                 {"id": 1, "start": 2, "end": 4},
             ],
-            "model": {"from_config": {"model_type": "llama"}},
+            "model": {"from_config": {"model_type": "llama"}, "tokenizer": "tokenizer"},
+            "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
             "training": training,
         }
     )
@@ -72,16 +80,88 @@ def test_without_padding_is_refused_where_samples_meet() -> None:
 
 
 def test_check_memory_counts_processes_on_one_device_together() -> None:
-    from hetero_framework.models.memory import estimate_memory
-
     cfg = config()
     memory = estimate_memory(cfg, LLAMA, tokens=8)
     parts = Prepared(cfg, LLAMA, None, None, None, memory, 0)  # type: ignore[arg-type]
     total = sum(m.total for m in memory)
-    fact = MachineFacts("cpu", "a processor", total, total)
-    check_memory(parts, {"local": fact, 1: fact})
+    enough = MachineFacts("cpu", "a processor", total, total)
+    check_memory(parts, {"local": enough, 1: enough})
     less = MachineFacts("cpu", "a processor", total, total - 1)
     with pytest.raises(PlanError, match="worker 1 has"):
         check_memory(parts, {"local": less, 1: less})
     other = MachineFacts("cuda:0", "a card", total, memory[1].total)
     check_memory(parts, {"local": MachineFacts("cpu", "", total, memory[0].total), 1: other})
+
+
+def prepared(cfg: Config, tokens: int) -> Prepared:
+    memory = estimate_memory(cfg, LLAMA, tokens=tokens)
+    data = SimpleNamespace(row_tokens=tokens)
+    return Prepared(cfg, LLAMA, None, data, None, memory, 0)  # type: ignore[arg-type]
+
+
+def fact(device: str, free: int) -> MachineFacts:
+    return MachineFacts(device, "a device", free, free)
+
+
+def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it() -> None:
+    training = {"gradient_accumulation_steps": 4, "max_in_flight": 4}
+    cfg = config(**training, gradient_checkpointing="auto")
+    parts = prepared(cfg, 512)
+    need = [m.total for m in parts.memory]
+    notes: list[str] = []
+    enough = {"local": fact("cuda:0", need[0]), 1: fact("cuda:1", need[1])}
+    fitted = fit_devices(parts, enough, notes.append)
+    assert [fitted.config.checkpointing(k) for k in range(2)] == [False, False]
+    little = {"local": fact("cuda:0", need[0] - 1), 1: fact("cuda:1", need[1])}
+    fitted = fit_devices(parts, little, notes.append)
+    assert [fitted.config.checkpointing(k) for k in range(2)] == [True, False]
+    assert fitted.memory[0].total < need[0]
+    assert fitted.memory[1].total == need[1]
+    assert notes[0] == "gradient checkpointing: no stage needs it"
+    assert notes[1].endswith("to fit the memory: stage 0")
+    nothing = {"local": fact("cuda:0", 1000), 1: fact("cuda:1", 1000)}
+    with pytest.raises(PlanError, match="the coordinator has"):
+        fit_devices(parts, nothing, notes.append)
+
+
+def test_a_stage_keeps_its_own_checkpointing_under_auto() -> None:
+    cfg = config(gradient_checkpointing="auto")
+    own = cfg.shard_plan[0].model_copy(update={"gradient_checkpointing": False})
+    cfg = cfg.model_copy(update={"shard_plan": (own, cfg.shard_plan[1])})
+    parts = prepared(cfg, 512)
+    with pytest.raises(PlanError, match="stage 0"):
+        fit_devices(parts, {"local": fact("cuda:0", 1000), 1: fact("cuda:1", 1 << 40)}, print)
+
+
+def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
+    parts = prepared(config(gradient_accumulation_steps=8), 512)
+    first, last = parts.memory
+    assert first.in_flight == 4
+    room = {"local": fact("cuda:0", first.holding(3).total), 1: fact("cuda:1", last.total)}
+    fitted = fit_devices(parts, room, print)
+    assert fitted.most_held is not None
+    assert fitted.most_held[0] == 3
+    assert fitted.memory[0] == first.holding(3)
+    chosen = prepared(config(gradient_accumulation_steps=8, max_in_flight=4), 512)
+    with pytest.raises(PlanError, match="the coordinator has"):
+        fit_devices(chosen, room, print)
+
+
+def test_pieces_of_the_loss_are_settled_before_any_process_starts() -> None:
+    notes: list[str] = []
+
+    def settled(model_config: PretrainedConfig, tokens: int, **training: Any) -> int | None:
+        cfg = config(per_device_train_batch_size=2, **training)
+        return settle_pieces(cfg, model_config, tokens, notes.append).training.loss_chunk_tokens  # type: ignore[return-value]
+
+    assert settled(LLAMA, 12) is None
+    assert settled(LLAMA, 12, loss_chunk_tokens=24) is None
+    assert settled(LLAMA, 12, loss_chunk_tokens=None) is None
+    assert notes == []
+    assert settled(LLAMA, 12, loss_chunk_tokens=23) == 23
+    assert settled(LLAMA, 1 << 20) == (1 << 26) // 64
+    evaluating = {"per_device_eval_batch_size": 4, "eval_strategy": "epoch"}
+    assert settled(LLAMA, 12, loss_chunk_tokens=24, **evaluating) == 24
+    assert notes == [f"the logits of {n} tokens exist at once" for n in (23, 1 << 20, 24)]
+    assert settled(tiny_config("xlm"), 64, loss_chunk_tokens=8) is None
+    assert "the loss would differ" in notes[-1]
