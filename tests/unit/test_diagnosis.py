@@ -155,6 +155,20 @@ def test_slow_relay_asks_for_direct_links(tmp_path: Path) -> None:
     assert change.step_s == pytest.approx(direct.step_s, rel=0.03)
 
 
+def test_a_relay_at_its_limit_is_to_blame(tmp_path: Path) -> None:
+    """Five frames a micro-batch leave the coordinator's one network card: 150 ms for 60 of work."""
+    slow: dict[str, Any] = {"m": 24, "layers": 1, "wire_s": 0.03, "turns": True}
+    d = found(tmp_path, **slow)
+    direct = found(tmp_path / "direct", **slow, relay=False)
+    assert d.pipeline_s > 24 * 0.15
+    assert d.bound_s == pytest.approx(d.pipeline_s, rel=0.1)
+    assert d.best is not None
+    assert d.best.kind in ("direct", "int8")
+    assert gain(d, "direct") > 0.5
+    predicted = next(change for change in d.changes if change.kind == "direct").step_s
+    assert predicted == pytest.approx(direct.step_s, rel=0.15)
+
+
 def test_slow_link_asks_for_a_codec(tmp_path: Path) -> None:
     """One micro-batch in flight: everything on the wire is waited for."""
     d = found(tmp_path, p=2, m=8, layers=1, window=1, wire_s=0.5, nbytes=4 << 20)

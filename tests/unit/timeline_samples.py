@@ -1,12 +1,14 @@
 """Spans of a step as a recorder would have made them, of a schedule that is known exactly.
 
 Every process runs what is ready, backward first, in one thread; a frame takes `wire_s` for each
-leg and has the link to itself. Worker n's clock is `clock(n)` seconds ahead of the coordinator's.
+leg and has the link to itself; with `turns` the frames of a process take turns, as on one network
+card. Worker n's clock is `clock(n)` seconds ahead of the coordinator's.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,7 @@ def step_spans(
     backward_s: Sequence[float],
     wire_s: float = 0.0,
     relay: bool = True,
+    turns: bool = False,
     nbytes: int = 1 << 20,
     dtype: str = "float32",
     window: int | None = None,
@@ -92,6 +95,7 @@ class _Play:
         self.ready: dict[tuple[str, int, int], float] = {}
         self.limit = self.window or 2 * self.p
         self.launched = 0
+        self.port: dict[tuple[int, str], float] = defaultdict(float)
 
     def run(self) -> Spans:
         for _ in range(min(self.limit, self.micro_batches)):
@@ -144,11 +148,13 @@ class _Play:
             way.insert(1, 0)
         for one, other in itertools.pairwise(way):
             extra = {"what": kind.upper(), "bytes": self.nbytes, "dtype": self.dtype, "codec": ""}
-            self.note(one, "send", target, k, at, at + self.wire_s, peer=other or "local", **extra)
-            self.note(
-                other, "receive", target, k, at, at + self.wire_s, peer=one or "local", **extra
-            )
-            at += self.wire_s
+            if self.turns:
+                at = max(at, self.port[one, "out"], self.port[other, "in"])
+            end = at + self.wire_s
+            self.port[one, "out"] = self.port[other, "in"] = end
+            self.note(one, "send", target, k, at, end, peer=other or "local", **extra)
+            self.note(other, "receive", target, k, at, end, peer=one or "local", **extra)
+            at = end
         self.ready[kind, target, k] = at
 
     def note(
