@@ -1,7 +1,7 @@
 # make setup   .venv with everything (VENV=... another place, TORCH_SPEC=... another torch)
 # make demo    the whole job on this machine, offline after setup
 # make test    lint, types and the whole suite
-# make bench   the benchmarks; results under benchmarks/results
+# make bench   the benchmarks, 10 minutes; results under benchmarks/results
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,9 +40,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 bench: setup
-	$(BIN)/python -m benchmarks.transport
-	$(BIN)/python -m benchmarks.pipeline
-	$(BIN)/python -m benchmarks.shard_memory
+	$(BIN)/python -m benchmarks.suite
 
 clean:
 	$(PYTHON) -c "import shutil; [shutil.rmtree(p, ignore_errors=True) for p in ('runs', 'build', '.pytest_cache', '.mypy_cache', '.ruff_cache')]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def describe() -> dict[str, Any]:
     memory = psutil.virtual_memory()
     return {
         "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -38,6 +40,21 @@ def save(name: str, result: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}-{datetime.date.today().isoformat()}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _commit() -> str | None:
+    """The commit of the sources, with a mark when they were changed since; None without git."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return None
+    return described.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

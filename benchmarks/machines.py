@@ -39,6 +39,11 @@ class Child:
         self._process = process
         self._connection = connection
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def send(self, value: Any) -> None:
         self._connection.send(value)
 
@@ -77,8 +82,10 @@ class _Failure:
 class Machines:
     """The processes of one benchmark; a context manager that leaves none behind."""
 
-    def __init__(self) -> None:
-        forks = "forkserver" in multiprocessing.get_all_start_methods()
+    def __init__(self, *, share: bool = True) -> None:
+        """`share`: processes may share the memory of what they have imported. It becomes their own
+        little by little, which looks like growth where memory is measured."""
+        forks = share and "forkserver" in multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
         # Names of hosts are looked up in vain in a namespace; torch would warn of each.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,8 +13,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network import Network, can_make_namespaces, measure, open_network
-from benchmarks.pipeline import Engine, Product, Samples, product_figures, run_case
+from benchmarks.pipeline import (
+    Engine,
+    Product,
+    Samples,
+    engines_of,
+    load_of,
+    parser,
+    product_figures,
+    run_case,
+)
+from benchmarks.soak import MemoryWatch, growth
 from benchmarks.stages import Load
+from benchmarks.suite import CASES, Case, Goal, judge, run_suite, table
 from benchmarks.torch_peers import PEERS, Ranks, devices_for, load_for
 from hetero_framework.errors import UserError
 
@@ -180,3 +193,53 @@ def test_the_loopback_counts_only_what_the_benchmark_sends() -> None:
 def test_an_unknown_network_is_refused() -> None:
     with pytest.raises(UserError, match="there are: loopback, 1gbit"), open_network("wifi", 2):
         pass
+
+
+# -- soak and suite -----------------------------------------------------------------------------
+
+
+def test_memory_that_grows_shows() -> None:
+    flat = [[100, 50]] * 40
+    assert growth(flat) == (0.0, 0.0)
+    # One process grows by 1 in every sample; over a quarter of the run by 10.
+    both, worst = growth([[1000, 100 + k] for k in range(40)])
+    assert worst == pytest.approx(10 / 124.5)
+    assert both == pytest.approx(10 / 1124.5)
+    with pytest.raises(ValueError, match="too short"):
+        growth(flat[:7])
+
+
+def test_memory_is_read_from_the_process() -> None:
+    with MemoryWatch([os.getpid()]) as watch:
+        assert watch.first.wait(10)
+    ((own,), *_) = watch.between(0, float("inf"))
+    assert own > 1e6
+    assert watch.between(0, 0) == []
+
+
+def test_a_goal_that_is_missed_is_said() -> None:
+    case = Case("x", "", (Goal("hetero-relay", "ratio", most=1.03), Goal("serial", "ratio")))
+    figures = {
+        **{"engine": "hetero-relay", "step_s": 1.2, "step_s_min": 1.1, "step_s_max": 1.3},
+        **{"bound_s": 1.0, "ratio": 1.2, "busy_share": 0.5, "bytes": 2_000_000},
+    }
+    verdicts = judge(case, [figures])
+    assert [verdict["met"] for verdict in verdicts] == [False, None]
+    assert table(case, [figures], verdicts).endswith("2.0   ratio <= 1.03: no")
+    assert judge(case, [{**figures, "ratio": 1.02}])[0]["met"] is True
+
+
+def test_every_case_of_the_suite_is_a_valid_command_line() -> None:
+    for case in CASES:
+        if case.module == "pipeline":
+            options = parser().parse_args(shlex.split(case.arguments))
+            assert load_of(options).micro_batches > 0
+            names = [engine.name for engine in engines_of(options)[0]]
+            assert all(goal.engine in names for goal in case.goals)
+    assert sum(case.expect_s for case in CASES) <= 600
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_the_suite_leaves_out_what_it_has_no_time_for() -> None:
+    results = run_suite(CASES[:2], 0.0, None)
+    assert [result["skipped"] for result in results] == ["no time left"] * 2
