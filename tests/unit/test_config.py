@@ -559,3 +559,33 @@ def test_documentation_is_up_to_date() -> None:
     assert generate.page() == generate.TARGET.read_text(encoding="utf-8"), (
         "run: python docs/generate.py"
     )
+
+
+def test_a_stage_may_have_its_own_checkpointing() -> None:
+    raw = changed("training.gradient_checkpointing", "auto")
+    raw["shard_plan"][1]["gradient_checkpointing"] = False
+    config = Config.from_dict(raw)
+    assert [config.checkpointing(k) for k in range(3)] == ["auto", False, "auto"]
+    assert Config.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("value", ["yes", 1])
+def test_checkpointing_is_true_false_or_auto(value: object) -> None:
+    assert "gradient_checkpointing" in message(changed("training.gradient_checkpointing", value))
+
+
+@pytest.mark.parametrize("value", [0, 1, "all"])
+def test_a_piece_of_the_loss_has_at_least_two_tokens(value: object) -> None:
+    assert "loss_chunk_tokens" in message(changed("training.loss_chunk_tokens", value))
+
+
+def test_naming_a_backend_or_a_mode_compiles_as_in_transformers() -> None:
+    assert not TrainingConfig().compiles
+    assert TrainingConfig(torch_compile=True).compiles
+    assert TrainingConfig(torch_compile_backend="aot_eager").compiles
+    assert TrainingConfig(torch_compile_mode="default").compiles
+
+
+def test_compiling_with_cuda_graphs_is_refused() -> None:
+    text = message(changed("training.torch_compile_mode", "reduce-overhead"))
+    assert "max-autotune-no-cudagraphs" in text

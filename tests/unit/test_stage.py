@@ -18,7 +18,7 @@ from hetero_framework.config import Config
 from hetero_framework.core.dal import open_device
 from hetero_framework.core.protocol import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
 from hetero_framework.core.tensors import from_wire
-from hetero_framework.errors import CheckpointError
+from hetero_framework.errors import CheckpointError, DeviceError
 from hetero_framework.trainer import messages
 from hetero_framework.trainer.cluster import gradient_needs
 from hetero_framework.trainer.loading import load_stages
@@ -598,6 +598,13 @@ def test_other_ways_of_computing_change_nothing_but_rounding(
     for name, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[name], gradient)
     assert other.step(train=False)[0] == pytest.approx(plain.step(train=False)[0], rel=1e-6)
+
+
+def test_a_compiler_that_does_not_work_is_a_clear_error(checkpoint: Path) -> None:
+    way = {"training": {"torch_compile_backend": "no_such"}}
+    with pytest.raises(DeviceError, match="'no_such' does not work on") as caught:
+        Chain(checkpoint, PLANS[0], way)
+    assert "training.torch_compile to false" in str(caught.value)
 
 
 def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint: Path) -> None:
