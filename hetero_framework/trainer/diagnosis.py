@@ -40,7 +40,7 @@ SAME_RESULT = frozenset({"direct", "window", "cut", "interleave", "smaller"})
 _AS_GOOD = 0.01
 _AS_PLAYED = 1.02
 _UNEXPLAINED = 1.15
-_UNEVEN = 1.5
+_UNEVEN = 2.0
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _INT8_BYTES = 1 + 4 / 64
 """Bytes of an element as int8 in blocks of 64 with a float32 scale each."""
