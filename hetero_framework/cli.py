@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework import __version__
-from hetero_framework.errors import HeteroError, StoppedEarly, UserError, as_hetero_error
+from hetero_framework.errors import (
+    ConfigError,
+    HeteroError,
+    StoppedEarly,
+    UserError,
+    as_hetero_error,
+)
 
 DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -504,12 +510,14 @@ def _add_bench(commands: Any) -> None:
         "--steps",
         type=_at_least(2),
         default=4,
+        metavar="N",
         help="training steps to compute and forget; the first does not count (default 4)",
     )
     parser.add_argument(
         "--mb",
         type=_at_least(1),
         default=8,
+        metavar="N",
         help="size of the messages that measure the links, in 10^6 bytes (default 8)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -517,6 +525,16 @@ def _add_bench(commands: Any) -> None:
 
 def _run_bench(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
+    from hetero_framework.trainer.roles import decide_role
+
+    with contextlib.suppress(ConfigError):  # nothing names this machine: it is meant to coordinate
+        role = decide_role(config)
+        if not role.is_coordinator:
+            names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
+            raise UserError(
+                f"this machine is {names}; hetero bench runs on the coordinator's",
+                hint="on this one, run hetero worker",
+            )
     from hetero_framework.trainer.bench import bench, text
 
     found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6, note=_note)

@@ -9,53 +9,83 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.data import token_count
+from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer import preparation, probe
 from hetero_framework.trainer.cluster import Cluster
+from hetero_framework.trainer.interrupt import StopRequest
 from hetero_framework.trainer.optimizer import check_optimizer
-from hetero_framework.trainer.pipeline import StageStatistics
-from hetero_framework.trainer.schedule import Profile, step_bound, tune
+from hetero_framework.trainer.peers import DirectLost, LinkLost
+from hetero_framework.trainer.schedule import Profile, simulate, step_bound, tune
+from hetero_framework.visualizer.text import table
 
 Note = Callable[[str], None]
+
+_FRAME_HEADER_BYTES = 4096
+_UNEXPLAINED = 1.15
+_REQUEST = 1 << 31
 
 
 def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20, note: Note) -> dict[str, Any]:
     """Measure the machines of `config`; JSON types, times in seconds and sizes in bytes.
 
-    `steps` training steps are computed (at least two; the first does not count), messages of
-    `nbytes` measure the links. Raises what `train` raises before its first step.
+    `steps` training steps are computed (at least two; the first does not count). Messages of
+    `nbytes` measure the links, smaller ones where the run's frames are smaller.
+
+    Raises what `train` raises before its first step, PeerLostError when a link breaks meanwhile,
+    and KeyboardInterrupt for Ctrl-C and SIGTERM; no worker that was started here is left behind.
     """
     config.require("model", "data")
     check_optimizer(config.training)
-    with tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
-        # The workers' logs go there; output_dir stays as it is.
+    # The workers' logs go into the folder; output_dir stays as it is.
+    with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
         parts = preparation.prepare(preparation.with_training(config, output_dir=folder), note)
         with Cluster(parts.config, max_frame_bytes=parts.max_frame_bytes, note=note) as cluster:
             facts = cluster.connect()
             parts = preparation.fit_devices(parts, facts, note)
             cluster.load(parts.config, parts.most_held)
-            links = _links(cluster, config, min(nbytes, parts.max_frame_bytes - 4096), note)
-            seconds, statistics_of, batches = _steps(cluster, parts, max(2, steps), note)
+            most = min(parts.max_frame_bytes - _FRAME_HEADER_BYTES, probe.MOST_BYTES)
+            nbytes = min(nbytes, most)
+            with _losses_told(cluster):
+                links = _links(cluster, config, nbytes, note)
+                taken = _steps(cluster, parts, max(2, steps), note)
             profile = cluster.profile()
-            direct = sorted(cluster.direct)
-    micro_batches = len(batches)
-    tokens = sum(int((batch["labels"] != -100).numel()) for batch in batches)
+    micro_batches = taken[-1].micro_batches
     return {
-        "micro_batches": micro_batches,
-        "tokens_per_step": tokens,
         "links": links,
-        "stages": _stages(config, statistics_of, micro_batches, facts),
-        "direct_boundaries": direct,
-        "step_s": seconds,
-        "tokens_per_s": tokens / seconds,
+        "link_bytes": nbytes,
+        "stages": _stages(config, profile, facts),
+        "boundaries": _boundaries(profile),
+        "micro_batch_samples": config.training.per_device_train_batch_size,
+        "micro_batches": micro_batches,
+        "step_s": statistics.median(step.seconds for step in taken),
+        "tokens_per_s": sum(s.tokens for s in taken) / sum(s.seconds for s in taken),
         "predicted": _predicted(config, profile, micro_batches, parts.most_held),
     }
+
+
+@contextmanager
+def _losses_told(cluster: Cluster) -> Iterator[None]:
+    """A link that breaks ends a measurement: mending it would be measured too."""
+    try:
+        yield
+    except LinkLost as lost:
+        raise PeerLostError(
+            f"lost worker {lost.worker}: {cluster.why(lost)}",
+            hint="look at its screen and at the network, then start again",
+        ) from lost
+    except DirectLost as lost:
+        raise PeerLostError(
+            f"lost the link between {lost}", hint="check the network between them"
+        ) from lost
 
 
 def _links(cluster: Cluster, config: Config, nbytes: int, note: Note) -> list[dict[str, Any]]:
@@ -66,7 +96,7 @@ def _links(cluster: Cluster, config: Config, nbytes: int, note: Note) -> list[di
         found.append({"from": "coordinator", "to": worker, **asdict(speed)})
     for one, other in _direct_pairs(cluster, config.stages()):
         note(f"measuring the link between workers {one} and {other}")
-        question = probe.peer_question(1 << 31, other, nbytes)
+        question = probe.peer_question(_REQUEST, other, nbytes)
         answer = cluster.pipeline.ask(one, question)
         found.append({"from": one, "to": other, **asdict(probe.peer_speed(answer))})
         answer.release()
@@ -81,45 +111,75 @@ def _direct_pairs(
     return list({frozenset(pair): pair for pair in pairs}.values())
 
 
-def _steps(
-    cluster: Cluster, parts: preparation.Prepared, steps: int, note: Note
-) -> tuple[float, dict[int, StageStatistics], list[Any]]:
-    """Median seconds of a step without its commit, and the stages' times of the last one."""
+@dataclass(frozen=True)
+class _Taken:
+    """One step, without its commit."""
+
+    seconds: float
+    tokens: int
+    micro_batches: int
+
+
+def _steps(cluster: Cluster, parts: preparation.Prepared, steps: int, note: Note) -> list[_Taken]:
+    """Compute steps and forget them; what all but the first took.
+
+    An epoch's last step may be a short one, so it is left out where there are others.
+    """
+    data = parts.data
+    usual = max(1, min(data.steps_per_epoch - 1, data.total_steps))
     taken = []
     for number in range(steps):
-        batches = parts.data.step_batches(number % parts.data.total_steps)
-        num_items = parts.data.num_items(batches)
+        batches = data.step_batches(number % usual)
         began = time.perf_counter()
-        cluster.begin(number, len(batches), train=True, num_items=max(1, num_items))
+        cluster.begin(number, len(batches), train=True, num_items=data.num_items(batches))
         cluster.pipeline.run(batches)
         _, found = cluster.pipeline.collect()
-        taken.append(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
         cluster.observe(len(batches), found)
         cluster.pipeline.abort()
-        note(f"step {number + 1} of {steps}: {taken[-1]:.3g} s")
-    return statistics.median(taken[1:]), found, batches
+        taken.append(_Taken(seconds, sum(map(token_count, batches)), len(batches)))
+        note(f"step {number + 1} of {steps}: {_time(seconds)}")
+    return taken[1:]
 
 
-def _stages(
-    config: Config, found: dict[int, StageStatistics], micro_batches: int, facts: preparation.Facts
-) -> list[dict[str, Any]]:
+def _stages(config: Config, profile: Profile, facts: preparation.Facts) -> list[dict[str, Any]]:
     lines = []
     for spec in config.stages():
-        times, layers = found[spec.index], max(1, spec.end - spec.start)
+        layers = spec.end - spec.start
+        forward_s, backward_s = profile.forward_s[spec.index], profile.backward_s[spec.index]
         lines.append(
             {
                 "index": spec.index,
                 "process": "coordinator" if spec.owner == "local" else f"worker {spec.owner}",
                 "device": facts[spec.owner].device,
+                "start": spec.start,
+                "end": spec.end,
                 "layers": spec.layers,
-                "forward_s_per_layer": times.forward_s / micro_batches / layers,
-                "backward_s_per_layer": times.backward_s / micro_batches / layers,
-                "forward_s": times.forward_s / micro_batches,
-                "backward_s": times.backward_s / micro_batches,
-                "is_last": spec.is_last,
+                # The last stage does both at once.
+                "forward_s": None if spec.is_last else forward_s,
+                "backward_s": None if spec.is_last else backward_s,
+                "both_s": forward_s + backward_s,
+                "forward_s_per_layer": None if spec.is_last or not layers else forward_s / layers,
+                "backward_s_per_layer": None if spec.is_last or not layers else backward_s / layers,
+                "both_s_per_layer": (forward_s + backward_s) / layers if layers else None,
             }
         )
     return lines
+
+
+def _boundaries(profile: Profile) -> list[dict[str, Any]]:
+    """The boundaries between processes."""
+    return [
+        {
+            "after": k,
+            "way": "direct" if hop.relay is None else "relay",
+            "activation_s": hop.forward_s,
+            "gradient_s": hop.backward_s,
+            "latency_s": hop.latency_s,
+        }
+        for k, hop in enumerate(profile.hops)
+        if profile.devices[k] != profile.devices[k + 1]
+    ]
 
 
 def _predicted(
@@ -127,66 +187,104 @@ def _predicted(
 ) -> dict[str, Any]:
     window = config.training.max_in_flight
     choice = tune(profile, micro_batches, window=window, limits=most_held)
-    busy = sum(choice.forecast.busy) / len(choice.forecast.busy)
+    played = simulate(
+        profile, micro_batches, choice.window, policy=choice.policy, limits=choice.limits
+    )
     return {
-        "step_s": choice.forecast.seconds,
+        "step_s": played.seconds,
         "bound_s": step_bound(profile, micro_batches),
-        "bubble": 1.0 - busy,
+        "bubble": 1.0 - sum(played.busy) / len(played.busy),
         "window": choice.window,
         "held": list(choice.limits),
     }
+
+
+# ------------------------------------------------------------------------------------ for people
+
+_LINK_HEAD = ("link", "round trip", "there", "back")
+_STAGE_HEAD = (
+    "stage", "process", "device", "layers", "forward", "backward", "forward/layer", "backward/layer"
+)  # fmt: skip
+_BOUNDARY_HEAD = ("boundary", "way", "activation", "gradient", "delay")
 
 
 def text(found: dict[str, Any]) -> str:
     """The report for a person."""
     lines = []
     if found["links"]:
-        rows: list[tuple[str, ...]] = [("link", "round trip", "there", "back")]
-        for link in found["links"]:
-            one = link["from"] if link["from"] == "coordinator" else f"worker {link['from']}"
-            rows.append(
-                (
-                    f"{one} - worker {link['to']}",
-                    f"{link['round_trip_s'] * 1e3:.2f} ms",
-                    _rate(link["up_bytes_per_s"]),
-                    _rate(link["down_bytes_per_s"]),
-                )
-            )
-        lines += [*_table(rows), ""]
-    rows = [("stage", "process", "device", "layers", "forward/layer", "backward/layer")]
-    for stage in found["stages"]:
-        forward, backward = stage["forward_s_per_layer"], stage["backward_s_per_layer"]
-        rows.append(
-            (
-                str(stage["index"]),
-                stage["process"],
-                stage["device"],
-                stage["layers"],
-                "with backward" if stage["is_last"] else f"{forward * 1e3:.3g} ms",
-                f"{backward * 1e3:.3g} ms",
-            )
-        )
-    lines += [*_table(rows), ""]
-    predicted = found["predicted"]
-    lines += [
-        f"A step of {found['micro_batches']} micro-batches took {found['step_s']:.3g} s, "
-        f"{found['tokens_per_s']:,.0f} tokens/s.",
-        f"These times predict {predicted['step_s']:.3g} s; no schedule can be faster than "
-        f"{predicted['bound_s']:.3g} s.",
-        f"Devices would be idle {predicted['bubble']:.0%} of the time, with "
-        f"{predicted['window']} micro-batches under way.",
+        lines += [f"Links, with messages of {found['link_bytes'] / 1e6:.3g} MB:"]
+        lines += [*table(_LINK_HEAD, [_link_row(link) for link in found["links"]]), ""]
+    rows = found["micro_batch_samples"]
+    lines += [f"For each micro-batch of {rows} sample{'s' * (rows > 1)}:"]
+    lines += table(_STAGE_HEAD, [_stage_row(s) for s in found["stages"]], left=(0, 1, 2, 3))
+    if found["boundaries"]:
+        rows = [_boundary_row(boundary) for boundary in found["boundaries"]]
+        lines += ["", *table(_BOUNDARY_HEAD, rows, left=(0, 1))]
+    return "\n".join([*lines, "", *_step_lines(found)])
+
+
+def _step_lines(found: dict[str, Any]) -> list[str]:
+    predicted, m = found["predicted"], found["micro_batches"]
+    lines = [
+        f"A step of {_count(m, 'micro-batch')} took {_time(found['step_s'])}: "
+        f"{found['tokens_per_s']:,.0f} tokens/s, without the optimizer's part.",
+        f"These times predict {_time(predicted['step_s'])}; no schedule can be faster than "
+        f"{_time(predicted['bound_s'])}.",
     ]
-    return "\n".join(lines)
+    if len(found["stages"]) > 1:
+        lines.append(
+            f"Predicted: devices idle {predicted['bubble']:.0%} of the time, with "
+            f"{_count(predicted['window'], 'micro-batch')} under way."
+        )
+    if found["step_s"] > _UNEXPLAINED * predicted["step_s"]:
+        lines += [
+            f"It took {found['step_s'] / predicted['step_s']:.1f} times what is predicted: processes "
+            "share cores or a link,",
+            "a machine has other work, or samples differ much in length.",
+        ]
+    return lines
+
+
+def _link_row(link: dict[str, Any]) -> tuple[str, ...]:
+    one = link["from"] if link["from"] == "coordinator" else f"worker {link['from']}"
+    return (
+        f"{one} - worker {link['to']}",
+        _time(link["round_trip_s"]),
+        _rate(link["up_bytes_per_s"]),
+        _rate(link["down_bytes_per_s"]),
+    )
+
+
+def _stage_row(stage: dict[str, Any]) -> tuple[str, ...]:
+    def pair(suffix: str) -> tuple[str, str]:
+        both = stage[f"both_s{suffix}"]
+        if both is None:
+            return ("-", "-")
+        forward, backward = stage[f"forward_s{suffix}"], stage[f"backward_s{suffix}"]
+        if forward is None:
+            return (_time(both), "(both)")
+        return (_time(forward), _time(backward))
+
+    where = (str(stage["index"]), stage["process"], stage["device"], stage["layers"])
+    return (*where, *pair(""), *pair("_per_layer"))
+
+
+def _boundary_row(boundary: dict[str, Any]) -> tuple[str, ...]:
+    after = boundary["after"]
+    times = (boundary[name] for name in ("activation_s", "gradient_s", "latency_s"))
+    return (f"{after} - {after + 1}", boundary["way"], *map(_time, times))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'es' * (number != 1)}"
+
+
+def _time(seconds: float) -> str:
+    """Milliseconds below a second."""
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _rate(bytes_per_s: float) -> str:
+    """As networks are sold: decimal bits."""
     bits = 8 * bytes_per_s
-    return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"

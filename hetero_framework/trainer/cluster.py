@@ -155,7 +155,7 @@ class Cluster:
             self._load()
         except LinkLost as lost:
             raise PeerLostError(
-                f"worker {lost.worker} went away while it loaded: {self._why(lost)}",
+                f"worker {lost.worker} went away while it loaded: {self.why(lost)}",
                 hint="look at its screen or log, then start again",
             ) from lost
         self.retrying(self.pipeline.share_tied_weight)
@@ -395,7 +395,8 @@ class Cluster:
             return
         self._note(f"worker {lost.worker} is back")
 
-    def _why(self, lost: LinkLost) -> str:
+    def why(self, lost: LinkLost) -> str:
+        """How the worker of a lost link ended, if it was started here; else what broke the link."""
         return self._exit_text(lost.worker) or lost.reason
 
     def _exit_text(self, worker: WorkerId) -> str | None:

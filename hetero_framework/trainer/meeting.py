@@ -148,8 +148,10 @@ class PeerLinks:
         return problem
 
     def answers(self, link: Link, message: Message | None) -> bool:
-        """Take the answer to a PEER_HELLO or CONTROL of ours, None when the link is gone before it;
-        for the link's reader thread."""
+        """Whether this was the answer to a PEER_HELLO or CONTROL of ours, and nothing more; for the
+        link's reader thread. None, the link is gone, is an answer too, but to lose a peer is
+        more than that.
+        """
         if message is not None and message.type not in _ANSWERS:
             return False
         if message is not None and message.meta.get("request") is not None:
@@ -159,7 +161,7 @@ class PeerLinks:
         if waiting is None:
             return False
         waiting.put(message)
-        return True
+        return message is not None or not self.knows(link)
 
     # -- being dialled --------------------------------------------------------------------------
 
@@ -205,6 +207,10 @@ class PeerLinks:
     def knows(self, link: Link) -> bool:
         return self._find(link) is not None
 
+    def reaches(self, worker: WorkerId) -> bool:
+        """Whether there is a link to this worker that works, as far as is known here."""
+        return any(peer.worker == worker and not peer.link.closed for peer in self._all())
+
     def receive(self, link: Link, message: Message) -> bool:
         """Whether a message of a peer is a tensor for a stage; a goodbye is not, and ends the link.
 
@@ -248,20 +254,33 @@ class PeerLinks:
                 answers = self._awaited[peer.link] = queue.SimpleQueue()
         if peer is None:
             raise NetworkError(f"there is no link to worker {worker}")
-        peer.session.send(question)
-        peer.link.send(question)
-        answer = _first(answers, time.monotonic() + timeout_s, self._stop)
+        try:
+            peer.session.send(question)
+            peer.link.send(question)
+            answer = _first(answers, time.monotonic() + timeout_s, self._stop)
+        finally:
+            with self._lock:
+                self._awaited.pop(peer.link, None)
+        if answer is None and peer.link.closed:
+            raise NetworkError(f"the link to worker {worker} broke")
         if answer is None:
             raise NetworkError(f"worker {worker} did not answer in {timeout_s:g} s")
         peer.session.receive(answer)
+        if answer.type is not MessageType.CONTROL:
+            raise NetworkError(f"worker {worker} answered {answer.type.name}")
         return answer
 
-    def answer(self, link: Link, message: Message) -> None:
-        """Answer a peer's CONTROL."""
-        reply = control.answer(message)
-        message.release()
+    def answer(self, link: Link, question: Message) -> None:
+        """Answer a peer's CONTROL. Raises ProtocolError for one that is out of order."""
         peer = self._find(link)
-        if reply is not None and peer is not None:
+        try:
+            if peer is None:
+                return
+            peer.session.receive(question)
+            reply = control.answer(question)
+        finally:
+            question.release()
+        if reply is not None:
             peer.session.send(reply)
             with suppress(HeteroError):
                 link.send(reply)
@@ -293,6 +312,7 @@ class PeerLinks:
     def close(self) -> None:
         """Close all links; the run is over."""
         self._stop.set()
+        self._stop = threading.Event()
         self.run_id = self.watch = None
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 
 def bytes_text(nbytes: float) -> str:
     """A number of bytes with a binary unit: "1.5 GiB"."""
@@ -31,3 +33,17 @@ def printable(text: str) -> str:
     return "".join(
         char if char in "\n\t" or char.isprintable() else ascii(char)[1:-1] for char in text
     )
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
+) -> list[str]:
+    """Lines with aligned columns; those numbered in `left` on their left edge."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [head, *rows]
+    ]
