@@ -1,0 +1,264 @@
+"""The engine with a stage here and a worker that is played by the test."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.config import StageSpec, WireConfig
+from hetero_framework.core.dal import open_device
+from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.errors import HeteroError, PeerLostError
+from hetero_framework.trainer import messages
+from hetero_framework.trainer.exchange import unpack
+from hetero_framework.trainer.peers import Event, LinkLost
+from hetero_framework.trainer.pipeline import Pipeline
+from hetero_framework.trainer.verbs import GradientReport, Orders, StepInfo, Tensors
+from tests.unit.test_runner import FakeStage
+
+STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
+INFO = StepInfo(step=0, attempt=0, train=True, micro_batches=4, num_items=8)
+ORDERS = Orders(held=(4, 4))
+BATCHES: list[Tensors] = [
+    {"input_ids": torch.full((1, 2), k), "labels": torch.full((1, 2), k)} for k in range(4)
+]
+STATS = {
+    "stages": {
+        "1": {
+            "forward_s": 0.0,
+            "backward_s": 0.5,
+            "queue_peak": 2,
+            "held_peak": 1,
+            "peak_memory_bytes": 9,
+            "arrive_forward_s": 0.25,
+            "arrive_backward_s": 0.0,
+        }
+    },
+    "round_trips": {},
+    "direct_bytes": 5,
+}
+
+
+class Worker:
+    """Worker 7 with the last stage, behind the interface of `Peers`. Answers when told to."""
+
+    workers = (7,)
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.info = INFO
+        self.answers = True
+        self.most_under_way = 0
+        self.finished: Callable[[], int] = lambda: 0
+        self.breaks: Exception | None = None
+        self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+
+    def route(self, stages: Iterable[StageSpec]) -> None: ...
+    def expect(self, step: int, attempt: int) -> None: ...
+    def ping(self, worker: int) -> None: ...
+    def generation(self, worker: int) -> object:
+        return self
+
+    def fail(self, error: Exception) -> None:
+        self._inbox.put(error)
+
+    def send(self, worker: int, message: Message) -> None:
+        if self.breaks is not None:
+            raise self.breaks
+        self.sent.append(message)
+        if message.type is MessageType.STEP:
+            self.info = messages.step_info(message)
+        elif message.type is MessageType.INPUTS:
+            under_way = len(self.kinds(MessageType.INPUTS)) - self.finished()
+            self.most_under_way = max(self.most_under_way, under_way)
+        elif message.type is MessageType.ABORT:
+            self.tell(Message(MessageType.ABORTED, dict(message.meta)))
+
+    def post(self, stage: int, message: Message, done: Callable[[], None] | None = None) -> None:
+        k = message.meta["micro_batch"]
+        if not self.answers:
+            return
+        self.tell(messages.loss_message(self.info, k, float(10 + k)))
+        if self.info.train:
+            gradient = [torch.zeros(1, 2, 3)]
+            self.tell(messages.boundary_message(MessageType.BACKWARD, self.info, 0, k, gradient))
+            if k == self.info.micro_batches - 1:
+                self.report()  # unasked, and before the first stage has finished
+
+    def report(self) -> None:
+        report = {1: GradientReport(torch.tensor([3.0]), nonfinite=(2,))}
+        self.tell(messages.gradients_message(self.info, report, STATS))
+
+    def tell(self, message: Message) -> None:
+        arrival = unpack(message, open_device("cpu"))
+        self._inbox.put(Event(7, None, message, arrival))  # type: ignore[arg-type]
+
+    def confirm(self, info: StepInfo, spans: list[Any] | None = None) -> None:
+        meta = {"step": info.step, "attempt": info.attempt, "spans": spans or []}
+        self.tell(Message(MessageType.COMMITTED, meta))
+
+    def receive(self, timeout_s: float) -> Event | None:
+        try:
+            event = self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def kinds(self, kind: MessageType) -> list[Message]:
+        return [message for message in self.sent if message.type is kind]
+
+
+def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
+    worker, stage = Worker(), FakeStage(0, first=True)
+    pipeline = Pipeline(
+        STAGES,
+        [stage],
+        worker,  # type: ignore[arg-type]
+        open_device("cpu"),
+        wire=WireConfig(),
+        step_timeout_s=step_timeout_s,
+    )
+    return pipeline, worker, stage
+
+
+def no_recovery(lost: LinkLost) -> None:
+    raise AssertionError("nothing is lost")
+
+
+def step(pipeline: Pipeline, info: StepInfo) -> list[float]:
+    pipeline.begin(info, ORDERS, window=3)
+    losses = pipeline.run(BATCHES)
+    pipeline.collect()
+    return losses
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 9])
+def test_run_keeps_to_the_window_and_gives_losses_in_order(window: int) -> None:
+    pipeline, worker, stage = make()
+    worker.finished = lambda: [call[0] for call in stage.calls].count("backward")
+    pipeline.begin(INFO, ORDERS, window)
+    assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
+    assert worker.most_under_way == min(window, 4)
+    assert [call for call in stage.calls if call[0] == "backward"] == [
+        ("backward", k) for k in range(4)
+    ]
+
+
+def test_run_of_an_evaluation_ends_with_the_losses() -> None:
+    pipeline, _, stage = make()
+    pipeline.begin(replace(INFO, train=False), ORDERS, 2)
+    assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
+    assert not any(call[0] == "backward" for call in stage.calls)
+
+
+def test_stage_is_sent_only_what_it_needs() -> None:
+    pipeline, worker, _ = make()
+    step(pipeline, INFO)
+    assert [message.meta["names"] for message in worker.kinds(MessageType.INPUTS)] == [
+        ["labels"]
+    ] * 4
+
+
+def test_collect_takes_reports_that_came_by_themselves() -> None:
+    pipeline, _, _ = make()
+    pipeline.begin(INFO, ORDERS, 3)
+    pipeline.run(BATCHES)
+    reports, statistics = pipeline.collect()
+    assert [report.norms.tolist() for report in reports] == [[], [3.0]]
+    assert reports[1].nonfinite == (2,)
+    assert statistics[1].backward_s == statistics[1].busy_s == 0.5
+    assert (statistics[1].arrive_forward_s, statistics[1].queue_peak) == (0.25, 2)
+    assert statistics[0].forward_s > 0
+    assert pipeline.direct_bytes == {7: 5}
+
+
+def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:
+    pipeline, worker, stage = make()
+    step(pipeline, INFO)
+    pipeline.commit(1e-3, 0.5, no_recovery)
+    assert stage.calls[-1] == ("commit", 1e-3, 0.5)
+    assert len(worker.kinds(MessageType.COMMIT)) == 1
+    following = replace(INFO, step=1, attempt=1)
+    worker.confirm(INFO, [{"kind": "forward"}])
+    assert step(pipeline, following) == [10.0, 11.0, 12.0, 13.0]
+    assert pipeline.take_spans() == {7: [{"kind": "forward"}], "local": []}
+    pipeline.settle()  # nothing is open
+    pipeline.repeat_commit(7)
+    assert len(worker.kinds(MessageType.COMMIT)) == 1
+
+
+def test_settle_waits_for_the_last_commit_and_not_for_an_older_one() -> None:
+    pipeline, worker, _ = make(step_timeout_s=-1.0)
+    step(pipeline, INFO)
+    pipeline.commit(1e-3, 0.5, no_recovery)
+    following = replace(INFO, step=1, attempt=1)
+    step(pipeline, following)
+    pipeline.commit(1e-3, 0.5, no_recovery)
+    worker.confirm(INFO)
+    with pytest.raises(PeerLostError, match="waiting for COMMITTED of workers 7"):
+        pipeline.settle()
+    worker.confirm(following)
+    pipeline.settle()
+
+
+def test_commit_over_a_broken_link_is_repeated_when_it_is_mended() -> None:
+    pipeline, worker, stage = make()
+    step(pipeline, INFO)
+    lost: list[LinkLost] = []
+
+    def recover(error: LinkLost) -> None:
+        lost.append(error)
+        worker.breaks = None
+        pipeline.repeat_commit(7)
+
+    worker.breaks = LinkLost(7, "gone")
+    pipeline.commit(1e-3, 0.5, recover)
+    assert [error.worker for error in lost] == [7]
+    assert len(worker.kinds(MessageType.COMMIT)) == 1
+    assert [call for call in stage.calls if call[0] == "commit"] == [("commit", 1e-3, 0.5)]
+    pipeline.repeat_commit(7)  # a second loss, before it was confirmed
+    assert len(worker.kinds(MessageType.COMMIT)) == 2
+
+
+def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
+    pipeline, worker, _ = make()
+    pipeline.begin(INFO, ORDERS, 3)
+    for k in range(4):
+        worker.tell(messages.loss_message(replace(INFO, attempt=5), k, 99.0))
+    worker.tell(messages.finished_message(replace(INFO, step=4), 3))
+    assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
+
+
+def test_abort_forgets_what_was_reported() -> None:
+    pipeline, worker, stage = make(step_timeout_s=-1.0)
+    pipeline.begin(INFO, ORDERS, 3)
+    pipeline.run(BATCHES)
+    pipeline.abort()
+    assert stage.calls[-1] == ("abort",)
+    assert len(worker.kinds(MessageType.ABORT)) == 1
+    with pytest.raises(PeerLostError, match="waiting for GRADIENTS of worker 7"):
+        pipeline.collect()
+
+
+def test_run_in_which_nothing_moves_says_what_is_open() -> None:
+    pipeline, worker, _ = make(step_timeout_s=-1.0)
+    worker.answers = False
+    pipeline.begin(INFO, ORDERS, 2)
+    with pytest.raises(PeerLostError, match="in step 1; waiting for losses of micro-batches 0, 1"):
+        pipeline.run(BATCHES)
+
+
+def test_failure_of_the_sending_thread_ends_the_run() -> None:
+    pipeline, worker, _ = make()
+    pipeline.begin(INFO, ORDERS, 2)
+    worker.fail(HeteroError("too large"))
+    with pytest.raises(HeteroError, match="too large"):
+        pipeline.run(BATCHES)
+    pipeline.close()
