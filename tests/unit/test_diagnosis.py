@@ -166,7 +166,8 @@ def test_a_relay_at_its_limit_is_to_blame(tmp_path: Path) -> None:
     assert d.best.kind in ("direct", "int8")
     assert gain(d, "direct") > 0.5
     predicted = next(change for change in d.changes if change.kind == "direct").step_s
-    assert predicted == pytest.approx(direct.step_s, rel=0.15)
+    # The sample's schedule is a simple one; the prediction is for the one that a run would choose.
+    assert direct.step_s * 0.8 < predicted < direct.step_s * 1.05
 
 
 def test_slow_link_asks_for_a_codec(tmp_path: Path) -> None:
