@@ -267,10 +267,8 @@ class Worker:
         worker = self._peers.lost(event.link)
         if worker is not None and self._run is not None:
             self._say(f"lost the link to worker {worker} ({event.lost})")
-            with suppress(LinkGone):
-                reason = event.lost or "closed"
-                lost = {"worker_id": worker, "reason": reason}
-                self._send(Message(MessageType.PEER_LOST, lost))
+            with suppress(LinkGone):  # then the next step finds out
+                self._tell_lost(worker, event.lost or "closed")
 
     def _on_data(self, event: _Event) -> None:
         """INPUTS, FORWARD or BACKWARD, for the attempt that runs, or for one that is to come:
@@ -483,9 +481,26 @@ class Worker:
         self._peers.ping()
         run.last_attempt, run.reported = info.attempt, False
         self._runner.begin(info, run.orders)
+        self._tell_missing_links(run.orders)
         early, run.early = run.early, []
         for event in early:
             self._on_data(event)
+
+    def _tell_missing_links(self, orders: Orders) -> None:
+        """The coordinator may count on a link that is gone: the news was lost with its own link,
+        or came before it knew of the link."""
+        runner, owners = self._runner, self._current.owners
+        for boundary in sorted(orders.direct):
+            ends = (boundary, boundary + 1)
+            if not any(map(runner.owns, ends)):
+                continue
+            (other,) = (owners[stage] for stage in ends if not runner.owns(stage))
+            if not self._peers.reaches(other):
+                self._tell_lost(other, "it was lost before this step")
+
+    def _tell_lost(self, worker: WorkerId, reason: str) -> None:
+        lost = {"worker_id": worker, "reason": reason}
+        self._send(Message(MessageType.PEER_LOST, lost))
 
     def _report_when_done(self) -> None:
         """All micro-batches are through: the norms go to the coordinator, unasked."""

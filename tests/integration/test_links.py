@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -168,5 +169,32 @@ def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path) -> No
     training = {"liveness_timeout_s": 3.0}
     notes = run("cut", [2, 4], {2: proxy.port}, Hole(), training=training)
     assert any("has been silent" in line for line in notes.lines)
+    run("whole", [])
+    assert_equal(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.fixture
+def switch(pool: Pool):
+    """Proxies before workers 1 and 2: everything between the three machines runs through them."""
+    with ExitStack() as stack:
+        yield {
+            worker["id"]: stack.enter_context(FaultProxy((worker["ip"], worker["port"])))
+            for worker in pool.machines["workers"][:2]
+        }
+
+
+def test_all_links_lost_at_once_cost_a_repeated_step(run, switch, tmp_path) -> None:
+    """No worker can tell the coordinator that the link between them is gone too."""
+
+    class Outage(Notes):
+        def step(self, metrics: Any) -> None:
+            super().step(metrics)
+            if metrics["step"] in (2, 5):
+                for proxy in switch.values():
+                    proxy.reset()
+
+    through = {worker: proxy.port for worker, proxy in switch.items()}
+    notes = run("cut", [2, 4], through, Outage(), training={"step_timeout_s": 5.0})
+    assert any("go through the coordinator now" in line for line in notes.lines)
     run("whole", [])
     assert_equal(tmp_path / "cut", tmp_path / "whole")
