@@ -329,29 +329,29 @@ def test_tune_reaches_the_bound_of_a_slow_link() -> None:
 
 def test_tune_sends_more_on_the_way_over_a_long_line() -> None:
     near, far = equal(2), equal(2, hop=Hop(latency_s=300))
-    assert tune(near, 64).window == 2
+    assert tune(near, 64).window <= 4
     choice = tune(far, 64)
-    assert choice.window >= 6
+    assert choice.window >= 10
     assert choice.forecast.seconds <= 1.02 * step_bound(far, 64)
 
 
 @pytest.mark.parametrize("p", [3, 8])
 @pytest.mark.parametrize("latency", [0, 30])
-def test_tune_takes_the_smallest_window_within_half_a_percent(p: int, latency: int) -> None:
-    """One micro-batch less on the way takes longer, with these boundaries or with the half as slow
-    ones that it counts on too."""
+def test_tune_takes_a_small_window_that_bears_late_tensors(p: int, latency: int) -> None:
+    """Boundaries half as slow again and uneven tasks cost no more than with room for everything."""
     m = 24
-    cases = [equal(p, hop=Hop(latency_s=scale * latency)) for scale in (1, 1.5)]
-    choice = tune(cases[0], m)
-    taken = sum(simulate(c, m, choice.window, limits=choice.limits).seconds for c in cases)
-    less = sum(simulate(c, m, choice.window - 1).seconds for c in cases)
-    ample = sum(simulate(c, m, m).seconds for c in cases)
-    assert taken <= 1.005 * ample < less
+    profile, slow = (equal(p, hop=Hop(latency_s=scale * latency)) for scale in (1, 1.5))
+    choice = tune(profile, m)
+    assert choice.window < m
+    taken = simulate(slow, m, choice.window, limits=choice.limits, spread=0.3).seconds
+    assert taken <= 1.02 * simulate(slow, m, m, spread=0.3).seconds
 
 
-def test_tune_stores_fewer_forwards_towards_the_end_where_that_is_as_fast() -> None:
-    choice = tune(equal(4), 16)
-    assert choice.limits == (4, 3, 2, 1)
+def test_simulate_spread_is_the_same_each_time_and_bounded() -> None:
+    even = simulate(equal(1), 20, 20)
+    uneven = simulate(equal(1), 20, 20, spread=0.3)
+    assert uneven == simulate(equal(1), 20, 20, spread=0.3) != even
+    assert 0.7 * even.seconds < uneven.seconds < 1.3 * even.seconds
 
 
 def test_tune_with_a_window_takes_that_one() -> None:
