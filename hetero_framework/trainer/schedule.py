@@ -399,10 +399,10 @@ def tune(
     """The policy and window for a step of this profile.
 
     Of what is within 0.5 % of the fastest for this profile, and then within 0.5 % of the fastest
-    when things go worse, the smallest window and the fewest stored forwards; with `window` that
-    one. Worse is: boundaries half as slow again, and also tasks and transfers up to 0.3 longer or
-    shorter, as samples and networks are. `limits[k]` >= 1 is how many forwards stage k has memory
-    for. Longer steps than 64 micro-batches are judged by 64.
+    when things go worse, the smallest window but one and the fewest stored forwards; with `window`
+    that one. Worse is: boundaries half as slow again, and also tasks and transfers up to 0.3 longer
+    or shorter, as samples and networks are. `limits[k]` >= 1 is how many forwards stage k has
+    memory for. Longer steps than 64 micro-batches are judged by 64.
     """
     p = profile.num_stages
     m = max(1, min(micro_batches, _MOST_MICRO_BATCHES))
@@ -424,10 +424,13 @@ def tune(
     as_given = _GOOD_ENOUGH * min(seconds[0] for seconds, *_ in played)
     fast = [entry for entry in played if entry[0][0] <= as_given]
     best = _GOOD_ENOUGH * min(sum(seconds) for seconds, *_ in fast)
-    _, size, held, policy = min(
+    good = sorted(
         (entry for entry in fast if sum(entry[0]) <= best),
         key=lambda entry: (entry[1], sum(entry[2]), sum(entry[0])),
     )
+    least = good[0][1]
+    ample = [entry for entry in good if least < entry[1] <= least + max(1, least // 4)]
+    _, size, held, policy = (ample or good)[0]
     forecast = simulate(profile, m, size, policy=policy, limits=held)
     return Choice(policy, size, held, forecast)
 
