@@ -261,14 +261,15 @@ def summarise(
     load: Load,
     bound_s: float,
     seconds: Sequence[float],
-    busy: Sequence[float],
+    work_s: Sequence[float],
     wire: int | None,
 ) -> dict[str, Any]:
     """The figures that every engine has: seconds, shares of 1, bytes of a step.
 
-    `busy` is each device's share of the time, `wire` the bytes of all steps.
+    `work_s` is each device's work in a step, `wire` the bytes of all steps.
     """
     median = statistics.median(seconds)
+    busy = [work / median for work in work_s]
     figures = {
         "engine": name,
         "step_s": round(median, 4),
@@ -295,24 +296,23 @@ def product_figures(
     `coordinator_cpu_ms` is the coordinator's CPU time for one tensor that it receives or sends or
     passes on, all it does counted in.
     """
-    stage_s = [
-        [sum(stage) for stage in zip(*times, strict=True)]
-        for times in (samples.forward_s, samples.backward_s)
-    ]
     micro_batches = len(samples.seconds) * load.micro_batches
     if load.llama is not None:
-        load = load.timed(*([seconds / micro_batches for seconds in times] for times in stage_s))
+        forward_s, backward_s = (
+            [sum(stage) / micro_batches for stage in zip(*times, strict=True)]
+            for times in (samples.forward_s, samples.backward_s)
+        )
+        load = load.timed(forward_s, backward_s)
     profile = load.profile(
         network, relayed=engine.links == "relay", wire_share=engine.wire_share(load)
     )
-    both_s = [sum(pair) for pair in zip(*stage_s, strict=True)]
-    total_s = sum(samples.seconds)
-    busy = [sum(both_s[d :: load.devices]) / total_s for d in range(load.devices)]
     bound = step_bound(profile, load.micro_batches)
     relayed = sum(hop.relay is not None for hop in profile.hops)
     handled = 2 * (relayed + sum(0 in pair for pair in pairwise(profile.devices)))
     return {
-        **summarise(engine.name, load, bound, samples.seconds, busy, samples.bytes),
+        **summarise(
+            engine.name, load, bound, samples.seconds, work_of(profile, load), samples.bytes
+        ),
         "coordinator_cpu_ms": round(samples.cpu_s / micro_batches / max(1, handled) * 1e3, 3),
     }
 
@@ -346,8 +346,8 @@ def run_case(
         if cut.llama is not None:
             cut = cut.timed(*torch_peers.stage_seconds(times, steps * cut.micro_batches))
         profile = cut.profile(network, relayed=False, devices=devices)
-        bound, busy = step_bound(profile, cut.micro_batches), torch_peers.busy_shares(times)
-        return summarise(name, cut, bound, times[0].seconds, busy, times[0].bytes)
+        bound, work_s = step_bound(profile, cut.micro_batches), work_of(profile, cut)
+        return summarise(name, cut, bound, times[0].seconds, work_s, times[0].bytes)
 
     run_all(
         [(engine.name, engine) for engine in engines],
@@ -391,6 +391,15 @@ def run_all(
                 except HeteroError as error:
                     failed = True
                     add({"engine": name, "error": error.message})
+
+
+def work_of(profile: Profile, load: Load) -> list[float]:
+    """Seconds that each device computes in a step: what its stages take, without any overhead."""
+    both_s = [f + b for f, b in zip(profile.forward_s, profile.backward_s, strict=True)]
+    return [
+        load.micro_batches * sum(s for s, d in zip(both_s, profile.devices, strict=True) if d == k)
+        for k in range(load.devices)
+    ]
 
 
 def time_limit(profile: Profile, load: Load, steps: int) -> float:

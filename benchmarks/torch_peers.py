@@ -374,12 +374,6 @@ class _Loss(torch.autograd.Function):
         return ctx.shape.detach()
 
 
-def busy_shares(ranks: Sequence[StepTimes]) -> list[float]:
-    """Each device's share of the time of all steps in which it was busy."""
-    total = sum(ranks[0].seconds)
-    return [(sum(r.forward_s.values()) + sum(r.backward_s.values())) / total for r in ranks]
-
-
 def stage_seconds(ranks: Sequence[StepTimes], count: int) -> tuple[list[float], list[float]]:
     """Seconds of each stage forward and backward, for one of `count` micro-batches."""
     found = []
