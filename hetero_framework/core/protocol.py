@@ -297,8 +297,8 @@ SPEC: dict[MessageType, MessageSpec] = {
     MessageType.STEP: MessageSpec(
         "Coordinator to worker: a training step (or one evaluation pass, `train` false) begins "
         "with so many micro-batches; `num_items` label tokens in all of them together. `attempt` "
-        "grows with every STEP of a run. `held` says how many forwards each of the worker's "
-        "stages may store, `policy` are the numbers that order its tasks, `direct` the boundaries "
+        "grows with every STEP of a run. `held` says how many forwards each stage of "
+        "the run may store, `policy` are the numbers that order tasks, `direct` the boundaries "
         "(numbers of the stage before each) whose tensors go straight to the other worker.",
         COORDINATOR,
         {
