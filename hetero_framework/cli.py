@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework import __version__
-from hetero_framework.errors import (
-    ConfigError,
-    HeteroError,
-    StoppedEarly,
-    UserError,
-    as_hetero_error,
-)
+from hetero_framework.errors import HeteroError, StoppedEarly, UserError, as_hetero_error
 
 DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -520,6 +514,11 @@ def _add_bench(commands: Any) -> None:
         metavar="N",
         help="size of the messages that measure the links, in 10^6 bytes (default 8)",
     )
+    parser.add_argument(
+        "--role",
+        choices=("coordinator",),
+        help="what this machine is (default: by its addresses and host name)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -527,14 +526,13 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     from hetero_framework.trainer.roles import decide_role
 
-    with contextlib.suppress(ConfigError):  # nothing names this machine: it is meant to coordinate
-        role = decide_role(config)
-        if not role.is_coordinator:
-            names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
-            raise UserError(
-                f"this machine is {names}; hetero bench runs on the coordinator's",
-                hint="on this one, run hetero worker",
-            )
+    role = decide_role(config, role=arguments.role)
+    if not role.is_coordinator:
+        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
+        raise UserError(
+            f"this machine is {names}; hetero bench runs on the coordinator's",
+            hint="here, run hetero worker",
+        )
     from hetero_framework.trainer.bench import bench, text
 
     found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6, note=_note)

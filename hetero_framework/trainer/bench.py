@@ -84,7 +84,8 @@ def _losses_told(cluster: Cluster) -> Iterator[None]:
         ) from lost
     except DirectLost as lost:
         raise PeerLostError(
-            f"lost the link between {lost}", hint="check the network between them"
+            f"lost the link between {lost}",
+            hint="look at their screens and at the network between them, then start again",
         ) from lost
 
 
@@ -236,10 +237,10 @@ def _step_lines(found: dict[str, Any]) -> list[str]:
             f"Predicted: devices idle {predicted['bubble']:.0%} of the time, with "
             f"{_count(predicted['window'], 'micro-batch')} under way."
         )
-    if found["step_s"] > _UNEXPLAINED * predicted["step_s"]:
+    times = found["step_s"] / predicted["step_s"]
+    if times > _UNEXPLAINED:
         lines += [
-            f"It took {found['step_s'] / predicted['step_s']:.1f} times what is predicted: processes "
-            "share cores or a link,",
+            f"It took {times:.1f} times what they predict: processes share cores or a link,",
             "a machine has other work, or samples differ much in length.",
         ]
     return lines
