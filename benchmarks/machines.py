@@ -123,6 +123,17 @@ class Machines:
             child.join()
 
 
+def run_program(main: Callable[[], None]) -> None:
+    """Run a benchmark's `main`: a known error is one line, Ctrl-C none."""
+    try:
+        main()
+    except HeteroError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 def _main(
     room: Room, connection: Connection, function: Callable[..., None], args: tuple[Any, ...]
 ) -> None:

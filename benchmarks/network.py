@@ -39,7 +39,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machines import Machines
+from benchmarks.machines import Machines, run_program
 from hetero_framework.errors import UserError
 
 RATES_BIT_S: dict[str, float | None] = {"loopback": None, "1gbit": 1e9, "100mbit": 1e8}
@@ -476,4 +476,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

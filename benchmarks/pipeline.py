@@ -32,7 +32,7 @@ import psutil
 import torch
 
 from benchmarks import environment, torch_peers
-from benchmarks.machines import Machines
+from benchmarks.machines import Machines, run_program
 from benchmarks.network import RATES_BIT_S, Counters, Network, open_network
 from benchmarks.stages import Llama, Load
 from hetero_framework.config import Config
@@ -533,4 +533,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from benchmarks import environment
+from benchmarks.machines import run_program
 from benchmarks.network import open_network
 from benchmarks.pipeline import Engine, Product
 from benchmarks.stages import Load
@@ -135,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks import environment, pipeline
+from benchmarks.machines import run_program
 from hetero_framework.errors import HeteroError
 
 _MINUTES = 10.0
@@ -330,4 +331,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)
