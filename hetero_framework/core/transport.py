@@ -317,8 +317,8 @@ class Link:
     `route(message)` is called in the reader thread when the header of a frame with tensor bytes
     has come; the message has no tensors yet. If it returns a link, the frame goes out there as it
     comes in, and on_message is not called for it. When this link ends in the middle of such a
-    frame, the rest of it is zeros; when the other one ends, its rest is read and dropped. A
-    HeteroError that `route` raises closes this link.
+    frame, the rest of it is zeros, sent after on_close; when the other one ends, its rest is read
+    and dropped. A HeteroError that `route` raises closes this link.
 
     `heartbeat_s`: a heartbeat goes out after so much silence of ours. `liveness_s`: the link
     fails after so much silence of the peer; any byte counts as life. `handshake_s`: the first
@@ -367,6 +367,7 @@ class Link:
         self._chunk_bytes = _CHUNK_BYTES[0]
         self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
         self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
+        self._relaying: tuple[Link, Outgoing, _Shares] | None = None  # the reader's own
 
         # Guarded by _changed: the queue, and how far the link has come in its life.
         self._changed = threading.Condition()
@@ -669,7 +670,11 @@ class Link:
             self._socket.close()
             self._pool.clear()
             self._drop_queue()
-            self._on_close(self._reason)
+            try:
+                self._on_close(self._reason)
+            finally:
+                # Not before: an answer to made-up bytes must not come before the news.
+                self._end_relay()
 
     def _read_frames(self) -> None:
         while (prefix := self._take(PREFIX_BYTES, at_start=True)) is not None:
@@ -722,22 +727,28 @@ class Link:
         """Read the tensor bytes into `buffer` and feed them to `link` as they come; whether all
         came."""
         outgoing = Outgoing([frame.raw], share, message, missing=len(buffer))
+        self._relaying = (link, outgoing, share)
         try:
             link._expect(outgoing, self)
         except HeteroError:
             share()  # one of the two is closed; its own reader reports that
         got = 0
-        try:
-            while got < len(buffer):
-                started = time.perf_counter()
-                count = self._fill_some(buffer[got : got + self._chunk_bytes])
-                if not count:
-                    return False
-                link._feed(outgoing, buffer[got : got + count])
-                got += count
-                self._size_chunks(count / (time.perf_counter() - started))
-            return True
-        finally:
+        while got < len(buffer):
+            started = time.perf_counter()
+            count = self._fill_some(buffer[got : got + self._chunk_bytes])
+            if not count:
+                return False
+            link._feed(outgoing, buffer[got : got + count])
+            got += count
+            self._size_chunks(count / (time.perf_counter() - started))
+        self._end_relay()
+        return True
+
+    def _end_relay(self) -> None:
+        """Of the frame that is being relayed, if one is, nothing more comes."""
+        if self._relaying is not None:
+            link, outgoing, share = self._relaying
+            self._relaying = None
             link._pad(outgoing)
             share()
 

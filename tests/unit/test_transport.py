@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -381,14 +382,40 @@ def test_source_that_dies_in_a_frame_leaves_the_other_link_usable(count: int, re
     wait_until(lambda: len(relay.announced) == 1, "announced")
     relay.source_socket.close()
     assert "in the middle of a message" in str(relay.into.reason())
-    relay.out.link.send(control(0, 2))
     padded = receive_exactly(relay.target_socket, len(frame))
+    relay.out.link.send(control(0, 2))
     kept = len(padded.rstrip(b"\0"))
     assert padded[:kept] == frame[:kept]
     assert kept <= count
     assert not relay.out.link.closed
     after = bytes_of(control(0, 2))
     assert receive_exactly(relay.target_socket, len(after)) == after
+
+
+def test_made_up_bytes_come_after_the_news_that_they_are(relay: Relay) -> None:
+    """Else a receiver's answer to them could be taken for true."""
+    frame = bytes_of(control(300_000, 1))
+    told, go = threading.Event(), threading.Event()
+    real = relay.into.link._on_close
+
+    def slow(reason: HeteroError | None) -> None:
+        told.set()
+        assert go.wait(WAIT_S)
+        real(reason)
+
+    relay.into.link._on_close = slow
+    relay.source_socket.sendall(frame[:-1])
+    wait_until(lambda: len(relay.announced) == 1, "announced")
+    relay.source_socket.close()
+    assert told.wait(WAIT_S)
+    relay.target_socket.settimeout(0.2)
+    got = 0
+    with contextlib.suppress(TimeoutError):
+        while got < len(frame):
+            got += len(relay.target_socket.recv(len(frame)))
+    assert got < len(frame)
+    go.set()
+    receive_exactly(relay.target_socket, len(frame) - got)
 
 
 @pytest.mark.parametrize("when", ["before", "in the middle"])
