@@ -385,9 +385,10 @@ class Peers:
 
     def post(self, stage: int, message: Message, done: Callable[[], None] | None = None) -> None:
         """Send a boundary message to the worker of a stage. A link that is gone is ignored: its
-        reader reports the loss."""
+        reader reports the loss. So is one that has come back: the attempt is void, and the thread
+        that encodes may not have heard of it yet."""
         wire = self._wires.get(self._owners[stage])
-        if wire is None or wire.link is None:
+        if wire is None or wire.link is None or wire.session.phase not in _WORKING:
             return
         wire.session.send(message)
         try:

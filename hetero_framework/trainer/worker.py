@@ -69,6 +69,14 @@ class _Event:
     lost: str | None = None
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """What the thread that sends could not do for a run."""
+
+    run: _Run
+    error: Exception
+
+
 @dataclass
 class _Run:
     """One run's stages and how far they have come; outlives its link."""
@@ -134,7 +142,7 @@ class Worker:
         self._build = build
         self._say = say
         self._device = open_device(self._entry.device)
-        self._events: queue.SimpleQueue[_Event | Introduced | Exception] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event | Introduced | _Failure] = queue.SimpleQueue()
         self._link: Link | None = None
         self._peers = PeerLinks(
             self._entry.id,
@@ -218,9 +226,11 @@ class Worker:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
         except queue.Empty:
             return None
-        if isinstance(event, Exception):
-            raise event  # of the thread that sends
-        return event
+        if not isinstance(event, _Failure):
+            return event
+        if event.run is self._run:
+            raise event.error
+        return None
 
     def _handle(self, event: _Event | Introduced) -> None:
         if isinstance(event, Introduced):
@@ -359,6 +369,10 @@ class Worker:
             return
         if self._link is not None:
             self._link.close(drain_s=0)
+            self._link = None
+        if same_run and self._run is not None and self._run.exchange is not None:
+            # What the sending thread still has goes to the old link, where it is lost.
+            self._run.exchange.flush()
         if not same_run:
             self._forget_run()
             self._run = _Run(meta["run_id"])
@@ -443,7 +457,7 @@ class Worker:
             self._post,
             on_loss=lambda info, k, loss: self._pass(messages.loss_message(info, k, float(loss))),
             on_finished=lambda info, k: self._pass(messages.finished_message(info, k)),
-            on_failure=self._events.put,
+            on_failure=lambda error: self._events.put(_Failure(run, error)),
             loss_is_awaited=True,
         )
         run.runner.outbox = run.exchange

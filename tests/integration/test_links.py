@@ -4,8 +4,10 @@ numbers."""
 from __future__ import annotations
 
 import json
+import queue
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,14 @@ from hetero_framework.config import Config
 from hetero_framework.core.protocol import MessageType as M
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.exchange import _Packed
+from hetero_framework.trainer.loading import load_stages
 from hetero_framework.trainer.peers import Peers
+from hetero_framework.trainer.worker import serve
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.integration.conftest import Notes, Pool, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.samples import free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -198,3 +204,53 @@ def test_all_links_lost_at_once_cost_a_repeated_step(run, switch, tmp_path) -> N
     assert any("go through the coordinator now" in line for line in notes.lines)
     run("whole", [])
     assert_equal(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.fixture
+def worker_here(pool: Pool) -> Iterator[int]:
+    """Worker 1 in a thread of this process; its port."""
+    (port,) = free_ports(1)
+    raw = pool.config(Path("unused"), [3])
+    raw["workers"] = [{**raw["workers"][0], "port": port}]
+    config, over = Config.from_dict(raw), threading.Event()
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def work() -> None:
+        serve(config, 1, build=load_stages, say=said.put, should_stop=over.is_set)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert "listens" in said.get(timeout=30)
+    yield port
+    over.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
+    run, pool, worker_here, tmp_path, monkeypatch, direction
+) -> None:
+    """The thread that encodes is behind when the link is open again."""
+    # No dropout: worker and coordinator share this process's random numbers.
+    sections = {
+        "wire": {"activations": "int8", "gradients": "int8"},
+        "adapter": None,
+        "links": "relay",
+        "training": {"max_steps": 3},
+    }
+    run("calm", [2, 4], **sections)
+    quick, pause = _Packed.encode, threading.Event()
+
+    def slow(packed: _Packed, tensor: Any) -> Any:
+        pause.wait(0.1 if packed.info.step == 1 else 0.0)
+        return quick(packed, tensor)
+
+    monkeypatch.setattr(_Packed, "encode", slow)
+    with FaultProxy(("127.0.0.1", worker_here)) as proxy:
+        commit = M.COMMIT if direction == "up" else M.COMMITTED
+        proxy.cuts.append(FrameCut(direction, commit, "after"))
+        proxy.cuts.append(FrameCut(direction, M.FORWARD, "after"))
+        notes = run("cut", [2, 4], {1: proxy.port}, **sections)
+        assert not proxy.cuts
+    assert sum("lost the link to worker 1" in line for line in notes.lines) == 2
+    assert_equal(tmp_path / "cut", tmp_path / "calm")
