@@ -107,9 +107,14 @@ def _links(cluster: Cluster, config: Config, nbytes: int, note: Note) -> list[di
 def _direct_pairs(
     cluster: Cluster, specs: tuple[StageSpec, ...]
 ) -> list[tuple[int | str, int | str]]:
+    """Each pair once, in the order of the plan."""
     direct = cluster.direct
-    pairs = [(a.owner, b.owner) for a, b in pairwise(specs) if a.index in direct]
-    return list({frozenset(pair): pair for pair in pairs}.values())
+    found: dict[frozenset[int | str], tuple[int | str, int | str]] = {}
+    for one, other in pairwise(specs):
+        if one.index in direct:
+            pair = (one.owner, other.owner)
+            found.setdefault(frozenset(pair), pair)
+    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from hetero_framework import cli
 from hetero_framework.config import Config
 from hetero_framework.errors import DataError, PlanError
-from hetero_framework.trainer.check import check, text
+from hetero_framework.trainer.check import check, forecast, text
 
 LLAMA = {
     "model_type": "llama",
@@ -106,3 +106,59 @@ def test_command_prints_text_or_json(
     assert json.loads(capsys.readouterr().out)["layers"] == 4
     assert cli.main(["check", "--config", str(file)]) == 0
     assert "memory needed" in capsys.readouterr().out
+
+
+def plan(owners: list[Any], layers_each: int = 2, **training: Any) -> Config:
+    workers = sorted({owner for owner in owners if owner != "local"})
+    return Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1"},
+            "workers": [{"id": n, "ip": "127.0.0.1", "port": 7000 + n} for n in workers],
+            "shard_plan": [
+                {"id": owner, "start": k * layers_each, "end": (k + 1) * layers_each}
+                for k, owner in enumerate(owners)
+            ],
+            "training": {"gradient_accumulation_steps": 16, **training},
+        }
+    )
+
+
+def test_forecast_is_near_the_known_bubble() -> None:
+    found = forecast(plan(["local", 1, 2, 3]))
+    # (p - 1) / (m + p - 1) with free boundaries; they are assumed to cost a little.
+    assert 3 / 19 <= found["bubble"] < 3 / 19 + 0.04
+    assert (found["micro_batches"], found["chunks"]) == (16, 1)
+    assert len(found["held"]) == 4
+    interleaved = forecast(plan(["local", 1, 2, 3] * 2, layers_each=1))
+    assert interleaved["chunks"] == 2
+    assert interleaved["bubble"] < 0.8 * found["bubble"]
+    fewer = forecast(plan(["local", 1, 2, 3], gradient_accumulation_steps=4))
+    assert fewer["bubble"] > 2 * found["bubble"]
+
+
+def test_forecast_takes_the_configured_window() -> None:
+    free = forecast(plan(["local", 1, 2, 3]))
+    found = forecast(plan(["local", 1, 2, 3], max_in_flight=2))
+    assert found["window"] == 2
+    assert max(found["held"]) <= 2
+    assert found["bubble"] > free["bubble"] + 0.2
+
+
+def test_report_says_how_busy_the_devices_will_be(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw.pop("model")
+    shown = text(check(Config.from_dict(raw, tmp_path)))
+    assert "A step of 8 micro-batches, 2 stages per process: devices idle " in shown
+    assert "under way; stages store up to" in shown
+    raw["training"]["gradient_accumulation_steps"] = 1
+    assert "a larger training.gradient_accumulation_steps" in text(
+        check(Config.from_dict(raw, tmp_path))
+    )
+
+
+def test_one_process_has_no_forecast(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["workers"], raw["shard_plan"] = [], [{"id": "local", "start": 0, "end": 4}]
+    found = check(Config.from_dict(raw, tmp_path))
+    assert found["schedule"]["bubble"] == 0.0
+    shown = text(found)
+    assert "idle" not in shown
+    assert "under way" not in shown

@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,8 @@ from tests.unit.timeline_samples import record
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "init", "check", "train", "worker", "diagram", "timeline", "verify", "merge", "doctor",
-    "schema",
+    "init", "check", "train", "worker", "diagram", "bench", "timeline", "verify", "merge",
+    "doctor", "schema",
 )  # fmt: skip
 SEED: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1"},
@@ -94,7 +95,7 @@ def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) ->
     assert "COMMAND" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["check", "train", "worker", "diagram", "verify"])
+@pytest.mark.parametrize("command", ["check", "train", "worker", "diagram", "bench", "verify"])
 def test_user_error_is_one_message_and_exit_code_2(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,7 +255,15 @@ def test_train_on_a_workers_machine_serves_that_worker(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train", "--resume", "0"], ["train", "--resume", "x"], ["verify", "--cuts", "5,2"]],
+    [
+        ["train", "--resume", "0"],
+        ["train", "--resume", "x"],
+        ["verify", "--cuts", "5,2"],
+        ["bench", "--steps", "1"],
+        ["bench", "--steps", "many"],
+        ["bench", "--mb", "0"],
+        ["bench", "--mb", "1.5"],
+    ],
 )
 def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -317,6 +326,42 @@ def test_timeline_does_not_import_torch(tmp_path: Path) -> None:
     )
     done = run_process("-c", program, str(tmp_path))
     assert done.returncode == 0, done.stderr
+
+
+def test_bench_prints_json_and_nothing_else(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import hetero_framework.trainer.bench as bench
+
+    calls: list[Any] = []
+
+    def measure(config: Any, *, note: Any, **given: Any) -> dict[str, Any]:
+        note("measuring")
+        calls.append(given)
+        return {"step_s": 0.5}
+
+    monkeypatch.setattr(bench, "bench", measure)
+    monkeypatch.setattr(bench, "text", lambda found: f"a step: {found['step_s']}")
+    words = ["bench", "--config", str(config_file)]
+    assert cli.main([*words, "--json", "--steps", "8", "--mb", "32"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"step_s": 0.5}
+    assert "measuring" in captured.err
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == "a step: 0.5\n"
+    assert calls == [{"steps": 8, "nbytes": 32_000_000}, {"steps": 4, "nbytes": 8_000_000}]
+
+
+def test_bench_is_for_the_coordinators_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = {**SEED, "coordinator": {"ip": "192.0.2.7"}}
+    raw["workers"] = [{"id": 1, "ip": "192.0.2.8", "port": 29511, "hostname": socket.gethostname()}]
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    assert cli.main(["bench", "--config", str(file)]) == 2
+    shown = capsys.readouterr().err
+    assert "this machine is worker 1; hetero bench runs on the coordinator's" in shown
 
 
 def test_doctor_reports_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_framework import control
-from hetero_framework.core.protocol import Message, MessageType, decode, encode
+from hetero_framework.core.protocol import Message, MessageType, WireTensor, decode, encode
 from hetero_framework.errors import DeviceError, UserError
 
 
@@ -43,6 +43,20 @@ def test_decorator_returns_the_function_and_a_second_one_replaces_it() -> None:
     assert first(None) == "first"
     control.on("who")(lambda data: "second")
     assert control.result(ask("who", None)) == "second"
+
+
+def test_bytes_travel_beside_question_and_answer() -> None:
+    def raw(data: bytes) -> WireTensor:
+        return WireTensor("uint8", (len(data),), memoryview(data))
+
+    control.on("blob")(lambda data: control.WithTensors({"n": data}, (raw(b"\x00\xff"),)))
+    question = over_the_wire(control.request(4, "blob", 2, (raw(b"abc"),)))
+    assert bytes(question.tensors[0].data) == b"abc"
+    reply = control.answer(question)
+    assert reply is not None
+    reply = over_the_wire(reply)
+    assert control.result(reply) == {"n": 2}
+    assert [bytes(tensor.data) for tensor in reply.tensors] == [b"\x00\xff"]
 
 
 def test_unknown_name_is_told_to_the_one_who_asked() -> None:

@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_framework import control
 from hetero_framework.core import transport
-from hetero_framework.core.protocol import HANDSHAKE_MAX_FRAME_BYTES, Message, MessageType
+from hetero_framework.core.protocol import (
+    HANDSHAKE_MAX_FRAME_BYTES,
+    Message,
+    MessageType,
+    WireTensor,
+)
 from hetero_framework.core.transport import Link, Listener
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from hetero_framework.trainer import messages
@@ -118,6 +124,8 @@ class Machine:
                 self.lost.put(worker)
         elif message.type is MessageType.PEER_HELLO:
             self._greet(link, message)
+        elif message.type is MessageType.CONTROL:
+            self.links.answer(link, message)
         elif self.links.receive(link, message):
             self.tensors.put(message)
 
@@ -379,3 +387,99 @@ def test_welcome_that_comes_when_the_run_is_over_opens_no_link(
     one.links.dial([other.entry("box")], WAIT_S, LARGEST)
     wait_until(lambda: bool(one.open) and one.open[0].closed, "the link closed")
     assert not one.links.knows(one.open[0])
+
+
+# ---- questions
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Handlers of these tests; "slow" answers when the event is set."""
+    monkeypatch.setattr(control, "_handlers", {})
+    go_on = threading.Event()
+    control.on("slow")(lambda data: go_on.wait(WAIT_S))
+    control.on("double")(lambda data: 2 * data)
+    control.on("bytes")(lambda data: control.WithTensors("raw", (raw(data),)))
+    yield go_on
+    go_on.set()
+
+
+def raw(count: int) -> WireTensor:
+    return WireTensor("uint8", (count,), memoryview(bytes(range(count))))
+
+
+def test_peer_answers_with_data_and_bytes(
+    pair: tuple[Machine, Machine], slow: threading.Event
+) -> None:
+    one, other = pair
+    link_up(one, other)
+    question = control.request(5, "double", 21, (raw(7),))
+    answer = one.links.ask("box", question, WAIT_S)
+    assert (control.result(answer), answer.meta["answers"]) == (42, 5)
+    answer.release()
+    answer = other.links.ask(1, control.request(6, "bytes", 9), WAIT_S)  # either side may ask
+    assert control.result(answer) == "raw"
+    assert bytes(answer.tensors[0].data) == bytes(range(9))
+    answer.release()
+    one.links.send("box", boundary())  # tensors pass as before
+    other.tensors.get(timeout=WAIT_S).release()
+
+
+def test_question_to_one_without_a_link_is_refused(machine: Callable[..., Machine]) -> None:
+    with pytest.raises(NetworkError, match="there is no link to worker 2"):
+        machine(1).links.ask(2, control.request(1, "double", 1), WAIT_S)
+
+
+def test_peer_that_does_not_answer_is_told_and_its_late_answer_is_nobodys(
+    pair: tuple[Machine, Machine], slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    link_up(one, other)
+    handled: list[str] = []
+    handle = control.answer
+
+    def note(message: Message) -> Message | None:
+        handled.append(message.meta["name"])
+        return handle(message)
+
+    monkeypatch.setattr(control, "answer", note)
+    with pytest.raises(NetworkError, match=r"worker box did not answer in 0\.05 s"):
+        one.links.ask("box", control.request(1, "slow", None), 0.05)
+    slow.set()
+    one.links.send("box", boundary())
+    other.tensors.get(timeout=WAIT_S).release()  # so the late answer is on its way, or there
+    other.links.send(1, boundary(MessageType.BACKWARD))
+    one.tensors.get(timeout=WAIT_S).release()
+    answer = one.links.ask("box", control.request(2, "double", 4), WAIT_S)
+    assert control.result(answer) == 8
+    answer.release()
+    assert handled == ["slow", "double"]
+
+
+def test_link_that_breaks_ends_the_question_and_is_reported(
+    pair: tuple[Machine, Machine], slow: threading.Event
+) -> None:
+    one, other = pair
+    link_up(one, other)
+    cut = threading.Timer(0.1, lambda: other.open[-1].close(drain_s=0))
+    cut.start()
+    began = time.monotonic()
+    with pytest.raises(NetworkError, match="the link to worker box broke"):
+        one.links.ask("box", control.request(1, "slow", None), WAIT_S)
+    assert time.monotonic() - began < WAIT_S / 2
+    assert one.lost.get(timeout=WAIT_S) == "box"
+    slow.set()
+    cut.join()
+
+
+def test_end_of_the_run_ends_the_question(
+    pair: tuple[Machine, Machine], slow: threading.Event
+) -> None:
+    one, other = pair
+    link_up(one, other)
+    end = threading.Timer(0.1, other.links.close)
+    end.start()
+    with pytest.raises(NetworkError, match=r"worker box answered BYE|the link to worker box broke"):
+        one.links.ask("box", control.request(1, "slow", None), WAIT_S)
+    slow.set()
+    end.join()
