@@ -1,0 +1,133 @@
+"""Random plans, limits, orders and links, and links that break at random moments: whatever happens
+when, the result is that of one process, to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.pace import Pace
+from hetero_framework.trainer.schedule import PORTFOLIO, Choice
+from tests.fault_proxy import FaultProxy
+from tests.integration.conftest import NUM_WORKERS, Notes, Pool, read_metrics
+from tests.integration.test_parity import LORA, assert_same, weights
+from tests.integration.test_resume import evals
+
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
+
+LAYERS = 6
+
+
+def random_plan(dice: random.Random) -> list[dict[str, Any]]:
+    cuts = sorted(dice.sample(range(1, LAYERS), dice.randint(1, LAYERS - 1)))
+    bounds = [0, *cuts, LAYERS]
+    owners: list[int | str] = ["local"]
+    for _ in cuts:
+        others = [w for w in ("local", *range(1, NUM_WORKERS + 1)) if w != owners[-1]]
+        owners.append(dice.choice(others))
+    return [
+        {"id": owner, "start": start, "end": end, "links": dice.choice([None, "relay", "auto"])}
+        for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
+    ]
+
+
+def random_sections(dice: random.Random) -> dict[str, Any]:
+    """What decides the numbers: the same for the whole model."""
+    some_layers = {**LORA, "layers_to_transform": dice.sample(range(LAYERS), 2)}
+    return {
+        "adapter": dice.choice([None, LORA, some_layers]),
+        "padding_free": dice.random() < 0.3,
+        "training": {
+            "max_steps": 4,
+            "gradient_accumulation_steps": dice.choice([1, 2, 5, 8]),
+            "per_device_train_batch_size": dice.choice([1, 2]),
+            "gradient_checkpointing": dice.random() < 0.3,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "verify_architecture": False,
+            "step_timeout_s": 20.0,
+        },
+    }
+
+
+def random_choices(dice: random.Random) -> Callable[..., Choice]:
+    """In place of the schedule's: any window, any limits, any order."""
+    real = Pace.choice
+
+    def choice(pace: Pace, micro_batches: int, direct: frozenset[int]) -> Choice:
+        found = real(pace, micro_batches, direct)
+        return dataclasses.replace(
+            found,
+            window=dice.choice([1, 2, 3, 100]),
+            limits=tuple(dice.randint(1, 4) for _ in found.limits),
+            policy=dice.choice(PORTFOLIO),
+        )
+
+    return choice
+
+
+class Breaks(Notes):
+    """Resets everything that goes through a proxy, a random moment after every step."""
+
+    def __init__(self, dice: random.Random, proxies: list[FaultProxy]) -> None:
+        super().__init__()
+        self.dice = dice
+        self.proxies = proxies
+        self.timers: list[threading.Timer] = []
+
+    def step(self, metrics: Any) -> None:
+        super().step(metrics)
+        chosen = [proxy for proxy in self.proxies if self.dice.random() < 0.5]
+        delay_s = self.dice.uniform(0, 2 * metrics["step_seconds"])
+        self.timers.append(threading.Timer(delay_s, lambda: [p.reset() for p in chosen]))
+        self.timers[-1].start()
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["calm", "broken"])
+@pytest.mark.parametrize("seed", range(5))
+def test_any_plan_equals_one_process(
+    seed, broken, pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch
+) -> None:
+    dice = random.Random(f"{seed} {broken}")
+    sections = random_sections(dice)
+    padding_free = sections.pop("padding_free")
+    sections["data"] = {
+        "train": str(texts),
+        "eval": str(texts),
+        "max_length": 64,
+        "padding_free": padding_free,
+    }
+    sections["model"] = {"name_or_path": str(llama)}
+    train(Config.from_dict(pool.config(tmp_path / "whole", [], **sections)), progress=Notes())
+
+    plan = random_plan(dice)
+    monkeypatch.setattr(Pace, "choice", random_choices(dice))
+    raw = pool.config(tmp_path / "cut", [], shard_plan=plan, **sections)
+    with ExitStack() as stack:
+        proxies = []
+        for worker in raw["workers"] if broken else []:
+            proxies.append(stack.enter_context(FaultProxy((worker["ip"], worker["port"]))))
+        if broken:
+            raw["workers"] = [
+                {**worker, "port": proxy.port}
+                for worker, proxy in zip(raw["workers"], proxies, strict=True)
+            ]
+        notes = Breaks(dice, proxies)
+        try:
+            train(Config.from_dict(raw), progress=notes)
+        finally:
+            for timer in notes.timers:
+                timer.cancel()
+                timer.join()
+    assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole"), (plan, sections)
+    assert evals(tmp_path / "cut") == evals(tmp_path / "whole")
+    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
