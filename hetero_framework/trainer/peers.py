@@ -359,7 +359,11 @@ class Peers:
         results: dict[tuple[WorkerId, WorkerId], str | None] = {}
         waiting = set(by_dialler)
         while waiting:
-            event = self.receive(_SLICE_S)
+            try:
+                event = self.receive(_SLICE_S)
+            except DirectLost as lost:
+                self._direct.discard(lost.pair)  # one of those that were opened before
+                continue
             if event is None or event.message is None:
                 continue
             if event.message.type is MessageType.CONNECTED:
