@@ -135,12 +135,14 @@ CASES = (
     Case(
         "100 Mbit/s, 0.25 MB",
         "--stages 2 --network 100mbit --activation-mb 0.25 --peers '' --steps 4",
-        (Goal("hetero-relay", "busy_share", least=0.9),),
+        # With 1 Gbit/s the bound is 1.024 s: then 0.9 of that speed is kept.
+        _most("hetero-relay", 1.07),
     ),
     Case(
         "100 ms",
         "--micro-batches 32 --delay-ms 100 --links direct --peers '' --steps 3",
-        _most(_DIRECT, 1.03),
+        # Without delay the bound is 2.1 s: then 0.85 of that speed is kept, of at most 0.875.
+        _most(_DIRECT, 1.029),
     ),
     Case(
         "20 ms, jitter",
