@@ -175,6 +175,7 @@ class PeerLinks:
         if str(meta["worker_id"]) != str(self._me):
             raise NetworkError(f"this is worker {self._me}, not {meta['worker_id']}")
         link.max_frame_bytes = meta["max_frame_bytes"]
+        link.name = f"worker {meta['from_id']}"  # who had connected was not known before
         welcome = Message(MessageType.PEER_WELCOME, self._greeting(self._me))
         session.send(welcome)
         self._add(_Peer(meta["from_id"], link, session))

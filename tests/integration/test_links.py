@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
+from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, WireTensor, encode
 from hetero_framework.core.protocol import MessageType as M
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
@@ -154,6 +156,7 @@ def test_a_direct_link_that_dies_costs_a_repeated_step(
     (line,) = [line for line in notes.lines if "lost the link" in line]
     assert "between workers 1 and 2" in line
     assert "go through the coordinator now" in line
+    assert not re.search(r"\(coordinator", line)
     run("whole", [])
     assert_equal(tmp_path / "cut", tmp_path / "whole")
 
@@ -254,3 +257,43 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
         assert not proxy.cuts
     assert sum("lost the link to worker 1" in line for line in notes.lines) == 2
     assert_equal(tmp_path / "cut", tmp_path / "calm")
+
+
+def test_strangers_at_a_workers_port_are_no_peers(run, pool, tmp_path) -> None:
+    """Before every step: other runs, other workers, frames without a greeting."""
+    address = ("127.0.0.1", pool.machines["workers"][1]["port"])
+    hello = {
+        "protocol": PROTOCOL_VERSION,
+        "package": "0",
+        "run_id": "stranger",
+        "worker_id": 2,
+        "from_id": 1,
+        "max_frame_bytes": 1 << 40,
+    }
+    tensor = WireTensor("float32", (1,), memoryview(b"1234"))
+    address_of_frame = {"step": 1, "attempt": 99, "stage": 2, "micro_batch": 0}
+    greetings = [
+        Message(M.PEER_HELLO, hello),
+        Message(M.PEER_HELLO, {**hello, "worker_id": 3, "from_id": "box"}),
+        Message(M.PEER_HELLO, {**hello, "protocol": 99}),
+        Message(
+            M.PEER_WELCOME, {k: hello[k] for k in ("protocol", "package", "run_id", "worker_id")}
+        ),
+        Message(M.FORWARD, address_of_frame, [tensor]),
+        Message(M.PEER_LOST, {"worker_id": 1, "reason": "none"}),
+    ]
+
+    class Strangers(Notes):
+        def step(self, metrics: Any) -> None:
+            super().step(metrics)
+            for greeting in greetings:
+                strangers.append(socket.create_connection(address))
+                strangers[-1].sendall(b"".join(encode(greeting)) * 2)
+
+    strangers: list[socket.socket] = []
+    notes = run("cut", [2, 4], notes=Strangers(), links="direct")
+    for stranger in strangers:
+        stranger.close()
+    assert not [line for line in notes.lines if "lost the link" in line]
+    run("whole", [])
+    assert_equal(tmp_path / "cut", tmp_path / "whole")
