@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from hetero_framework.cli import build_parser, main
-from hetero_framework.config import load_config
+from hetero_framework.config import Config, load_config
+from hetero_framework.trainer.check import forecast
 from tests.samples import save_texts, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,24 @@ def test_readme_counts_the_architectures_that_the_table_counts() -> None:
     assert counted is not None
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{counted[1]} of the {counted[2]} in transformers" in readme
+
+
+def test_performance_page_shows_what_check_computes() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+)% \| (\d+)% \| (\d+)% \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    workers = [{"id": n, "ip": "127.0.0.1", "port": 7000 + n} for n in (1, 2, 3)]
+    raw = {"coordinator": {"ip": "127.0.0.1"}, "workers": workers}
+    for m, *shown in rows:
+        for chunks, idle in zip((1, 2, 4), shown, strict=True):
+            size = 8 // chunks
+            plan = [
+                {"id": owner, "start": k * size, "end": (k + 1) * size}
+                for k, owner in enumerate(["local", 1, 2, 3] * chunks)
+            ]
+            training = {"gradient_accumulation_steps": int(m)}
+            config = Config.from_dict({**raw, "shard_plan": plan, "training": training})
+            assert f"{forecast(config)['bubble']:.0%}" == f"{idle}%"
 
 
 def test_configuration_page_is_current() -> None:
