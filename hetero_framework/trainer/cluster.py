@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,7 +91,7 @@ class Cluster:
             unpack=lambda message: unpack(message, self.device),
             watch=self._meter.watch,
         )
-        self._recoveries = 0
+        self._recoveries: Counter[WorkerId] = Counter()
         self._attempt = 0
         self._pace: Pace
         self.pipeline: Pipeline
@@ -368,16 +369,16 @@ class Cluster:
                     "tensors go through the coordinator now"
                 )
             else:
-                self._recoveries = 0
+                self._recoveries.clear()
                 return result
 
     def recover(self, lost: LinkLost) -> None:
         """Open the link to a lost worker again; it has its stages still. Raises PeerLostError."""
-        self._recoveries += 1
-        if self._recoveries > _MAX_RECOVERIES:
+        self._recoveries[lost.worker] += 1
+        times = self._recoveries[lost.worker]
+        if times > _MAX_RECOVERIES:
             raise PeerLostError(
-                f"the link to worker {lost.worker} broke {self._recoveries} times in one step: "
-                f"{lost.reason}",
+                f"the link to worker {lost.worker} broke {times} times in one step: {lost.reason}",
                 hint="check the network; continue with --resume latest",
             ) from lost
         ended = self._exit_text(lost.worker)
