@@ -23,9 +23,11 @@ from hetero_framework.trainer.pace import assumed_profile
 from hetero_framework.trainer.preparation import settle_pieces
 from hetero_framework.trainer.roles import Role, decide_role
 from hetero_framework.trainer.schedule import tune
+from hetero_framework.visualizer.text import table
 
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2
+_HEAD = ("process", "machine", "device", "layers", "memory needed")
 
 
 def check(config: Config) -> dict[str, Any]:
@@ -101,10 +103,10 @@ def _forecast_lines(found: dict[str, Any], stages: int) -> list[str]:
         f"  {found['window']} micro-batches under way; stages store up to {held} forwards",
     ]
     if found["bubble"] > _LARGE_BUBBLE:
-        lines.append(
-            "  a larger training.gradient_accumulation_steps, with smaller micro-batches, or equal "
-            "stages would keep them busier"
-        )
+        lines += [
+            "  a larger training.gradient_accumulation_steps, with smaller micro-batches, or equal",
+            "  stages would keep them busier",
+        ]
     return lines
 
 
@@ -114,7 +116,7 @@ def text(found: dict[str, Any]) -> str:
     count = len(found["processes"])
     processes = f"{count} processes" if count > 1 else "one process"
     lines = [f"The configuration is valid: {model} on {processes}.", ""]
-    rows = [("process", "machine", "device", "layers", "memory needed")]
+    rows = []
     for process in found["processes"]:
         where = f"{process['address']} port {process['port']}"
         if process["hostname"]:
@@ -122,10 +124,7 @@ def text(found: dict[str, Any]) -> str:
         stages = ", ".join(_layers(stage) for stage in process["stages"]) or "none (relays only)"
         memory = gib(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
         rows.append((process["name"], where, process["device"], stages, memory))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
+    lines += table(_HEAD, rows, left=(0, 1, 2, 3))
     count = sum(len(process["stages"]) for process in found["processes"])
     lines += _forecast_lines(found["schedule"], count)
     lines += ["", f"This machine: {found['this_machine']['role']}."]

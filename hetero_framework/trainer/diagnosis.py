@@ -31,7 +31,7 @@ from hetero_framework.core.trace import (
 )
 from hetero_framework.trainer.schedule import Hop, Profile, simulate, step_bound, tune
 from hetero_framework.trainer.timeline import Event, Trace, Wait, waits
-from hetero_framework.visualizer.text import bytes_text
+from hetero_framework.visualizer.text import bytes_text, table
 
 WORTH_IT = 0.05
 """A change that brings less is not called a help: measured steps differ by as much."""
@@ -767,13 +767,13 @@ def text(found: Diagnosis) -> str:
         f"no schedule of these stages and links can be faster than {_ms(found.bound_s)}; "
         f"the pipeline took {found.ratio:.2f} times that",
         "",
-        *_table(_STAGE_HEAD, [_stage_row(found, s) for s in found.stages], left=(0, 1, 2)),
+        *table(_STAGE_HEAD, [_stage_row(found, s) for s in found.stages], left=(0, 1, 2)),
         "",
-        *_table(_PROCESS_HEAD, [_process_row(found, p) for p in found.processes], left=(0,)),
+        *table(_PROCESS_HEAD, [_process_row(found, p) for p in found.processes], left=(0,)),
     ]
     crossed = [b for b in found.boundaries if b.way != "same process"]
     if crossed:
-        lines += ["", *_table(_BOUNDARY_HEAD, [_boundary_row(b) for b in crossed])]
+        lines += ["", *table(_BOUNDARY_HEAD, [_boundary_row(b) for b in crossed], left=(0, 1))]
     return "\n".join([*lines, "", *_notes(found), *_advice(found)])
 
 
@@ -836,7 +836,7 @@ def _advice(found: Diagnosis) -> list[str]:
         (f"{change.gain:+.0%}", _ms(change.step_s), change.text)
         for change in sorted(found.changes, key=lambda change: -change.gain)
     ]
-    return lines + _table(("samples/s", "a step", "change"), rows, left=(2,))
+    return lines + table(("samples/s", "a step", "change"), rows, left=(2,))
 
 
 def _notes(found: Diagnosis) -> list[str]:
@@ -863,17 +863,3 @@ def _notes(found: Diagnosis) -> list[str]:
 def _ms(seconds: float) -> str:
     milliseconds = seconds * 1e3
     return f"{milliseconds:.1f} ms" if milliseconds < 100 else f"{milliseconds:.0f} ms"
-
-
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0, 1)
-) -> list[str]:
-    """Lines with aligned columns; those numbered in `left` on their left edge."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [head, *rows]
-    ]
