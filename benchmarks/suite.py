@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Goal:
-    """What an engine is to reach in a case: `least` or `most` of one of its figures."""
+    """What an engine is to reach in a case: `least` or `most` of one of its figures. A dot leads
+    into a figure that has parts: "cpu_ms.relay"."""
 
     engine: str
     figure: str
@@ -50,7 +51,9 @@ class Goal:
 
     def met(self, figures: Figures) -> bool | None:
         """Whether it is reached; None where the figure is not there."""
-        value = figures.get(self.figure)
+        value: Any = figures
+        for part in self.figure.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
         if value is None:
             return None
         return (self.least is None or value >= self.least) and (
@@ -80,6 +83,7 @@ def _most(engine: str, ratio: float) -> tuple[Goal, ...]:
 
 _TORCH = "torch-1f1b,torch-interleaved"
 _DIRECT = "hetero-direct"
+_RATIOS = "ratios"
 
 CASES = (
     Case(
@@ -167,9 +171,25 @@ CASES = (
         "--stages 2 --micro-batches 8 --devices cpu --peers torch-1f1b,serial --steps 4",
         expect_s=30,
     ),
-    Case("transport, 16 MB", "--mb 16 --rounds 60", module="transport"),
-    Case("transport, relayed", "--mb 16 --rounds 60 --relay", module="transport"),
-    Case("transport, small message", "--mb 0 --rounds 1000", module="transport", expect_s=10),
+    Case(
+        "transport, 16 MB",
+        "--mb 16 --rounds 60",
+        (Goal("link", "cpu_ms.receiver", most=10), Goal(_RATIOS, "ratio_to_bare", least=0.95)),
+        module="transport",
+    ),
+    Case(
+        "transport, relayed",
+        "--mb 16 --rounds 60 --relay",
+        (Goal("link", "cpu_ms.relay", most=12),),
+        module="transport",
+    ),
+    Case(
+        "transport, small message",
+        "--mb 0 --rounds 1000",
+        (Goal("link", "median_ms", most=0.08),),
+        module="transport",
+        expect_s=10,
+    ),
     Case("codecs", "--rounds 10", module="codecs"),
     Case("memory of a shard", "", module="shard_memory"),
     Case(
@@ -182,11 +202,12 @@ CASES = (
 )
 
 
-def run(case: Case, left_s: float, show: Callable[[Figures], None]) -> Figures:
-    """A case's figures, shown as they come. What a benchmark of its own process prints is read."""
+def run(case: Case, left_s: float) -> Figures:
+    """A case's figures. What a benchmark with a process of its own prints is read."""
     if case.module == "pipeline":
         options = pipeline.parser().parse_args(shlex.split(case.arguments))
-        return pipeline.run_options(options, show)
+        with _time_limit(left_s):
+            return pipeline.run_options(options, lambda figures: None)
     found: list[Figures] = []
     command = [sys.executable, "-m", f"benchmarks.{case.module}", *shlex.split(case.arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -196,10 +217,12 @@ def run(case: Case, left_s: float, show: Callable[[Figures], None]) -> Figures:
             process.terminate()
             output, _ = process.communicate()
             found.append({"engine": case.module, "error": "took too long"})
+        except BaseException:
+            process.terminate()
+            raise
     for line in output.splitlines():
         if line.startswith("{"):
             found.append(json.loads(line))
-            show(found[-1])
     if process.returncode and not found:
         found.append({"engine": case.module, "error": f"exit code {process.returncode}"})
     return {"engines": found}
@@ -209,9 +232,17 @@ def judge(case: Case, engines: Sequence[Figures]) -> list[Figures]:
     """For each goal of a case: what it is and whether it was reached."""
     verdicts = []
     for goal in case.goals:
-        figures = next((f for f in engines if f.get("engine") == goal.engine), {})
+        figures = next((f for f in engines if _name(f) == goal.engine), {})
         verdicts.append({"engine": goal.engine, "goal": str(goal), "met": goal.met(figures)})
     return verdicts
+
+
+_NAMES = ("engine", "codec", "benchmark")
+
+
+def _name(figures: Figures) -> str:
+    """What a benchmark's figures are about."""
+    return str(next((figures[key] for key in _NAMES if key in figures), _RATIOS))
 
 
 # -- the table ----------------------------------------------------------------------------------
@@ -223,12 +254,15 @@ def table(case: Case, engines: Sequence[Figures], verdicts: Sequence[Figures]) -
     """A case's engines, one line each; benchmarks with other figures show them all."""
     lines = []
     for figures in engines:
-        name = str(figures.get("engine", ""))
+        name = _name(figures)
         if "error" in figures or "skipped" in figures:
             lines.append(f"  {name:22} {figures.get('error') or figures['skipped']}"[:150])
             continue
         if "ratio" not in figures or "step_s" not in figures:
-            shown = ", ".join(f"{key} {value}" for key, value in figures.items() if key != "engine")
+            hidden = (*_NAMES, "environment")
+            shown = ", ".join(
+                f"{key} {value}" for key, value in figures.items() if key not in hidden
+            )
             lines.append(f"  {name:22} {shown}")
         else:
             cells = [f"{figures[key]:>10}" for key in _COLUMNS[1:]]
@@ -268,11 +302,10 @@ def run_suite(cases: Sequence[Case], minutes: float, steps: int | None) -> list[
             continue
         began = time.monotonic()
         load_before = psutil.getloadavg()[0]
-        with _time_limit(left_s):
-            try:
-                found = run(case, left_s, lambda figures: None)
-            except HeteroError as error:
-                found = {"engines": [{"engine": "hetero", "error": str(error)}]}
+        try:
+            found = run(case, left_s)
+        except HeteroError as error:
+            found = {"engines": [{"engine": "hetero", "error": str(error)}]}
         verdicts = judge(case, found["engines"])
         print(table(case, found["engines"], verdicts), flush=True)
         results.append(

@@ -227,6 +227,9 @@ def test_a_goal_that_is_missed_is_said() -> None:
     assert [verdict["met"] for verdict in verdicts] == [False, None]
     assert table(case, [figures], verdicts).endswith("2.0   ratio <= 1.03: no")
     assert judge(case, [{**figures, "ratio": 1.02}])[0]["met"] is True
+    part = Goal("link", "cpu_ms.relay", most=12)
+    assert part.met({"cpu_ms": {"relay": 13}}) is False
+    assert part.met({"cpu_ms": {"sender": 1}}) is None
 
 
 def test_every_case_of_the_suite_is_a_valid_command_line() -> None:
