@@ -30,6 +30,7 @@ from benchmarks.machines import run_program
 from benchmarks.network import open_network
 from benchmarks.pipeline import Engine, Product
 from benchmarks.stages import Load
+from hetero_framework.errors import UserError
 
 _EVERY_S = 0.25
 _LIMIT_S = 400.0
@@ -70,10 +71,10 @@ class MemoryWatch:
 
 def growth(samples: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Growth from the third quarter to the last one: of all processes together, and of the one
-    that grew most, each as a share of what there was. Raises ValueError for less than 8 samples.
+    that grew most, each as a share of what there was. Raises UserError for less than 8 samples.
     """
     if len(samples) < 8:
-        raise ValueError("the run was too short for its memory to be judged")
+        raise UserError("the run was too short for its memory to be judged", hint="more --steps")
     quarter = len(samples) // 4
     third = [statistics.fmean(p) for p in zip(*samples[-2 * quarter : -quarter], strict=True)]
     last = [statistics.fmean(p) for p in zip(*samples[-quarter:], strict=True)]

@@ -291,7 +291,7 @@ def run_suite(cases: Sequence[Case], minutes: float, steps: int | None) -> list[
     results: list[Figures] = []
     for number, case in enumerate(cases, start=1):
         left_s = end - time.monotonic()
-        if steps is not None and case.module in ("pipeline", "soak"):
+        if steps is not None and case.module == "pipeline":
             case = Case(
                 case.name, f"{case.arguments} --steps {steps}", case.goals, case.module, 0.0
             )
@@ -345,7 +345,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="words of cases' names, separated by commas")
     parser.add_argument("--minutes", type=float, default=_MINUTES, help="for everything")
-    parser.add_argument("--steps", type=int, help="measured steps; default: each case's own")
+    parser.add_argument(
+        "--steps", type=int, help="measured steps of a pipeline; default: each case's own"
+    )
     parser.add_argument("--no-save", action="store_true", help="write no file")
     options = parser.parse_args()
     load_before = psutil.getloadavg()[0]

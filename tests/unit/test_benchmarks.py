@@ -205,7 +205,7 @@ def test_memory_that_grows_shows() -> None:
     both, worst = growth([[1000, 100 + k] for k in range(40)])
     assert worst == pytest.approx(10 / 124.5)
     assert both == pytest.approx(10 / 1124.5)
-    with pytest.raises(ValueError, match="too short"):
+    with pytest.raises(UserError, match="too short"):
         growth(flat[:7])
 
 
