@@ -48,7 +48,7 @@ from hetero_framework.trainer.worker import serve
 _START_S = 120.0
 _SLOWEST = 20.0
 _COMPUTING_LIMIT_S = 180.0
-_WARM_UP_STEPS = 2
+_WARM_UP_STEPS = 5
 
 
 @dataclass(frozen=True)
