@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -151,6 +152,8 @@ class Cluster:
             self._config.stages(),
             window=self._config.training.max_in_flight,
             most_held=most_held,
+            # Steps need not wait for it; the next ones take what has been found by then.
+            run=lambda job: threading.Thread(target=job, name="tune", daemon=True).start(),
         )
         try:
             self._load()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.core.protocol import Message, MessageType, WireTensor
 from hetero_framework.core.tensors import dtype_name, from_wire, to_wire
 from hetero_framework.errors import ProtocolError
 from hetero_framework.trainer.schedule import Policy
 from hetero_framework.trainer.verbs import GradientReport, Orders, StatePart, StepInfo, Tensors
+
+PackedInput = WireTensor | list[int]
+"""A batch tensor as it travels: its bytes, or the shape of one that is all ones."""
 
 
 def step_message(info: StepInfo, orders: Orders) -> Message:
@@ -59,18 +62,26 @@ def step_orders(message: Message) -> Orders:
     )
 
 
-def inputs_message(info: StepInfo, stage: int, micro_batch: int, inputs: Tensors) -> Message:
-    """Token numbers, masks and labels fit into half of their 8 bytes; a mask of ones into none."""
-    ones = {
+def pack_inputs(inputs: Tensors) -> dict[str, PackedInput]:
+    """Batch tensors as they travel: token numbers, masks and labels fit into half of their 8
+    bytes, and of a mask of ones only the shape is needed."""
+    return {
         name: list(tensor.shape)
-        for name, tensor in inputs.items()
         if name == "attention_mask" and tensor.dtype == torch.int64 and bool((tensor == 1).all())
+        else to_wire(_narrow(tensor))
+        for name, tensor in inputs.items()
     }
-    sent = {name: tensor for name, tensor in inputs.items() if name not in ones}
+
+
+def inputs_message(
+    info: StepInfo, stage: int, micro_batch: int, packed: Mapping[str, PackedInput]
+) -> Message:
+    sent = {name: value for name, value in packed.items() if isinstance(value, WireTensor)}
+    ones = {name: value for name, value in packed.items() if name not in sent}
     return Message(
         MessageType.INPUTS,
         {**_address(info, stage, micro_batch), "names": list(sent), "ones": ones},
-        tuple(to_wire(_narrow(tensor)) for tensor in sent.values()),
+        tuple(sent.values()),
     )
 
 

@@ -6,7 +6,7 @@ result, only when things happen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -84,15 +84,17 @@ class Pace:
         *,
         window: int | None = None,
         most_held: Sequence[int] | None = None,
+        run: Callable[[Callable[[], None]], None] = lambda job: job(),
     ) -> None:
+        """`run` does the tuning after an observation: at once, or in a thread while steps go on."""
         self._stages = list(stages)
         self._window = window
         self._most_held = most_held
+        self._run = run
         self._seconds: dict[int, StageSeconds] = {}
         self._latency_s: dict[int, float] = {}
         self._observed = 0
-        self._choice: Choice | None = None
-        self._chosen_for: tuple[int, frozenset[int]] | None = None
+        self._choices: dict[tuple[int, frozenset[int]], Choice] = {}
 
     def profile(self, direct: frozenset[int]) -> Profile:
         """What is known, or else assumed, of stages and boundaries."""
@@ -103,17 +105,14 @@ class Pace:
     def choice(self, micro_batches: int, direct: frozenset[int]) -> Choice:
         """How to run a step of so many micro-batches over these direct boundaries."""
         wanted = (micro_batches, direct)
-        if self._choice is None or self._chosen_for != wanted:
-            self._chosen_for = wanted
-            self._choice = tune(
-                self.profile(direct), micro_batches, window=self._window, limits=self._most_held
-            )
-        return self._choice
+        if wanted not in self._choices:
+            self._choices[wanted] = self._tuned(self.profile(direct), micro_batches)
+        return self._choices[wanted]
 
     def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
         """Take in what a step took. The first step is not typical: the second replaces it.
 
-        The choice is made anew after 1, 2, 4, 8, ... steps; devices and links rarely change.
+        Choices are made anew after 1, 2, 4, 8, ... steps; devices and links rarely change.
         """
         self._observed += 1
         weight = 1.0 if self._observed <= 2 else _WEIGHT
@@ -127,7 +126,18 @@ class Pace:
             )
         self._latency_s.update(latency_s)
         if self._observed & (self._observed - 1) == 0:
-            self._chosen_for = None
+            now = self._observed
+            jobs = [(key, self.profile(key[1])) for key in self._choices]
+            self._run(lambda: self._retune(jobs, now))
+
+    def _retune(self, jobs: list[tuple[tuple[int, frozenset[int]], Profile]], now: int) -> None:
+        for key, profile in jobs:
+            choice = self._tuned(profile, key[0])
+            if self._observed < 2 * now:  # else a later one has begun
+                self._choices[key] = choice
+
+    def _tuned(self, profile: Profile, micro_batches: int) -> Choice:
+        return tune(profile, micro_batches, window=self._window, limits=self._most_held)
 
 
 def _values(seconds: StageSeconds) -> tuple[float, float, float, float]:

@@ -133,13 +133,18 @@ class Pipeline:
         self._last_progress = time.monotonic()
         while len(self._finished) < len(batches) or len(self._losses) < len(batches):
             self._drain()
-            while launched < len(batches) and launched - len(self._finished) < self._window:
+            room = launched < len(batches) and launched - len(self._finished) < self._window
+            # One at a time, so that the first forward need not wait for the inputs of the others.
+            if room and not self._runner.has_inputs(0):
                 self._launch(launched, batches[launched])
                 launched += 1
-            if self._runner.run_next():
+            elif self._runner.run_next():
                 self._last_progress = time.monotonic()
-                continue
-            self._wait(lambda: f"losses of micro-batches {self._open_micro_batches(batches)}")
+            elif room:
+                self._launch(launched, batches[launched])
+                launched += 1
+            else:
+                self._wait(lambda: f"losses of micro-batches {self._open_micro_batches(batches)}")
         return [float(self._losses[k]) for k in range(len(batches))]
 
     def collect(self) -> tuple[list[GradientReport], dict[int, StageStatistics]]:
@@ -295,12 +300,14 @@ class Pipeline:
 
     def _launch(self, micro_batch: int, inputs: Tensors) -> None:
         """Let one more micro-batch in: what stages need of it goes ahead of the activations."""
+        packed = messages.pack_inputs(inputs)
         for spec in self._stages:
-            needed = stage_inputs(spec, inputs)
+            names = stage_inputs(spec, inputs)
             if self._runner.owns(spec.index):
-                on_device = {name: self._device.copy_in(t) for name, t in needed.items()}
+                on_device = {name: self._device.copy_in(inputs[name]) for name in names}
                 self._runner.put_inputs(spec.index, micro_batch, on_device)
             else:
+                needed = {name: packed[name] for name in names}
                 message = messages.inputs_message(self._info, spec.index, micro_batch, needed)
                 self._peers.send(spec.owner, message)
 
@@ -401,10 +408,10 @@ class Pipeline:
         return found
 
 
-def stage_inputs(spec: StageSpec, inputs: Tensors) -> Tensors:
-    """A stage's part of a micro-batch: tokens in front, labels at the end, masks everywhere."""
-    return {
-        name: tensor
-        for name, tensor in inputs.items()
+def stage_inputs(spec: StageSpec, names: Iterable[str]) -> list[str]:
+    """A stage's part of a micro-batch: tokens in front, labels at the end, the rest everywhere."""
+    return [
+        name
+        for name in names
         if (name != "input_ids" or spec.is_first) and (name != "labels" or spec.is_last)
-    }
+    ]

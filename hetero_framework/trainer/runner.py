@@ -140,6 +140,10 @@ class StageRunner:
     def put_inputs(self, stage: int, micro_batch: int, inputs: Tensors) -> None:
         self._lanes[stage].inputs[micro_batch] = inputs
 
+    def has_inputs(self, stage: int) -> bool:
+        """Whether inputs of a micro-batch wait for this stage."""
+        return bool(self._lanes[stage].inputs)
+
     def put_hidden(self, stage: int, micro_batch: int, arrival: Arrival) -> None:
         lane = self._lanes[stage]
         lane.hidden[micro_batch] = arrival

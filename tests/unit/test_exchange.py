@@ -110,7 +110,7 @@ def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
         "attention_mask": torch.ones(1, 3, dtype=torch.int64),
         "pixels": hidden(),
     }
-    received = Received(messages.inputs_message(INFO, 1, 0, inputs))
+    received = Received(messages.inputs_message(INFO, 1, 0, messages.pack_inputs(inputs)))
     found = unpack(received.message, device)
     assert received.released == 1
     assert isinstance(found, dict)

@@ -59,7 +59,7 @@ def test_inputs_travel_in_half_of_their_bytes_and_masks_of_ones_in_none() -> Non
         "position_ids": torch.arange(3)[None],
         "pixels": torch.randn(2, 3, dtype=torch.float32),
     }
-    message = travelled(messages.inputs_message(INFO, 2, 5, inputs))
+    message = travelled(messages.inputs_message(INFO, 2, 5, messages.pack_inputs(inputs)))
     assert message.payload_bytes == (6 + 6 + 3) * 4 + 6 * 4
     assert message.meta["ones"] == {"attention_mask": [2, 3]}
     assert {key: message.meta[key] for key in ADDRESS} == ADDRESS
@@ -81,7 +81,9 @@ def test_inputs_travel_in_half_of_their_bytes_and_masks_of_ones_in_none() -> Non
     ids=["padding", "two", "bool", "float"],
 )
 def test_mask_that_is_not_all_ones_travels(mask: torch.Tensor) -> None:
-    message = travelled(messages.inputs_message(INFO, 2, 5, {"attention_mask": mask}))
+    message = travelled(
+        messages.inputs_message(INFO, 2, 5, messages.pack_inputs({"attention_mask": mask}))
+    )
     assert message.meta["ones"] == {}
     found = messages.inputs_of(message)["attention_mask"]
     assert found.dtype == mask.dtype
@@ -90,7 +92,9 @@ def test_mask_that_is_not_all_ones_travels(mask: torch.Tensor) -> None:
 
 def test_tensors_of_ones_that_are_no_mask_travel() -> None:
     labels = torch.ones(1, 3, dtype=torch.int64)
-    message = travelled(messages.inputs_message(INFO, 2, 5, {"labels": labels}))
+    message = travelled(
+        messages.inputs_message(INFO, 2, 5, messages.pack_inputs({"labels": labels}))
+    )
     assert message.meta["names"] == ["labels"]
     assert torch.equal(messages.inputs_of(message)["labels"], labels)
 
@@ -98,7 +102,7 @@ def test_tensors_of_ones_that_are_no_mask_travel() -> None:
 def test_inputs_lie_in_memory_of_their_own() -> None:
     """Their message's buffer goes back at once."""
     inputs = {"pixels": torch.ones(3), "labels": torch.ones(1, 2, dtype=torch.int32)}
-    message = messages.inputs_message(INFO, 2, 5, inputs)
+    message = messages.inputs_message(INFO, 2, 5, messages.pack_inputs(inputs))
     found = messages.inputs_of(message)
     for tensor in inputs.values():
         tensor.zero_()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -119,14 +120,32 @@ def test_choice_is_made_anew_after_steps_that_double(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(pace, "tune", counted)
     paced = Pace(plan("local", 1))
+    paced.choice(4, NOWHERE)
+    assert count == 1
     made = []
-    for _ in range(17):
+    for step in range(1, 18):
         before = count
-        paced.choice(4, NOWHERE)
-        made.append(count > before)
         paced.observe(seconds(2), {})
-    # Before step 0, and after 1, 2, 4, 8, 16 of them.
-    assert [step for step, new in enumerate(made) if new] == [0, 1, 2, 4, 8, 16]
+        made += [step] * (count > before)
+        paced.choice(4, NOWHERE)
+    assert made == [1, 2, 4, 8, 16]
+
+
+def test_steps_do_not_wait_for_a_choice_that_is_being_made() -> None:
+    jobs: list[Callable[[], None]] = []
+    paced = Pace(plan("local", 1), run=jobs.append)
+    before = paced.choice(32, NOWHERE)
+    paced.observe(seconds(2), {0: 1.0})
+    assert paced.choice(32, NOWHERE) is before
+    late = jobs.pop()
+    for _ in range(3):
+        paced.observe(seconds(2), {0: 1.0})
+    while jobs:
+        jobs.pop()()
+    after = paced.choice(32, NOWHERE)
+    assert after.window > before.window
+    late()
+    assert paced.choice(32, NOWHERE) is after
 
 
 def test_long_line_that_is_measured_widens_the_window() -> None:

