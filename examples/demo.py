@@ -186,7 +186,8 @@ def summary(label: str, output: Path) -> list[str]:
     steps = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
     seconds = sum(step["step_seconds"] for step in steps)
     tokens = sum(step["tokens"] for step in steps)
-    wire = sum(s["bytes_in"] + s["bytes_out"] for step in steps for s in step["stages"])
+    ways = ("bytes_in", "bytes_out", "direct_bytes_out")
+    wire = sum(s[way] for step in steps for s in step["stages"] for way in ways)
     busy = [
         sum(step["stages"][k]["busy_s"] for step in steps) / seconds
         for k in range(len(steps[0]["stages"]))
