@@ -595,6 +595,14 @@ class TrainingConfig(Section):
             raise ValueError(f"{_shown(value)} is not one of DEBUG, INFO, WARNING, ERROR")
         return value.upper()
 
+    @field_validator("loss_chunk_tokens", mode="before")
+    @classmethod
+    def _a_piece_has_tokens(cls, value: Any) -> Any:
+        # Else the union of types would blame the text "auto" for a number that is too small.
+        if isinstance(value, int) and not isinstance(value, bool) and value < 2:
+            raise ValueError(f'must be at least 2, "auto" or null, not {value}')
+        return value
+
     @field_validator("torch_compile_mode")
     @classmethod
     def _no_cuda_graphs(cls, value: str | None) -> str | None:

@@ -133,13 +133,6 @@ class Device:
         """The tensor in CPU memory, complete on return; itself when it is there already."""
         return tensor.detach().to("cpu")
 
-    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The CPU tensor on this device; itself when this is the CPU.
-
-        The CPU memory may be reused on return.
-        """
-        return tensor.to(self.torch_device)
-
     def allocate_host(self, nbytes: int) -> memoryview:
         """CPU memory for transfers with this device, pinned where that makes them faster."""
         return memoryview(bytearray(nbytes))

@@ -589,3 +589,10 @@ def test_naming_a_backend_or_a_mode_compiles_as_in_transformers() -> None:
 def test_compiling_with_cuda_graphs_is_refused() -> None:
     text = message(changed("training.torch_compile_mode", "reduce-overhead"))
     assert "max-autotune-no-cudagraphs" in text
+
+
+@pytest.mark.parametrize("value", [0, 1, -3])
+def test_too_few_tokens_in_a_piece_say_what_may_stand_there(value: int) -> None:
+    assert 'must be at least 2, "auto" or null' in message(
+        changed("training.loss_chunk_tokens", value)
+    )

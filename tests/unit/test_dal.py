@@ -42,7 +42,7 @@ def test_device_memory_is_plausible(device: Device) -> None:
     memory = device.memory()
     assert 0 < memory.free <= memory.total
     device.reset_peak_memory()
-    kept = device.from_host(torch.ones(1 << 18))
+    kept = device.copy_in(torch.ones(1 << 18))
     assert device.peak_memory() >= kept.nbytes
     device.empty_cache()
 
@@ -53,7 +53,7 @@ def test_supported_dtypes_compute_and_all_have_a_reason(device: Device) -> None:
         support = device.supports(dtype)
         assert support.reason
         if support:
-            ones = device.from_host(torch.ones(2, 2, dtype=dtype))
+            ones = device.copy_in(torch.ones(2, 2, dtype=dtype))
             assert torch.equal(device.to_host(ones @ ones), torch.full((2, 2), 2, dtype=dtype))
     assert device.supports(torch.float32)
     assert not device.supports(torch.int8)
@@ -62,7 +62,7 @@ def test_supported_dtypes_compute_and_all_have_a_reason(device: Device) -> None:
 @every_device
 def test_tensors_go_to_the_device_and_back(device: Device) -> None:
     sent = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    there = device.from_host(sent)
+    there = device.copy_in(sent)
     assert there.device.type == device.torch_device.type
     device.synchronize()
     assert torch.equal(device.to_host(there), sent)
@@ -185,7 +185,7 @@ def test_seed_and_state_repeat_the_numbers(device: Device) -> None:
 
 @every_device
 def test_autocast_changes_the_matmul_dtype(device: Device) -> None:
-    ones = device.from_host(torch.ones(2, 2))
+    ones = device.copy_in(torch.ones(2, 2))
     with device.autocast(torch.bfloat16):
         assert (ones @ ones).dtype == torch.bfloat16
     for off in (None, torch.float32):

@@ -339,12 +339,12 @@ def test_tune_sends_more_on_the_way_over_a_long_line() -> None:
 @pytest.mark.parametrize("latency", [0, 30])
 def test_tune_takes_a_small_window_that_bears_late_tensors(p: int, latency: int) -> None:
     """Boundaries half as slow again and uneven tasks cost no more than with room for everything."""
-    m = 24
+    m = 64
     profile, slow = (equal(p, hop=Hop(latency_s=scale * latency)) for scale in (1, 1.5))
     choice = tune(profile, m)
-    assert choice.window < m or p == 8
+    assert choice.window < m
     taken = simulate(slow, m, choice.window, limits=choice.limits, spread=0.3).seconds
-    assert taken <= 1.04 * simulate(slow, m, m, spread=0.3).seconds
+    assert taken <= 1.005 * simulate(slow, m, m, spread=0.3).seconds
 
 
 def test_simulate_spread_is_the_same_each_time_and_bounded() -> None:
