@@ -15,6 +15,7 @@ from hetero_framework.trainer.preparation import (
     Prepared,
     check_memory,
     check_positions,
+    codec_lines,
     fit_devices,
     largest_frame,
     settle_pieces,
@@ -165,3 +166,28 @@ def test_pieces_of_the_loss_are_settled_before_any_process_starts() -> None:
     assert notes == [f"the logits of {n} tokens exist at once" for n in (23, 1 << 20, 24)]
     assert settled(tiny_config("xlm"), 64, loss_chunk_tokens=8) is None
     assert "the loss would differ" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "said"),
+    [
+        ("float32", {}, []),
+        ("float32", {"activations": "bf16"}, ["wire.activations bf16, so the result depends"]),
+        ("bfloat16", {"gradients": "int8"}, ["wire.gradients int8, so the result depends"]),
+        ("float16", {"activations": "bf16"}, ["activations travel as they are"]),
+    ],
+)
+def test_codecs_say_what_they_do_or_why_they_do_not(
+    dtype: str, wire: dict[str, str], said: list[str]
+) -> None:
+    machine = {"hostname": "localhost", "ip": "127.0.0.1"}
+    raw = {
+        "coordinator": machine,
+        "workers": [{**machine, "id": 1}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
+        "model": {"from_config": {"model_type": "llama"}, "dtype": dtype},
+        "wire": wire,
+    }
+    lines = codec_lines(Config.from_dict(raw), LlamaConfig())
+    assert len(lines) == len(said)
+    assert all(text in line for text, line in zip(said, lines, strict=True))
