@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from hetero_framework.core.dal import list_devices
+from hetero_framework.core.devices import list_devices
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "msgpack", "psutil")

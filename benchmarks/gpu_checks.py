@@ -30,7 +30,7 @@ from transformers import logging as transformers_logging
 from benchmarks import environment
 from hetero_framework.config import Config
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.dal import Device, Mark, open_device
+from hetero_framework.core.devices import Device, Mark, open_device
 from hetero_framework.core.trace import COMPUTE, RECEIVE, SEND
 from hetero_framework.errors import HeteroError
 from hetero_framework.trainer.coordinator import train

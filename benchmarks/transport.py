@@ -34,8 +34,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hetero_framework.core.network import free_port
-from hetero_framework.core.protocol import Message, MessageType, WireTensor
+from hetero_framework.core.addresses import free_port
+from hetero_framework.core.frames import Message, MessageType, WireTensor
 from hetero_framework.core.transport import Link, Listener, connect
 from hetero_framework.errors import HeteroError
 

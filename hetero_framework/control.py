@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hetero_framework.core.protocol import Message, MessageType, WireTensor
+from hetero_framework.core.frames import Message, MessageType, WireTensor
 from hetero_framework.errors import HeteroError, UserError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT, Config, ModelConfig
-from hetero_framework.core import network
+from hetero_framework.core import addresses
 from hetero_framework.errors import ConfigError, HeteroError, UserError
 
 ADAPTERS = ("lora", "qlora", "none")
@@ -155,8 +155,8 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
     raw = propose(
         answers,
         _layers(answers, output),
-        hostname=network.local_hostnames()[0],
-        own_address=network.primary_address(),
+        hostname=addresses.local_hostnames()[0],
+        own_address=addresses.primary_address(),
     )
     config = Config.from_dict(raw, output.absolute().parent, name="the answers")
     _write_atomically(output, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
@@ -287,7 +287,7 @@ def _coordinator(
             "port": address.port or COORDINATOR_PORT,
             "device": address.device,
         }
-    only_here = all(network.is_loopback(worker.host) for worker in workers)
+    only_here = all(addresses.is_loopback(worker.host) for worker in workers)
     ip = "127.0.0.1" if only_here else own_address
     found: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": "auto"}
     return {"hostname": hostname, **found} if hostname else found

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from hetero_framework.core.protocol import PREFIX_BYTES, MessageType
+from hetero_framework.core.frames import PREFIX_BYTES, MessageType
 
 _CHUNK_BYTES = 65_536
 _TICK_S = 0.02

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hetero_framework.core.dal import Support
+from hetero_framework.core.devices import Support
 from hetero_framework.errors import ConfigError, ProtocolError
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]

@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/protocol.md: `python -m hetero_framework.core.protocol_doc`.
+"""Writes the generated parts of docs/frames.md: `python -m hetero_framework.core.protocol_doc`.
 
 A part stands between the lines `<!-- generated: NAME -->` and `<!-- end -->`; the rest of the page
 is written by hand. A test checks that the page agrees with the code.
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from hetero_framework.core import protocol, session
-from hetero_framework.core.protocol import SPEC, Kind, Message, MessageSpec, MessageType, WireTensor
+from hetero_framework.core import frames, session
+from hetero_framework.core.frames import SPEC, Kind, Message, MessageSpec, MessageType, WireTensor
 
-PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+PAGE = Path(__file__).parents[2] / "docs" / "frames.md"
 _ARROWS = {
-    protocol.COORDINATOR: "coordinator → worker",
-    protocol.WORKER: "worker → coordinator",
-    protocol.DIALLER: "connecting worker → accepting worker",
-    protocol.LISTENER: "accepting worker → connecting worker",
-    protocol.EITHER: "either",
+    frames.COORDINATOR: "coordinator → worker",
+    frames.WORKER: "worker → coordinator",
+    frames.DIALLER: "connecting worker → accepting worker",
+    frames.LISTENER: "accepting worker → connecting worker",
+    frames.EITHER: "either",
 }
 
 
@@ -33,21 +33,21 @@ def render(page: str) -> str:
 
 def _limits() -> str:
     rows = [
-        ("protocol version", protocol.PROTOCOL_VERSION),
-        ("largest header of an ordinary message, bytes", protocol.MAX_HEADER_BYTES),
-        ("largest header of a message marked *long*, bytes", protocol.MAX_LONG_HEADER_BYTES),
-        ("largest frame before the handshake is done, bytes", protocol.HANDSHAKE_MAX_FRAME_BYTES),
-        ("largest frame that HELLO proposes by default, bytes", protocol.DEFAULT_MAX_FRAME_BYTES),
-        ("length that no frame reaches, bytes", protocol.IMPOSSIBLE_FRAME_BYTES),
-        ("tensors in a frame", protocol.MAX_TENSORS),
-        ("sizes in a shape", protocol.MAX_DIMS),
-        ("nesting of lists and maps in the fields", protocol.MAX_DEPTH),
+        ("protocol version", frames.PROTOCOL_VERSION),
+        ("largest header of an ordinary message, bytes", frames.MAX_HEADER_BYTES),
+        ("largest header of a message marked *long*, bytes", frames.MAX_LONG_HEADER_BYTES),
+        ("largest frame before the handshake is done, bytes", frames.HANDSHAKE_MAX_FRAME_BYTES),
+        ("largest frame that HELLO proposes by default, bytes", frames.DEFAULT_MAX_FRAME_BYTES),
+        ("length that no frame reaches, bytes", frames.IMPOSSIBLE_FRAME_BYTES),
+        ("tensors in a frame", frames.MAX_TENSORS),
+        ("sizes in a shape", frames.MAX_DIMS),
+        ("nesting of lists and maps in the fields", frames.MAX_DEPTH),
     ]
     return "| limit | value |\n|---|---|\n" + "".join(f"| {name} | {n} |\n" for name, n in rows)
 
 
 def _dtypes() -> str:
-    rows = "".join(f"| {d.code} | {d.name} | {d.itemsize} |\n" for d in protocol.DTYPES)
+    rows = "".join(f"| {d.code} | {d.name} | {d.itemsize} |\n" for d in frames.DTYPES)
     return "| code | dtype | bytes |\n|---|---|---|\n" + rows
 
 
@@ -77,9 +77,9 @@ def _order() -> str:
     star = [phase for phase in session.Phase if phase not in peers]
     ends = (session.Phase.OPEN, *peers, session.Phase.CLOSED)
     return (
-        _order_of(star, protocol.COORDINATOR, protocol.WORKER)
+        _order_of(star, frames.COORDINATOR, frames.WORKER)
         + "\nOn a link between two workers:\n\n"
-        + _order_of(ends, protocol.DIALLER, protocol.LISTENER)
+        + _order_of(ends, frames.DIALLER, frames.LISTENER)
     )
 
 
@@ -105,8 +105,8 @@ def _example() -> str:
     message = Message(
         MessageType.FORWARD, fields, [WireTensor("bfloat16", (1, 1, 3), memoryview(data))]
     )
-    frame = b"".join(protocol.encode(message))
-    header_bytes, payload_bytes = protocol.parse_prefix(frame[:12])
+    frame = b"".join(frames.encode(message))
+    header_bytes, payload_bytes = frames.parse_prefix(frame[:12])
     header = frame[12 : 12 + header_bytes]
     rows = [
         (frame[:8], f"u64: {len(frame) - 8} bytes follow"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from enum import Enum
 
-from hetero_framework.core.protocol import (
+from hetero_framework.core.frames import (
     COORDINATOR,
     DIALLER,
     EITHER,

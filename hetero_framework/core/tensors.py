@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from hetero_framework.core.protocol import WireTensor
+from hetero_framework.core.frames import WireTensor
 from hetero_framework.errors import ProtocolError
 
 if sys.byteorder != "little":

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hetero_framework.core.protocol import Message
+from hetero_framework.core.frames import Message
 
 FORWARD = "forward"
 BACKWARD = "backward"

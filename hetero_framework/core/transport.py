@@ -26,8 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.outgoing import Buffer, Outgoing, SendQueue, drop_sent
-from hetero_framework.core.protocol import (
+from hetero_framework.core.frames import (
     DEFAULT_MAX_FRAME_BYTES,
     PREFIX_BYTES,
     FrameHeader,
@@ -38,6 +37,7 @@ from hetero_framework.core.protocol import (
     parse_header,
     parse_prefix,
 )
+from hetero_framework.core.send_queue import Buffer, Outgoing, SendQueue, drop_sent
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 
 DEFAULT_QUEUE_BYTES = 256 * 1024 * 1024

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from hetero_framework.config import ModelConfig
-from hetero_framework.core.dal import open_device
+from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ModelError
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import attach_plan, plan_saved_adapter

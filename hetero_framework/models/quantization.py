@@ -14,7 +14,7 @@ import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from hetero_framework.core.dal import Device
+from hetero_framework.core.devices import Device
 from hetero_framework.errors import ConfigError, DeviceError, ModelError
 from hetero_framework.models.meta import meta_model
 

@@ -55,7 +55,7 @@ from hetero_framework.models.weights import Checkpoint, read_config, resolve_mod
 
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig
-    from hetero_framework.core.dal import Device
+    from hetero_framework.core.devices import Device
     from hetero_framework.models.adapter_plan import AttachedAdapter
 
 Inputs = dict[str, torch.Tensor]

@@ -29,7 +29,7 @@ from hetero_framework.core.trace import (
     RECEIVE,
     SEND,
 )
-from hetero_framework.trainer.schedule import Hop, Profile, simulate, step_bound, tune
+from hetero_framework.planner.simulator import Hop, Profile, simulate, step_bound, tune
 from hetero_framework.trainer.timeline import Event, Trace, Wait, waits
 from hetero_framework.visualizer.text import bytes_text, table
 

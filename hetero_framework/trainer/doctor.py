@@ -13,8 +13,8 @@ import torch
 
 from hetero_framework import __version__
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
-from hetero_framework.core import network
-from hetero_framework.core.dal import Device, Support, list_devices
+from hetero_framework.core import addresses
+from hetero_framework.core.devices import Device, Support, list_devices
 from hetero_framework.trainer.roles import available_cores
 
 _PACKAGES = (
@@ -38,8 +38,8 @@ def examine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "host_names": network.local_hostnames(),
-        "addresses": network.local_addresses(),
+        "host_names": addresses.local_hostnames(),
+        "addresses": addresses.local_addresses(),
         "cores": available_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_available_bytes": psutil.virtual_memory().available,
@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
         "attention": {name: _answer(found) for name, found in _attention().items()},
         "graphviz": shutil.which("dot"),
         "ports": {
-            str(port): "free" if network.port_is_free("0.0.0.0", port) else "in use"
+            str(port): "free" if addresses.port_is_free("0.0.0.0", port) else "in use"
             for port in (COORDINATOR_PORT, WORKER_PORT)
         },
     }

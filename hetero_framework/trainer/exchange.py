@@ -19,8 +19,8 @@ import torch
 from hetero_framework.config import WireConfig
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.codecs import CODECS, Codec
-from hetero_framework.core.dal import Device, Mark
-from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.core.devices import Device, Mark
+from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.tensors import TORCH_DTYPES, from_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.errors import ProtocolError

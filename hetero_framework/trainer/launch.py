@@ -24,7 +24,7 @@ from typing import IO
 import hetero_framework
 from hetero_framework import control
 from hetero_framework.config import Config
-from hetero_framework.core import network
+from hetero_framework.core import addresses
 from hetero_framework.errors import PeerLostError, ResourceError
 from hetero_framework.trainer.roles import threads_for
 
@@ -133,7 +133,9 @@ class LocalWorkers:
                 return
             _stop([running.process], 0.0)  # closes its life line
         worker = self._config.worker(worker_id)
-        if network.is_local_address(worker.ip) and not network.port_is_free(worker.ip, worker.port):
+        if addresses.is_local_address(worker.ip) and not addresses.port_is_free(
+            worker.ip, worker.port
+        ):
             self._note(
                 f"worker {worker_id}: something already listens at {worker.ip} port"
                 f" {worker.port}; using it"

@@ -8,7 +8,7 @@ import torch
 from transformers import logging as transformers_logging
 
 from hetero_framework.config import Config, StageSpec, TrainingConfig
-from hetero_framework.core.dal import Device
+from hetero_framework.core.devices import Device
 from hetero_framework.errors import DeviceError
 from hetero_framework.models.adapters import attach_adapter
 from hetero_framework.models.anatomy import LIBRARY_ERRORS, one_line

@@ -16,7 +16,7 @@ from typing import Any
 
 import hetero_framework
 from hetero_framework import control
-from hetero_framework.core.protocol import (
+from hetero_framework.core.frames import (
     DIALLER,
     LISTENER,
     PROTOCOL_VERSION,

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hetero_framework.core.protocol import Message, MessageType, WireTensor
+from hetero_framework.core.frames import Message, MessageType, WireTensor
 from hetero_framework.core.tensors import dtype_name, from_wire, to_wire
 from hetero_framework.errors import ProtocolError
-from hetero_framework.trainer.schedule import Policy
+from hetero_framework.planner.simulator import Policy
 from hetero_framework.trainer.verbs import GradientReport, Orders, StatePart, StepInfo, Tensors
 
 PackedInput = WireTensor | list[int]

@@ -16,7 +16,7 @@ from typing import Any
 
 import hetero_framework
 from hetero_framework.config import Config, StageSpec, WorkerConfig
-from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType
+from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType
 from hetero_framework.core.session import Phase, Session
 from hetero_framework.core.transport import REFUSED, Clock, Link, connect
 from hetero_framework.errors import (

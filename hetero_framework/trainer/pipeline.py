@@ -14,8 +14,8 @@ from typing import Any
 
 from hetero_framework import control
 from hetero_framework.config import StageSpec, WireConfig
-from hetero_framework.core.dal import Device
-from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.core.devices import Device
+from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.trace import Recorder, Span
 from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer import messages

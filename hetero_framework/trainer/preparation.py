@@ -35,13 +35,13 @@ from hetero_framework.models.per_sample import PER_SAMPLE
 from hetero_framework.models.pieces import piece_tokens, why_not_in_pieces
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.weights import resolve_model_path
+from hetero_framework.planner.simulator import default_window
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.roles import machine_of
-from hetero_framework.trainer.schedule import default_window
 from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.trainer.timeline import TIMELINE_FILE
 from hetero_framework.trainer.verify import admit, admit_packing

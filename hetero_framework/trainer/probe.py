@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from hetero_framework import control
-from hetero_framework.core.protocol import Message, MessageType, WireTensor
+from hetero_framework.core.frames import Message, MessageType, WireTensor
 from hetero_framework.errors import HeteroError, NetworkError
 
 SINK, SOURCE, PEER = "hetero.sink", "hetero.source", "hetero.peer"

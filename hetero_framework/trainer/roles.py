@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetero_framework.config import Config, Machine, normal_host
-from hetero_framework.core import network
+from hetero_framework.core import addresses
 from hetero_framework.errors import ConfigError
 
 _ANY_MACHINE = {"", "localhost", "localhost.localdomain"}
@@ -43,7 +43,7 @@ class Role:
 
 def this_machine() -> Identity:
     """Identity of the machine this process runs on."""
-    return Identity.of(network.local_hostnames(), network.local_addresses())
+    return Identity.of(addresses.local_hostnames(), addresses.local_addresses())
 
 
 def decide_role(

@@ -13,10 +13,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from hetero_framework.core import trace
-from hetero_framework.core.dal import Device, Mark
+from hetero_framework.core.devices import Device, Mark
 from hetero_framework.core.trace import Recorder
 from hetero_framework.errors import HeteroError, as_hetero_error
-from hetero_framework.trainer.schedule import BACKWARD, BACKWARD_FIRST, FORWARD, Task, choose
+from hetero_framework.planner.simulator import BACKWARD, BACKWARD_FIRST, FORWARD, Task, choose
 from hetero_framework.trainer.verbs import Loss, Orders, StageVerbs, StepInfo, Tensors
 
 _AHEAD = 2

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core.dal import Device
+from hetero_framework.core.devices import Device
 from hetero_framework.errors import CheckpointError
 from hetero_framework.models.adapters import (
     check_adapter_complete,

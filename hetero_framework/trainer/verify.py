@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from hetero_framework.core.dal import open_device
+from hetero_framework.core.devices import open_device
 from hetero_framework.data.batches import MicroBatch, collate, num_items, pack
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.errors import ArchitectureError

@@ -23,8 +23,8 @@ import torch
 import hetero_framework
 from hetero_framework import control
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core.dal import Device, open_device
-from hetero_framework.core.protocol import (
+from hetero_framework.core.devices import Device, open_device
+from hetero_framework.core.frames import (
     HANDSHAKE_MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Message,

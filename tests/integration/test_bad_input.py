@@ -19,8 +19,8 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from hetero_framework.cli import main
-from hetero_framework.core.dal import Device, Memory
-from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType, encode
+from hetero_framework.core.devices import Device, Memory
+from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType, encode
 from hetero_framework.trainer import checkpoint, cluster
 from tests.integration.conftest import Pool
 from tests.samples import free_ports, save_llama

@@ -28,8 +28,8 @@ import psutil
 import pytest
 
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core.dal import Device
-from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, MessageType, encode
+from hetero_framework.core.devices import Device
+from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType, encode
 from hetero_framework.errors import PeerLostError, StoppedEarly
 from hetero_framework.trainer import cluster
 from hetero_framework.trainer.coordinator import train

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
+from hetero_framework.planner.simulator import PORTFOLIO, Choice
+from hetero_framework.planner.tuner import Pace
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.pace import Pace
-from hetero_framework.trainer.schedule import PORTFOLIO, Choice
 from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import NUM_WORKERS, Notes, Pool, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights

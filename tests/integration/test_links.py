@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.core.protocol import PROTOCOL_VERSION, Message, WireTensor, encode
-from hetero_framework.core.protocol import MessageType as M
+from hetero_framework.core.frames import PROTOCOL_VERSION, Message, WireTensor, encode
+from hetero_framework.core.frames import MessageType as M
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.exchange import _Packed

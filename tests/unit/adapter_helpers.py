@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import AdapterConfig, ModelConfig
-from hetero_framework.core.dal import open_device
+from hetero_framework.core.devices import open_device
 from hetero_framework.models.adapters import attach_adapter, trainable_parameters
 from hetero_framework.models.shard import Shard, ShardRange, load_shard
 

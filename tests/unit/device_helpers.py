@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.dal import Device, Mark, Support
+from hetero_framework.core.devices import Device, Mark, Support
 
 WAIT_S = 10.0
 

@@ -12,10 +12,10 @@ import torch
 
 from hetero_framework.config import Config
 from hetero_framework.errors import PeerLostError
+from hetero_framework.planner.simulator import Hop, Profile
 from hetero_framework.trainer import bench
 from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.peers import DirectLost, LinkLost
-from hetero_framework.trainer.schedule import Hop, Profile
 
 CONFIG = Config.from_dict(
     {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_framework import control
-from hetero_framework.core.protocol import Message, MessageType, WireTensor, decode, encode
+from hetero_framework.core.frames import Message, MessageType, WireTensor, decode, encode
 from hetero_framework.errors import DeviceError, UserError
 
 

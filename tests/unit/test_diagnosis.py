@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.planner.simulator import Profile, step_bound
 from hetero_framework.trainer.diagnosis import Diagnosis, diagnose, text
-from hetero_framework.trainer.schedule import Profile, step_bound
 from tests.unit.timeline_samples import record, step_spans
 
 

@@ -10,8 +10,8 @@ import torch
 
 from hetero_framework.config import WireConfig
 from hetero_framework.core.codecs import CODECS
-from hetero_framework.core.dal import Device, open_device
-from hetero_framework.core.protocol import (
+from hetero_framework.core.devices import Device, open_device
+from hetero_framework.core.frames import (
     PREFIX_BYTES,
     Message,
     MessageType,

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.core import network
+from hetero_framework.core import addresses
 from hetero_framework.errors import ResourceError
 from hetero_framework.trainer.launch import LocalWorkers, describe_exit, run_workers
 
@@ -58,7 +58,8 @@ def program(tmp_path: Path) -> Callable[[str], list[str]]:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     workers = [
-        {"id": i, "ip": "127.0.0.1", "port": network.free_port(), "num_threads": i} for i in (1, 2)
+        {"id": i, "ip": "127.0.0.1", "port": addresses.free_port(), "num_threads": i}
+        for i in (1, 2)
     ]
     return Config.from_dict(
         {

@@ -15,7 +15,7 @@ import torch
 
 from hetero_framework import control
 from hetero_framework.core import transport
-from hetero_framework.core.protocol import (
+from hetero_framework.core.frames import (
     HANDSHAKE_MAX_FRAME_BYTES,
     Message,
     MessageType,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hetero_framework.config import StageSpec, WireConfig
-from hetero_framework.core.dal import open_device
-from hetero_framework.core.protocol import Message, MessageType
+from hetero_framework.core.devices import open_device
+from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.errors import HeteroError, PeerLostError
 from hetero_framework.trainer import messages
 from hetero_framework.trainer.exchange import unpack

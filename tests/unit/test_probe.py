@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hetero_framework import control
-from hetero_framework.core.protocol import Message, MessageType, decode, encode
+from hetero_framework.core.frames import Message, MessageType, decode, encode
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer import probe
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
 from hetero_framework.config import AdapterConfig
-from hetero_framework.core.dal import Device, Support, open_device
+from hetero_framework.core.devices import Device, Support, open_device
 from hetero_framework.errors import ConfigError, DeviceError, ModelError
 from hetero_framework.models.adapters import (
     attach_adapter,

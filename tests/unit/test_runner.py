@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.core.dal import Device, Mark, open_device
+from hetero_framework.core.devices import Device, Mark, open_device
 from hetero_framework.core.trace import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
 from hetero_framework.errors import HeteroError, ModelError, ResourceError
+from hetero_framework.planner.simulator import PORTFOLIO, Policy
 from hetero_framework.trainer.runner import Arrival, StageRunner, StageTimes
-from hetero_framework.trainer.schedule import PORTFOLIO, Policy
 from hetero_framework.trainer.verbs import (
     GradientReport,
     Loss,

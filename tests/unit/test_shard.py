@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import ModelConfig
-from hetero_framework.core.dal import open_device
+from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import weights
 from hetero_framework.models.anatomy import learn_anatomy, probe_inputs

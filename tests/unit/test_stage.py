@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import Config
-from hetero_framework.core.dal import open_device
-from hetero_framework.core.protocol import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
+from hetero_framework.core.devices import open_device
+from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.errors import CheckpointError, DeviceError
 from hetero_framework.trainer import messages

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hetero_framework.core import dal
+from hetero_framework.core import devices
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.dal import Device, list_devices, open_device
+from hetero_framework.core.devices import Device, list_devices, open_device
 from hetero_framework.errors import DeviceError
 
 # ------------------------------------------------------- contract: every device that exists here
@@ -33,7 +33,7 @@ def test_device_can_be_opened_by_its_name(device: Device) -> None:
         device.kind,
         device.torch_device,
     )
-    assert device.kind in dal.KINDS
+    assert device.kind in devices.KINDS
     assert device.label
 
 
@@ -78,7 +78,7 @@ def test_copies_beside_computing_carry_what_was_marked(device: Device) -> None:
     rounds, size = 40, 1 << 14
     received: list[torch.Tensor | None] = [None] * rounds
     sent: list[torch.Tensor | None] = [None] * rounds
-    work: list[tuple[torch.Tensor, dal.Mark]] = []
+    work: list[tuple[torch.Tensor, devices.Mark]] = []
     came, made = threading.Semaphore(0), threading.Semaphore(0)
 
     def receive() -> None:
@@ -363,7 +363,7 @@ def test_xpu_without_free_memory_report_uses_what_torch_holds(
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.xpu, "mem_get_info", unsupported)
     monkeypatch.setattr(torch.xpu, "memory_reserved", lambda device: 30)
-    assert open_device("xpu:0").memory() == dal.Memory(100, 70)
+    assert open_device("xpu:0").memory() == devices.Memory(100, 70)
 
 
 # --------------------------------- streams: torch's namespaces replaced by queues that wait to run
@@ -488,7 +488,9 @@ def streams(
     request: pytest.FixtureRequest, machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Device, FakeStreams]:
     fake = FakeStreams()
-    kind = {"cuda": dal.CudaDevice, "rocm": dal.RocmDevice, "xpu": dal.XpuDevice}[request.param]
+    kind = {"cuda": devices.CudaDevice, "rocm": devices.RocmDevice, "xpu": devices.XpuDevice}[
+        request.param
+    ]
     monkeypatch.setattr(kind, "torch_device", torch.device("cpu"))
     monkeypatch.setattr(torch, "xpu" if request.param == "xpu" else "cuda", fake)
     monkeypatch.setattr(
@@ -591,7 +593,7 @@ def test_clock_is_read_again_when_it_is_old(
     run_clock_at_once(device)
     old, same = device.mark(), device.mark()
     assert old.clock is same.clock  # type: ignore[attr-defined]
-    monkeypatch.setattr(dal, "_CLOCK_AGE_S", 0.0)
+    monkeypatch.setattr(devices, "_CLOCK_AGE_S", 0.0)
     assert device.mark().clock is not old.clock  # type: ignore[attr-defined]
     assert device.mark_time(old) <= time.perf_counter() + 1e-3
 
@@ -685,8 +687,8 @@ class FakeMps:
 def mps(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, FakeMps]:
     fake = FakeMps()
     monkeypatch.setattr(torch.mps, "Event", fake.Event)
-    monkeypatch.setattr(dal.MpsDevice, "torch_device", torch.device("cpu"))
-    return dal.MpsDevice(), fake
+    monkeypatch.setattr(devices.MpsDevice, "torch_device", torch.device("cpu"))
+    return devices.MpsDevice(), fake
 
 
 def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeMps]) -> None:

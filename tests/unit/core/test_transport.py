@@ -15,7 +15,7 @@ import pytest
 
 from hetero_framework.core import transport
 from hetero_framework.core.buffers import BufferPool, size_class
-from hetero_framework.core.protocol import Message, MessageType, WireTensor, encode
+from hetero_framework.core.frames import Message, MessageType, WireTensor, encode
 from hetero_framework.core.transport import Clock, Link, Listener, connect
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 from tests.fault_proxy import FaultProxy

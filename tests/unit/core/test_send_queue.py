@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from hetero_framework.core.outgoing import EARLY_BYTES, Outgoing, SendQueue
+from hetero_framework.core.send_queue import EARLY_BYTES, Outgoing, SendQueue
 
 
 def joined(views: Iterable[memoryview]) -> bytes:

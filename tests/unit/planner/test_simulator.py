@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_framework.trainer.schedule import (
+from hetero_framework.planner.simulator import (
     BACKWARD,
     BACKWARD_FIRST,
     FORWARD,

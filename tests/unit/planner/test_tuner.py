@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from hetero_framework.config import StageSpec
-from hetero_framework.trainer import pace
-from hetero_framework.trainer.pace import Pace, StageSeconds, assumed_profile, make_profile
-from hetero_framework.trainer.schedule import BACKWARD_FIRST, Profile, tune
+from hetero_framework.planner import tuner
+from hetero_framework.planner.simulator import BACKWARD_FIRST, Profile, tune
+from hetero_framework.planner.tuner import Pace, StageSeconds, assumed_profile, make_profile
 
 NOWHERE: frozenset[int] = frozenset()
 
@@ -98,7 +98,7 @@ def test_choice_is_made_once_until_something_changes(monkeypatch: pytest.MonkeyP
         asked.append((m, profile))
         return tune(profile, m)
 
-    monkeypatch.setattr(pace, "tune", counted)
+    monkeypatch.setattr(tuner, "tune", counted)
     paced = Pace(plan("local", 1, 2))
     for _ in range(3):
         paced.choice(8, NOWHERE)
@@ -118,7 +118,7 @@ def test_choice_is_made_anew_after_steps_that_double(monkeypatch: pytest.MonkeyP
         count += 1
         return tune(profile, m)
 
-    monkeypatch.setattr(pace, "tune", counted)
+    monkeypatch.setattr(tuner, "tune", counted)
     paced = Pace(plan("local", 1))
     paced.choice(4, NOWHERE)
     assert count == 1

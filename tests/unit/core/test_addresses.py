@@ -5,7 +5,7 @@ import socket
 import psutil
 import pytest
 
-from hetero_framework.core import network
+from hetero_framework.core import addresses
 from hetero_framework.core.transport import Listener
 
 
@@ -29,10 +29,10 @@ def test_addresses_of_all_interfaces_without_zones(monkeypatch: pytest.MonkeyPat
         eth0=[(socket.AF_INET, "192.168.1.20"), (socket.AF_INET6, "fe80::1%eth0"), (17, "aa:bb")],
         wlan0=[(socket.AF_INET, "10.1.1.5")],
     )
-    assert network.local_addresses() == ["127.0.0.1", "192.168.1.20", "fe80::1", "10.1.1.5"]
-    assert network.is_local_address("192.168.1.20")
-    assert network.is_local_address("FE80:0::1")
-    assert not network.is_local_address("192.168.1.21")
+    assert addresses.local_addresses() == ["127.0.0.1", "192.168.1.20", "fe80::1", "10.1.1.5"]
+    assert addresses.is_local_address("192.168.1.20")
+    assert addresses.is_local_address("FE80:0::1")
+    assert not addresses.is_local_address("192.168.1.21")
 
 
 def test_primary_address_is_of_an_interface_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,23 +43,23 @@ def test_primary_address_is_of_an_interface_that_is_up(monkeypatch: pytest.Monke
         lo=[(socket.AF_INET, "127.0.0.1")],
         wlan0=[(socket.AF_INET, "192.168.1.20")],
     )
-    assert network.primary_address() == "192.168.1.20"
+    assert addresses.primary_address() == "192.168.1.20"
     fake_interfaces(monkeypatch, lo=[(socket.AF_INET, "127.0.0.1")])
-    assert network.primary_address() == "127.0.0.1"
+    assert addresses.primary_address() == "127.0.0.1"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost", "0.0.0.0"])
 def test_loopback_is_local(host: str) -> None:
-    assert network.is_local_address(host)
+    assert addresses.is_local_address(host)
 
 
 def test_own_names_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "Desk.example.org")
-    assert network.local_hostnames() == ["desk.example.org", "desk", "desk.local"]
+    assert addresses.local_hostnames() == ["desk.example.org", "desk", "desk.local"]
     for name in ("desk", "DESK", "desk.local", "desk.example.org."):
-        assert network.is_local_hostname(name)
-        assert network.is_local_address(name)
-    assert not network.is_local_hostname("desktop")
+        assert addresses.is_local_hostname(name)
+        assert addresses.is_local_address(name)
+    assert not addresses.is_local_hostname("desktop")
 
 
 def test_name_that_resolves_elsewhere_or_nowhere_is_not_local(
@@ -73,24 +73,24 @@ def test_name_that_resolves_elsewhere_or_nowhere_is_not_local(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[name], 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    network._resolve.cache_clear()
-    assert not network.is_local_address("other-box")
-    assert not network.is_local_address("nobody")
-    assert network.is_local_address("alias-of-me")
-    network._resolve.cache_clear()
+    addresses._resolve.cache_clear()
+    assert not addresses.is_local_address("other-box")
+    assert not addresses.is_local_address("nobody")
+    assert addresses.is_local_address("alias-of-me")
+    addresses._resolve.cache_clear()
 
 
 def test_loopback_only_addresses() -> None:
-    assert network.is_loopback("127.0.0.1")
-    assert network.is_loopback("localhost")
-    assert not network.is_loopback("192.168.1.20")
-    assert not network.is_loopback("box")
+    assert addresses.is_loopback("127.0.0.1")
+    assert addresses.is_loopback("localhost")
+    assert not addresses.is_loopback("192.168.1.20")
+    assert not addresses.is_loopback("box")
 
 
 def test_port_is_free_until_somebody_listens() -> None:
-    port = network.free_port()
-    assert network.port_is_free("127.0.0.1", port)
+    port = addresses.free_port()
+    assert addresses.port_is_free("127.0.0.1", port)
     with Listener("127.0.0.1", port):
-        assert not network.port_is_free("127.0.0.1", port)
-    assert network.port_is_free("127.0.0.1", port)
-    assert not network.port_is_free("198.51.100.7", port)
+        assert not addresses.port_is_free("127.0.0.1", port)
+    assert addresses.port_is_free("127.0.0.1", port)
+    assert not addresses.port_is_free("198.51.100.7", port)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hetero_framework.core.protocol import Message, MessageType, WireTensor
+from hetero_framework.core.frames import Message, MessageType, WireTensor
 from hetero_framework.core.trace import FORWARD, RECEIVE, Recorder
 
 

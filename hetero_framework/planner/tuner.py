@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetero_framework.config import StageSpec
-from hetero_framework.trainer.schedule import Choice, Hop, Profile, tune
+from hetero_framework.planner.simulator import Choice, Hop, Profile, tune
 
 WorkerId = int | str
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetero_framework.core.protocol import DTYPES, Message, MessageType, WireTensor, decode, encode
+from hetero_framework.core.frames import DTYPES, Message, MessageType, WireTensor, decode, encode
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.errors import ProtocolError
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_framework.core.protocol import (
+from hetero_framework.core.frames import (
     COORDINATOR,
     DIALLER,
     DTYPES,
@@ -38,7 +38,7 @@ from hetero_framework.core.protocol_doc import PAGE, render
 from hetero_framework.core.session import ORDER, ROLES, Phase, Session, legal
 from hetero_framework.errors import ProtocolError
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "frames.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "frames.json"
 STEP: dict[str, Any] = {"step": 7, "attempt": 1}
 STAGE: dict[str, Any] = {"index": 1, "start": 2, "end": 4, "is_first": False, "is_last": True}
 
@@ -205,7 +205,7 @@ def test_protocol_does_not_import_torch_or_socket() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    source = importlib.util.find_spec("hetero_framework.core.protocol")
+    source = importlib.util.find_spec("hetero_framework.core.frames")
     assert source is not None
     assert source.origin is not None
     assert "import socket" not in Path(source.origin).read_text(encoding="utf-8")
