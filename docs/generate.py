@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from hetero_framework import config as schema
 from hetero_framework.config import Config
-from hetero_framework.config_problems import UNSUPPORTED
+from hetero_framework.config.problems import UNSUPPORTED
 
 TARGET = Path(__file__).with_name("configuration.md")
 

@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/frames.md: `python -m hetero_framework.core.protocol_doc`.
+"""Writes the generated parts of docs/protocol.md: `python -m hetero_framework.core.protocol_doc`.
 
 A part stands between the lines `<!-- generated: NAME -->` and `<!-- end -->`; the rest of the page
 is written by hand. A test checks that the page agrees with the code.
@@ -12,7 +12,7 @@ from pathlib import Path
 from hetero_framework.core import frames, session
 from hetero_framework.core.frames import SPEC, Kind, Message, MessageSpec, MessageType, WireTensor
 
-PAGE = Path(__file__).parents[2] / "docs" / "frames.md"
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 _ARROWS = {
     frames.COORDINATOR: "coordinator → worker",
     frames.WORKER: "worker → coordinator",

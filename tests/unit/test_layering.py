@@ -17,7 +17,6 @@ LAYERS = {
     "errors": 0,
     "core": 1,
     "control": 2,
-    "config_problems": 2,
     "config": 3,
     "data": 4,
     "planner": 4,

@@ -33,8 +33,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from hetero_framework.config_problems import Problem, problems_of, report
-from hetero_framework.core.strict_json import read_json_object
+from hetero_framework.config.problems import Problem, problems_of, report
+from hetero_framework.config.strict_json import read_json_object
 from hetero_framework.errors import ConfigError, PlanError
 
 WorkerId = StrictInt | StrictStr

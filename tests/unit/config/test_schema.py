@@ -19,10 +19,10 @@ from hetero_framework.config import (
     json_schema,
     load_config,
 )
-from hetero_framework.config_problems import UNSUPPORTED
+from hetero_framework.config.problems import UNSUPPORTED
 from hetero_framework.errors import ConfigError, PlanError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SEED: dict[str, Any] = {
     "coordinator": {"hostname": "desk", "ip": "192.168.1.10", "device": "cuda:0"},
     "workers": [

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hetero_framework.core.strict_json import join_path, json_type
+from hetero_framework.config.strict_json import join_path, json_type
 
 MAX_SHOWN = 20
 
