@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 from benchmarks import environment
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
-from hetero_framework.models.anatomy import learn_anatomy
+from hetero_framework.models.introspect import learn_anatomy
 from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
 
 

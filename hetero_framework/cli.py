@@ -397,14 +397,14 @@ def _run_verify(arguments: argparse.Namespace) -> int:
         config = _load(arguments)
         config.require("model")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
-    from hetero_framework.trainer import verify
+    from hetero_framework.models import equivalence
 
     if arguments.all:
         output = Path(arguments.output or "docs/architectures.md")
-        verify.write_architectures(verify.verify_all(_print_result), output)
+        equivalence.write_architectures(equivalence.verify_all(_print_result), output)
         print(f"wrote {output}")
         return 0
-    result = verify.verify_model(config, model_type=arguments.model_type, cuts=arguments.cuts)
+    result = equivalence.verify_model(config, model_type=arguments.model_type, cuts=arguments.cuts)
     _print_result(result)
     return 0 if result.passed else UserError.exit_code
 

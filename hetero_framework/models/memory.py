@@ -38,9 +38,9 @@ from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConf
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import plan_adapter
-from hetero_framework.models.anatomy import learn_anatomy
+from hetero_framework.models.chunked_loss import piece_tokens
+from hetero_framework.models.introspect import learn_anatomy
 from hetero_framework.models.meta import meta_model
-from hetero_framework.models.pieces import piece_tokens
 from hetero_framework.models.quantization import (
     modules_left_alone,
     stored_quantization,

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from hetero_framework.models.anatomy import learn_anatomy
+from hetero_framework.models.introspect import learn_anatomy
 from hetero_framework.models.tiny import model_class
 
 

@@ -36,8 +36,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hetero_framework.errors import ModelError
-from hetero_framework.models.anatomy import learn_anatomy
-from hetero_framework.models.cut import (
+from hetero_framework.models.introspect import learn_anatomy
+from hetero_framework.models.partition import (
     STAND_INS,
     Captured,
     ShardRange,
@@ -47,10 +47,10 @@ from hetero_framework.models.cut import (
     shard_class,
     untie,
 )
-from hetero_framework.models.per_sample import register_per_sample
 from hetero_framework.models.quantization import quantization_config, stored_quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.tiny import causal_lm_config
+from hetero_framework.models.varlen_attention import register_per_sample
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
 
 if TYPE_CHECKING:

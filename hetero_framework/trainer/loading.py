@@ -11,7 +11,7 @@ from hetero_framework.config import Config, StageSpec, TrainingConfig
 from hetero_framework.core.devices import Device
 from hetero_framework.errors import DeviceError
 from hetero_framework.models.adapters import attach_adapter
-from hetero_framework.models.anatomy import LIBRARY_ERRORS, one_line
+from hetero_framework.models.introspect import LIBRARY_ERRORS, one_line
 from hetero_framework.models.shard import ShardRange, load_shard
 from hetero_framework.trainer.stage import Stage
 

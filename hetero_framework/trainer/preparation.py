@@ -21,8 +21,10 @@ from hetero_framework.models.adapters import (
     plan_adapter,
     saved_tensors,
 )
-from hetero_framework.models.anatomy import learn_anatomy
+from hetero_framework.models.chunked_loss import piece_tokens, why_not_in_pieces
+from hetero_framework.models.equivalence import admit, admit_packing
 from hetero_framework.models.export import write_adapter, write_checkpoint
+from hetero_framework.models.introspect import learn_anatomy
 from hetero_framework.models.memory import (
     StageMemory,
     check_fits,
@@ -31,9 +33,8 @@ from hetero_framework.models.memory import (
     recompute_stages,
 )
 from hetero_framework.models.meta import meta_model
-from hetero_framework.models.per_sample import PER_SAMPLE
-from hetero_framework.models.pieces import piece_tokens, why_not_in_pieces
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
+from hetero_framework.models.varlen_attention import PER_SAMPLE
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.simulator import default_window
 from hetero_framework.trainer.checkpoint import CheckpointStore
@@ -44,7 +45,6 @@ from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.roles import machine_of
 from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.trainer.timeline import TIMELINE_FILE
-from hetero_framework.trainer.verify import admit, admit_packing
 from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
 
 Facts = Mapping[str | int, MachineFacts]

@@ -25,7 +25,7 @@ from hetero_framework.models.adapters import (
     load_adapter_tensors,
     trainable_parameters,
 )
-from hetero_framework.models.pieces import loss_in_pieces, piece_tokens, spans
+from hetero_framework.models.chunked_loss import loss_in_pieces, piece_tokens, spans
 from hetero_framework.models.shard import Shard
 from hetero_framework.trainer.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.trainer.randomness import Place, forward_seed

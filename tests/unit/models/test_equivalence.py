@@ -9,11 +9,8 @@ from transformers import LlamaConfig
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.anatomy import learn_anatomy
-from hetero_framework.models.shard import Shard, ShardRange
-from hetero_framework.models.tiny import tiny_config
-from hetero_framework.trainer import verify
-from hetero_framework.trainer.verify import (
+from hetero_framework.models import equivalence
+from hetero_framework.models.equivalence import (
     Packing,
     Result,
     admit,
@@ -25,6 +22,9 @@ from hetero_framework.trainer.verify import (
     verify_model,
     write_architectures,
 )
+from hetero_framework.models.introspect import learn_anatomy
+from hetero_framework.models.shard import Shard, ShardRange
+from hetero_framework.models.tiny import tiny_config
 from tests.samples import save_llama
 
 
@@ -201,13 +201,13 @@ def test_samples_that_would_meet_in_a_row_are_refused_with_the_reason(
 
 
 def test_positions_that_do_not_begin_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = verify.pack
+    right = equivalence.pack
 
     def wrong(*args: Any) -> dict[str, torch.Tensor]:
         batch = right(*args)
         return {**batch, "position_ids": torch.arange(batch["labels"].numel())[None]}
 
-    monkeypatch.setattr(verify, "pack", wrong)
+    monkeypatch.setattr(equivalence, "pack", wrong)
     packing = try_packing(tiny_config("llama"), ranges_from_cuts([3], 6))
     assert "do not stay apart" in packing.reason
 

@@ -4,7 +4,7 @@ transformers tells samples of one row apart by their positions. Its kernels for 
 (flash_attention_2, ...) do so inside the attention; for torch's attention it makes a mask over the
 whole row, which then costs as much as one long sample. This attention cuts the row where positions
 begin again: exact, no mask, and the cost is that of the samples. Whether positions reach the
-attention of a model is its business: `trainer/verify.py` tries it before it is used.
+attention of a model is its business: `models/equivalence.py` tries it before it is used.
 
 Shapes: H heads (K of keys and values), T tokens of the row, L tokens of a sample, E size of a head.
 """

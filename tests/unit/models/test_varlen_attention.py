@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetero_framework.models.per_sample import per_sample_attention, sample_lengths
+from hetero_framework.models.varlen_attention import per_sample_attention, sample_lengths
 
 LENGTHS = (5, 1, 9, 3)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.models.anatomy import probe_inputs
-from hetero_framework.models.pieces import (
+from hetero_framework.models.chunked_loss import (
     loss_in_pieces,
     piece_tokens,
     spans,
     why_not_in_pieces,
 )
+from hetero_framework.models.introspect import probe_inputs
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Shard, build_shard
 from hetero_framework.models.tiny import tiny_config

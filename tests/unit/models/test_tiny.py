@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.anatomy import probe_inputs
+from hetero_framework.models.introspect import probe_inputs
 from hetero_framework.models.tiny import causal_lm_types, model_class, shrink, tiny_config
 
 LARGE_ENOUGH = 1_000_000

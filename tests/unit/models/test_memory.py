@@ -15,6 +15,7 @@ from torch import nn
 from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters import trainable_parameters
+from hetero_framework.models.chunked_loss import loss_in_pieces, spans
 from hetero_framework.models.memory import (
     GIB,
     StageMemory,
@@ -23,7 +24,6 @@ from hetero_framework.models.memory import (
     most_in_flight,
     recompute_stages,
 )
-from hetero_framework.models.pieces import loss_in_pieces, spans
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.trainer.optimizer import build_optimizer
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.anatomy import Anatomy, BlockForm, tied_names
+from hetero_framework.models.introspect import Anatomy, BlockForm, tied_names
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import weights
-from hetero_framework.models.anatomy import learn_anatomy, probe_inputs
+from hetero_framework.models.introspect import learn_anatomy, probe_inputs
 from hetero_framework.models.shard import (
     Checkpoint,
     Shard,

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
-from hetero_framework.models.anatomy import LIBRARY_ERRORS, learn_anatomy, one_line, probe_inputs
+from hetero_framework.models.introspect import LIBRARY_ERRORS, learn_anatomy, one_line, probe_inputs
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Inputs, Shard, ShardRange, build_shard
 from hetero_framework.models.tiny import shrink

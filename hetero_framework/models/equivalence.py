@@ -30,9 +30,8 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data.batches import MicroBatch, collate, num_items, pack
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.anatomy import LIBRARY_ERRORS, learn_anatomy, one_line, probe_inputs
+from hetero_framework.models.introspect import LIBRARY_ERRORS, learn_anatomy, one_line, probe_inputs
 from hetero_framework.models.meta import meta_model
-from hetero_framework.models.per_sample import PER_SAMPLE, register_per_sample
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import (
@@ -44,6 +43,7 @@ from hetero_framework.models.shard import (
     token_loss,
 )
 from hetero_framework.models.tiny import causal_lm_types, shrink, tiny_config
+from hetero_framework.models.varlen_attention import PER_SAMPLE, register_per_sample
 from hetero_framework.models.weights import resolve_model_path
 
 if TYPE_CHECKING:
