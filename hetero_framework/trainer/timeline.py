@@ -35,7 +35,7 @@ from hetero_framework.core.trace import (
     Span,
 )
 from hetero_framework.errors import ProtocolError, UserError
-from hetero_framework.visualizer.timeline import Bar, Row, StepPicture
+from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture
 
 TIMELINE_FILE = "timeline.json"
 FORMAT = "hetero timeline 1"

@@ -18,7 +18,7 @@ from hetero_framework.errors import UserError
 from hetero_framework.visualizer.graph_gen import DiagramDetails, dot, draw, layout, mermaid
 from hetero_framework.visualizer.scene import Arrow, text_width, to_svg, wrap
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 
 

@@ -313,7 +313,7 @@ def test_row_tokens_counts_the_padding_of_the_longest_row(tmp_path, multiple, to
 
 # --- docs/data.md ----------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
 
 
 def examples_of_the_page() -> list[tuple[str, str]]:

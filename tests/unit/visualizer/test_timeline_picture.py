@@ -12,12 +12,12 @@ import pytest
 
 from hetero_framework.errors import UserError
 from hetero_framework.trainer.timeline import picture
-from hetero_framework.visualizer import timeline
+from hetero_framework.visualizer import timeline_picture
 from hetero_framework.visualizer.scene import Scene, text_width, to_svg
-from hetero_framework.visualizer.timeline import Bar, Row, StepPicture, draw, layout
+from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture, draw, layout
 from tests.unit.timeline_samples import record
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "timeline.svg"
+GOLDEN = Path(__file__).parents[2] / "golden" / "timeline.svg"
 needs_graphviz = pytest.mark.skipif(shutil.which("neato") is None, reason="no Graphviz")
 TWO: dict[str, Any] = {
     "devices": [0, 1], "micro_batches": 3, "forward_s": [0.02, 0.02], "backward_s": [0.04, 0.04],
@@ -90,10 +90,10 @@ def test_everything_is_on_the_page_and_numbers_are_in_their_boxes(tmp_path: Path
 def test_later_stages_of_a_process_are_darker(tmp_path: Path) -> None:
     scene = layout(step_of(tmp_path, EIGHT))
     fills = {box.fill for box in scene.boxes}
-    assert set(timeline.FORWARD_SHADES) | set(timeline.BACKWARD_SHADES) <= fills
+    assert set(timeline_picture.FORWARD_SHADES) | set(timeline_picture.BACKWARD_SHADES) <= fills
     assert any("darker" in text for text in texts(scene))
     one = layout(step_of(tmp_path / "one", TWO))
-    assert timeline.FORWARD_SHADES[1] not in {box.fill for box in one.boxes}
+    assert timeline_picture.FORWARD_SHADES[1] not in {box.fill for box in one.boxes}
     assert not any("darker" in text for text in texts(one))
 
 
@@ -112,7 +112,9 @@ def test_numbers_can_be_read_on_their_colours(kind: str, shade: float) -> None:
     row = Row("a", "stage 0", [Bar(kind, 0.0, 1.0, number=7, shade=shade)])
     scene = layout(StepPicture("t", "s", [row]))
     color = next(label.color for label in scene.labels if label.text == "7")
-    values = sorted([brightness(color), brightness(timeline._color(kind, shade))], reverse=True)
+    values = sorted(
+        [brightness(color), brightness(timeline_picture._color(kind, shade))], reverse=True
+    )
     assert (values[0] + 0.05) / (values[1] + 0.05) >= 3
 
 
@@ -123,8 +125,8 @@ def test_blue_and_orange_differ_in_what_the_colour_blind_see() -> None:
         red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
         return (red + green) / 2 - blue
 
-    for forward in timeline.FORWARD_SHADES:
-        for backward in timeline.BACKWARD_SHADES:
+    for forward in timeline_picture.FORWARD_SHADES:
+        for backward in timeline_picture.BACKWARD_SHADES:
             assert yellow(backward) - yellow(forward) > 100
 
 
