@@ -336,8 +336,8 @@ def _add_timeline(commands: Any) -> None:
 
 
 def _run_timeline(arguments: argparse.Namespace) -> int:
-    from hetero_framework.trainer.diagnosis import diagnose, text
-    from hetero_framework.trainer.timeline import picture, read_timeline
+    from hetero_framework.profiling.bottleneck import diagnose, text
+    from hetero_framework.profiling.timeline import picture, read_timeline
     from hetero_framework.visualizer.timeline_picture import draw
 
     trace = read_timeline(arguments.place)

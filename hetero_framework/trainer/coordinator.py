@@ -25,6 +25,7 @@ from hetero_framework.errors import (
     StoppedEarly,
 )
 from hetero_framework.models.meta import trainer_counts_first_labels
+from hetero_framework.profiling.timeline import Timeline
 from hetero_framework.trainer import preparation, snapshot
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.cluster import Cluster
@@ -34,7 +35,6 @@ from hetero_framework.trainer.metrics import MetricsWriter
 from hetero_framework.trainer.optimizer import Schedule, check_optimizer
 from hetero_framework.trainer.pipeline import StageStatistics
 from hetero_framework.trainer.snapshot import Position
-from hetero_framework.trainer.timeline import Timeline
 from hetero_framework.trainer.verbs import GradientReport
 from hetero_framework.visualizer.progress import Progress, StageRow
 

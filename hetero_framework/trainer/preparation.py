@@ -37,6 +37,7 @@ from hetero_framework.models.shard import ShardRange, load_model_config, num_lay
 from hetero_framework.models.varlen_attention import PER_SAMPLE
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.simulator import default_window
+from hetero_framework.profiling.timeline import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.loading import quiet_libraries
@@ -44,7 +45,6 @@ from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.roles import machine_of
 from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
-from hetero_framework.trainer.timeline import TIMELINE_FILE
 from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
 
 Facts = Mapping[str | int, MachineFacts]

@@ -12,8 +12,8 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.core.trace import COMPUTE
-from hetero_framework.trainer.diagnosis import diagnose
-from hetero_framework.trainer.timeline import Trace, read_timeline, transfers
+from hetero_framework.profiling.bottleneck import diagnose
+from hetero_framework.profiling.timeline import Trace, read_timeline, transfers
 
 INTERLEAVED = [
     {"id": owner, "start": start, "end": start + 1}

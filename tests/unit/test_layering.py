@@ -22,6 +22,7 @@ LAYERS = {
     "planner": 4,
     "visualizer": 4,
     "models": 5,
+    "profiling": 6,
     "trainer": 9,
     "wizard": 10,
     "cli": 11,

@@ -15,7 +15,7 @@ from typing import Any
 
 from hetero_framework.config import Config
 from hetero_framework.core.trace import Span
-from hetero_framework.trainer.timeline import Timeline, Trace
+from hetero_framework.profiling.timeline import Timeline, Trace
 
 Spans = dict[int, list[Span]]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.errors import UserError
-from hetero_framework.trainer.timeline import picture
+from hetero_framework.profiling.timeline import picture
 from hetero_framework.visualizer import timeline_picture
 from hetero_framework.visualizer.scene import Scene, text_width, to_svg
 from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture, draw, layout

@@ -30,7 +30,7 @@ from hetero_framework.core.trace import (
     SEND,
 )
 from hetero_framework.planner.simulator import Hop, Profile, simulate, step_bound, tune
-from hetero_framework.trainer.timeline import Event, Trace, Wait, waits
+from hetero_framework.profiling.timeline import Event, Trace, Wait, waits
 from hetero_framework.visualizer.text import bytes_text, table
 
 WORTH_IT = 0.05

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.planner.simulator import Profile, step_bound
-from hetero_framework.trainer.diagnosis import Diagnosis, diagnose, text
+from hetero_framework.profiling.bottleneck import Diagnosis, diagnose, text
 from tests.unit.timeline_samples import record, step_spans
 
 

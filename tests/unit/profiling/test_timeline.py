@@ -12,8 +12,8 @@ import pytest
 
 from hetero_framework.core.trace import COMPUTE, Span
 from hetero_framework.errors import ProtocolError, UserError
-from hetero_framework.trainer import timeline
-from hetero_framework.trainer.timeline import (
+from hetero_framework.profiling import timeline
+from hetero_framework.profiling.timeline import (
     Timeline,
     Trace,
     aligned,
