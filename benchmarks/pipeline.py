@@ -38,11 +38,11 @@ from benchmarks.stages import Llama, Load
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.engine.stage_api import Tensors
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.planner.simulator import Profile, step_bound
 from hetero_framework.trainer.cluster import Cluster
 from hetero_framework.trainer.pipeline import StageStatistics
-from hetero_framework.trainer.verbs import Tensors
 from hetero_framework.trainer.worker import serve
 
 _START_S = 120.0

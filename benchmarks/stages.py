@@ -18,10 +18,16 @@ import torch
 from benchmarks.network import Network
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.stage_api import (
+    GradientReport,
+    StageVerbs,
+    StatePart,
+    StepInfo,
+    Tensors,
+)
 from hetero_framework.errors import UserError
 from hetero_framework.planner.simulator import Hop, Profile
-from hetero_framework.trainer.loading import load_stages
-from hetero_framework.trainer.verbs import GradientReport, StageVerbs, StatePart, StepInfo, Tensors
 
 _ROW_ELEMENTS = 1024
 

@@ -265,7 +265,7 @@ def _serve(config: Any, worker_ids: Sequence[int | str], *, keep: bool = False, 
 
     # Before torch is imported, which reads it once.
     os.environ["OMP_NUM_THREADS"] = str(threads_for(config, worker_ids[0]))
-    from hetero_framework.trainer.loading import load_stages
+    from hetero_framework.engine.loading import load_stages
     from hetero_framework.trainer.worker import serve
 
     serve(config, worker_ids[0], build=load_stages, keep=keep)

@@ -18,12 +18,12 @@ from typing import Any
 
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.data import token_count
+from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.simulator import Profile, simulate, step_bound, tune
 from hetero_framework.trainer import preparation, probe
 from hetero_framework.trainer.cluster import Cluster
 from hetero_framework.trainer.interrupt import StopRequest
-from hetero_framework.trainer.optimizer import check_optimizer
 from hetero_framework.trainer.peers import DirectLost, LinkLost
 from hetero_framework.visualizer.text import table
 

@@ -13,14 +13,14 @@ from transformers import PretrainedConfig
 from hetero_framework.config import Config, Machine, check_plan
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
+from hetero_framework.engine.loading import quiet_libraries
+from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
 from hetero_framework.models.shard import load_model_config, num_layers
 from hetero_framework.planner.simulator import tune
 from hetero_framework.planner.tuner import assumed_profile
 from hetero_framework.trainer.doctor import gib
-from hetero_framework.trainer.loading import quiet_libraries
-from hetero_framework.trainer.optimizer import check_optimizer
 from hetero_framework.trainer.preparation import settle_pieces
 from hetero_framework.trainer.roles import Role, decide_role
 from hetero_framework.visualizer.text import table

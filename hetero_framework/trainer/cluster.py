@@ -21,16 +21,16 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.trace import Recorder
+from hetero_framework.engine.boundary_io import Meter, unpack
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.stage_api import Orders, StageVerbs, StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import Pace, StageSeconds
-from hetero_framework.trainer.exchange import Meter, unpack
 from hetero_framework.trainer.launch import LocalWorkers
-from hetero_framework.trainer.loading import load_stages
 from hetero_framework.trainer.peers import DirectLost, LinkLost, Peers, WorkerId
 from hetero_framework.trainer.pipeline import Pipeline, StageStatistics
 from hetero_framework.trainer.roles import local_worker_ids, threads_for
-from hetero_framework.trainer.verbs import Orders, StageVerbs, StepInfo
 
 _RECONNECT_S = 60.0
 _MAX_RECOVERIES = 5

@@ -18,6 +18,9 @@ from hetero_framework import control
 from hetero_framework.config import Config, interval
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.data.batches import MicroBatch
+from hetero_framework.engine.grad_clip import LossScale, ModelOrder, clip_factor
+from hetero_framework.engine.optimizer import Schedule, check_optimizer
+from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.errors import (
     ConfigError,
     NumericError,
@@ -29,13 +32,10 @@ from hetero_framework.profiling.timeline import Timeline
 from hetero_framework.trainer import preparation, snapshot
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.cluster import Cluster
-from hetero_framework.trainer.decision import LossScale, ModelOrder, clip_factor
 from hetero_framework.trainer.interrupt import StopRequest, wants_checkpoint
 from hetero_framework.trainer.metrics import MetricsWriter
-from hetero_framework.trainer.optimizer import Schedule, check_optimizer
 from hetero_framework.trainer.pipeline import StageStatistics
 from hetero_framework.trainer.snapshot import Position
-from hetero_framework.trainer.verbs import GradientReport
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3

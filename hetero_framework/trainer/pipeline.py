@@ -17,12 +17,10 @@ from hetero_framework.config import StageSpec, WireConfig
 from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.trace import Recorder, Span
-from hetero_framework.errors import PeerLostError
-from hetero_framework.trainer import messages
-from hetero_framework.trainer.exchange import Exchange, Meter
-from hetero_framework.trainer.peers import Event, LinkLost, Peers, WorkerId
-from hetero_framework.trainer.runner import StageRunner
-from hetero_framework.trainer.verbs import (
+from hetero_framework.engine import messages
+from hetero_framework.engine.boundary_io import Exchange, Meter
+from hetero_framework.engine.executor import StageRunner
+from hetero_framework.engine.stage_api import (
     GradientReport,
     Loss,
     Orders,
@@ -31,6 +29,8 @@ from hetero_framework.trainer.verbs import (
     StepInfo,
     Tensors,
 )
+from hetero_framework.errors import PeerLostError
+from hetero_framework.trainer.peers import Event, LinkLost, Peers, WorkerId
 
 _POLL_S = 0.5
 

@@ -14,6 +14,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from hetero_framework.config import Config, check_plan
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.engine.loading import quiet_libraries
+from hetero_framework.engine.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.adapters import (
@@ -40,11 +42,9 @@ from hetero_framework.planner.simulator import default_window
 from hetero_framework.profiling.timeline import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.cluster import MachineFacts
-from hetero_framework.trainer.loading import quiet_libraries
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.pipeline import Pipeline
 from hetero_framework.trainer.roles import machine_of
-from hetero_framework.trainer.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
 
 Facts = Mapping[str | int, MachineFacts]

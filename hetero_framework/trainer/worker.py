@@ -34,6 +34,10 @@ from hetero_framework.core.session import Phase, Session
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.core.transport import Link, Listener
+from hetero_framework.engine import messages
+from hetero_framework.engine.boundary_io import Exchange, Meter, unpack
+from hetero_framework.engine.executor import StageRunner
+from hetero_framework.engine.stage_api import Orders, StageVerbs, StatePart
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -41,11 +45,8 @@ from hetero_framework.errors import (
     ProtocolError,
     as_hetero_error,
 )
-from hetero_framework.trainer import messages, probe
-from hetero_framework.trainer.exchange import Exchange, Meter, unpack
+from hetero_framework.trainer import probe
 from hetero_framework.trainer.meeting import Introduced, PeerLinks
-from hetero_framework.trainer.runner import StageRunner
-from hetero_framework.trainer.verbs import Orders, StageVerbs, StatePart
 
 WorkerId = int | str
 Say = Callable[[str], None]

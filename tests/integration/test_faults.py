@@ -30,11 +30,11 @@ import pytest
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType, encode
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import PeerLostError, StoppedEarly
 from hetero_framework.trainer import cluster
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.loading import load_stages
-from hetero_framework.trainer.stage import Stage
 from hetero_framework.trainer.worker import serve
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.integration.conftest import Notes, Pool, read_metrics

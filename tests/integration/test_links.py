@@ -18,10 +18,10 @@ import pytest
 from hetero_framework.config import Config
 from hetero_framework.core.frames import PROTOCOL_VERSION, Message, WireTensor, encode
 from hetero_framework.core.frames import MessageType as M
+from hetero_framework.engine.boundary_io import _Packed
+from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.exchange import _Packed
-from hetero_framework.trainer.loading import load_stages
 from hetero_framework.trainer.peers import Peers
 from hetero_framework.trainer.worker import serve
 from tests.fault_proxy import FaultProxy, FrameCut

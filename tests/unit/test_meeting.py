@@ -22,10 +22,10 @@ from hetero_framework.core.frames import (
     WireTensor,
 )
 from hetero_framework.core.transport import Link, Listener
+from hetero_framework.engine import messages
+from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
-from hetero_framework.trainer import messages
 from hetero_framework.trainer.meeting import Introduced, PeerLinks
-from hetero_framework.trainer.verbs import StepInfo
 from tests.samples import free_ports
 
 WAIT_S = 10.0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_framework.engine.seeds import derive_seed
 from hetero_framework.models.chunked_loss import (
     loss_in_pieces,
     piece_tokens,
@@ -20,7 +21,6 @@ from hetero_framework.models.introspect import probe_inputs
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Shard, build_shard
 from hetero_framework.models.tiny import tiny_config
-from hetero_framework.trainer.randomness import derive_seed
 from tests.unit.adapter_helpers import ranges
 from tests.unit.peak import Peak
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hetero_framework.config import AdapterConfig, Config, StageSpec
+from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters import trainable_parameters
 from hetero_framework.models.chunked_loss import loss_in_pieces, spans
@@ -25,7 +26,6 @@ from hetero_framework.models.memory import (
     recompute_stages,
 )
 from hetero_framework.models.shard import load_model_config
-from hetero_framework.trainer.optimizer import build_optimizer
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
 from tests.unit.peak import Peak
 

@@ -21,11 +21,11 @@ from hetero_framework.core.frames import (
 )
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.core.trace import RECEIVE, Recorder
+from hetero_framework.engine import messages
+from hetero_framework.engine.boundary_io import Done, Exchange, Meter, Sender, unpack
+from hetero_framework.engine.executor import Arrival, StageRunner
+from hetero_framework.engine.stage_api import Loss, Orders, StepInfo
 from hetero_framework.errors import ProtocolError
-from hetero_framework.trainer import messages
-from hetero_framework.trainer.exchange import Done, Exchange, Meter, Sender, unpack
-from hetero_framework.trainer.runner import Arrival, StageRunner
-from hetero_framework.trainer.verbs import Loss, Orders, StepInfo
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=8)

@@ -9,11 +9,11 @@ from transformers import logging as transformers_logging
 
 from hetero_framework.config import Config, StageSpec, TrainingConfig
 from hetero_framework.core.devices import Device
+from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import DeviceError
 from hetero_framework.models.adapters import attach_adapter
 from hetero_framework.models.introspect import LIBRARY_ERRORS, one_line
 from hetero_framework.models.shard import ShardRange, load_shard
-from hetero_framework.trainer.stage import Stage
 
 
 def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> list[Stage]:

@@ -17,14 +17,14 @@ from transformers import (
 )
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.errors import ConfigError
-from hetero_framework.trainer.optimizer import (
+from hetero_framework.engine.optimizer import (
     Schedule,
     build_optimizer,
     check_optimizer,
     load_state_tensors,
     state_tensors,
 )
+from hetero_framework.errors import ConfigError
 
 STEPS = 20
 

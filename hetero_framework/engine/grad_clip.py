@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_framework.trainer.verbs import GradientReport
+from hetero_framework.engine.stage_api import GradientReport
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_
 

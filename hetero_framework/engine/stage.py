@@ -18,6 +18,9 @@ import torch
 
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
+from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
+from hetero_framework.engine.seeds import Place, forward_seed
+from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
 from hetero_framework.errors import CheckpointError
 from hetero_framework.models.adapters import (
     check_adapter_complete,
@@ -27,9 +30,6 @@ from hetero_framework.models.adapters import (
 )
 from hetero_framework.models.chunked_loss import loss_in_pieces, piece_tokens, spans
 from hetero_framework.models.shard import Shard
-from hetero_framework.trainer.optimizer import build_optimizer, load_state_tensors, state_tensors
-from hetero_framework.trainer.randomness import Place, forward_seed
-from hetero_framework.trainer.verbs import GradientReport, StatePart, StepInfo, Tensors
 
 STATE_PART_BYTES = 64 << 20
 WEIGHTS, OPTIMIZER = "weights", "optimizer"

@@ -23,10 +23,10 @@ from hetero_framework.core.devices import Device, Mark
 from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.tensors import TORCH_DTYPES, from_wire
 from hetero_framework.core.trace import Recorder
+from hetero_framework.engine import messages
+from hetero_framework.engine.executor import Arrival, StageRunner
+from hetero_framework.engine.stage_api import Loss, StepInfo, Tensors
 from hetero_framework.errors import ProtocolError
-from hetero_framework.trainer import messages
-from hetero_framework.trainer.runner import Arrival, StageRunner
-from hetero_framework.trainer.verbs import Loss, StepInfo, Tensors
 
 Done = Callable[[], None]
 

@@ -9,9 +9,9 @@ import torch
 
 from hetero_framework.core.frames import Message, MessageType, WireTensor
 from hetero_framework.core.tensors import dtype_name, from_wire, to_wire
+from hetero_framework.engine.stage_api import GradientReport, Orders, StatePart, StepInfo, Tensors
 from hetero_framework.errors import ProtocolError
 from hetero_framework.planner.simulator import Policy
-from hetero_framework.trainer.verbs import GradientReport, Orders, StatePart, StepInfo, Tensors
 
 PackedInput = WireTensor | list[int]
 """A batch tensor as it travels: its bytes, or the shape of one that is all ones."""

@@ -10,10 +10,8 @@ import torch
 
 from hetero_framework.core.devices import Device, Mark, open_device
 from hetero_framework.core.trace import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
-from hetero_framework.errors import HeteroError, ModelError, ResourceError
-from hetero_framework.planner.simulator import PORTFOLIO, Policy
-from hetero_framework.trainer.runner import Arrival, StageRunner, StageTimes
-from hetero_framework.trainer.verbs import (
+from hetero_framework.engine.executor import Arrival, StageRunner, StageTimes
+from hetero_framework.engine.stage_api import (
     GradientReport,
     Loss,
     Orders,
@@ -21,6 +19,8 @@ from hetero_framework.trainer.verbs import (
     StepInfo,
     Tensors,
 )
+from hetero_framework.errors import HeteroError, ModelError, ResourceError
+from hetero_framework.planner.simulator import PORTFOLIO, Policy
 from tests.unit.device_helpers import QueuedDevice
 
 TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)

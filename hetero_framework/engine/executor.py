@@ -15,9 +15,9 @@ import torch
 from hetero_framework.core import trace
 from hetero_framework.core.devices import Device, Mark
 from hetero_framework.core.trace import Recorder
+from hetero_framework.engine.stage_api import Loss, Orders, StageVerbs, StepInfo, Tensors
 from hetero_framework.errors import HeteroError, as_hetero_error
 from hetero_framework.planner.simulator import BACKWARD, BACKWARD_FIRST, FORWARD, Task, choose
-from hetero_framework.trainer.verbs import Loss, Orders, StageVerbs, StepInfo, Tensors
 
 _AHEAD = 2
 """Tasks that may be queued on a device that computes behind our back."""

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_framework.core.frames import Message, MessageType, decode, encode
+from hetero_framework.engine import messages
+from hetero_framework.engine.stage_api import GradientReport, Orders, StatePart, StepInfo
 from hetero_framework.errors import ProtocolError
 from hetero_framework.planner.simulator import PORTFOLIO
-from hetero_framework.trainer import messages
-from hetero_framework.trainer.verbs import GradientReport, Orders, StatePart, StepInfo
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
 ADDRESS = {"step": 3, "attempt": 1, "stage": 2, "micro_batch": 5}

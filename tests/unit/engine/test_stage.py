@@ -18,19 +18,19 @@ from hetero_framework.config import Config
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
 from hetero_framework.core.tensors import from_wire
-from hetero_framework.errors import CheckpointError, DeviceError
-from hetero_framework.trainer import messages
-from hetero_framework.trainer.cluster import gradient_needs
-from hetero_framework.trainer.loading import load_stages
-from hetero_framework.trainer.optimizer import build_optimizer
-from hetero_framework.trainer.peers import Peers
-from hetero_framework.trainer.verbs import (
+from hetero_framework.engine import messages
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.optimizer import build_optimizer
+from hetero_framework.engine.stage_api import (
     GradientReport,
     Orders,
     StatePart,
     StepInfo,
     Tensors,
 )
+from hetero_framework.errors import CheckpointError, DeviceError
+from hetero_framework.trainer.cluster import gradient_needs
+from hetero_framework.trainer.peers import Peers
 from hetero_framework.trainer.worker import serve
 from tests.samples import free_ports, save_llama
 
