@@ -35,15 +35,15 @@ from benchmarks import environment, torch_peers
 from benchmarks.machines import Machines, run_program
 from benchmarks.network import RATES_BIT_S, Counters, Network, open_network
 from benchmarks.stages import Llama, Load
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.pipeline import StageStatistics
+from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.engine.stage_api import Tensors
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.planner.simulator import Profile, step_bound
-from hetero_framework.trainer.cluster import Cluster
-from hetero_framework.trainer.pipeline import StageStatistics
-from hetero_framework.trainer.worker import serve
 
 _START_S = 120.0
 _SLOWEST = 20.0

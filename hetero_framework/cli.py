@@ -208,7 +208,7 @@ def _add_train(commands: Any) -> None:
 
 def _run_train(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    from hetero_framework.trainer.roles import decide_role
+    from hetero_framework.cluster.roles import decide_role
 
     role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id)
     _import_files(arguments)
@@ -245,11 +245,11 @@ def _add_worker(commands: Any) -> None:
 
 def _run_worker(arguments: argparse.Namespace) -> int:
     if arguments.supervised:
-        from hetero_framework.trainer.launch import watch_parent
+        from hetero_framework.cluster.local_workers import watch_parent
 
         watch_parent()
     config = _load(arguments)
-    from hetero_framework.trainer.roles import decide_role
+    from hetero_framework.cluster.roles import decide_role
 
     role = decide_role(config, role="worker", worker_id=arguments.worker_id)
     _import_files(arguments)
@@ -258,15 +258,15 @@ def _run_worker(arguments: argparse.Namespace) -> int:
 
 def _serve(config: Any, worker_ids: Sequence[int | str], *, keep: bool = False, debug: bool) -> int:
     if len(worker_ids) > 1:
-        from hetero_framework.trainer.launch import run_workers
+        from hetero_framework.cluster.local_workers import run_workers
 
         return run_workers(config, worker_ids, keep=keep, debug=debug)
-    from hetero_framework.trainer.roles import threads_for
+    from hetero_framework.cluster.roles import threads_for
 
     # Before torch is imported, which reads it once.
     os.environ["OMP_NUM_THREADS"] = str(threads_for(config, worker_ids[0]))
+    from hetero_framework.cluster.worker import serve
     from hetero_framework.engine.loading import load_stages
-    from hetero_framework.trainer.worker import serve
 
     serve(config, worker_ids[0], build=load_stages, keep=keep)
     return 0
@@ -524,7 +524,7 @@ def _add_bench(commands: Any) -> None:
 
 def _run_bench(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    from hetero_framework.trainer.roles import decide_role
+    from hetero_framework.cluster.roles import decide_role
 
     role = decide_role(config, role=arguments.role)
     if not role.is_coordinator:

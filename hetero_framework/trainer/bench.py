@@ -16,15 +16,16 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from hetero_framework.cluster import link_probe
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.worker_links import DirectLost, LinkLost
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.data import token_count
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.simulator import Profile, simulate, step_bound, tune
-from hetero_framework.trainer import preparation, probe
-from hetero_framework.trainer.cluster import Cluster
+from hetero_framework.trainer import preparation
 from hetero_framework.trainer.interrupt import StopRequest
-from hetero_framework.trainer.peers import DirectLost, LinkLost
 from hetero_framework.visualizer.text import table
 
 Note = Callable[[str], None]
@@ -52,7 +53,7 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20, note: Note) 
             facts = cluster.connect()
             parts = preparation.fit_devices(parts, facts, note)
             cluster.load(parts.config, parts.most_held)
-            most = min(parts.max_frame_bytes - _FRAME_HEADER_BYTES, probe.MOST_BYTES)
+            most = min(parts.max_frame_bytes - _FRAME_HEADER_BYTES, link_probe.MOST_BYTES)
             nbytes = min(nbytes, most)
             with _losses_told(cluster):
                 links = _links(cluster, config, nbytes, note)
@@ -93,13 +94,13 @@ def _links(cluster: Cluster, config: Config, nbytes: int, note: Note) -> list[di
     found = []
     for worker in cluster.workers:
         note(f"measuring the link to worker {worker}")
-        speed = probe.measure(partial(cluster.pipeline.ask, worker), nbytes)
+        speed = link_probe.measure(partial(cluster.pipeline.ask, worker), nbytes)
         found.append({"from": "coordinator", "to": worker, **asdict(speed)})
     for one, other in _direct_pairs(cluster, config.stages()):
         note(f"measuring the link between workers {one} and {other}")
-        question = probe.peer_question(_REQUEST, other, nbytes)
+        question = link_probe.peer_question(_REQUEST, other, nbytes)
         answer = cluster.pipeline.ask(one, question)
-        found.append({"from": one, "to": other, **asdict(probe.peer_speed(answer))})
+        found.append({"from": one, "to": other, **asdict(link_probe.peer_speed(answer))})
         answer.release()
     return found
 

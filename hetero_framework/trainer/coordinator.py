@@ -15,6 +15,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hetero_framework import control
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.pipeline import StageStatistics
 from hetero_framework.config import Config, interval
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.data.batches import MicroBatch
@@ -31,10 +33,8 @@ from hetero_framework.models.meta import trainer_counts_first_labels
 from hetero_framework.profiling.timeline import Timeline
 from hetero_framework.trainer import preparation, snapshot
 from hetero_framework.trainer.checkpoint import CheckpointStore
-from hetero_framework.trainer.cluster import Cluster
 from hetero_framework.trainer.interrupt import StopRequest, wants_checkpoint
 from hetero_framework.trainer.metrics import MetricsWriter
-from hetero_framework.trainer.pipeline import StageStatistics
 from hetero_framework.trainer.snapshot import Position
 from hetero_framework.visualizer.progress import Progress, StageRow
 

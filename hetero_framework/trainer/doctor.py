@@ -12,10 +12,10 @@ import psutil
 import torch
 
 from hetero_framework import __version__
+from hetero_framework.cluster.roles import available_cores
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import Device, Support, list_devices
-from hetero_framework.trainer.roles import available_cores
 
 _PACKAGES = (
     "torch",

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from hetero_framework.cluster.assembly import MachineFacts
+from hetero_framework.cluster.pipeline import Pipeline
+from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, check_plan
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
@@ -41,10 +44,7 @@ from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.simulator import default_window
 from hetero_framework.profiling.timeline import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
-from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.metrics import METRICS_FILE
-from hetero_framework.trainer.pipeline import Pipeline
-from hetero_framework.trainer.roles import machine_of
 from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
 
 Facts = Mapping[str | int, MachineFacts]

@@ -16,13 +16,13 @@ import torch
 import transformers
 
 import hetero_framework
+from hetero_framework.cluster.assembly import Trainable
+from hetero_framework.cluster.pipeline import Pipeline
 from hetero_framework.config import Config
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
-from hetero_framework.trainer.cluster import Trainable
-from hetero_framework.trainer.pipeline import Pipeline
 
 # What must be the same for a resumed run to be the continuation of the first one.
 _SAME_MODEL = ("name_or_path", "revision", "from_config", "dtype", "quantization")

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from hetero_framework import cli
+from hetero_framework.cluster import link_probe
+from hetero_framework.cluster.worker_links import LinkLost
 from hetero_framework.config import Config
 from hetero_framework.errors import PeerLostError
-from hetero_framework.trainer import bench, probe
-from hetero_framework.trainer.peers import LinkLost
+from hetero_framework.trainer import bench
 from tests.integration.conftest import Pool
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -76,9 +77,9 @@ def test_lost_worker_and_interruption_end_it(
     def interrupted(*given: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(probe, "measure", lost)
+    monkeypatch.setattr(link_probe, "measure", lost)
     with pytest.raises(PeerLostError, match="lost worker 2: closed"):
         bench.bench(config, note=lambda text: None)
-    monkeypatch.setattr(probe, "measure", interrupted)
+    monkeypatch.setattr(link_probe, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bench.bench(config, note=lambda text: None)

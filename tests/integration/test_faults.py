@@ -27,15 +27,15 @@ from typing import Any
 import psutil
 import pytest
 
+from hetero_framework.cluster import assembly
+from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType, encode
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import PeerLostError, StoppedEarly
-from hetero_framework.trainer import cluster
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.worker import serve
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.integration.conftest import Notes, Pool, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
@@ -198,7 +198,7 @@ def every_cut(reset: bool, first: bool) -> list[FrameCut]:
 def test_a_link_cut_at_any_frame_changes_nothing(
     worker, reset, make, proxies, whole, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_MAX_RECOVERIES", 50)
+    monkeypatch.setattr(assembly, "_MAX_RECOVERIES", 50)
     cuts = every_cut(reset, first=worker == 1)
     proxies[worker].cuts.extend(cuts)
     train(make("cut", [2, 4], proxies), progress=Notes())

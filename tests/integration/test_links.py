@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.cluster.worker import serve
+from hetero_framework.cluster.worker_links import Peers
 from hetero_framework.config import Config
 from hetero_framework.core.frames import PROTOCOL_VERSION, Message, WireTensor, encode
 from hetero_framework.core.frames import MessageType as M
@@ -22,8 +24,6 @@ from hetero_framework.engine.boundary_io import _Packed
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.peers import Peers
-from hetero_framework.trainer.worker import serve
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.integration.conftest import Notes, Pool, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_framework.cluster.assembly import MachineFacts
+from hetero_framework.cluster.worker_links import DirectLost, LinkLost
 from hetero_framework.config import Config
 from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.simulator import Hop, Profile
 from hetero_framework.trainer import bench
-from hetero_framework.trainer.cluster import MachineFacts
-from hetero_framework.trainer.peers import DirectLost, LinkLost
 
 CONFIG = Config.from_dict(
     {

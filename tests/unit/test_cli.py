@@ -58,7 +58,7 @@ def test_help_and_schema_do_not_import_torch() -> None:
     program = (
         "import sys, contextlib, io\n"
         "import hetero_framework, hetero_framework.config, hetero_framework.cli as cli\n"
-        "import hetero_framework.trainer.roles, hetero_framework.wizard\n"
+        "import hetero_framework.cluster.roles, hetero_framework.wizard\n"
         "commands = [[], ['--help'], ['schema']] + [[c, '--help'] for c in sys.argv[1:]]\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
         "    for command in commands:\n"
@@ -242,7 +242,7 @@ def test_train_runs_the_coordinator_with_the_options(
 def test_train_on_a_workers_machine_serves_that_worker(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import hetero_framework.trainer.worker as worker
+    import hetero_framework.cluster.worker as worker
 
     calls: list[Any] = []
     monkeypatch.setattr(worker, "serve", lambda config, number, **given: calls.append(number))

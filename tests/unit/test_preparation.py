@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
+from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError, DataError, PlanError
 from hetero_framework.models.memory import estimate_memory
 from hetero_framework.models.tiny import tiny_config
-from hetero_framework.trainer.cluster import MachineFacts
 from hetero_framework.trainer.preparation import (
     Prepared,
     check_memory,

@@ -14,6 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hetero_framework.cluster.assembly import gradient_needs
+from hetero_framework.cluster.worker import serve
+from hetero_framework.cluster.worker_links import Peers
 from hetero_framework.config import Config
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
@@ -29,9 +32,6 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import CheckpointError, DeviceError
-from hetero_framework.trainer.cluster import gradient_needs
-from hetero_framework.trainer.peers import Peers
-from hetero_framework.trainer.worker import serve
 from tests.samples import free_ports, save_llama
 
 # A Llama of four layers, cut so that the stage under test has layers 1 and 2, or 1 to the head.

@@ -22,6 +22,8 @@ import torch
 
 import hetero_framework
 from hetero_framework import control
+from hetero_framework.cluster import link_probe
+from hetero_framework.cluster.peer_links import Introduced, PeerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.frames import (
@@ -45,8 +47,6 @@ from hetero_framework.errors import (
     ProtocolError,
     as_hetero_error,
 )
-from hetero_framework.trainer import probe
-from hetero_framework.trainer.meeting import Introduced, PeerLinks
 
 WorkerId = int | str
 Say = Callable[[str], None]
@@ -595,8 +595,8 @@ class Worker:
         self._send(Message(MessageType.STATE_LOADED, reply))
 
     def _on_control(self, message: Message) -> None:
-        if message.meta["name"] == probe.PEER:
-            reply: Message | None = probe.answer_for_peer(message, self._peers.ask)
+        if message.meta["name"] == link_probe.PEER:
+            reply: Message | None = link_probe.answer_for_peer(message, self._peers.ask)
         else:
             reply = control.answer(message)
         message.release()

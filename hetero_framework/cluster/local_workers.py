@@ -23,10 +23,10 @@ from typing import IO
 
 import hetero_framework
 from hetero_framework import control
+from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.errors import PeerLostError, ResourceError
-from hetero_framework.trainer.roles import threads_for
 
 WorkerId = int | str
 GRACE_S = 10.0

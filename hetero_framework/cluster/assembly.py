@@ -17,6 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.cluster.pipeline import Pipeline, StageStatistics
+from hetero_framework.cluster.roles import local_worker_ids, threads_for
+from hetero_framework.cluster.worker_links import DirectLost, LinkLost, Peers, WorkerId
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.frames import Message, MessageType
@@ -27,10 +31,6 @@ from hetero_framework.engine.stage_api import Orders, StageVerbs, StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import Pace, StageSeconds
-from hetero_framework.trainer.launch import LocalWorkers
-from hetero_framework.trainer.peers import DirectLost, LinkLost, Peers, WorkerId
-from hetero_framework.trainer.pipeline import Pipeline, StageStatistics
-from hetero_framework.trainer.roles import local_worker_ids, threads_for
 
 _RECONNECT_S = 60.0
 _MAX_RECOVERIES = 5

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hetero_framework import control
+from hetero_framework.cluster.peer_links import Introduced, PeerLinks
 from hetero_framework.core import transport
 from hetero_framework.core.frames import (
     HANDSHAKE_MAX_FRAME_BYTES,
@@ -25,7 +26,6 @@ from hetero_framework.core.transport import Link, Listener
 from hetero_framework.engine import messages
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
-from hetero_framework.trainer.meeting import Introduced, PeerLinks
 from tests.samples import free_ports
 
 WAIT_S = 10.0
@@ -238,7 +238,7 @@ def test_number_and_text_of_an_id_are_the_same_worker(machine: Callable[..., Mac
 
 def test_other_version_is_refused(pair: tuple[Machine, Machine], monkeypatch: Any) -> None:
     one, other = pair
-    monkeypatch.setattr("hetero_framework.trainer.meeting.PROTOCOL_VERSION", 99)
+    monkeypatch.setattr("hetero_framework.cluster.peer_links.PROTOCOL_VERSION", 99)
     [entry] = one.dial(other.entry("box"))
     assert "version 99" in entry["problem"]
 

@@ -12,17 +12,17 @@ from typing import Any
 import psutil
 import pytest
 
+from hetero_framework.cluster.local_workers import LocalWorkers, describe_exit, run_workers
 from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.errors import ResourceError
-from hetero_framework.trainer.launch import LocalWorkers, describe_exit, run_workers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # A worker in miniature: it takes the options of the real one and needs no torch.
 STAND_IN = """
 import argparse, json, os, signal, sys, time
-from hetero_framework.trainer.launch import watch_parent
+from hetero_framework.cluster.local_workers import watch_parent
 parser = argparse.ArgumentParser()
 parser.add_argument("behaviour")
 parser.add_argument("--supervised", action="store_true")
@@ -167,7 +167,7 @@ def test_workers_end_when_their_parent_is_killed(
     parent_script.write_text(
         "import json, sys, time\n"
         "from hetero_framework.config import Config\n"
-        "from hetero_framework.trainer.launch import LocalWorkers\n"
+        "from hetero_framework.cluster.local_workers import LocalWorkers\n"
         "raw, base, program = json.loads(sys.argv[1])\n"
         "workers = LocalWorkers(Config.from_dict(raw, base), (1, 2), program=program)\n"
         "workers.start()\n"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_framework import control
+from hetero_framework.cluster.worker_links import Event, LinkLost, Peers, WorkerId
 from hetero_framework.config import StageSpec, WireConfig
 from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import Message, MessageType
@@ -30,7 +31,6 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import PeerLostError
-from hetero_framework.trainer.peers import Event, LinkLost, Peers, WorkerId
 
 _POLL_S = 0.5
 

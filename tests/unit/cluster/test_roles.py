@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.config import Config
-from hetero_framework.errors import ConfigError
-from hetero_framework.trainer.roles import (
+from hetero_framework.cluster.roles import (
     Identity,
     Role,
     available_cores,
@@ -15,6 +13,8 @@ from hetero_framework.trainer.roles import (
     this_machine,
     threads_for,
 )
+from hetero_framework.config import Config
+from hetero_framework.errors import ConfigError
 
 
 def config_of(*machines: tuple[str | None, str], threads: int | None = None) -> Config:

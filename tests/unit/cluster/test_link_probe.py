@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from hetero_framework import control
+from hetero_framework.cluster import link_probe
 from hetero_framework.core.frames import Message, MessageType, decode, encode
 from hetero_framework.errors import NetworkError
-from hetero_framework.trainer import probe
 
 MB = 10**6
 
@@ -44,12 +44,12 @@ def size(message: Message) -> int:
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     made = Wire(delay_s=0.01, up=10 * MB, down=100 * MB)
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(link_probe.time, "perf_counter", lambda: made.now)
     return made
 
 
 def test_round_trip_and_both_directions_are_told_apart(wire: Wire) -> None:
-    found = probe.measure(wire.ask, MB)
+    found = link_probe.measure(wire.ask, MB)
     assert found.round_trip_s == pytest.approx(0.02)
     assert found.up_bytes_per_s == pytest.approx(10 * MB)
     assert found.down_bytes_per_s == pytest.approx(100 * MB)
@@ -57,36 +57,36 @@ def test_round_trip_and_both_directions_are_told_apart(wire: Wire) -> None:
 
 def test_first_message_of_a_kind_does_not_count(wire: Wire) -> None:
     wire.jitter = iter([1.5])
-    assert probe.measure(wire.ask, MB).round_trip_s == pytest.approx(0.02)
+    assert link_probe.measure(wire.ask, MB).round_trip_s == pytest.approx(0.02)
 
 
 def test_slow_trips_do_not_make_the_link_look_fast(wire: Wire) -> None:
     wire.jitter = iter([0.0, 0.0, *[0.09] * 19])  # one quick trip among slow ones
-    found = probe.measure(wire.ask, MB)
+    found = link_probe.measure(wire.ask, MB)
     assert found.round_trip_s == pytest.approx(0.11)
     assert found.up_bytes_per_s == pytest.approx(10 * MB)
 
 
 def test_slow_link_is_measured_with_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(delay_s=0.1, up=MB / 4, down=MB / 4)
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: wire.now)
-    found = probe.measure(wire.ask, MB)
+    monkeypatch.setattr(link_probe.time, "perf_counter", lambda: wire.now)
+    found = link_probe.measure(wire.ask, MB)
     assert found.up_bytes_per_s == pytest.approx(MB / 4)
     large = [name for name, nbytes in wire.questions if nbytes]
-    assert large == [probe.SINK, probe.SOURCE]
+    assert large == [link_probe.SINK, link_probe.SOURCE]
     assert wire.now < 15
 
 
 def test_bytes_cannot_be_compressed_and_have_the_size_asked_for() -> None:
-    answer = control.answer(control.request(1, probe.SOURCE, {"bytes": 300_001}))
+    answer = control.answer(control.request(1, link_probe.SOURCE, {"bytes": 300_001}))
     assert answer is not None
     assert size(answer) == 300_001
     assert len(set(bytes(answer.tensors[0].data[:4096]))) > 200
 
 
-@pytest.mark.parametrize("count", [0, -1, probe.MOST_BYTES + 1])
+@pytest.mark.parametrize("count", [0, -1, link_probe.MOST_BYTES + 1])
 def test_senseless_sizes_are_refused_where_they_are_asked_for(count: int) -> None:
-    answer = control.answer(control.request(1, probe.SOURCE, {"bytes": count}))
+    answer = control.answer(control.request(1, link_probe.SOURCE, {"bytes": count}))
     assert answer is not None
     assert f"{count} bytes cannot be asked for" in answer.meta["error"]
 
@@ -99,10 +99,10 @@ def test_worker_measures_its_link_to_another_and_tells(wire: Wire) -> None:
         asked.append(worker)
         return wire.ask(question)
 
-    question = over_the_wire(probe.peer_question(5, "box", MB))
-    answer = over_the_wire(probe.answer_for_peer(question, ask_peer))
+    question = over_the_wire(link_probe.peer_question(5, "box", MB))
+    answer = over_the_wire(link_probe.answer_for_peer(question, ask_peer))
     assert answer.meta["answers"] == 5
-    found = probe.peer_speed(answer)
+    found = link_probe.peer_speed(answer)
     assert found.up_bytes_per_s == pytest.approx(10 * MB)
     assert set(asked) == {"box"}
 
@@ -111,15 +111,15 @@ def test_worker_without_a_link_tells_why() -> None:
     def ask_peer(worker: int | str, question: Message, timeout_s: float) -> Message:
         raise NetworkError(f"there is no link to worker {worker}")
 
-    answer = over_the_wire(probe.answer_for_peer(probe.peer_question(5, 2, MB), ask_peer))
+    answer = over_the_wire(link_probe.answer_for_peer(link_probe.peer_question(5, 2, MB), ask_peer))
     with pytest.raises(NetworkError, match="there is no link to worker 2") as caught:
-        probe.peer_speed(answer)
+        link_probe.peer_speed(answer)
     assert caught.value.hint is None
 
 
 @pytest.mark.parametrize("data", [None, {}, {"peer": 2, "bytes": 0}, {"peer": 2, "bytes": "x"}])
 def test_question_that_makes_no_sense_is_answered(data: object) -> None:
-    question = Message(MessageType.CONTROL, {"name": probe.PEER, "data": data, "request": 9})
-    answer = probe.answer_for_peer(question, lambda *given: pytest.fail("asked"))
+    question = Message(MessageType.CONTROL, {"name": link_probe.PEER, "data": data, "request": 9})
+    answer = link_probe.answer_for_peer(question, lambda *given: pytest.fail("asked"))
     assert answer.meta["answers"] == 9
     assert answer.meta["error"]

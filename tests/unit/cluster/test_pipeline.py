@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_framework.cluster.pipeline import Pipeline
+from hetero_framework.cluster.worker_links import Event, LinkLost
 from hetero_framework.config import StageSpec, WireConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.frames import Message, MessageType
@@ -17,8 +19,6 @@ from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import unpack
 from hetero_framework.engine.stage_api import GradientReport, Orders, StepInfo, Tensors
 from hetero_framework.errors import HeteroError, PeerLostError
-from hetero_framework.trainer.peers import Event, LinkLost
-from hetero_framework.trainer.pipeline import Pipeline
 from tests.unit.engine.test_executor import FakeStage
 
 STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
