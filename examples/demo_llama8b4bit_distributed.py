@@ -23,9 +23,9 @@ def settings(model: str | None, data: str | None) -> list[str]:
     if data is not None:
         changed["data.train"] = str(Path(data).absolute()) if Path(data).exists() else data
     if model is not None:
+        from hetero_framework.commands.init import split_layers
         from hetero_framework.config import ModelConfig, load_config
         from hetero_framework.models.shard import load_model_config, num_layers
-        from hetero_framework.wizard import split_layers
 
         name = str(Path(model).absolute()) if Path(model).exists() else model
         config = load_config(CONFIG)

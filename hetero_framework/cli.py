@@ -130,7 +130,7 @@ def _add_init(commands: Any) -> None:
 
 
 def _run_init(arguments: argparse.Namespace) -> int:
-    from hetero_framework.wizard import Answers, run_wizard, write_config
+    from hetero_framework.commands.init import Answers, run_wizard, write_config
 
     answers = Answers(
         model=arguments.model,
@@ -169,7 +169,7 @@ def _add_check(commands: Any) -> None:
 
 def _run_check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    from hetero_framework.trainer.check import check, text
+    from hetero_framework.commands.check import check, text
 
     found = check(config)
     print(json.dumps(found, indent=2) if arguments.json else text(found))
@@ -478,7 +478,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    from hetero_framework.trainer.doctor import examine, text
+    from hetero_framework.commands.doctor import examine, text
 
     found = examine()
     print(json.dumps(found, indent=2) if arguments.json else text(found))
@@ -533,7 +533,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
             f"this machine is {names}; hetero bench runs on the coordinator's",
             hint="here, run hetero worker",
         )
-    from hetero_framework.trainer.bench import bench, text
+    from hetero_framework.commands.bench import bench, text
 
     found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6, note=_note)
     print(json.dumps(found, indent=2) if arguments.json else text(found))

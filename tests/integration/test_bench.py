@@ -11,9 +11,9 @@ import pytest
 from hetero_framework import cli
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.worker_links import LinkLost
+from hetero_framework.commands import bench
 from hetero_framework.config import Config
 from hetero_framework.errors import PeerLostError
-from hetero_framework.trainer import bench
 from tests.integration.conftest import Pool
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]

@@ -58,7 +58,7 @@ def test_help_and_schema_do_not_import_torch() -> None:
     program = (
         "import sys, contextlib, io\n"
         "import hetero_framework, hetero_framework.config, hetero_framework.cli as cli\n"
-        "import hetero_framework.cluster.roles, hetero_framework.wizard\n"
+        "import hetero_framework.cluster.roles, hetero_framework.commands.init\n"
         "commands = [[], ['--help'], ['schema']] + [[c, '--help'] for c in sys.argv[1:]]\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
         "    for command in commands:\n"
@@ -331,7 +331,7 @@ def test_timeline_does_not_import_torch(tmp_path: Path) -> None:
 def test_bench_prints_json_and_nothing_else(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import hetero_framework.trainer.bench as bench
+    import hetero_framework.commands.bench as bench
 
     calls: list[Any] = []
 

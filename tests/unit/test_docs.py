@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hetero_framework.cli import build_parser, main
+from hetero_framework.commands.check import forecast
 from hetero_framework.config import Config, load_config
-from hetero_framework.trainer.check import forecast
 from tests.samples import save_texts, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

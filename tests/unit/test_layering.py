@@ -26,7 +26,7 @@ LAYERS = {
     "engine": 6,
     "cluster": 7,
     "trainer": 9,
-    "wizard": 10,
+    "commands": 10,
     "cli": 11,
     "__main__": 12,
 }

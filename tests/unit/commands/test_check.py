@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hetero_framework import cli
+from hetero_framework.commands.check import check, forecast, text
 from hetero_framework.config import Config
 from hetero_framework.errors import DataError, PlanError
-from hetero_framework.trainer.check import check, forecast, text
 
 LLAMA = {
     "model_type": "llama",

@@ -12,10 +12,10 @@ import torch
 
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.cluster.worker_links import DirectLost, LinkLost
+from hetero_framework.commands import bench
 from hetero_framework.config import Config
 from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.simulator import Hop, Profile
-from hetero_framework.trainer import bench
 
 CONFIG = Config.from_dict(
     {

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hetero_framework.cluster.roles import Role, decide_role
+from hetero_framework.commands.doctor import gib
 from hetero_framework.config import Config, Machine, check_plan
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
@@ -21,7 +22,6 @@ from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate
 from hetero_framework.models.shard import load_model_config, num_layers
 from hetero_framework.planner.simulator import tune
 from hetero_framework.planner.tuner import assumed_profile
-from hetero_framework.trainer.doctor import gib
 from hetero_framework.trainer.preparation import settle_pieces
 from hetero_framework.visualizer.text import table
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.config import Config, load_config
-from hetero_framework.errors import UserError
-from hetero_framework.wizard import (
+from hetero_framework.commands.init import (
     Address,
     Answers,
     parse_address,
@@ -19,6 +17,8 @@ from hetero_framework.wizard import (
     split_layers,
     write_config,
 )
+from hetero_framework.config import Config, load_config
+from hetero_framework.errors import UserError
 
 
 @pytest.mark.parametrize(
