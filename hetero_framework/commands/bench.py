@@ -24,8 +24,8 @@ from hetero_framework.data import token_count
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.simulator import Profile, simulate, step_bound, tune
-from hetero_framework.trainer import preparation
-from hetero_framework.trainer.interrupt import StopRequest
+from hetero_framework.trainer import setup
+from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.visualizer.text import table
 
 Note = Callable[[str], None]
@@ -48,10 +48,10 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20, note: Note) 
     check_optimizer(config.training)
     # The workers' logs go into the folder; output_dir stays as it is.
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
-        parts = preparation.prepare(preparation.with_training(config, output_dir=folder), note)
+        parts = setup.prepare(setup.with_training(config, output_dir=folder), note)
         with Cluster(parts.config, max_frame_bytes=parts.max_frame_bytes, note=note) as cluster:
             facts = cluster.connect()
-            parts = preparation.fit_devices(parts, facts, note)
+            parts = setup.fit_devices(parts, facts, note)
             cluster.load(parts.config, parts.most_held)
             most = min(parts.max_frame_bytes - _FRAME_HEADER_BYTES, link_probe.MOST_BYTES)
             nbytes = min(nbytes, most)
@@ -127,7 +127,7 @@ class _Taken:
     micro_batches: int
 
 
-def _steps(cluster: Cluster, parts: preparation.Prepared, steps: int, note: Note) -> list[_Taken]:
+def _steps(cluster: Cluster, parts: setup.Prepared, steps: int, note: Note) -> list[_Taken]:
     """Compute steps and forget them; what all but the first took.
 
     An epoch's last step may be a short one, so it is left out where there are others.
@@ -149,7 +149,7 @@ def _steps(cluster: Cluster, parts: preparation.Prepared, steps: int, note: Note
     return taken[1:]
 
 
-def _stages(config: Config, profile: Profile, facts: preparation.Facts) -> list[dict[str, Any]]:
+def _stages(config: Config, profile: Profile, facts: setup.Facts) -> list[dict[str, Any]]:
     lines = []
     for spec in config.stages():
         layers = spec.end - spec.start

@@ -22,7 +22,7 @@ from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate
 from hetero_framework.models.shard import load_model_config, num_layers
 from hetero_framework.planner.simulator import tune
 from hetero_framework.planner.tuner import assumed_profile
-from hetero_framework.trainer.preparation import settle_pieces
+from hetero_framework.trainer.setup import settle_pieces
 from hetero_framework.visualizer.text import table
 
 WorkerId = int | str

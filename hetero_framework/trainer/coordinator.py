@@ -31,11 +31,11 @@ from hetero_framework.errors import (
 )
 from hetero_framework.models.meta import trainer_counts_first_labels
 from hetero_framework.profiling.timeline import Timeline
-from hetero_framework.trainer import preparation, snapshot
+from hetero_framework.trainer import setup, train_state
 from hetero_framework.trainer.checkpoint import CheckpointStore
-from hetero_framework.trainer.interrupt import StopRequest, wants_checkpoint
 from hetero_framework.trainer.metrics import MetricsWriter
-from hetero_framework.trainer.snapshot import Position
+from hetero_framework.trainer.signals import StopRequest, wants_checkpoint
+from hetero_framework.trainer.train_state import Position
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3
@@ -71,12 +71,12 @@ def train(
         try:
             if resume is not None:
                 _checkpoint_store(config, show).resolve(resume)  # before anything is loaded
-            parts = preparation.prepare(config, note=show.message)
+            parts = setup.prepare(config, note=show.message)
             with Cluster(
                 parts.config, max_frame_bytes=parts.max_frame_bytes, note=show.message, debug=debug
             ) as cluster:
                 facts = cluster.connect()
-                parts = preparation.fit_devices(parts, facts, show.message)
+                parts = setup.fit_devices(parts, facts, show.message)
                 cluster.load(parts.config, parts.most_held)
                 with MetricsWriter(
                     config.output_dir, config.training.report_to, logging_dir=config.logging_dir
@@ -101,7 +101,7 @@ class Coordinator:
     def __init__(
         self,
         config: Config,
-        parts: preparation.Prepared,
+        parts: setup.Prepared,
         cluster: Cluster,
         metrics: MetricsWriter,
         progress: Progress,
@@ -131,15 +131,13 @@ class Coordinator:
 
     # -- the run --------------------------------------------------------------------------------
 
-    def start(self, resume: int | str | None, facts: preparation.Facts) -> None:
+    def start(self, resume: int | str | None, facts: setup.Facts) -> None:
         """Take up a checkpoint or begin afresh, and show what will run where."""
         if resume is not None:
             self._restore(resume)
         else:
-            preparation.set_aside(self._config, self._progress.message)
-            self._cluster.retrying(
-                lambda: preparation.load_initial_adapter(self._parts, self._pipeline)
-            )
+            setup.set_aside(self._config, self._progress.message)
+            self._cluster.retrying(lambda: setup.load_initial_adapter(self._parts, self._pipeline))
         self._metrics.resume(self._step)
         rows = [
             StageRow(
@@ -152,7 +150,7 @@ class Coordinator:
         ]
         labels = {owner: fact.label for owner, fact in facts.items()}
         self._timeline = Timeline(self._config, devices=labels, note=self._progress.message)
-        preparation.draw_diagram(self._parts, facts, self._progress.message)
+        setup.draw_diagram(self._parts, facts, self._progress.message)
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
         self._progress.start(total, rows, self._step, logging_steps)
@@ -266,7 +264,7 @@ class Coordinator:
         )
         try:
             path = self._cluster.retrying(
-                lambda: snapshot.save(
+                lambda: train_state.save(
                     self._store, self._pipeline, self._config, position, self._data.fingerprint
                 )
             )
@@ -285,14 +283,14 @@ class Coordinator:
         if self._config.training.save_strategy != "no" and self._saved_step != self._step:
             self.save()
         result = self._cluster.retrying(
-            lambda: preparation.export(
+            lambda: setup.export(
                 self._parts, (part.tensors for _, _, part in self._pipeline.read_state("export"))
             )
         )
         self._cluster.retrying(self._pipeline.settle)
         self._keep_spans()
         self._timeline.write()
-        files = preparation.result_files(self._config, result, self._metrics.path)
+        files = setup.result_files(self._config, result, self._metrics.path)
         self._progress.close(files)
         return RunSummary(self._step, tuple(self._losses), files)
 
@@ -371,7 +369,7 @@ class Coordinator:
         reader = self._store.open(step)
         trainable, fingerprint = self._cluster.trainable, self._data.fingerprint
         position = self._cluster.retrying(
-            lambda: snapshot.load(reader, self._pipeline, trainable, self._config, fingerprint)
+            lambda: train_state.load(reader, self._pipeline, trainable, self._config, fingerprint)
         )
         self._step = self._saved_step = position.step
         self._skipped = position.skipped_in_a_row
@@ -379,7 +377,7 @@ class Coordinator:
         self._scale.value = position.loss_scale
         self._scale.good_steps = position.loss_scale_good_steps
         self._schedule.fast_forward(position.committed_steps)
-        preparation.set_later_aside(self._config, self._store, step, self._progress.message)
+        setup.set_later_aside(self._config, self._store, step, self._progress.message)
 
     def _record(self, metrics: dict[str, Any], stages: dict[int, StageStatistics]) -> None:
         """The step's line in metrics.jsonl and on the screen."""

@@ -11,7 +11,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError, DataError, PlanError
 from hetero_framework.models.memory import estimate_memory
 from hetero_framework.models.tiny import tiny_config
-from hetero_framework.trainer.preparation import (
+from hetero_framework.trainer.setup import (
     Prepared,
     check_memory,
     check_positions,
