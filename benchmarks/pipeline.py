@@ -36,11 +36,11 @@ from benchmarks.machines import Machines, run_program
 from benchmarks.network import RATES_BIT_S, Counters, Network, open_network
 from benchmarks.stages import Llama, Load
 from hetero_framework.cluster.assembly import Cluster
-from hetero_framework.cluster.pipeline import StageStatistics
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import Tensors
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.planner.simulator import Profile, step_bound

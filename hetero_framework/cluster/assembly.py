@@ -18,15 +18,16 @@ from typing import Any, TypeVar
 import torch
 
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.pipeline import Pipeline, StageStatistics
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
-from hetero_framework.cluster.worker_links import DirectLost, LinkLost, Peers, WorkerId
+from hetero_framework.cluster.worker_links import Peers
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import Meter, unpack
+from hetero_framework.engine.hosts import DirectLost, LinkLost, WorkerId
 from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.stage_api import Orders, StageVerbs, StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError
 from hetero_framework.planner.simulator import Profile

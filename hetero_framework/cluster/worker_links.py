@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import hetero_framework
@@ -19,6 +18,7 @@ from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType
 from hetero_framework.core.session import Phase, Session
 from hetero_framework.core.transport import REFUSED, Clock, Link, connect
+from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -27,7 +27,6 @@ from hetero_framework.errors import (
     error_from_peer,
 )
 
-WorkerId = int | str
 Watch = Callable[[str, Message, float, float], None]
 _RELAYED = (MessageType.FORWARD, MessageType.BACKWARD)
 _WORKING = (Phase.STEP, Phase.EVALUATION)
@@ -40,24 +39,6 @@ _QUICK_S = 2.0
 _REFUSED_S = 5.0
 _GOODBYE_S = 5.0
 _SLICE_S = 0.2
-
-
-class LinkLost(Exception):
-    """The link to one worker broke; the step in flight has to be repeated."""
-
-    def __init__(self, worker: WorkerId, reason: str) -> None:
-        super().__init__(f"worker {worker}: {reason}")
-        self.worker = worker
-        self.reason = reason
-
-
-class DirectLost(Exception):
-    """The link between two workers broke; the step in flight has to be repeated without it."""
-
-    def __init__(self, one: WorkerId, other: WorkerId, reason: str) -> None:
-        super().__init__(f"workers {one} and {other}: {reason}")
-        self.pair = frozenset((one, other))
-        self.reason = reason
 
 
 class _Busy(Exception):
@@ -75,18 +56,6 @@ class _Wire:
     def close(self, drain_s: float = _GOODBYE_S) -> None:
         if self.link is not None:
             self.link.close(drain_s)
-
-
-@dataclass(frozen=True)
-class Event:
-    """What the inbox holds: a message of a worker with what it carried, unpacked, or the news
-    that its link is gone."""
-
-    worker: WorkerId
-    wire: _Wire
-    message: Message | None = None
-    arrival: Any = None
-    lost: str | None = None
 
 
 class Peers:

@@ -16,12 +16,13 @@ from filelock import FileLock, Timeout
 
 from hetero_framework import control
 from hetero_framework.cluster.assembly import Cluster
-from hetero_framework.cluster.pipeline import StageStatistics
 from hetero_framework.config import Config, interval
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.data.batches import MicroBatch
-from hetero_framework.engine.grad_clip import LossScale, ModelOrder, clip_factor
+from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
+from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule, check_optimizer
+from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.errors import (
     ConfigError,

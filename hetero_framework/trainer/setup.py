@@ -12,12 +12,12 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.assembly import MachineFacts
-from hetero_framework.cluster.pipeline import Pipeline
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, check_plan
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.engine.loading import quiet_libraries
+from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan

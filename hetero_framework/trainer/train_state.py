@@ -17,8 +17,8 @@ import transformers
 
 import hetero_framework
 from hetero_framework.cluster.assembly import Trainable
-from hetero_framework.cluster.pipeline import Pipeline
 from hetero_framework.config import Config
+from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import CheckpointError

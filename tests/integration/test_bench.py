@@ -10,9 +10,9 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.cluster import link_probe
-from hetero_framework.cluster.worker_links import LinkLost
 from hetero_framework.commands import bench
 from hetero_framework.config import Config
+from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import PeerLostError
 from tests.integration.conftest import Pool
 

@@ -25,10 +25,10 @@ LAYERS = {
     "profiling": 6,
     "engine": 6,
     "cluster": 7,
-    "trainer": 9,
-    "commands": 10,
-    "cli": 11,
-    "__main__": 12,
+    "trainer": 8,
+    "commands": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = sorted(

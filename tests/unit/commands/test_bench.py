@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hetero_framework.cluster.assembly import MachineFacts
-from hetero_framework.cluster.worker_links import DirectLost, LinkLost
 from hetero_framework.commands import bench
 from hetero_framework.config import Config
+from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.simulator import Hop, Profile
 

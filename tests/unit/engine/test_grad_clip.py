@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from hetero_framework.engine.grad_clip import LossScale, ModelOrder, clip_factor
+from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
+from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.stage_api import GradientReport
 
 # (stage's parameters with their ranks): two stages, the second one reports out of model order.

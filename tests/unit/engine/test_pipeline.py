@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.cluster.pipeline import Pipeline
-from hetero_framework.cluster.worker_links import Event, LinkLost
 from hetero_framework.config import StageSpec, WireConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import unpack
+from hetero_framework.engine.hosts import Event, LinkLost
+from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage_api import GradientReport, Orders, StepInfo, Tensors
 from hetero_framework.errors import HeteroError, PeerLostError
 from tests.unit.engine.test_executor import FakeStage

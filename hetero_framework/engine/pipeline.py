@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_framework import control
-from hetero_framework.cluster.worker_links import Event, LinkLost, Peers, WorkerId
 from hetero_framework.config import StageSpec, WireConfig
 from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import Message, MessageType
@@ -21,6 +20,7 @@ from hetero_framework.core.trace import Recorder, Span
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import Exchange, Meter
 from hetero_framework.engine.executor import StageRunner
+from hetero_framework.engine.hosts import Event, Hosts, LinkLost, WorkerId
 from hetero_framework.engine.stage_api import (
     GradientReport,
     Loss,
@@ -62,7 +62,7 @@ class Pipeline:
         self,
         stages: Sequence[StageSpec],
         local: Sequence[StageVerbs],
-        peers: Peers,
+        peers: Hosts,
         device: Device,
         *,
         wire: WireConfig,
