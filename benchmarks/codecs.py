@@ -231,9 +231,9 @@ def save_texts(path: Path, count: int) -> None:
 
 
 def _machines() -> Result:
-    held = [socket.create_server((_HOST, 0)) for _ in range(_WORKERS + 1)]
-    ports = [sock.getsockname()[1] for sock in held]
-    for sock in held:
+    in_flight = [socket.create_server((_HOST, 0)) for _ in range(_WORKERS + 1)]
+    ports = [sock.getsockname()[1] for sock in in_flight]
+    for sock in in_flight:
         sock.close()
     machine = {"hostname": "localhost", "ip": _HOST, "device": "cpu", "num_threads": 1}
     owners = ["local", *range(1, _WORKERS + 1)]

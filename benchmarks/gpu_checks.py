@@ -30,7 +30,7 @@ from transformers import logging as transformers_logging
 from benchmarks import environment
 from hetero_framework.config import Config
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.devices import Device, Mark, open_device
+from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.trace import COMPUTE, RECEIVE, SEND
 from hetero_framework.errors import HeteroError
 from hetero_framework.profiling.timeline import Trace, read_timeline
@@ -414,9 +414,9 @@ def save_texts(path: Path, count: int, *, shortest: int, longest: int | None = N
 
 
 def free_ports(count: int) -> list[int]:
-    held = [socket.create_server((_HOST, 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in held]
-    for sock in held:
+    in_flight = [socket.create_server((_HOST, 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in in_flight]
+    for sock in in_flight:
         sock.close()
     return ports
 
@@ -595,10 +595,10 @@ class Products:
         self._a = torch.ones(width, width, device=device.torch_device, dtype=dtype) / width
         self._b = self._a.clone()
 
-    def queue(self, count: int) -> Mark:
+    def queue(self, count: int) -> DeviceEvent:
         for _ in range(count):
             self._b = self._a @ self._b
-        return self._device.mark()
+        return self._device.record_event()
 
     def seconds(self, count: int) -> float:
         return timed(lambda: self.queue(count).wait())
@@ -617,7 +617,7 @@ class Transfers:
         self.nbytes = self._count * size.copy_elements * 2
         view = device.allocate_host(size.copy_elements * 2)
         self._here = torch.frombuffer(view, dtype=torch.bfloat16)
-        self._ready = device.mark(self._there)
+        self._ready = device.record_event(self._there)
         self._ready.wait()
 
     def move(self, rounds: int = 1) -> None:
@@ -651,7 +651,7 @@ def mixed_up(device: Device, rounds: int, elements: int, width: int = 2048) -> i
     """
     pool = BufferPool(device.allocate_host)
     arrived: list[torch.Tensor | None] = [None] * rounds
-    results: list[tuple[torch.Tensor, Mark] | None] = [None] * rounds
+    results: list[tuple[torch.Tensor, DeviceEvent] | None] = [None] * rounds
     wrong: list[int] = []
     came, made = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -685,7 +685,7 @@ def mixed_up(device: Device, rounds: int, elements: int, width: int = 2048) -> i
         assert tensor is not None
         result = tensor * 2.0 + 1.0
         del tensor
-        results[k] = (result, device.mark(result))
+        results[k] = (result, device.record_event(result))
         made.release()
     for thread in threads:
         thread.join(60.0)
@@ -698,10 +698,10 @@ def clock_error(device: Device) -> float:
     worst = 0.0
     for _ in range(20):
         before = time.perf_counter()
-        mark = device.mark()
+        mark = device.record_event()
         mark.wait()
         after = time.perf_counter()
-        at = device.mark_time(mark)
+        at = device.event_time(mark)
         worst = max(worst, before - at, at - after)
     return worst
 

@@ -192,9 +192,9 @@ def can_make_namespaces() -> bool:
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody on this machine has at the moment."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(sock.getsockname()[1]) for sock in held]
-    for sock in held:
+    in_flight = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(sock.getsockname()[1]) for sock in in_flight]
+    for sock in in_flight:
         sock.close()
     return ports
 

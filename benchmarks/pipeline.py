@@ -59,7 +59,7 @@ class Engine:
     links: str = "relay"
     activations: str = "none"
     gradients: str = "none"
-    window: int | None = None
+    max_in_flight: int | None = None
     leak_bytes: int = 0
 
     def wire_share(self, load: Load) -> tuple[float, float]:
@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        if self.window == 1:
+        if self.max_in_flight == 1:
             return "serial"
         codecs = dict.fromkeys((self.activations, self.gradients))
         parts = ["hetero", self.links, *(c for c in codecs if (c != "none"))]
@@ -172,7 +172,7 @@ def make_config(
             "training": {
                 "connect_timeout_s": 30.0,
                 "step_timeout_s": 60.0,
-                "max_in_flight": engine.window,
+                "max_in_flight": engine.max_in_flight,
             },
         }
     )
@@ -214,7 +214,7 @@ def measure(
     batches = load.batches()
     for number in range(_WARM_UP_STEPS):
         run_step(cluster, number, batches)
-    cluster.pipeline.settle()
+    cluster.pipeline.drain_commits()
     samples = Samples()
     leaked: list[bytes] = []
     before, cpu = counters.read(), time.process_time()
@@ -223,7 +223,7 @@ def measure(
         stages = run_step(cluster, number, batches)
         leaked.append(random.randbytes(leak_bytes))
         if number == _WARM_UP_STEPS + steps - 1:
-            cluster.pipeline.settle()
+            cluster.pipeline.drain_commits()
         now = time.perf_counter()
         samples.seconds.append(now - last)
         last = now
@@ -244,7 +244,7 @@ def run_step(
     def gradients() -> dict[int, StageStatistics]:
         cluster.begin(number, len(batches), train=True, num_items=1)
         cluster.pipeline.run(batches)
-        _, stages = cluster.pipeline.collect()
+        _, stages = cluster.pipeline.report_gradients()
         return stages
 
     stages = cluster.retrying(gradients)
@@ -307,7 +307,7 @@ def product_figures(
         network, relayed=engine.links == "relay", wire_share=engine.wire_share(load)
     )
     bound = step_bound(profile, load.micro_batches)
-    relayed = sum(hop.relay is not None for hop in profile.hops)
+    relayed = sum(edge.relay is not None for edge in profile.edges)
     handled = 2 * (relayed + sum(0 in pair for pair in pairwise(profile.devices)))
     return {
         **summarise(
@@ -445,7 +445,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lengths", type=numbers, default=[1.0], help="relative lengths of the micro-batches")
     add("--links", default="relay", help="relay, direct, auto: one engine each")
     add("--codec", default="none", help="none, bf16, int8 or activations/gradients: one each")
-    add("--window", type=int, help="micro-batches in flight; default: sized by the product")
+    add("--max-in-flight", type=int, help="micro-batches in flight; default: sized by the product")
     add("--peers", default="torch-1f1b,serial", help=f"of {', '.join(torch_peers.PEERS)}, serial")
     add("--network", choices=list(RATES_BIT_S), default="loopback")
     add("--delay-ms", type=float, default=0.0, help="round trip that every link takes longer")
@@ -463,13 +463,15 @@ def engines_of(options: argparse.Namespace) -> tuple[list[Engine], list[str]]:
     for links in filter(None, options.links.split(",")):
         for codec in options.codec.split(","):
             activations, _, gradients = codec.partition("/")
-            engines.append(Engine(links, activations, gradients or activations, options.window))
+            engines.append(
+                Engine(links, activations, gradients or activations, options.max_in_flight)
+            )
     peers = list(filter(None, options.peers.split(",")))
     unknown = [name for name in peers if name != "serial" and name not in torch_peers.PEERS]
     if unknown:
         raise UserError(f"there is no peer {unknown[0]!r}")
     if "serial" in peers:
-        engines.append(Engine(window=1))
+        engines.append(Engine(max_in_flight=1))
     return engines, [name for name in peers if name != "serial"]
 
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 from benchmarks import environment
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
-from hetero_framework.models.introspect import learn_anatomy
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
 
 
@@ -58,7 +58,7 @@ def child(folder: str, start: int, end: int, load: bool) -> dict[str, int]:
     """What one process needs: idle (imports and the tiny probe) or with the shard loaded."""
     settings = ModelConfig(name_or_path=folder)
     config = load_model_config(settings, Path(folder))
-    layers = learn_anatomy(config).num_layers
+    layers = introspect(config).num_layers
     own = 0
     if load:
         rng = ShardRange(start, end, start == 0, end == layers)

@@ -21,13 +21,13 @@ from hetero_framework.core.devices import Device
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage_api import (
     GradientReport,
-    StageVerbs,
+    StageInterface,
     StatePart,
     StepInfo,
     Tensors,
 )
 from hetero_framework.errors import UserError
-from hetero_framework.planner.simulator import Hop, Profile
+from hetero_framework.planner.simulator import Edge, Profile
 
 _ROW_ELEMENTS = 1024
 
@@ -176,11 +176,11 @@ class Load:
         places = list(devices) if devices is not None else [*range(self.devices)] * self.chunks
         mean = self.mean_length
         seconds = network.transfer_s(self.activation_bytes) * mean
-        hops = []
+        edges = []
         for before, after in pairwise(places):
             through = relayed and 0 not in (before, after)
-            hops.append(
-                Hop(
+            edges.append(
+                Edge(
                     forward_s=seconds * wire_share[0],
                     backward_s=seconds * wire_share[1],
                     latency_s=network.delay_s / 2 * (2 if through else 1),
@@ -191,10 +191,12 @@ class Load:
             [seconds * mean for seconds in self.forward_s],
             [seconds * mean for seconds in self.backward_s],
             devices=places,
-            hops=hops,
+            edges=edges,
         )
 
-    def build(self, config: Config, specs: Sequence[StageSpec], device: Device) -> list[StageVerbs]:
+    def build(
+        self, config: Config, specs: Sequence[StageSpec], device: Device
+    ) -> list[StageInterface]:
         """The stages of one process, for `Cluster` and `worker.serve`."""
         if self.llama is not None:
             return list(load_stages(config, specs, device))
@@ -257,7 +259,7 @@ class SleepStage:
         time.sleep(self._backward_s * length)
         return None if self.is_first else self._results[length]
 
-    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+    def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
         return GradientReport(torch.ones(1))
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:

@@ -22,7 +22,7 @@ import msgpack
 
 from hetero_framework.core.frames import PREFIX_BYTES, MessageType
 
-_CHUNK_BYTES = 65_536
+_SEGMENT_BYTES = 65_536
 _TICK_S = 0.02
 
 
@@ -162,7 +162,7 @@ class FaultProxy:
                     self._stop.wait(_TICK_S)
                     continue
                 try:
-                    data = source.recv(_CHUNK_BYTES)
+                    data = source.recv(_SEGMENT_BYTES)
                 except TimeoutError:
                     continue
                 if not data:

@@ -19,19 +19,19 @@ import torch
 
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
-from hetero_framework.cluster.worker_links import Peers
+from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.trace import Recorder
-from hetero_framework.engine.boundary_io import Meter, unpack
+from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import DirectLost, LinkLost, WorkerId
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
-from hetero_framework.engine.stage_api import Orders, StageVerbs, StepInfo
+from hetero_framework.engine.stage_api import StageInterface, StepInfo, StepSchedule
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError
 from hetero_framework.planner.simulator import Profile
-from hetero_framework.planner.tuner import Pace, StageSeconds
+from hetero_framework.planner.tuner import StageSeconds, Tuner
 
 _RECONNECT_S = 60.0
 _MAX_RECOVERIES = 5
@@ -41,7 +41,7 @@ _AT_ONCE_S = 2.0
 _PEER_S = 5.0
 
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
-BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageVerbs]]
+BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 T = TypeVar("T")
 
 
@@ -82,8 +82,8 @@ class Cluster:
             note=note,
             debug=debug,
         )
-        self._meter = Meter(Recorder(config.training.timeline_steps))
-        self._peers = Peers(
+        self._meter = ArrivalMeter(Recorder(config.training.timeline_steps))
+        self._peers = WorkerLinks(
             config,
             self.run_id,
             max_frame_bytes,
@@ -95,7 +95,7 @@ class Cluster:
         )
         self._recoveries: Counter[WorkerId] = Counter()
         self._attempt = 0
-        self._pace: Pace
+        self._pace: Tuner
         self.pipeline: Pipeline
         self.trainable: Trainable
 
@@ -141,7 +141,9 @@ class Cluster:
                 )
         return facts
 
-    def load(self, config: Config | None = None, most_held: tuple[int, ...] | None = None) -> None:
+    def load(
+        self, config: Config | None = None, memory_limits: tuple[int, ...] | None = None
+    ) -> None:
         """Have every process load its stages, all at once, and build the pipeline.
 
         `config` replaces the one of the start where facts of the machines decided something in it;
@@ -149,10 +151,10 @@ class Cluster:
         """
         if config is not None:
             self._config = config
-        self._pace = Pace(
+        self._pace = Tuner(
             self._config.stages(),
-            window=self._config.training.max_in_flight,
-            most_held=most_held,
+            max_in_flight=self._config.training.max_in_flight,
+            memory_limits=memory_limits,
             # Steps need not wait for it; the next ones take what has been found by then.
             run=lambda job: threading.Thread(target=job, name="tune", daemon=True).start(),
         )
@@ -285,7 +287,9 @@ class Cluster:
         info = StepInfo(step, self._attempt, train, micro_batches, num_items, loss_scale)
         direct = self.direct
         choice = self._pace.choice(micro_batches, direct)
-        self.pipeline.begin(info, Orders(choice.limits, choice.policy, direct), choice.window)
+        self.pipeline.begin(
+            info, StepSchedule(choice.in_flight_limits, choice.policy, direct), choice.max_in_flight
+        )
 
     def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> None:
         """Learn from a step's times how to run the next ones."""

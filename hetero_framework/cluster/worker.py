@@ -37,9 +37,9 @@ from hetero_framework.core.tensors import from_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.core.transport import Link, Listener
 from hetero_framework.engine import messages
-from hetero_framework.engine.boundary_io import Exchange, Meter, unpack
-from hetero_framework.engine.executor import StageRunner
-from hetero_framework.engine.stage_api import Orders, StageVerbs, StatePart
+from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, unpack
+from hetero_framework.engine.executor import Executor
+from hetero_framework.engine.stage_api import StageInterface, StatePart, StepSchedule
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -50,7 +50,7 @@ from hetero_framework.errors import (
 
 WorkerId = int | str
 Say = Callable[[str], None]
-BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageVerbs]]
+BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 
 _HELLO_S = 10.0
 _POLL_S = 0.5
@@ -83,11 +83,11 @@ class _Run:
     """One run's stages and how far they have come; outlives its link."""
 
     run_id: str
-    runner: StageRunner | None = None
-    exchange: Exchange | None = None
-    meter: Meter | None = None
+    runner: Executor | None = None
+    exchange: BoundaryIO | None = None
+    meter: ArrivalMeter | None = None
     owners: dict[int, WorkerId] = field(default_factory=dict)
-    orders: Orders | None = None
+    orders: StepSchedule | None = None
     last_attempt: int = -1
     reported: bool = False
     early: list[_Event] = field(default_factory=list)
@@ -428,7 +428,7 @@ class Worker:
         stages = self._build(config, specs, self._device)
         seconds = time.monotonic() - began
         self._tell(f"loaded {layers} onto {self._device.name} in {seconds:.0f} s")
-        self._take_up(run, config, stages)
+        self._install(run, config, stages)
         self._send(
             Message(
                 MessageType.READY,
@@ -445,19 +445,19 @@ class Worker:
             )
         )
 
-    def _take_up(self, run: _Run, config: Config, stages: Sequence[StageVerbs]) -> None:
-        run.meter = Meter(Recorder(config.training.timeline_steps))
+    def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
+        run.meter = ArrivalMeter(Recorder(config.training.timeline_steps))
         run.owners = {spec.index: spec.owner for spec in config.stages()}
         run.last_step = None
         devices = len(set(run.owners.values()))
-        run.runner = StageRunner(stages, self._device, run.meter.recorder, num_devices=devices)
-        run.exchange = Exchange(
+        run.runner = Executor(stages, self._device, run.meter.recorder, num_devices=devices)
+        run.exchange = BoundaryIO(
             run.runner,
             self._device,
             config.wire,
             self._post,
             on_loss=lambda info, k, loss: self._pass(messages.loss_message(info, k, float(loss))),
-            on_finished=lambda info, k: self._pass(messages.finished_message(info, k)),
+            on_finished=lambda info, k: self._pass(messages.backward_done_message(info, k)),
             on_failure=lambda error: self._events.put(_Failure(run, error)),
             loss_is_awaited=True,
         )
@@ -501,7 +501,7 @@ class Worker:
         for event in early:
             self._on_data(event)
 
-    def _tell_missing_links(self, orders: Orders) -> None:
+    def _tell_missing_links(self, orders: StepSchedule) -> None:
         """The coordinator may count on a link that is gone: the news was lost with its own link,
         or came before it knew of the link."""
         runner, owners = self._runner, self._current.owners
@@ -525,8 +525,8 @@ class Worker:
         run.reported = True
         assert run.exchange is not None
         run.exchange.flush()
-        reports = {stage.index: stage.collect() for stage in runner.stages}
-        self._send(messages.gradients_message(runner.info, reports, self._statistics()))
+        reports = {stage.index: stage.report_gradients() for stage in runner.stages}
+        self._send(messages.gradient_norms_message(runner.info, reports, self._statistics()))
 
     def _statistics(self) -> dict[str, Any]:
         meter = self._current.meter
@@ -645,7 +645,7 @@ class Worker:
         return self._run
 
     @property
-    def _runner(self) -> StageRunner:
+    def _runner(self) -> Executor:
         runner = self._current.runner
         if runner is None:
             raise ProtocolError("no stages are loaded yet; SETUP comes first")

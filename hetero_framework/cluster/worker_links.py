@@ -58,7 +58,7 @@ class _Wire:
             self.link.close(drain_s)
 
 
-class Peers:
+class WorkerLinks:
     """All links of one run. `Pipeline` and the set-up talk to workers through it alone."""
 
     def __init__(

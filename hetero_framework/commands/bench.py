@@ -52,7 +52,7 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20, note: Note) 
         with Cluster(parts.config, max_frame_bytes=parts.max_frame_bytes, note=note) as cluster:
             facts = cluster.connect()
             parts = setup.fit_devices(parts, facts, note)
-            cluster.load(parts.config, parts.most_held)
+            cluster.load(parts.config, parts.memory_limits)
             most = min(parts.max_frame_bytes - _FRAME_HEADER_BYTES, link_probe.MOST_BYTES)
             nbytes = min(nbytes, most)
             with _losses_told(cluster):
@@ -69,7 +69,7 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20, note: Note) 
         "micro_batches": micro_batches,
         "step_s": statistics.median(step.seconds for step in taken),
         "tokens_per_s": sum(s.tokens for s in taken) / sum(s.seconds for s in taken),
-        "predicted": _predicted(config, profile, micro_batches, parts.most_held),
+        "predicted": _predicted(config, profile, micro_batches, parts.memory_limits),
     }
 
 
@@ -140,7 +140,7 @@ def _steps(cluster: Cluster, parts: setup.Prepared, steps: int, note: Note) -> l
         began = time.perf_counter()
         cluster.begin(number, len(batches), train=True, num_items=data.num_items(batches))
         cluster.pipeline.run(batches)
-        _, found = cluster.pipeline.collect()
+        _, found = cluster.pipeline.report_gradients()
         seconds = time.perf_counter() - began
         cluster.observe(len(batches), found)
         cluster.pipeline.abort()
@@ -179,30 +179,36 @@ def _boundaries(profile: Profile) -> list[dict[str, Any]]:
     return [
         {
             "after": k,
-            "way": "direct" if hop.relay is None else "relay",
-            "activation_s": hop.forward_s,
-            "gradient_s": hop.backward_s,
-            "latency_s": hop.latency_s,
+            "way": "direct" if edge.relay is None else "relay",
+            "activation_s": edge.forward_s,
+            "gradient_s": edge.backward_s,
+            "latency_s": edge.latency_s,
         }
-        for k, hop in enumerate(profile.hops)
+        for k, edge in enumerate(profile.edges)
         if profile.devices[k] != profile.devices[k + 1]
     ]
 
 
 def _predicted(
-    config: Config, profile: Profile, micro_batches: int, most_held: tuple[int, ...] | None
+    config: Config, profile: Profile, micro_batches: int, memory_limits: tuple[int, ...] | None
 ) -> dict[str, Any]:
-    window = config.training.max_in_flight
-    choice = tune(profile, micro_batches, window=window, limits=most_held)
+    max_in_flight = config.training.max_in_flight
+    choice = tune(
+        profile, micro_batches, max_in_flight=max_in_flight, in_flight_limits=memory_limits
+    )
     played = simulate(
-        profile, micro_batches, choice.window, policy=choice.policy, limits=choice.limits
+        profile,
+        micro_batches,
+        choice.max_in_flight,
+        policy=choice.policy,
+        in_flight_limits=choice.in_flight_limits,
     )
     return {
         "step_s": played.seconds,
         "bound_s": step_bound(profile, micro_batches),
         "bubble": 1.0 - sum(played.busy) / len(played.busy),
-        "window": choice.window,
-        "held": list(choice.limits),
+        "window": choice.max_in_flight,
+        "held": list(choice.in_flight_limits),
     }
 
 

@@ -22,7 +22,7 @@ from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate
 from hetero_framework.models.shard import load_model_config, num_layers
 from hetero_framework.planner.simulator import tune
 from hetero_framework.planner.tuner import assumed_profile
-from hetero_framework.trainer.setup import settle_pieces
+from hetero_framework.trainer.setup import resolve_loss_chunk
 from hetero_framework.visualizer.text import table
 
 WorkerId = int | str
@@ -48,7 +48,7 @@ def check(config: Config) -> dict[str, Any]:
         model_config = load_model_config(config.model, config.base_dir)
         check_plan(config, num_layers(model_config))
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
-        config = settle_pieces(config, model_config, tokens, notes.append)
+        config = resolve_loss_chunk(config, model_config, tokens, notes.append)
         memory = estimate_memory(config, model_config, in_flight=schedule["held"])
         if any(config.checkpointing(spec.index) == "auto" for spec in config.stages()):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")
@@ -80,14 +80,14 @@ def forecast(config: Config) -> dict[str, Any]:
     """
     stages, training = config.stages(), config.training
     m = training.gradient_accumulation_steps
-    choice = tune(assumed_profile(stages), m, window=training.max_in_flight)
+    choice = tune(assumed_profile(stages), m, max_in_flight=training.max_in_flight)
     owners = [spec.owner for spec in stages]
     return {
         "micro_batches": m,
         "chunks": max(owners.count(owner) for owner in owners),
         "bubble": 1.0 - sum(choice.forecast.busy) / len(choice.forecast.busy),
-        "window": choice.window,
-        "held": list(choice.limits),
+        "window": choice.max_in_flight,
+        "held": list(choice.in_flight_limits),
     }
 
 
@@ -95,12 +95,12 @@ def _forecast_lines(found: dict[str, Any], stages: int) -> list[str]:
     if stages == 1:
         return []
     chunks = f", {found['chunks']} stages per process" if found["chunks"] > 1 else ""
-    held = ", ".join(map(str, found["held"]))
+    in_flight = ", ".join(map(str, found["held"]))
     lines = [
         "",
         f"A step of {found['micro_batches']} micro-batches{chunks}: devices idle "
         f"{found['bubble']:.0%} of the time, by numbers of layers alone.",
-        f"  {found['window']} micro-batches under way; stages store up to {held} forwards",
+        f"  {found['window']} micro-batches under way; stages store up to {in_flight} forwards",
     ]
     if found["bubble"] > _LARGE_BUBBLE:
         lines += [

@@ -597,7 +597,7 @@ class TrainingConfig(Section):
 
     @field_validator("loss_chunk_tokens", mode="before")
     @classmethod
-    def _a_piece_has_tokens(cls, value: Any) -> Any:
+    def _a_chunk_has_tokens(cls, value: Any) -> Any:
         # Else the union of types would blame the text "auto" for a number that is too small.
         if isinstance(value, int) and not isinstance(value, bool) and value < 2:
             raise ValueError(f'must be at least 2, "auto" or null, not {value}')

@@ -25,8 +25,8 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # its reciprocal is finite
 # Elements that are worked on at once. On a CPU two float32 scratch buffers of this size stay in
 # the cache. Smaller pieces are as fast alone, but each call takes Python's lock again, for which
 # the threads that compute compete. Elsewhere a piece only bounds the scratch memory.
-_CPU_PIECE = 2**17
-_DEVICE_PIECE = 2**24
+_CPU_RUN = 2**17
+_DEVICE_RUN = 2**24
 
 
 class Codec(ABC):
@@ -168,7 +168,7 @@ class Int8(Codec):
             for kind, size in self.layout(tensor.shape, tensor.dtype)
         ]
         magnitudes, widened = _scratch(flat), _scratch(flat)
-        for values, quantized, scales in _pieces(flat, *parts):
+        for values, quantized, scales in _block_runs(flat, *parts):
             room = magnitudes[: values.numel()].view_as(values)
             if values.dtype != torch.float32:
                 values = widened[: values.numel()].view_as(values).copy_(values)
@@ -186,7 +186,7 @@ class Int8(Codec):
         decoded = torch.empty(shape, dtype=dtype, device=parts[0].device)
         flat = decoded.view(-1)
         scratch = _scratch(flat)
-        for values, quantized, scales in _pieces(flat, *parts):
+        for values, quantized, scales in _block_runs(flat, *parts):
             if dtype == torch.float32:
                 values.copy_(quantized).mul_(scales)
             else:
@@ -195,13 +195,13 @@ class Int8(Codec):
         return decoded
 
 
-def _pieces(
+def _block_runs(
     flat: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Views of the three, [blocks, 64], [blocks, 64] and [blocks, 1], piece by piece; at last those
     of a block that is short."""
     whole = flat.numel() // BLOCK
-    step = (_CPU_PIECE if flat.device.type == "cpu" else _DEVICE_PIECE) // BLOCK
+    step = (_CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN) // BLOCK
     for first in range(0, whole, step):
         last = min(first + step, whole)
         inside = slice(first * BLOCK, last * BLOCK)
@@ -218,8 +218,8 @@ def _pieces(
 def _scratch(flat: torch.Tensor) -> torch.Tensor:
     """Float32 room for the largest piece of `flat`. One for all pieces: fresh memory costs a page
     fault per 4 KiB."""
-    piece = _CPU_PIECE if flat.device.type == "cpu" else _DEVICE_PIECE
-    return torch.empty(min(flat.numel(), piece), device=flat.device)
+    run = _CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN
+    return torch.empty(min(flat.numel(), run), device=flat.device)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -53,7 +53,7 @@ class Support:
         return self.ok
 
 
-class Mark:
+class DeviceEvent:
     """A point in a device's work: everything that the marking thread had given it until then.
 
     This class is the CPU's: what was called is done. May be asked from any thread.
@@ -137,19 +137,19 @@ class Device:
         """CPU memory for transfers with this device, pinned where that makes them faster."""
         return memoryview(bytearray(nbytes))
 
-    def mark(self, *tensors: torch.Tensor) -> Mark:
+    def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         """The point that this thread's work for the device has come to. Does not wait.
 
         `tensors` are those that `copy_out` will be asked for with this mark. A device whose
         copies queue up behind its computing begins to copy them here; others ignore them.
         """
-        return Mark()
+        return DeviceEvent()
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
         """Seconds of the device between two points that are reached."""
         return end.made_s - begin.made_s
 
-    def mark_time(self, mark: Mark) -> float:
+    def event_time(self, mark: DeviceEvent) -> float:
         """When a point was reached, in seconds of this process's `time.perf_counter`.
 
         For a point that is reached; otherwise it waits for it.
@@ -157,7 +157,7 @@ class Device:
         return mark.made_s
 
     def copy_out(
-        self, tensor: torch.Tensor, mark: Mark, pool: BufferPool
+        self, tensor: torch.Tensor, mark: DeviceEvent, pool: BufferPool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """(the tensor in CPU memory, the function that gives that memory back).
 
@@ -212,7 +212,7 @@ class Device:
         """Give cached, unused memory back to the system."""
 
 
-class _QueuedMark(Mark):
+class _QueuedMark(DeviceEvent):
     """An event in a device's queue, and when it was first seen reached.
 
     `held` is memory that the queue uses until then.
@@ -317,7 +317,7 @@ class _StreamDevice(Device):
             return super().allocate_host(nbytes)
         return memoryview(pinned.numpy().data)  # the view keeps the tensor alive
 
-    def mark(self, *tensors: torch.Tensor) -> Mark:
+    def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         clock = self._device_clock()
         event = self._namespace.Event(enable_timing=clock is not None, **self._event_options)
         # The stream by name: without it, events are recorded on the thread's current device.
@@ -327,14 +327,14 @@ class _StreamDevice(Device):
             self._watcher.watch(mark)
         return mark
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
         assert isinstance(begin, _EventMark)
         assert isinstance(end, _EventMark)
         if begin.clock is None or end.clock is None:
             return end.seen_s - begin.seen_s
         return float(begin.event.elapsed_time(end.event)) / 1e3
 
-    def mark_time(self, mark: Mark) -> float:
+    def event_time(self, mark: DeviceEvent) -> float:
         assert isinstance(mark, _EventMark)
         seen_s = mark.seen_s
         if mark.clock is None:
@@ -342,7 +342,7 @@ class _StreamDevice(Device):
         return mark.clock.at_s + float(mark.clock.event.elapsed_time(mark.event)) / 1e3
 
     def copy_out(
-        self, tensor: torch.Tensor, mark: Mark, pool: BufferPool
+        self, tensor: torch.Tensor, mark: DeviceEvent, pool: BufferPool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         assert isinstance(mark, _EventMark)
         tensor = tensor.detach()
@@ -564,20 +564,20 @@ class MpsDevice(Device):
     def synchronize(self) -> None:
         torch.mps.synchronize()
 
-    def mark(self, *tensors: torch.Tensor) -> Mark:
+    def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         mark = self._queue_mark([t.detach().to("cpu", non_blocking=True) for t in tensors])
         mark.sources = tensors
         return mark
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        return self.mark_time(end) - self.mark_time(begin)
+    def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+        return self.event_time(end) - self.event_time(begin)
 
-    def mark_time(self, mark: Mark) -> float:
+    def event_time(self, mark: DeviceEvent) -> float:
         assert isinstance(mark, _PolledMark)
         return mark.seen_s
 
     def copy_out(
-        self, tensor: torch.Tensor, mark: Mark, pool: BufferPool
+        self, tensor: torch.Tensor, mark: DeviceEvent, pool: BufferPool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         assert isinstance(mark, _PolledMark)
         mark.wait()

@@ -28,7 +28,7 @@ import msgpack
 
 from hetero_framework.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 PREFIX = struct.Struct(">QI")
 PREFIX_BYTES = PREFIX.size
@@ -90,8 +90,8 @@ class MessageType(IntEnum):
     FORWARD = 12
     BACKWARD = 13
     LOSS = 14
-    FINISHED = 15
-    GRADIENTS = 21
+    BACKWARD_DONE = 15
+    GRADIENT_NORMS = 21
     COMMIT = 22
     COMMITTED = 23
     ABORT = 24
@@ -297,7 +297,7 @@ SPEC: dict[MessageType, MessageSpec] = {
     MessageType.STEP: MessageSpec(
         "Coordinator to worker: a training step (or one evaluation pass, `train` false) begins "
         "with so many micro-batches; `num_items` label tokens in all of them together. `attempt` "
-        "grows with every STEP of a run. `held` says how many forwards each stage of "
+        "grows with every STEP of a run. `in_flight_limits` says how many forwards each stage of "
         "the run may store, `policy` are the numbers that order tasks, `direct` the boundaries "
         "(numbers of the stage before each) whose tensors go straight to the other worker.",
         COORDINATOR,
@@ -307,7 +307,7 @@ SPEC: dict[MessageType, MessageSpec] = {
             "micro_batches": INT,
             "num_items": INT,
             "loss_scale": FLOAT,
-            "held": _list_of(_record(index=INT, limit=INT)),
+            "in_flight_limits": _list_of(_record(index=INT, limit=INT)),
             "policy": _list_of(FLOAT),
             "direct": _list_of(INT),
         },
@@ -346,13 +346,13 @@ SPEC: dict[MessageType, MessageSpec] = {
         WORKER,
         {**_STEP, "micro_batch": INT, "loss": FLOAT},
     ),
-    MessageType.FINISHED: MessageSpec(
+    MessageType.BACKWARD_DONE: MessageSpec(
         "Worker to coordinator, from the lowest stage that computes gradients, if that is a "
         "worker's: the backward of this micro-batch is done. No answer.",
         WORKER,
         {**_STEP, "micro_batch": INT},
     ),
-    MessageType.GRADIENTS: MessageSpec(
+    MessageType.GRADIENT_NORMS: MessageSpec(
         "Worker to coordinator, when all micro-batches of a training step are through its stages: "
         "for each stage a float32 vector of per-parameter norms, followed by the head's gradient "
         "where `tied` (head and embedding are one weight); `nonfinite` are the micro-batches "

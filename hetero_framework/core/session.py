@@ -74,7 +74,7 @@ def _order() -> dict[Phase, dict[MessageType, Phase]]:
         Phase.LOADING: {_M.READY: Phase.READY},
         Phase.READY: {_M.START: Phase.IDLE, _M.SETUP: Phase.LOADING},
         Phase.IDLE: {_M.STEP: Phase.STEP, _M.ABORT: Phase.ABORTING, _M.SETUP: Phase.LOADING},
-        Phase.STEP: {_M.GRADIENTS: Phase.COLLECTED, _M.ABORT: Phase.ABORTING},
+        Phase.STEP: {_M.GRADIENT_NORMS: Phase.COLLECTED, _M.ABORT: Phase.ABORTING},
         # The last LOSS ends an evaluation; whatever is legal between steps may follow it.
         Phase.EVALUATION: {_M.STEP: Phase.STEP, _M.ABORT: Phase.ABORTING},
         # COMMITTED is not awaited: the next step may have begun when it comes.
@@ -89,14 +89,14 @@ def _order() -> dict[Phase, dict[MessageType, Phase]]:
         # Old activations may still be relayed to a worker that has aborted already.
         Phase.IDLE: (*_STATE, *_DATA, _M.COMMITTED),
         # A state that was asked for before STEP may still be arriving.
-        Phase.STEP: (*_DATA, _M.LOSS, _M.FINISHED, _M.STATE, _M.STATE_LOADED, _M.COMMITTED),
+        Phase.STEP: (*_DATA, _M.LOSS, _M.BACKWARD_DONE, _M.STATE, _M.STATE_LOADED, _M.COMMITTED),
         Phase.EVALUATION: (*_STATE, *_DATA, _M.LOSS, _M.COMMITTED),
         Phase.COLLECTED: _DATA,
         Phase.ABORTING: (
             *_DATA,
             _M.LOSS,
-            _M.FINISHED,
-            _M.GRADIENTS,
+            _M.BACKWARD_DONE,
+            _M.GRADIENT_NORMS,
             _M.STATE,
             _M.STATE_LOADED,
             _M.COMMITTED,

@@ -52,9 +52,9 @@ _SMALL_BYTES = 64 * 1024
 """Where there is no sendmsg, buffers up to this size are joined into one."""
 _AHEAD_BYTES = 4096
 """A small frame is read in one call, and of a large one so many bytes with its header."""
-_CHUNK_BYTES = (1 << 14, 1 << 18)
+_SEGMENT_BYTES = (1 << 14, 1 << 18)
 """Least and most of a relayed frame that is passed on at a time."""
-_CHUNK_S = 0.001
+_SEGMENT_S = 0.001
 """How long the bytes of one such piece should take to come in."""
 _RESERVE_BYTES = 1024
 """Of a relayed frame so much is held back, to be sent byte by byte as signs of life."""
@@ -364,7 +364,7 @@ class Link:
         self._pool = BufferPool(allocate)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received, and not looked at before
         self._ahead_from = self._ahead_to = 0
-        self._chunk_bytes = _CHUNK_BYTES[0]
+        self._segment_bytes = _SEGMENT_BYTES[0]
         self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
         self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
         self._relaying: tuple[Link, Outgoing, _Shares] | None = None  # the reader's own
@@ -735,12 +735,12 @@ class Link:
         got = 0
         while got < len(buffer):
             started = time.perf_counter()
-            count = self._fill_some(buffer[got : got + self._chunk_bytes])
+            count = self._fill_some(buffer[got : got + self._segment_bytes])
             if not count:
                 return False
             link._feed(outgoing, buffer[got : got + count])
             got += count
-            self._size_chunks(count / (time.perf_counter() - started))
+            self._size_segments(count / (time.perf_counter() - started))
         self._end_relay()
         return True
 
@@ -752,12 +752,12 @@ class Link:
             link._pad(outgoing)
             share()
 
-    def _size_chunks(self, bytes_per_s: float) -> None:
+    def _size_segments(self, bytes_per_s: float) -> None:
         """A piece is passed on when it is complete: quick ones may be larger, which saves turns of
         the threads."""
-        smallest, largest = _CHUNK_BYTES
-        aim = min(int(bytes_per_s * _CHUNK_S), self._chunk_bytes * 2)
-        self._chunk_bytes = max(smallest, min(largest, aim))
+        smallest, largest = _SEGMENT_BYTES
+        aim = min(int(bytes_per_s * _SEGMENT_S), self._segment_bytes * 2)
+        self._segment_bytes = max(smallest, min(largest, aim))
 
     def _heard_beat(self, fields: dict[str, float]) -> None:
         now = time.perf_counter()

@@ -19,12 +19,12 @@ import torch
 from hetero_framework.config import WireConfig
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.codecs import CODECS, Codec
-from hetero_framework.core.devices import Device, Mark
+from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.tensors import TORCH_DTYPES, from_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
-from hetero_framework.engine.executor import Arrival, StageRunner
+from hetero_framework.engine.executor import Arrival, Executor
 from hetero_framework.engine.stage_api import Loss, StepInfo, Tensors
 from hetero_framework.errors import ProtocolError
 
@@ -85,12 +85,12 @@ def _shares(tensor: torch.Tensor, parts: list[torch.Tensor]) -> bool:
     return any(part.untyped_storage().data_ptr() == memory for part in parts)
 
 
-class Exchange:
+class BoundaryIO:
     """The `Outbox` of a process's runner."""
 
     def __init__(
         self,
-        runner: StageRunner,
+        runner: Executor,
         device: Device,
         wire: WireConfig,
         post: Post,
@@ -136,7 +136,7 @@ class Exchange:
         if not self._loss_is_awaited:
             self._on_loss(info, micro_batch, loss)
         elif isinstance(loss, torch.Tensor) and self._device.is_async:
-            mark = self._device.mark(loss)
+            mark = self._device.record_event(loss)
 
             def send() -> None:
                 host, release = self._device.copy_out(loss, mark, self._pool)
@@ -174,7 +174,7 @@ class Exchange:
             # Encoding is the device's work; only the encoded parts are copied.
             here = codec is not None and can_code(self._device)
             parts = codec.encode(tensor) if codec is not None and here else [tensor]
-            mark = self._device.mark(*parts)
+            mark = self._device.record_event(*parts)
             self._sender.submit(lambda: self._copy_and_post(packed, parts, mark, here))
         elif codec is not None:
             self._sender.submit(lambda: self._post(stage, packed.message(packed.encode(tensor))))
@@ -182,7 +182,7 @@ class Exchange:
             self._post(stage, packed.message([tensor]))
 
     def _copy_and_post(
-        self, packed: _Packed, parts: list[torch.Tensor], mark: Mark, encoded: bool
+        self, packed: _Packed, parts: list[torch.Tensor], mark: DeviceEvent, encoded: bool
     ) -> None:
         copies = [self._device.copy_out(part, mark, self._pool) for part in parts]
 
@@ -266,7 +266,7 @@ class Sender:
                 self._on_failure(error)
 
 
-class Meter:
+class ArrivalMeter:
     """How long boundary tensors took to arrive, by stage and direction; feeds the timeline too.
 
     `watch(peer)` is what a link to `peer` calls for each frame (`Link.on_moved`). Thread-safe.

@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 import torch
 
 from hetero_framework.core import trace
-from hetero_framework.core.devices import Device, Mark
+from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.trace import Recorder
-from hetero_framework.engine.stage_api import Loss, Orders, StageVerbs, StepInfo, Tensors
+from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule, Tensors
 from hetero_framework.errors import HeteroError, as_hetero_error
 from hetero_framework.planner.simulator import BACKWARD, BACKWARD_FIRST, FORWARD, Task, choose
 
@@ -57,16 +57,16 @@ def task_failed(task: Task, cause: Exception) -> HeteroError:
 class _Lane:
     """One stage and what waits for it. Each direction takes its micro-batches in order."""
 
-    stage: StageVerbs
+    stage: StageInterface
     limit: int = 1
     next_forward: int = 0
     next_backward: int = 0
     inputs: dict[int, Tensors] = field(default_factory=dict)
     hidden: dict[int, Arrival] = field(default_factory=dict)
     gradients: dict[int, Arrival] = field(default_factory=dict)
-    held: dict[int, Arrival] = field(default_factory=dict)
+    in_flight: dict[int, Arrival] = field(default_factory=dict)
     queue_peak: int = 0
-    held_peak: int = 0
+    in_flight_peak: int = 0
 
     def note_queue(self) -> None:
         self.queue_peak = max(self.queue_peak, len(self.hidden) + len(self.gradients))
@@ -80,10 +80,10 @@ class StageTimes:
     forward_s: float
     backward_s: float
     queue_peak: int
-    held_peak: int
+    in_flight_peak: int
 
 
-class StageRunner:
+class Executor:
     """The stages of one process, executed by one thread.
 
     `outbox` may be set after construction, since it needs the runner too.
@@ -93,7 +93,7 @@ class StageRunner:
 
     def __init__(
         self,
-        stages: Sequence[StageVerbs],
+        stages: Sequence[StageInterface],
         device: Device,
         recorder: Recorder,
         *,
@@ -104,20 +104,20 @@ class StageRunner:
         self._recorder = recorder
         self._num_devices = num_devices
         self._policy = BACKWARD_FIRST
-        self._tasks: list[tuple[Task, Mark, Mark]] = []
+        self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
         self.info: StepInfo | None = None
 
     @property
-    def stages(self) -> list[StageVerbs]:
+    def stages(self) -> list[StageInterface]:
         return [lane.stage for lane in self._lanes.values()]
 
-    def stage(self, index: int) -> StageVerbs:
+    def stage(self, index: int) -> StageInterface:
         return self._lanes[index].stage
 
     def owns(self, index: int) -> bool:
         return index in self._lanes
 
-    def begin(self, info: StepInfo, orders: Orders) -> None:
+    def begin(self, info: StepInfo, orders: StepSchedule) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
         self._policy = orders.policy
@@ -126,9 +126,9 @@ class StageRunner:
         for index, lane in self._lanes.items():
             self._drop(lane)
             lane.stage.begin(info)
-            lane.limit = orders.held[index]
+            lane.limit = orders.in_flight_limits[index]
             lane.next_forward = lane.next_backward = 0
-            lane.queue_peak = lane.held_peak = 0
+            lane.queue_peak = lane.in_flight_peak = 0
 
     def abort(self) -> None:
         for lane in self._lanes.values():
@@ -178,23 +178,23 @@ class StageRunner:
             self._tasks[-_AHEAD][2].wait()
         task = choose(ready, self._policy, self._num_devices)
         lane = self._lanes[task.stage]
-        began = self._device.mark()
+        began = self._device.record_event()
         try:
             send = self._backward(lane) if task.kind == BACKWARD else self._forward(lane)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
             raise task_failed(task, error) from error
-        self._tasks.append((task, began, self._device.mark()))
+        self._tasks.append((task, began, self._device.record_event()))
         send()
         return True
 
-    def commit(self, stage: StageVerbs, learning_rate: float, grad_scale: float) -> None:
+    def commit(self, stage: StageInterface, learning_rate: float, grad_scale: float) -> None:
         """Have a stage step its optimizer, and record how long that took."""
-        began = self._device.mark()
+        began = self._device.record_event()
         stage.commit(learning_rate, grad_scale)
         if self._recorder.enabled:
-            ended = self._device.mark()
+            ended = self._device.record_event()
             ended.wait()
-            times = self._device.mark_time(began), self._device.mark_time(ended)
+            times = self._device.event_time(began), self._device.event_time(ended)
             self._recorder.span(trace.COMMIT, stage.index, trace.NO_MICRO_BATCH, *times)
 
     def statistics(self) -> dict[int, StageTimes]:
@@ -211,13 +211,13 @@ class StageRunner:
                     trace.FORWARD_BACKWARD if both else task.kind,
                     task.stage,
                     task.micro_batch,
-                    self._device.mark_time(began),
-                    self._device.mark_time(ended),
+                    self._device.event_time(began),
+                    self._device.event_time(ended),
                 )
         self._tasks.clear()
         return {
             k: StageTimes(
-                seconds[k, FORWARD], seconds[k, BACKWARD], lane.queue_peak, lane.held_peak
+                seconds[k, FORWARD], seconds[k, BACKWARD], lane.queue_peak, lane.in_flight_peak
             )
             for k, lane in self._lanes.items()
         }
@@ -230,7 +230,7 @@ class StageRunner:
             tasks.append(Task(BACKWARD, lane.stage.index, lane.next_backward))
         k = lane.next_forward
         has_input = k in lane.inputs and (lane.stage.is_first or k in lane.hidden)
-        if has_input and len(lane.held) < lane.limit:
+        if has_input and len(lane.in_flight) < lane.limit:
             tasks.append(Task(FORWARD, lane.stage.index, k))
         return tasks
 
@@ -244,8 +244,8 @@ class StageRunner:
             hidden_BSD = stage.forward(k, inputs, arrival.tensor)
             if self.info.train and stage.differentiates:
                 # The stored forward may look into the receive buffer until its backward is done.
-                lane.held[k] = arrival
-                lane.held_peak = max(lane.held_peak, len(lane.held))
+                lane.in_flight[k] = arrival
+                lane.in_flight_peak = max(lane.in_flight_peak, len(lane.in_flight))
             else:
                 hidden_BSD = _own(hidden_BSD, arrival)
                 arrival.release()
@@ -271,10 +271,10 @@ class StageRunner:
         assert arrival.tensor is not None
         gradient_BSD = _own(stage.backward(k, arrival.tensor), arrival)
         arrival.release()
-        lane.held.pop(k).release()
+        lane.in_flight.pop(k).release()
         return lambda: self._pass_back(stage, k, gradient_BSD)
 
-    def _pass_back(self, stage: StageVerbs, k: int, gradient_BSD: torch.Tensor | None) -> None:
+    def _pass_back(self, stage: StageInterface, k: int, gradient_BSD: torch.Tensor | None) -> None:
         """Nothing goes back beyond the lowest stage that trains something, or trains before it."""
         if stage.input_requires_grad and gradient_BSD is not None:
             self.outbox.gradient(stage.index - 1, k, gradient_BSD)
@@ -283,7 +283,7 @@ class StageRunner:
 
     @staticmethod
     def _drop(lane: _Lane) -> None:
-        for waiting in (lane.hidden, lane.gradients, lane.held):
+        for waiting in (lane.hidden, lane.gradients, lane.in_flight):
             for arrival in waiting.values():
                 arrival.release()
             waiting.clear()

@@ -9,7 +9,13 @@ import torch
 
 from hetero_framework.core.frames import Message, MessageType, WireTensor
 from hetero_framework.core.tensors import dtype_name, from_wire, to_wire
-from hetero_framework.engine.stage_api import GradientReport, Orders, StatePart, StepInfo, Tensors
+from hetero_framework.engine.stage_api import (
+    GradientReport,
+    StatePart,
+    StepInfo,
+    StepSchedule,
+    Tensors,
+)
 from hetero_framework.errors import ProtocolError
 from hetero_framework.planner.simulator import Policy
 
@@ -17,7 +23,7 @@ PackedInput = WireTensor | list[int]
 """A batch tensor as it travels: its bytes, or the shape of one that is all ones."""
 
 
-def step_message(info: StepInfo, orders: Orders) -> Message:
+def step_message(info: StepInfo, orders: StepSchedule) -> Message:
     policy = orders.policy
     return Message(
         MessageType.STEP,
@@ -28,7 +34,9 @@ def step_message(info: StepInfo, orders: Orders) -> Message:
             "micro_batches": info.micro_batches,
             "num_items": info.num_items,
             "loss_scale": info.loss_scale,
-            "held": [{"index": k, "limit": limit} for k, limit in enumerate(orders.held)],
+            "in_flight_limits": [
+                {"index": k, "limit": limit} for k, limit in enumerate(orders.in_flight_limits)
+            ],
             "policy": [
                 policy.bias,
                 policy.backward_age,
@@ -47,14 +55,14 @@ def step_info(message: Message) -> StepInfo:
     return StepInfo(**{name: message.meta[name] for name in names})
 
 
-def step_orders(message: Message) -> Orders:
+def step_orders(message: Message) -> StepSchedule:
     meta = message.meta
     if len(meta["policy"]) != 6:
         raise ProtocolError(f"STEP: a policy has 6 numbers, got {len(meta['policy'])}")
     bias, backward_age, backward_depth, forward_age, forward_depth, grouped = meta["policy"]
-    held = {entry["index"]: entry["limit"] for entry in meta["held"]}
-    return Orders(
-        held=tuple(held[k] for k in sorted(held)),
+    limits = {entry["index"]: entry["limit"] for entry in meta["in_flight_limits"]}
+    return StepSchedule(
+        in_flight_limits=tuple(limits[k] for k in sorted(limits)),
         policy=Policy(
             bias, backward_age, backward_depth, forward_age, forward_depth, bool(grouped)
         ),
@@ -133,12 +141,12 @@ def loss_message(info: StepInfo, micro_batch: int, loss: float) -> Message:
     return Message(MessageType.LOSS, meta)
 
 
-def finished_message(info: StepInfo, micro_batch: int) -> Message:
+def backward_done_message(info: StepInfo, micro_batch: int) -> Message:
     meta = {"step": info.step, "attempt": info.attempt, "micro_batch": micro_batch}
-    return Message(MessageType.FINISHED, meta)
+    return Message(MessageType.BACKWARD_DONE, meta)
 
 
-def gradients_message(
+def gradient_norms_message(
     info: StepInfo, reports: dict[int, GradientReport], stats: dict[str, Any]
 ) -> Message:
     tensors = []
@@ -155,7 +163,7 @@ def gradients_message(
         if report.tied_gradient is not None:
             tensors.append(to_wire(report.tied_gradient))
     meta = {"step": info.step, "attempt": info.attempt, "stages": stages, "stats": stats}
-    return Message(MessageType.GRADIENTS, meta, tuple(tensors))
+    return Message(MessageType.GRADIENT_NORMS, meta, tuple(tensors))
 
 
 def reports_of(message: Message) -> dict[int, GradientReport]:

@@ -18,16 +18,16 @@ from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import Message, MessageType
 from hetero_framework.core.trace import Recorder, Span
 from hetero_framework.engine import messages
-from hetero_framework.engine.boundary_io import Exchange, Meter
-from hetero_framework.engine.executor import StageRunner
+from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO
+from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.hosts import Event, Hosts, LinkLost, WorkerId
 from hetero_framework.engine.stage_api import (
     GradientReport,
     Loss,
-    Orders,
-    StageVerbs,
+    StageInterface,
     StatePart,
     StepInfo,
+    StepSchedule,
     Tensors,
 )
 from hetero_framework.errors import PeerLostError
@@ -45,7 +45,7 @@ class StageStatistics:
     backward_s: float = 0.0
     wait_s: float = 0.0
     queue_peak: int = 0
-    held_peak: int = 0
+    in_flight_peak: int = 0
     peak_memory_bytes: int = 0
     arrive_forward_s: float = 0.0
     arrive_backward_s: float = 0.0
@@ -61,23 +61,23 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[StageSpec],
-        local: Sequence[StageVerbs],
+        local: Sequence[StageInterface],
         peers: Hosts,
         device: Device,
         *,
         wire: WireConfig,
         step_timeout_s: float,
-        meter: Meter | None = None,
+        meter: ArrivalMeter | None = None,
     ) -> None:
         """`local` are the stages of this process; the others are reached through `peers`."""
         self._stages = list(stages)
         self._peers = peers
         self._device = device
         self._step_timeout_s = step_timeout_s
-        self._meter = meter or Meter(Recorder(0))
+        self._meter = meter or ArrivalMeter(Recorder(0))
         devices = len({spec.owner for spec in stages})
-        self._runner = StageRunner(local, device, self._meter.recorder, num_devices=devices)
-        self._exchange = Exchange(
+        self._runner = Executor(local, device, self._meter.recorder, num_devices=devices)
+        self._exchange = BoundaryIO(
             self._runner,
             device,
             wire,
@@ -88,7 +88,7 @@ class Pipeline:
             loss_is_awaited=False,
         )
         self._runner.outbox = self._exchange
-        self._window = 1
+        self._max_in_flight = 1
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._losses: dict[int, Loss] = {}
         self._finished: set[int] = set()
@@ -109,10 +109,10 @@ class Pipeline:
 
     # -- one step, in the order of its verbs ----------------------------------------------------
 
-    def begin(self, info: StepInfo, orders: Orders, window: int) -> None:
+    def begin(self, info: StepInfo, orders: StepSchedule, max_in_flight: int) -> None:
         """Announce a step to every stage. At most `window` micro-batches are on their way."""
         self._info = info
-        self._window = window
+        self._max_in_flight = max_in_flight
         self._losses.clear()
         self._finished.clear()
         self._replies.clear()
@@ -133,7 +133,7 @@ class Pipeline:
         self._last_progress = time.monotonic()
         while len(self._finished) < len(batches) or len(self._losses) < len(batches):
             self._drain()
-            room = launched < len(batches) and launched - len(self._finished) < self._window
+            room = launched < len(batches) and launched - len(self._finished) < self._max_in_flight
             # One at a time, so that the first forward need not wait for the inputs of the others.
             if room and not self._runner.has_inputs(0):
                 self._launch(launched, batches[launched])
@@ -147,20 +147,20 @@ class Pipeline:
                 self._wait(lambda: f"losses of micro-batches {self._open_micro_batches(batches)}")
         return [float(self._losses[k]) for k in range(len(batches))]
 
-    def collect(self) -> tuple[list[GradientReport], dict[int, StageStatistics]]:
+    def report_gradients(self) -> tuple[list[GradientReport], dict[int, StageStatistics]]:
         """Every stage's gradient norms, in stage order, and its times; tied gradients are summed
         on the way. Workers send theirs by themselves when they are done."""
         reports: dict[int, GradientReport] = {}
         replies = {}
         for worker in self._peers.workers:
-            replies[worker] = self._reply(worker, MessageType.GRADIENTS)
+            replies[worker] = self._reply(worker, MessageType.GRADIENT_NORMS)
             reports.update(messages.reports_of(replies[worker]))
         tied = next(
             (r.tied_gradient for r in reports.values() if r.tied_gradient is not None), None
         )
         # From the back: where `local` holds the head too, its share is known first.
         for stage in reversed(self._runner.stages):
-            report = stage.collect(tied if stage.is_first else None)
+            report = stage.report_gradients(tied if stage.is_first else None)
             tied = report.tied_gradient if report.tied_gradient is not None else tied
             reports[stage.index] = report
         statistics = self.statistics(replies)
@@ -209,7 +209,7 @@ class Pipeline:
         """Seconds there and back between workers that have a link, as their reports said."""
         return dict(self._round_trips)
 
-    def settle(self) -> None:
+    def drain_commits(self) -> None:
         """Wait until every worker has confirmed the last commit."""
         self._last_progress = time.monotonic()
         while self._commits:
@@ -343,7 +343,7 @@ class Pipeline:
             self._runner.put_gradient(meta["stage"], meta["micro_batch"], event.arrival)
         elif kind is MessageType.LOSS:
             self._note_loss(self._info, meta["micro_batch"], meta["loss"])
-        elif kind is MessageType.FINISHED:
+        elif kind is MessageType.BACKWARD_DONE:
             self._finished.add(meta["micro_batch"])
         elif kind is MessageType.BYE:
             raise LinkLost(event.worker, meta["reason"])
@@ -381,7 +381,7 @@ class Pipeline:
         return ", ".join(str(k) for k in range(len(batches)) if k not in self._finished)
 
     def statistics(self, replies: Mapping[WorkerId, Message]) -> dict[int, StageStatistics]:
-        """Of the step so far: this process's stages, and those in the workers' GRADIENTS."""
+        """Of the step so far: this process's stages, and those in the workers' GRADIENT_NORMS."""
         seconds = time.perf_counter() - self._began
         arrivals = self._meter.take()
         raw: dict[int, dict[str, Any]] = {

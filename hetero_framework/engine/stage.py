@@ -28,7 +28,7 @@ from hetero_framework.models.adapters import (
     load_adapter_tensors,
     trainable_parameters,
 )
-from hetero_framework.models.chunked_loss import loss_in_pieces, piece_tokens, spans
+from hetero_framework.models.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.shard import Shard
 
 STATE_PART_BYTES = 64 << 20
@@ -51,7 +51,7 @@ class Stage:
         self._autocast_dtype = (
             torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
         )
-        self._piece_tokens = piece_tokens(training.loss_chunk_tokens, shard.config)
+        self._chunk_tokens = chunk_tokens(training.loss_chunk_tokens, shard.config)
         if training.compiles:
             shard.compile_blocks(training.torch_compile_backend, training.torch_compile_mode)
         if config.checkpointing(spec.index) is True:
@@ -125,13 +125,13 @@ class Stage:
     ) -> torch.Tensor:
         """The loss, detached; in a training step it has been differentiated."""
         backward = self._scaled_backward if self.differentiates else None
-        if pieces := spans(inputs["labels"].shape, self._piece_tokens):
-            return loss_in_pieces(
+        if chunks := spans(inputs["labels"].shape, self._chunk_tokens):
+            return chunked_loss(
                 self._shard,
                 inputs,
                 hidden_BSD,
                 num_items,
-                pieces,
+                chunks,
                 running=lambda: self._running(micro_batch),
                 backward=backward,
             )
@@ -155,7 +155,7 @@ class Stage:
 
     # -- the decision ---------------------------------------------------------------------------
 
-    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+    def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
         """Unscale the gradients and report their norms. Changes no weight.
 
         `tied_gradient` is the head's share of a tied weight, added to the embedding's before its
@@ -208,7 +208,7 @@ class Stage:
 
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, position in the whole model) of each parameter, in the order of `norms`."""
-        return [(name, self._shard.rank(name)) for name, _ in self._parameters]
+        return [(name, self._shard.parameter_index(name)) for name, _ in self._parameters]
 
     def state(self, kind: str) -> Iterator[StatePart]:
         """Yield the stage's state in parts of about `STATE_PART_BYTES`, the last one marked.

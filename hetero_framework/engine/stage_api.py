@@ -37,14 +37,14 @@ class StepInfo:
 
 
 @dataclass(frozen=True)
-class Orders:
+class StepSchedule:
     """How a step is run. None of it changes a number of the result.
 
-    `held[k]` is how many forwards stage k may store; `direct` the boundaries (numbers of the stage
-    before each) whose tensors go straight from worker to worker.
+    `in_flight_limits[k]` is how many forwards stage k may store; `direct` are the boundaries
+    (index of the stage before each) whose tensors go straight from worker to worker.
     """
 
-    held: tuple[int, ...]
+    in_flight_limits: tuple[int, ...]
     policy: Policy = BACKWARD_FIRST
     direct: frozenset[int] = frozenset()
 
@@ -73,7 +73,7 @@ class StatePart:
     last: bool = False
 
 
-class StageVerbs(Protocol):
+class StageInterface(Protocol):
     """What is asked of a stage; `Stage` is the real one, benchmarks bring sleeping ones."""
 
     index: int
@@ -98,7 +98,7 @@ class StageVerbs(Protocol):
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
     ) -> Loss: ...
     def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None: ...
-    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport: ...
+    def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport: ...
     def commit(self, learning_rate: float, grad_scale: float) -> None: ...
     def abort(self) -> None: ...
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]: ...

@@ -214,7 +214,7 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
 def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
     """(canonical name, parameter) of what this shard trains, in the whole model's order."""
     named = [(n, p) for n, p in shard.model.named_parameters() if p.requires_grad]
-    return sorted(named, key=lambda item: shard.rank(item[0]))
+    return sorted(named, key=lambda item: shard.parameter_index(item[0]))
 
 
 def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
-from hetero_framework.models.introspect import LIBRARY_ERRORS, learn_anatomy, one_line, probe_inputs
+from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect, one_line, probe_inputs
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Inputs, Shard, ShardRange, build_shard
 from hetero_framework.models.tiny import shrink
@@ -36,7 +36,7 @@ _TOLERANCE, _FLOOR = 1e-4, 1e-3
 _PROBES = (2, 5, 13)
 
 
-def piece_tokens(chosen: int | Literal["auto"] | None, config: PretrainedConfig) -> int | None:
+def chunk_tokens(chosen: int | Literal["auto"] | None, config: PretrainedConfig) -> int | None:
     """Tokens whose logits may exist at once; None: those of all."""
     if chosen != "auto":
         return chosen
@@ -64,12 +64,12 @@ def spans(shape: torch.Size | tuple[int, int], limit: int | None) -> list[Span]:
     ]
 
 
-def loss_in_pieces(
+def chunked_loss(
     shard: Shard,
     inputs: Inputs,
     hidden_BSD: torch.Tensor | None,
     num_items: torch.Tensor,
-    pieces: list[Span],
+    chunks: list[Span],
     *,
     running: Callable[[], AbstractContextManager[None]],
     backward: Callable[[torch.Tensor], None] | None,
@@ -88,19 +88,19 @@ def loss_in_pieces(
     # No mask: it masks what the blocks see. Positions keep those of a long row within their table.
     names = inputs.keys() & {"labels", "position_ids"}
     cut = {name: inputs[name] for name in names}
-    for number, span in enumerate(pieces):
-        piece_BSD = top_BSD.detach()[span].contiguous()
-        piece_BSD.requires_grad_(received is not None)
+    for number, span in enumerate(chunks):
+        chunk_BSD = top_BSD.detach()[span].contiguous()
+        chunk_BSD.requires_grad_(received is not None)
         with running():
-            piece = {name: values[span] for name, values in cut.items()}
-            loss = shard.piece_loss(piece, piece_BSD, num_items, number)
+            chunk = {name: values[span] for name, values in cut.items()}
+            loss = shard.chunk_loss(chunk, chunk_BSD, num_items, number)
         total += loss.detach()
         if backward is not None:
             backward(loss)
             sums.take()
-        if received is not None and piece_BSD.grad is not None:
+        if received is not None and chunk_BSD.grad is not None:
             # A token at the end of one piece and the start of the next has a loss in the next.
-            received[span] += piece_BSD.grad
+            received[span] += chunk_BSD.grad
     sums.give_back()
     if received is not None:
         torch.autograd.backward(top_BSD, received)
@@ -138,14 +138,14 @@ class _Sums:
             parameter.grad = before if gradient is None else gradient
 
 
-def why_not_in_pieces(config: PretrainedConfig) -> str | None:
+def why_not_chunked(config: PretrainedConfig) -> str | None:
     """Why the loss of this architecture cannot be computed in pieces; None where it can.
 
     A tiny random model of it computes loss and gradients both ways. Raises ArchitectureError when
     no tiny copy runs.
     """
     tiny = shrink(config)
-    layers = learn_anatomy(tiny).num_layers
+    layers = introspect(tiny).num_layers
     with quiet_library():
         shard = build_shard(tiny, None, ShardRange(0, layers, True, True), dtype=torch.float32)
         shard.train(False)
@@ -154,7 +154,7 @@ def why_not_in_pieces(config: PretrainedConfig) -> str | None:
         try:
             whole = _whole(shard, inputs, items)
             for limit in _PROBES:
-                if (reason := _difference(whole, _pieces(shard, inputs, items, limit))) is not None:
+                if (reason := _difference(whole, _chunks(shard, inputs, items, limit))) is not None:
                     return reason
         except LIBRARY_ERRORS as error:
             return (
@@ -172,14 +172,14 @@ def _whole(shard: Shard, inputs: Inputs, items: torch.Tensor) -> Outcome:
     return _outcome(shard, loss)
 
 
-def _pieces(shard: Shard, inputs: Inputs, items: torch.Tensor, limit: int) -> Outcome:
-    pieces = spans(inputs["labels"].shape, limit)
-    loss = loss_in_pieces(
+def _chunks(shard: Shard, inputs: Inputs, items: torch.Tensor, limit: int) -> Outcome:
+    chunks = spans(inputs["labels"].shape, limit)
+    loss = chunked_loss(
         shard,
         inputs,
         None,
         items,
-        pieces,
+        chunks,
         running=torch.enable_grad,
         backward=torch.Tensor.backward,
     )

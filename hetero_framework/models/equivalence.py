@@ -30,7 +30,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data.batches import MicroBatch, collate, num_items, pack
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.introspect import LIBRARY_ERRORS, learn_anatomy, one_line, probe_inputs
+from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect, one_line, probe_inputs
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
@@ -43,7 +43,7 @@ from hetero_framework.models.shard import (
     token_loss,
 )
 from hetero_framework.models.tiny import causal_lm_types, shrink, tiny_config
-from hetero_framework.models.varlen_attention import PER_SAMPLE, register_per_sample
+from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
 from hetero_framework.models.weights import resolve_model_path
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def verify_model(
     else:
         raise ArchitectureError("There is no model to verify: name a configuration or a type.")
     if cuts is not None or config is None:
-        layers = learn_anatomy(model_config).num_layers
+        layers = introspect(model_config).num_layers
         ranges = ranges_from_cuts(_default_cuts(layers) if cuts is None else cuts, layers)
     else:
         ranges = tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.stages())
@@ -265,7 +265,7 @@ def _build(
     config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None
 ) -> tuple[Any, list[Shard]]:
     """The stock model and the shards, from one checkpoint."""
-    model_class = learn_anatomy(config).model_class
+    model_class = introspect(config).model_class
     with quiet_library(), tempfile.TemporaryDirectory() as directory:
         if checkpoint is None:
             with torch.random.fork_rng(devices=[]):
@@ -348,9 +348,9 @@ def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packi
     by the same positions, so the former is tried in their place.
     """
     asked = config._attn_implementation
-    tried: dict[str | None, str | None] = {PER_SAMPLE: PER_SAMPLE, asked: asked}
+    tried: dict[str | None, str | None] = {VARLEN: VARLEN, asked: asked}
     if asked is not None and "flash" in asked:
-        tried = {PER_SAMPLE: asked}
+        tried = {VARLEN: asked}
     elif asked == "flex_attention":
         tried = {None: asked}  # the same mask functions
     elif asked not in (None, "sdpa"):
@@ -373,7 +373,7 @@ class _PackingProbe:
     def __init__(self, config: PretrainedConfig) -> None:
         register_per_sample()
         self._config = _deterministic(shrink(config))
-        self._counts_items = learn_anatomy(self._config).loss_counts_items
+        self._counts_items = introspect(self._config).loss_counts_items
         text = self._config.get_text_config()
         examples = _some_examples(int(text.vocab_size))
         rows = range(len(examples))
@@ -561,7 +561,7 @@ def write_architectures(results: Sequence[Result], path: Path) -> None:
     packing = {
         r.model_type: r.packing.attention for r in results if r.packing and not r.packing.reason
     }
-    alone = sorted(name for name, attention in packing.items() if attention == PER_SAMPLE)
+    alone = sorted(name for name, attention in packing.items() if attention == VARLEN)
     masked = sorted(packing.keys() - set(alone))
     passed = len(groups["bit-equal"]) + len(groups["within tolerance"])
     lines = [

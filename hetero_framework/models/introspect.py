@@ -84,7 +84,7 @@ class BlockForm:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """Where the parts of a model are.
 
     `owner` says, for every trained parameter outside the blocks, beside which block it lives: -1
@@ -107,7 +107,7 @@ class Anatomy:
         return len(self.forms)
 
 
-def learn_anatomy(config: PretrainedConfig) -> Anatomy:
+def introspect(config: PretrainedConfig) -> ModelStructure:
     """Learn the anatomy of `config`'s model.
 
     Raises ArchitectureError when it cannot be cut, or when its tiny copy does not run.
@@ -145,19 +145,19 @@ class _Hashable:
 
 
 @functools.lru_cache(maxsize=8)
-def _learn_cached(entry: _Hashable) -> Anatomy:
+def _learn_cached(entry: _Hashable) -> ModelStructure:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _learn(model_class(entry.config), entry.config)
 
 
-def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> Anatomy:
+def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
     model = cls._from_config(config)
     model.train(False)
     constant = {name for name, p in model.named_parameters() if not p.requires_grad}
     inputs = probe_inputs(config)
     blocks, watch = _find_blocks(model, inputs)
-    return Anatomy(
+    return ModelStructure(
         model_class=cls,
         blocks=blocks,
         forms=watch.forms(),

@@ -38,8 +38,8 @@ from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConf
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import plan_adapter
-from hetero_framework.models.chunked_loss import piece_tokens
-from hetero_framework.models.introspect import learn_anatomy
+from hetero_framework.models.chunked_loss import chunk_tokens
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.quantization import (
     modules_left_alone,
@@ -109,7 +109,7 @@ def estimate_memory(
     config: Config,
     model_config: PretrainedConfig,
     *,
-    window: int | None = None,
+    max_in_flight: int | None = None,
     tokens: int | None = None,
     plan: AdapterPlan | None = None,
     in_flight: Sequence[int] | None = None,
@@ -128,13 +128,13 @@ def estimate_memory(
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
     if tokens is None:
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
-    if window is None:
-        window = config.training.max_in_flight or 2 * len(stages)
+    if max_in_flight is None:
+        max_in_flight = config.training.max_in_flight or 2 * len(stages)
     most = config.training.gradient_accumulation_steps
     shapes = _Shapes(model_config, config.model, plan)
     found = []
     differentiates = False
-    for spec, held in zip(stages, in_flight or [window] * len(stages), strict=True):
+    for spec, held in zip(stages, in_flight or [max_in_flight] * len(stages), strict=True):
         held = 1 if spec.is_last else min(held, most)
         differentiates |= any(shapes.holds(name, shard_range(spec)) for name in shapes.trainable)
         found.append(_stage_memory(spec, shapes, config, held, tokens, differentiates))
@@ -167,7 +167,7 @@ def recompute_stages(
     return chosen
 
 
-def most_in_flight(
+def in_flight_limits(
     memory: Sequence[StageMemory], limit: int, devices: Iterable[tuple[Collection[int | str], int]]
 ) -> tuple[int, ...]:
     """How many micro-batches each stage has memory for, from 1 to `limit`.
@@ -232,7 +232,7 @@ class _Shapes:
         self, config: PretrainedConfig, model: ModelConfig, plan: AdapterPlan | None
     ) -> None:
         whole = meta_model(config)
-        self.skeleton = Skeleton(config, learn_anatomy(config))
+        self.skeleton = Skeleton(config, introspect(config))
         self.text = config.get_text_config()
         dtype: Any = config.dtype or torch.float32
         if model.dtype != "auto":
@@ -421,14 +421,14 @@ def _logit_bytes(shapes: _Shapes, batch_tokens: int, training: TrainingConfig) -
     c = shapes.number_bytes
     # In float32 the upcast is no copy.
     per_logit = 16 if c == 4 else c + 16
-    piece = piece_tokens(training.loss_chunk_tokens, shapes.text)
-    if piece is None or batch_tokens <= piece:
+    chunk = chunk_tokens(training.loss_chunk_tokens, shapes.text)
+    if chunk is None or batch_tokens <= chunk:
         return batch_tokens * int(shapes.text.vocab_size) * per_logit
-    layers = shapes.skeleton.anatomy.num_layers
+    layers = shapes.skeleton.structure.num_layers
     head = ShardRange(layers, layers, False, True)
     narrow = [
         count
         for name, (count, size) in shapes.trainable.items()
         if size < 4 and shapes.holds(name, head)
     ]
-    return piece * int(shapes.text.vocab_size) * per_logit + 4 * sum(narrow)
+    return chunk * int(shapes.text.vocab_size) * per_logit + 4 * sum(narrow)

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from hetero_framework.models.introspect import learn_anatomy
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.tiny import model_class
 
 
@@ -32,4 +32,4 @@ def trainer_counts_first_labels(config: PretrainedConfig) -> bool:
     the steps of such models equal its steps.
     """
     loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
-    return loss is not ForCausalLMLoss and learn_anatomy(config).loss_counts_items
+    return loss is not ForCausalLMLoss and introspect(config).loss_counts_items

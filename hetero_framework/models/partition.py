@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.introspect import Anatomy, BlockForm, tied_names
+from hetero_framework.models.introspect import BlockForm, ModelStructure, tied_names
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,28 @@ class ShardRange:
 class Skeleton:
     """The whole model without its weights: names and order of everything in it."""
 
-    def __init__(self, config: PretrainedConfig, anatomy: Anatomy) -> None:
-        self.anatomy = anatomy
+    def __init__(self, config: PretrainedConfig, structure: ModelStructure) -> None:
+        self.structure = structure
         with torch.device("meta"):
-            model = anatomy.model_class._from_config(copy.deepcopy(config))
-        blocks = model.get_submodule(anatomy.blocks)
-        if len(blocks) != anatomy.num_layers:
+            model = structure.model_class._from_config(copy.deepcopy(config))
+        blocks = model.get_submodule(structure.blocks)
+        if len(blocks) != structure.num_layers:
             raise ArchitectureError(
                 f"{type(model).__name__} has {len(blocks)} blocks, its tiny copy "
-                f"{anatomy.num_layers}."
+                f"{structure.num_layers}."
             )
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
         self.tied = tied_names(model)
-        self.head, self.embedding = _tied_ends(self.tied, anatomy)
+        self.head, self.embedding = _tied_ends(self.tied, structure)
         self._local: dict[str, int] = {}
         counts: dict[str, int] = {}
         for name in self.parameters:
             parent = name.rpartition(".")[0]
             self._local[name] = counts[parent] = counts.get(parent, -1) + 1
 
-    def rank(self, name: str) -> tuple[int, ...]:
+    def parameter_index(self, name: str) -> tuple[int, ...]:
         """Where a parameter stands in the whole model: (module, place in the module).
 
         Parameters that an adapter adds stand behind the own ones of the deepest module of the
@@ -70,7 +70,7 @@ class Skeleton:
 
     def layer_of(self, name: str) -> int | None:
         """The block that a name lies in, or None outside the blocks."""
-        prefix = f"{self.anatomy.blocks}."
+        prefix = f"{self.structure.blocks}."
         index = name.removeprefix(prefix).partition(".")[0]
         return int(index) if name.startswith(prefix) and index.isdigit() else None
 
@@ -79,16 +79,16 @@ class Skeleton:
         layer = self.layer_of(name)
         if layer is not None:
             return rng.start <= layer < rng.end
-        owner = self.anatomy.owner.get(name)
+        owner = self.structure.owner.get(name)
         if owner is None:
-            inside = [o for n, o in self.anatomy.owner.items() if n.startswith(f"{name}.")]
+            inside = [o for n, o in self.structure.owner.items() if n.startswith(f"{name}.")]
             return not inside or any(self._owns(o, rng) for o in inside)
         return self._owns(owner, rng)
 
     def _owns(self, owner: int, rng: ShardRange) -> bool:
         if owner < 0:
             return rng.is_first
-        if owner >= self.anatomy.num_layers:
+        if owner >= self.structure.num_layers:
             return rng.is_last
         return rng.start <= owner < rng.end
 
@@ -112,14 +112,14 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
             )
     if rng.is_first and rng.is_last:
         return
-    anatomy = whole.anatomy
-    for layer, crossing in sorted(anatomy.crossing.items()):
+    structure = whole.structure
+    for layer, crossing in sorted(structure.crossing.items()):
         raise ArchitectureError(
             f"Layer {layer} receives, beside the hidden state, {', '.join(crossing)}, from"
             " outside it."
         )
     ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
-    for name, layers in sorted(anatomy.shared.items()):
+    for name, layers in sorted(structure.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
         if name not in ends and any(inside) and not all(inside):
             raise ArchitectureError(
@@ -127,11 +127,11 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
             )
 
 
-def _tied_ends(tied: dict[str, str], anatomy: Anatomy) -> tuple[str | None, str | None]:
+def _tied_ends(tied: dict[str, str], structure: ModelStructure) -> tuple[str | None, str | None]:
     """(head, embedding) when one weight is used at both ends of the model."""
     for target, source in tied.items():
-        owners = anatomy.owner.get(target), anatomy.owner.get(source)
-        if owners == (anatomy.num_layers, -1):
+        owners = structure.owner.get(target), structure.owner.get(source)
+        if owners == (structure.num_layers, -1):
             return target, source
     return None, None
 
@@ -228,7 +228,7 @@ def shard_class(
     `keep_embedding` leaves the embedding in a shard that has only the head, while a tied head
     is loaded from it.
     """
-    base = whole.anatomy.model_class
+    base = whole.structure.model_class
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -244,20 +244,20 @@ def shard_class(
 
 
 def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -> None:
-    anatomy = whole.anatomy
-    blocks = model.get_submodule(anatomy.blocks)
-    for index, form in enumerate(anatomy.forms):
+    structure = whole.structure
+    blocks = model.get_submodule(structure.blocks)
+    for index, form in enumerate(structure.forms):
         if not rng.start <= index < rng.end:
             blocks[index] = PassThrough(blocks[index], form)
     absent: dict[str, list[str]] = {}
-    for name in anatomy.owner:
+    for name in structure.owner:
         if not (whole.holds(name, rng) or (keep_embedding and name == whole.embedding)):
             path, _, attribute = name.rpartition(".")
             absent.setdefault(path, []).append(attribute)
     model._hetero_absent = []
     for path, attributes in absent.items():
-        owner = anatomy.owner[f"{path}.{attributes[0]}".lstrip(".")]
-        _take_out(model, path, attributes, after=owner >= anatomy.num_layers)
+        owner = structure.owner[f"{path}.{attributes[0]}".lstrip(".")]
+        _take_out(model, path, attributes, after=owner >= structure.num_layers)
     _restrict_tying(model, whole, rng, keep_embedding)
     # What other stages hold is no news. The patterns are a list in older versions of transformers.
     as_set = isinstance(model._keys_to_ignore_on_load_unexpected, set)

@@ -36,7 +36,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hetero_framework.errors import ModelError
-from hetero_framework.models.introspect import learn_anatomy
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.partition import (
     STAND_INS,
     Captured,
@@ -89,7 +89,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
 
 def num_layers(config: PretrainedConfig) -> int:
     """The number of blocks that a shard plan must cover. Raises ArchitectureError."""
-    return learn_anatomy(config).num_layers
+    return introspect(config).num_layers
 
 
 def load_shard(
@@ -134,8 +134,8 @@ def build_shard(
     """
     register_per_sample()
     with _ONE_AT_A_TIME:
-        anatomy = learn_anatomy(config)
-        whole = Skeleton(config, anatomy)
+        structure = introspect(config)
+        whole = Skeleton(config, structure)
         check_cut(config, whole, rng)
         device = torch.device(device)
         weights_dtype = dtype or _config_dtype(config)
@@ -278,9 +278,9 @@ class Shard:
         self._injected: torch.Tensor | None = None
         self._captured: torch.Tensor | None = None
         self._part: _Part = "whole"
-        self._piece = 0
+        self._chunk = 0
         self._parameters_of_forward = inspect.signature(model.forward).parameters
-        self._blocks: list[Any] = list(model.get_submodule(whole.anatomy.blocks).children())
+        self._blocks: list[Any] = list(model.get_submodule(whole.structure.blocks).children())
         self._forwards: dict[int, Callable[..., Any]] = {}
         self._install()
 
@@ -293,11 +293,11 @@ class Shard:
     @property
     def loss_counts_items(self) -> bool:
         """Whether the model's own loss honours `num_items_in_batch`."""
-        return self._whole.anatomy.loss_counts_items
+        return self._whole.structure.loss_counts_items
 
-    def rank(self, name: str) -> tuple[int, ...]:
+    def parameter_index(self, name: str) -> tuple[int, ...]:
         """Position of a parameter in the whole model's order."""
-        return self._whole.rank(name)
+        return self._whole.parameter_index(name)
 
     def parameters_outside_blocks(self) -> Iterator[nn.Parameter]:
         """What this shard holds before and after its blocks, an adapter's share included."""
@@ -360,7 +360,7 @@ class Shard:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items` (None: mean)."""
         return self._loss(inputs, hidden_BSD, inputs["labels"], num_items)
 
-    def piece_loss(
+    def chunk_loss(
         self,
         inputs: Inputs,
         hidden_BSD: torch.Tensor,
@@ -373,7 +373,7 @@ class Shard:
         counts the pieces of a micro-batch. The first label of each row belongs to the token before
         it and is not used.
         """
-        self._piece = number
+        self._chunk = number
         with self._doing("head"):
             return self._loss(inputs, hidden_BSD, inputs["labels"], num_items)
 
@@ -390,7 +390,7 @@ class Shard:
     ) -> torch.Tensor:
         if num_items is None:
             return self._run(inputs, hidden_BSD, labels=labels).loss
-        if self._whole.anatomy.loss_counts_items:
+        if self._whole.structure.loss_counts_items:
             return self._run(inputs, hidden_BSD, labels=labels, num_items_in_batch=num_items).loss
         logits = self._run(inputs, hidden_BSD).logits
         return token_loss(self.model, logits, labels, num_items)
@@ -455,7 +455,7 @@ class Shard:
 
     def _passing(self, index: int) -> Callable[..., Any]:
         """A block's forward that only passes its hidden state on while the head works alone."""
-        form = self._whole.anatomy.forms[index]
+        form = self._whole.structure.forms[index]
 
         @functools.wraps(self._forwards[index])
         def passing(*args: Any, **kwargs: Any) -> Any:
@@ -466,7 +466,7 @@ class Shard:
         return passing
 
     def _entering(self, index: int) -> Callable[..., Any]:
-        form = self._whole.anatomy.forms[index]
+        form = self._whole.structure.forms[index]
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self._part == "head":
@@ -488,15 +488,15 @@ class Shard:
         raise Captured
 
     def _capture_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._captured = self._whole.anatomy.forms[-1].take(output)
+        self._captured = self._whole.structure.forms[-1].take(output)
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the last block, on the last shard."""
-        form = self._whole.anatomy.forms[-1]
+        form = self._whole.structure.forms[-1]
         if self._part == "blocks":
             self._capture_and_stop(form.take(output))
         if self.on_enter is not None:
-            self.on_enter(f"head {self._piece}" if self._part == "head" and self._piece else "head")
+            self.on_enter(f"head {self._chunk}" if self._part == "head" and self._chunk else "head")
         return form.wrap(self._take_injected()) if self._part == "head" else None
 
 

@@ -19,13 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # transformers takes a name with "sdpa" or "flash" in it for one of its own.
-PER_SAMPLE = "per_sample"
+VARLEN = "per_sample"
 
 
 def register_per_sample() -> None:
     """Make it known to transformers, for models whose configuration names `PER_SAMPLE`."""
-    AttentionInterface.register(PER_SAMPLE, per_sample_attention)
-    AttentionMaskInterface.register(PER_SAMPLE, _no_mask)
+    AttentionInterface.register(VARLEN, per_sample_attention)
+    AttentionMaskInterface.register(VARLEN, _no_mask)
 
 
 @torch.compiler.disable  # lengths differ in every call: nothing to compile once

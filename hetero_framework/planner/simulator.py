@@ -86,7 +86,7 @@ def choose(ready: Iterable[Task], policy: Policy = BACKWARD_FIRST, num_devices: 
 
 
 @dataclass(frozen=True)
-class Hop:
+class Edge:
     """The boundary between a stage and the next one: seconds on the wire of one activation and of
     one gradient, seconds that the first byte takes, and the device that relays, if one does."""
 
@@ -107,11 +107,11 @@ class Profile:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     devices: tuple[int, ...]
-    hops: tuple[Hop, ...]
+    edges: tuple[Edge, ...]
 
     def __post_init__(self) -> None:
         p = len(self.forward_s)
-        if not (len(self.backward_s) == len(self.devices) == p and len(self.hops) == p - 1):
+        if not (len(self.backward_s) == len(self.devices) == p and len(self.edges) == p - 1):
             raise ValueError("a profile needs F, B and a device for each stage, and p - 1 hops")
 
     @classmethod
@@ -121,7 +121,7 @@ class Profile:
         backward_s: Sequence[float],
         *,
         devices: Sequence[int] | None = None,
-        hops: Sequence[Hop] | None = None,
+        edges: Sequence[Edge] | None = None,
     ) -> Profile:
         """A profile; by default a device for each stage and free transfers."""
         p = len(forward_s)
@@ -129,7 +129,7 @@ class Profile:
             tuple(forward_s),
             tuple(backward_s),
             tuple(devices) if devices is not None else tuple(range(p)),
-            tuple(hops) if hops is not None else (Hop(),) * (p - 1),
+            tuple(edges) if edges is not None else (Edge(),) * (p - 1),
         )
 
     @property
@@ -140,22 +140,22 @@ class Profile:
     def num_devices(self) -> int:
         return len(set(self.devices))
 
-    def hop_s(self, stage: int, kind: str) -> float:
+    def edge_s(self, stage: int, kind: str) -> float:
         """Seconds from the end of a task to its tensor's arrival at the neighbour: forward from
         `stage` to the next one, backward from the next one to `stage`; 0 on one device."""
         if self.devices[stage] == self.devices[stage + 1]:
             return 0.0
-        hop = self.hops[stage]
-        return (hop.forward_s if kind == FORWARD else hop.backward_s) + hop.latency_s
+        edge = self.edges[stage]
+        return (edge.forward_s if kind == FORWARD else edge.backward_s) + edge.latency_s
 
-    def ports(self, stage: int, kind: str) -> tuple[tuple[int, str], ...]:
+    def nics(self, stage: int, kind: str) -> tuple[tuple[int, str], ...]:
         """The ports that a tensor passes over the boundary after `stage`."""
         sender, receiver = self.devices[stage], self.devices[stage + 1]
         if sender == receiver:
             return ()
         if kind == BACKWARD:
             sender, receiver = receiver, sender
-        relay = self.hops[stage].relay
+        relay = self.edges[stage].relay
         middle = () if relay in (None, sender, receiver) else ((relay, "in"), (relay, "out"))
         return ((sender, "out"), *middle, (receiver, "in"))  # type: ignore[arg-type]
 
@@ -174,19 +174,19 @@ def step_bound(profile: Profile, micro_batches: int) -> float:
     leave = [0.0] * p  # from the end of a stage's last backward to the end of the step
     for stage in range(1, p):
         before = stage - 1
-        reach[stage] = reach[before] + profile.forward_s[before] + profile.hop_s(before, FORWARD)
-        leave[stage] = leave[before] + profile.backward_s[before] + profile.hop_s(before, BACKWARD)
+        reach[stage] = reach[before] + profile.forward_s[before] + profile.edge_s(before, FORWARD)
+        leave[stage] = leave[before] + profile.backward_s[before] + profile.edge_s(before, BACKWARD)
     turns = [f + b for f, b in zip(profile.forward_s, profile.backward_s, strict=True)]
     bounds = [reach[-1] + turns[-1] + leave[-1]]
     for device in set(profile.devices):
         own = [k for k in range(p) if profile.devices[k] == device]
         work = micro_batches * sum(turns[k] for k in own)
         bounds.append(min(reach[k] for k in own) + work + min(leave[k] for k in own))
-    bounds += _port_bounds(profile, micro_batches, reach, leave)
+    bounds += _nic_bounds(profile, micro_batches, reach, leave)
     return max(bounds) if micro_batches else 0.0
 
 
-def _port_bounds(
+def _nic_bounds(
     profile: Profile, micro_batches: int, reach: list[float], leave: list[float]
 ) -> list[float]:
     work: dict[tuple[int, str], float] = {}
@@ -197,26 +197,26 @@ def _port_bounds(
     turn = profile.forward_s[end] + profile.backward_s[end]
     for stage in reversed(range(end)):
         forward_at = reach[stage] + profile.forward_s[stage]
-        backward_at = forward_at + profile.hop_s(stage, FORWARD) + turn
-        back = profile.hop_s(stage, BACKWARD) + profile.backward_s[stage] + leave[stage]
-        latency = profile.hops[stage].latency_s
+        backward_at = forward_at + profile.edge_s(stage, FORWARD) + turn
+        back = profile.edge_s(stage, BACKWARD) + profile.backward_s[stage] + leave[stage]
+        latency = profile.edges[stage].latency_s
         uses = (
-            (FORWARD, profile.hops[stage].forward_s, forward_at, latency + turn + back),
+            (FORWARD, profile.edges[stage].forward_s, forward_at, latency + turn + back),
             (
                 BACKWARD,
-                profile.hops[stage].backward_s,
+                profile.edges[stage].backward_s,
                 backward_at,
                 latency + profile.backward_s[stage] + leave[stage],
             ),
         )
         for kind, seconds, at, after in uses:
-            for port in profile.ports(stage, kind):
-                work[port] = work.get(port, 0.0) + micro_batches * seconds
-                head[port] = min(head.get(port, math.inf), at)
-                tail[port] = min(tail.get(port, math.inf), after)
+            for nic in profile.nics(stage, kind):
+                work[nic] = work.get(nic, 0.0) + micro_batches * seconds
+                head[nic] = min(head.get(nic, math.inf), at)
+                tail[nic] = min(tail.get(nic, math.inf), after)
         turn += profile.forward_s[stage] + profile.backward_s[stage]
-        turn += profile.hop_s(stage, FORWARD) + profile.hop_s(stage, BACKWARD)
-    return [head[port] + work[port] + tail[port] for port in work]
+        turn += profile.edge_s(stage, FORWARD) + profile.edge_s(stage, BACKWARD)
+    return [head[nic] + work[nic] + tail[nic] for nic in work]
 
 
 # --------------------------------------------------------------------------------- the simulator
@@ -229,16 +229,16 @@ class Simulation:
 
     seconds: float
     busy: tuple[float, ...]
-    peak_held: tuple[int, ...]
+    peak_in_flight: tuple[int, ...]
 
 
 def simulate(
     profile: Profile,
     micro_batches: int,
-    window: int,
+    max_in_flight: int,
     *,
     policy: Policy = BACKWARD_FIRST,
-    limits: Sequence[int] | None = None,
+    in_flight_limits: Sequence[int] | None = None,
     spread: float = 0.0,
 ) -> Simulation:
     """Play a step. `limits[k]` is how many forwards stage k may hold (default: the window). With
@@ -248,43 +248,45 @@ def simulate(
     tensor goes over all its ports at once, when the last of them is free. Raises ValueError if
     the window or a limit is smaller than one.
     """
-    if window < 1 or (limits is not None and min(limits) < 1):
+    if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
         raise ValueError("a window or limit smaller than one micro-batch never starts")
-    return _Play(profile, micro_batches, window, policy, limits, spread).run()
+    return _Simulator(profile, micro_batches, max_in_flight, policy, in_flight_limits, spread).run()
 
 
-class _Play:
+class _Simulator:
     """One simulation: an event queue of tensors that arrive and tasks that end."""
 
     def __init__(
         self,
         profile: Profile,
         micro_batches: int,
-        window: int,
+        max_in_flight: int,
         policy: Policy,
-        limits: Sequence[int] | None,
+        in_flight_limits: Sequence[int] | None,
         spread: float,
     ) -> None:
         p = profile.num_stages
         self._spread = spread
         self._profile = profile
         self._m = micro_batches
-        self._window = window
+        self._max_in_flight = max_in_flight
         self._policy = policy
-        self._limits = list(limits) if limits is not None else [window] * p
+        self._in_flight_limits = (
+            list(in_flight_limits) if in_flight_limits is not None else [max_in_flight] * p
+        )
         self._devices = list(dict.fromkeys(profile.devices))
         self._ready: dict[int, set[Task]] = {device: set() for device in self._devices}
         self._idle = dict.fromkeys(self._devices, True)
         self._busy_s = dict.fromkeys(self._devices, 0.0)
-        self._port_free: dict[tuple[int, str], float] = {}
+        self._nic_free: dict[tuple[int, str], float] = {}
         self._next = {FORWARD: [0] * p, BACKWARD: [0] * p}
-        self._held = [0] * p
+        self._in_flight = [0] * p
         self._peak = [0] * p
         self._events: list[tuple[float, int, str, Task]] = []
         self._serial = self._launched = self._finished = 0
 
     def run(self) -> Simulation:
-        for _ in range(min(self._window, self._m)):
+        for _ in range(min(self._max_in_flight, self._m)):
             self._launch(0.0)
         now = 0.0
         while self._finished < self._m:
@@ -313,7 +315,7 @@ class _Play:
         if task.kind == FORWARD and stage < self._profile.num_stages - 1:
             self._send(now, Task(FORWARD, stage + 1, k), stage)
             return
-        self._held[stage] -= 1
+        self._in_flight[stage] -= 1
         if stage > 0:
             self._send(now, Task(BACKWARD, stage - 1, k), stage - 1)
         else:
@@ -321,16 +323,16 @@ class _Play:
             self._launch(now)
 
     def _send(self, now: float, task: Task, boundary: int) -> None:
-        ports = self._profile.ports(boundary, task.kind)
-        if not ports:
+        nics = self._profile.nics(boundary, task.kind)
+        if not nics:
             self._post(now, "arrived", task)
             return
-        hop = self._profile.hops[boundary]
-        seconds = hop.forward_s if task.kind == FORWARD else hop.backward_s
+        edge = self._profile.edges[boundary]
+        seconds = edge.forward_s if task.kind == FORWARD else edge.backward_s
         seconds *= self._factor(task, 1)
-        end = max([now, *(self._port_free.get(port, 0.0) for port in ports)]) + seconds
-        self._port_free.update(dict.fromkeys(ports, end))
-        self._post(end + hop.latency_s, "arrived", task)
+        end = max([now, *(self._nic_free.get(nic, 0.0) for nic in nics)]) + seconds
+        self._nic_free.update(dict.fromkeys(nics, end))
+        self._post(end + edge.latency_s, "arrived", task)
 
     def _start(self, now: float, device: int) -> None:
         possible = [task for task in self._ready[device] if self._allowed(task)]
@@ -343,8 +345,8 @@ class _Play:
         profile = self._profile
         cost = profile.backward_s[stage] if task.kind == BACKWARD else profile.forward_s[stage]
         if task.kind == FORWARD:
-            self._held[stage] += 1
-            self._peak[stage] = max(self._peak[stage], self._held[stage])
+            self._in_flight[stage] += 1
+            self._peak[stage] = max(self._peak[stage], self._in_flight[stage])
             if stage == profile.num_stages - 1:
                 cost += profile.backward_s[stage]
         cost *= self._factor(task, 0)
@@ -362,19 +364,22 @@ class _Play:
     def _allowed(self, task: Task) -> bool:
         if task.micro_batch != self._next[task.kind][task.stage]:
             return False
-        return task.kind == BACKWARD or self._held[task.stage] < self._limits[task.stage]
+        return (
+            task.kind == BACKWARD
+            or self._in_flight[task.stage] < self._in_flight_limits[task.stage]
+        )
 
 
 # ------------------------------------------------------------------------------------ the choice
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedSchedule:
     """How a step is to be run, and what the simulation expects of it."""
 
     policy: Policy
-    window: int
-    limits: tuple[int, ...]
+    max_in_flight: int
+    in_flight_limits: tuple[int, ...]
     forecast: Simulation
 
 
@@ -384,7 +389,7 @@ _MOST_MICRO_BATCHES = 64
 _MOST_TASKS = 16_000  # that `tune` plays in all; about a tenth of a second
 
 
-def default_window(num_stages: int) -> int:
+def default_max_in_flight(num_stages: int) -> int:
     """Micro-batches in the pipeline while nothing has been measured: 2 p."""
     return 2 * num_stages
 
@@ -393,9 +398,9 @@ def tune(
     profile: Profile,
     micro_batches: int,
     *,
-    window: int | None = None,
-    limits: Sequence[int] | None = None,
-) -> Choice:
+    max_in_flight: int | None = None,
+    in_flight_limits: Sequence[int] | None = None,
+) -> TunedSchedule:
     """The policy and window for a step of this profile.
 
     Of what is within 0.5 % of the fastest for this profile, and then within 0.5 % of the fastest
@@ -409,20 +414,24 @@ def tune(
     slow = _with_slow_boundaries(profile)
     cases = list(dict.fromkeys(((profile, 0.0), (slow, 0.0), (slow, _SPREAD))))
     policies = PORTFOLIO if profile.num_devices < p else (BACKWARD_FIRST,)
-    plays = 2 * len(policies) * len(cases)
-    windows = [window] if window is not None else _windows(slow, m, plays)
-    played = []
-    for size in windows:
+    simulations = 2 * len(policies) * len(cases)
+    candidates = [max_in_flight] if max_in_flight is not None else _candidates(slow, m, simulations)
+    simulated = []
+    for size in candidates:
         for shape in dict.fromkeys((_flat(size, p), _tapered(size, p))):
-            held = shape if limits is None else tuple(map(min, shape, limits))
+            in_flight = (
+                shape if in_flight_limits is None else tuple(map(min, shape, in_flight_limits))
+            )
             for policy in policies:
                 seconds = [
-                    simulate(case, m, size, policy=policy, limits=held, spread=spread).seconds
+                    simulate(
+                        case, m, size, policy=policy, in_flight_limits=in_flight, spread=spread
+                    ).seconds
                     for case, spread in cases
                 ]
-                played.append((seconds, size, held, policy))
-    as_given = _GOOD_ENOUGH * min(seconds[0] for seconds, *_ in played)
-    fast = [entry for entry in played if entry[0][0] <= as_given]
+                simulated.append((seconds, size, in_flight, policy))
+    as_given = _GOOD_ENOUGH * min(seconds[0] for seconds, *_ in simulated)
+    fast = [entry for entry in simulated if entry[0][0] <= as_given]
     best = _GOOD_ENOUGH * min(sum(seconds) for seconds, *_ in fast)
     good = sorted(
         (entry for entry in fast if sum(entry[0]) <= best),
@@ -430,34 +439,36 @@ def tune(
     )
     least = good[0][1]
     ample = [entry for entry in good if least < entry[1] <= least + max(1, least // 4)]
-    _, size, held, policy = (ample or good)[0]
-    forecast = simulate(profile, m, size, policy=policy, limits=held)
-    return Choice(policy, size, held, forecast)
+    _, size, in_flight, policy = (ample or good)[0]
+    forecast = simulate(profile, m, size, policy=policy, in_flight_limits=in_flight)
+    return TunedSchedule(policy, size, in_flight, forecast)
 
 
 def _with_slow_boundaries(profile: Profile) -> Profile:
-    hops = (
+    edges = (
         replace(
-            hop,
-            forward_s=1.5 * hop.forward_s,
-            backward_s=1.5 * hop.backward_s,
-            latency_s=1.5 * hop.latency_s,
+            edge,
+            forward_s=1.5 * edge.forward_s,
+            backward_s=1.5 * edge.backward_s,
+            latency_s=1.5 * edge.latency_s,
         )
-        for hop in profile.hops
+        for edge in profile.edges
     )
-    return replace(profile, hops=tuple(hops))
+    return replace(profile, edges=tuple(edges))
 
 
-def _flat(window: int, num_stages: int) -> tuple[int, ...]:
-    return (window,) * num_stages
+def _flat(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
+    return (max_in_flight,) * num_stages
 
 
-def _tapered(window: int, num_stages: int) -> tuple[int, ...]:
+def _tapered(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
     """Fewer stored forwards towards the end of the pipeline, where they come back sooner."""
-    return tuple(max(1, -(-window * (num_stages - k) // num_stages)) for k in range(num_stages))
+    return tuple(
+        max(1, -(-max_in_flight * (num_stages - k) // num_stages)) for k in range(num_stages)
+    )
 
 
-def _windows(profile: Profile, micro_batches: int, plays: int) -> list[int]:
+def _candidates(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
     """Sizes worth playing, so often each: from p to twice what the longest way holds at the slowest
     device's pace, since the pace varies."""
     p = profile.num_stages
@@ -473,6 +484,6 @@ def _windows(profile: Profile, micro_batches: int, plays: int) -> list[int]:
     most = max(2 * p, (math.ceil(2 * way / pace) if pace > 0 else 1) + p)
     most = min(most, micro_batches)
     least = min(p, most)
-    sizes = max(2, _MOST_TASKS // (2 * p * micro_batches * plays))
+    sizes = max(2, _MOST_TASKS // (2 * p * micro_batches * simulations))
     step = max(1, -(-(most - least) // sizes))
     return sorted({*range(least, most + 1, step), most})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetero_framework.config import StageSpec
-from hetero_framework.planner.simulator import Choice, Hop, Profile, tune
+from hetero_framework.planner.simulator import Edge, Profile, TunedSchedule, tune
 
 WorkerId = int | str
 
@@ -51,12 +51,12 @@ def make_profile(
     between two workers that is not in `direct` is relayed by the coordinator."""
     owners = list(dict.fromkeys(spec.owner for spec in stages))
     devices = [owners.index(spec.owner) for spec in stages]
-    hops = []
+    edges = []
     for before, after in pairwise(stages):
         k = before.index
         relayed = k not in direct and "local" not in (before.owner, after.owner)
-        hops.append(
-            Hop(
+        edges.append(
+            Edge(
                 seconds[k + 1].arrive_forward_s,
                 seconds[k].arrive_backward_s,
                 latency_s.get(k, 0.0),
@@ -67,34 +67,34 @@ def make_profile(
         [seconds[spec.index].forward_s for spec in stages],
         [seconds[spec.index].backward_s for spec in stages],
         devices=devices,
-        hops=hops,
+        edges=edges,
     )
 
 
-class Pace:
+class Tuner:
     """The window, the stages' limits and the policy of a run.
 
-    `window` is the user's choice, None for our own; `most_held[k]` is how many forwards stage k
-    has memory for.
+    `max_in_flight` is the user's choice, None for our own; `memory_limits[k]` is how many forwards
+    stage k has memory for.
     """
 
     def __init__(
         self,
         stages: Sequence[StageSpec],
         *,
-        window: int | None = None,
-        most_held: Sequence[int] | None = None,
+        max_in_flight: int | None = None,
+        memory_limits: Sequence[int] | None = None,
         run: Callable[[Callable[[], None]], None] = lambda job: job(),
     ) -> None:
         """`run` does the tuning after an observation: at once, or in a thread while steps go on."""
         self._stages = list(stages)
-        self._window = window
-        self._most_held = most_held
+        self._max_in_flight = max_in_flight
+        self._memory_limits = memory_limits
         self._run = run
         self._seconds: dict[int, StageSeconds] = {}
         self._latency_s: dict[int, float] = {}
         self._observed = 0
-        self._choices: dict[tuple[int, frozenset[int]], Choice] = {}
+        self._choices: dict[tuple[int, frozenset[int]], TunedSchedule] = {}
 
     def profile(self, direct: frozenset[int]) -> Profile:
         """What is known, or else assumed, of stages and boundaries."""
@@ -102,7 +102,7 @@ class Pace:
             return assumed_profile(self._stages, direct)
         return make_profile(self._stages, self._seconds, self._latency_s, direct)
 
-    def choice(self, micro_batches: int, direct: frozenset[int]) -> Choice:
+    def choice(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
         """How to run a step of so many micro-batches over these direct boundaries."""
         wanted = (micro_batches, direct)
         if wanted not in self._choices:
@@ -136,8 +136,13 @@ class Pace:
             if self._observed < 2 * now:  # else a later one has begun
                 self._choices[key] = choice
 
-    def _tuned(self, profile: Profile, micro_batches: int) -> Choice:
-        return tune(profile, micro_batches, window=self._window, limits=self._most_held)
+    def _tuned(self, profile: Profile, micro_batches: int) -> TunedSchedule:
+        return tune(
+            profile,
+            micro_batches,
+            max_in_flight=self._max_in_flight,
+            in_flight_limits=self._memory_limits,
+        )
 
 
 def _values(seconds: StageSeconds) -> tuple[float, float, float, float]:

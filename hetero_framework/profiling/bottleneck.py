@@ -29,7 +29,7 @@ from hetero_framework.core.trace import (
     RECEIVE,
     SEND,
 )
-from hetero_framework.planner.simulator import Hop, Profile, simulate, step_bound, tune
+from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound, tune
 from hetero_framework.profiling.timeline import Event, Trace, Wait, waits
 from hetero_framework.visualizer.text import bytes_text, table
 
@@ -188,10 +188,10 @@ def diagnose(trace: Trace) -> Diagnosis:
     boundaries = tuple(_boundary(trace, spans, ports, k) for k in range(len(trace.stages) - 1))
     pipeline_s = statistics.fmean(span.computed - span.began for span in spans)
     plan = _Plan(stages, boundaries)
-    window = trace.settings.get("max_in_flight")
-    played_s = _play(plan.profile, m, window)
+    max_in_flight = trace.settings.get("max_in_flight")
+    played_s = _play(plan.profile, m, max_in_flight)
     if played_s > _AS_PLAYED * pipeline_s:
-        plan, played_s = _overlapping(plan, m, window, pipeline_s)
+        plan, played_s = _overlapping(plan, m, max_in_flight, pipeline_s)
     found = Diagnosis(
         steps=tuple(step + 1 for step in steps),
         micro_batches=m,
@@ -207,7 +207,7 @@ def diagnose(trace: Trace) -> Diagnosis:
         changes=(),
         dropped=trace.dropped,
     )
-    return replace(found, changes=tuple(_changes(trace, found, plan, ports, window)))
+    return replace(found, changes=tuple(_changes(trace, found, plan, ports, max_in_flight)))
 
 
 @dataclass(frozen=True)
@@ -469,8 +469,8 @@ class _Plan:
             [stage.forward_s for stage in self.stages],
             [stage.backward_s for stage in self.stages],
             devices=[stage.process for stage in self.stages],
-            hops=[
-                Hop(b.forward_s, b.backward_s, b.latency_s, 0 if b.way == "relay" else None)
+            edges=[
+                Edge(b.forward_s, b.backward_s, b.latency_s, 0 if b.way == "relay" else None)
                 for b in self.boundaries
             ],
         )
@@ -490,17 +490,21 @@ class _Plan:
         )
 
 
-def _play(profile: Profile, micro_batches: int, window: int | None) -> float:
+def _play(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
     """Seconds of a step, run as the coordinator would choose to run it."""
-    choice = tune(profile, micro_batches, window=window)
+    choice = tune(profile, micro_batches, max_in_flight=max_in_flight)
     played = simulate(
-        profile, micro_batches, choice.window, policy=choice.policy, limits=choice.limits
+        profile,
+        micro_batches,
+        choice.max_in_flight,
+        policy=choice.policy,
+        in_flight_limits=choice.in_flight_limits,
     )
     return played.seconds
 
 
 def _overlapping(
-    plan: _Plan, micro_batches: int, window: int | None, pipeline_s: float
+    plan: _Plan, micro_batches: int, max_in_flight: int | None, pipeline_s: float
 ) -> tuple[_Plan, float]:
     """The plan with as much of the time on the wire at the same time as other frames' as makes it
     no slower than what was measured, and its seconds when played.
@@ -525,12 +529,12 @@ def _overlapping(
     low, high = 0.0, 1.0
     for _ in range(5):
         middle = (low + high) / 2
-        if _play(overlapping(middle).profile, micro_batches, window) > pipeline_s:
+        if _play(overlapping(middle).profile, micro_batches, max_in_flight) > pipeline_s:
             low = middle
         else:
             high = middle
     chosen = overlapping(high)
-    return chosen, _play(chosen.profile, micro_batches, window)
+    return chosen, _play(chosen.profile, micro_batches, max_in_flight)
 
 
 @dataclass(frozen=True)
@@ -544,7 +548,7 @@ class _Idea:
 
 
 def _changes(
-    trace: Trace, found: Diagnosis, plan: _Plan, ports: _Ports, window: int | None
+    trace: Trace, found: Diagnosis, plan: _Plan, ports: _Ports, max_in_flight: int | None
 ) -> Iterator[Change]:
     """Every change that can be made here with its prediction, those that ask least first."""
     between = found.between_s or 0.0
@@ -553,7 +557,7 @@ def _changes(
     m, rows = found.micro_batches, trace.settings.get("per_device_train_batch_size")
     ideas = [
         _direct(trace, plan, ports, m),
-        _window(plan, m, window),
+        _max_in_flight(plan, m, max_in_flight),
         _cut(trace, plan, m),
         _interleaved(plan, m),
         _codec(plan, m, "bf16"),
@@ -563,7 +567,7 @@ def _changes(
     ]
     for idea in ideas:
         if idea is not None:
-            limit = None if idea.kind == "window" else window
+            limit = None if idea.kind == "window" else max_in_flight
             pipeline = scale * _play(idea.plan.profile, idea.micro_batches, limit)
             step = pipeline + found.update_s
             # What happens between steps (data, a checkpoint) is taken to grow with the samples.
@@ -604,10 +608,10 @@ def _direct(trace: Trace, plan: _Plan, ports: _Ports, micro_batches: int) -> _Id
     return _Idea("direct", text, replace(plan, boundaries=changed), micro_batches)
 
 
-def _window(plan: _Plan, micro_batches: int, window: int | None) -> _Idea | None:
-    if window is None:
+def _max_in_flight(plan: _Plan, micro_batches: int, max_in_flight: int | None) -> _Idea | None:
+    if max_in_flight is None:
         return None
-    text = f"training.max_in_flight null instead of {window}, if memory allows"
+    text = f"training.max_in_flight null instead of {max_in_flight}, if memory allows"
     return _Idea("window", text, plan, micro_batches)
 
 

@@ -78,7 +78,7 @@ def train(
             ) as cluster:
                 facts = cluster.connect()
                 parts = setup.fit_devices(parts, facts, show.message)
-                cluster.load(parts.config, parts.most_held)
+                cluster.load(parts.config, parts.memory_limits)
                 with MetricsWriter(
                     config.output_dir, config.training.report_to, logging_dir=config.logging_dir
                 ) as metrics:
@@ -226,7 +226,7 @@ class Coordinator:
             loss_scale=self._scale.value,
         )
         losses = self._pipeline.run(batches)
-        return losses, *self._pipeline.collect()
+        return losses, *self._pipeline.report_gradients()
 
     def evaluate(self) -> None:
         """Mean token loss and perplexity over the evaluation data, through the same pipeline.
@@ -288,7 +288,7 @@ class Coordinator:
                 self._parts, (part.tensors for _, _, part in self._pipeline.read_state("export"))
             )
         )
-        self._cluster.retrying(self._pipeline.settle)
+        self._cluster.retrying(self._pipeline.drain_commits)
         self._keep_spans()
         self._timeline.write()
         files = setup.result_files(self._config, result, self._metrics.path)
@@ -409,7 +409,7 @@ class Coordinator:
                     "bytes_out": bytes_out,
                     "direct_bytes_out": direct_bytes,
                     "queue_peak": statistics.queue_peak,
-                    "held_peak": statistics.held_peak,
+                    "held_peak": statistics.in_flight_peak,
                     "peak_memory": statistics.peak_memory_bytes,
                 }
             )

@@ -26,22 +26,22 @@ from hetero_framework.models.adapters import (
     plan_adapter,
     saved_tensors,
 )
-from hetero_framework.models.chunked_loss import piece_tokens, why_not_in_pieces
+from hetero_framework.models.chunked_loss import chunk_tokens, why_not_chunked
 from hetero_framework.models.equivalence import admit, admit_packing
 from hetero_framework.models.export import write_adapter, write_checkpoint
-from hetero_framework.models.introspect import learn_anatomy
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import (
     StageMemory,
     check_fits,
     estimate_memory,
-    most_in_flight,
+    in_flight_limits,
     recompute_stages,
 )
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
-from hetero_framework.models.varlen_attention import PER_SAMPLE
+from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.models.weights import resolve_model_path
-from hetero_framework.planner.simulator import default_window
+from hetero_framework.planner.simulator import default_max_in_flight
 from hetero_framework.profiling.timeline import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import METRICS_FILE
@@ -70,7 +70,7 @@ class Prepared:
     adapter_plan: AdapterPlan | None
     memory: list[StageMemory]
     max_frame_bytes: int
-    most_held: tuple[int, ...] | None = None
+    memory_limits: tuple[int, ...] | None = None
 
 
 def prepare(config: Config, note: Note) -> Prepared:
@@ -102,10 +102,10 @@ def prepare(config: Config, note: Note) -> Prepared:
         note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
     if data.padding_free:
         config = without_padding(config, model_config, note)
-    config = settle_pieces(config, model_config, data.row_tokens, note)
-    window = config.training.max_in_flight or default_window(len(config.shard_plan))
+    config = resolve_loss_chunk(config, model_config, data.row_tokens, note)
+    max_in_flight = config.training.max_in_flight or default_max_in_flight(len(config.shard_plan))
     memory = estimate_memory(
-        config, model_config, window=window, tokens=data.row_tokens, plan=adapter_plan
+        config, model_config, max_in_flight=max_in_flight, tokens=data.row_tokens, plan=adapter_plan
     )
     return Prepared(
         config=config,
@@ -125,13 +125,13 @@ def without_padding(config: Config, model_config: PretrainedConfig, note: Note) 
     """
     assert config.model is not None
     attention = admit_packing(model_config, shard_ranges(config))
-    cost = "takes each sample by itself" if attention == PER_SAMPLE else "is the model's own"
+    cost = "takes each sample by itself" if attention == VARLEN else "is the model's own"
     note(f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}")
     model = config.model.model_copy(update={"attn_implementation": attention})
     return config.model_copy(update={"model": model})
 
 
-def settle_pieces(
+def resolve_loss_chunk(
     config: Config, model_config: PretrainedConfig, tokens: int, note: Note
 ) -> Config:
     """`config` with the tokens of a piece of the loss written out; null where it stays whole.
@@ -143,10 +143,10 @@ def settle_pieces(
     rows = training.per_device_train_batch_size
     if training.evaluation != "no" or training.eval_on_start:
         rows = max(rows, training.per_device_eval_batch_size)
-    limit = piece_tokens(training.loss_chunk_tokens, model_config)
+    limit = chunk_tokens(training.loss_chunk_tokens, model_config)
     if limit is not None and rows * tokens <= limit:
         limit = None
-    if limit is not None and (reason := why_not_in_pieces(model_config)) is not None:
+    if limit is not None and (reason := why_not_chunked(model_config)) is not None:
         note(f"the logits of all tokens of a micro-batch exist at once: {reason}")
         limit = None
     elif limit is not None:
@@ -238,12 +238,12 @@ def fit_devices(parts: Prepared, facts: Facts, note: Note) -> Prepared:
         config = _with_checkpointing(config, {k: k in chosen for k in optional})
         memory = [recomputing[m.index] if m.index in chosen else m for m in memory]
         note(_checkpointing_line(chosen))
-    most_held = None
+    memory_limits = None
     if config.training.max_in_flight is None:
         limit = config.training.gradient_accumulation_steps
-        most_held = most_in_flight(memory, limit, devices)
-        memory = [m.holding(min(m.in_flight, most_held[m.index])) for m in memory]
-    fitted = replace(parts, config=config, memory=memory, most_held=most_held)
+        memory_limits = in_flight_limits(memory, limit, devices)
+        memory = [m.holding(min(m.in_flight, memory_limits[m.index])) for m in memory]
+    fitted = replace(parts, config=config, memory=memory, memory_limits=memory_limits)
     check_memory(fitted, facts)
     return fitted
 
@@ -304,7 +304,7 @@ def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
     plan = parts.adapter_plan
     if plan is None or plan.weights is None:
         return
-    blocks = f"{PEFT_PREFIX}{learn_anatomy(parts.model_config).blocks}."
+    blocks = f"{PEFT_PREFIX}{introspect(parts.model_config).blocks}."
     for spec in parts.config.stages():
         own = {str(layer) for layer in range(spec.start, spec.end)}
 

@@ -252,7 +252,7 @@ def test_a_worker_whose_name_is_not_known(run) -> None:
 def server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
     """Something at a port that is no worker; `answer` gets each connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        held = []
+        in_flight = []
 
         def serve() -> None:
             while True:
@@ -260,7 +260,7 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
                     connection = listener.accept()[0]
                 except OSError:
                     return
-                held.append(connection)
+                in_flight.append(connection)
                 answer(connection)
 
         thread = threading.Thread(target=serve)
@@ -270,7 +270,7 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
-            for connection in held:
+            for connection in in_flight:
                 connection.close()
 
 

@@ -175,7 +175,7 @@ def assert_equal_runs(output: Path, whole: Path) -> None:
 
 
 UP = [M.STEP, M.INPUTS, M.FORWARD, M.COMMIT, M.STATE_REQUEST, M.ABORT]
-DOWN = [M.LOSS, M.BACKWARD, M.GRADIENTS, M.COMMITTED, M.STATE, M.ABORTED]
+DOWN = [M.LOSS, M.BACKWARD, M.GRADIENT_NORMS, M.COMMITTED, M.STATE, M.ABORTED]
 
 
 def every_cut(reset: bool, first: bool) -> list[FrameCut]:
@@ -239,7 +239,7 @@ def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_pat
     "cut",
     [
         FrameCut("down", M.LOSS, "before"),
-        FrameCut("down", M.GRADIENTS, "middle"),
+        FrameCut("down", M.GRADIENT_NORMS, "middle"),
         FrameCut("up", M.COMMIT, "middle"),
         FrameCut("down", M.COMMITTED, "middle"),
         FrameCut("up", M.ABORT, "before"),

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.planner.simulator import PORTFOLIO, Choice
-from hetero_framework.planner.tuner import Pace
+from hetero_framework.planner.simulator import PORTFOLIO, TunedSchedule
+from hetero_framework.planner.tuner import Tuner
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import NUM_WORKERS, Notes, Pool, read_metrics
@@ -59,16 +59,16 @@ def random_sections(dice: random.Random) -> dict[str, Any]:
     }
 
 
-def random_choices(dice: random.Random) -> Callable[..., Choice]:
+def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
     """In place of the schedule's: any window, any limits, any order."""
-    real = Pace.choice
+    real = Tuner.choice
 
-    def choice(pace: Pace, micro_batches: int, direct: frozenset[int]) -> Choice:
+    def choice(pace: Tuner, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
         found = real(pace, micro_batches, direct)
         return dataclasses.replace(
             found,
-            window=dice.choice([1, 2, 3, 100]),
-            limits=tuple(dice.randint(1, 4) for _ in found.limits),
+            max_in_flight=dice.choice([1, 2, 3, 100]),
+            in_flight_limits=tuple(dice.randint(1, 4) for _ in found.in_flight_limits),
             policy=dice.choice(PORTFOLIO),
         )
 
@@ -110,7 +110,7 @@ def test_any_plan_equals_one_process(
     train(Config.from_dict(pool.config(tmp_path / "whole", [], **sections)), progress=Notes())
 
     plan = random_plan(dice)
-    monkeypatch.setattr(Pace, "choice", random_choices(dice))
+    monkeypatch.setattr(Tuner, "choice", random_choices(dice))
     raw = pool.config(tmp_path / "cut", [], shard_plan=plan, **sections)
     with ExitStack() as stack:
         proxies = []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cluster.worker import serve
-from hetero_framework.cluster.worker_links import Peers
+from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core.frames import PROTOCOL_VERSION, Message, WireTensor, encode
 from hetero_framework.core.frames import MessageType as M
@@ -113,7 +113,7 @@ def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
     """The coordinator reaches worker 2 at its port; to worker 1 it names one where nobody is."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
-    real = Peers._dial_peers
+    real = WorkerLinks._dial_peers
 
     def elsewhere(self, pairs, timeout_s):
         kept, self._workers = (
@@ -128,7 +128,7 @@ def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
         finally:
             self._workers = kept
 
-    monkeypatch.setattr(Peers, "_dial_peers", elsewhere)
+    monkeypatch.setattr(WorkerLinks, "_dial_peers", elsewhere)
     notes = run("auto", [2, 4])
     (line,) = [line for line in notes.lines if "go through the coordinator" in line]
     assert "worker 1 cannot reach worker 2" in line

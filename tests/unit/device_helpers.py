@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.devices import Device, Mark, Support
+from hetero_framework.core.devices import Device, DeviceEvent, Support
 
 WAIT_S = 10.0
 
 
-class QueuedMark(Mark):
+class QueuedMark(DeviceEvent):
     """Reached when the test says so."""
 
     def __init__(self, device: QueuedDevice, number: int) -> None:
@@ -52,7 +52,7 @@ class QueuedDevice(Device):
     def _supports(self, dtype: torch.dtype) -> Support:
         return Support(self._bfloat16 or dtype != torch.bfloat16, "as the test has it")
 
-    def mark(self, *tensors: torch.Tensor) -> QueuedMark:
+    def record_event(self, *tensors: torch.Tensor) -> QueuedMark:
         mark = QueuedMark(self, len(self.marks))
         self.marks.append(mark)
         if self._at_once:
@@ -64,16 +64,16 @@ class QueuedDevice(Device):
         for mark in self.marks[:count]:
             mark.reached.set()
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        return self.mark_time(end) - self.mark_time(begin)
+    def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+        return self.event_time(end) - self.event_time(begin)
 
-    def mark_time(self, mark: Mark) -> float:
+    def event_time(self, mark: DeviceEvent) -> float:
         assert isinstance(mark, QueuedMark)
         assert mark.done()
         return float(mark.number)
 
     def copy_out(
-        self, tensor: torch.Tensor, mark: Mark, pool: BufferPool
+        self, tensor: torch.Tensor, mark: DeviceEvent, pool: BufferPool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         mark.wait()
         buffer, give_back = pool.take(tensor.numel() * tensor.element_size())

@@ -63,14 +63,14 @@ def test_the_same_work_cut_into_more_stages() -> None:
 def test_the_bound_of_a_case_knows_who_relays() -> None:
     network = Network("x", "x", (), (), None, bytes_s=1e6, delay_s=0.2)  # type: ignore[arg-type]
     load = Load.of(3, 4, [0.1], [0.1], 1000)
-    relayed = load.profile(network, relayed=True).hops
-    assert [hop.relay for hop in relayed] == [None, 0]
-    assert [hop.latency_s for hop in relayed] == pytest.approx([0.1, 0.2])
+    relayed = load.profile(network, relayed=True).edges
+    assert [edge.relay for edge in relayed] == [None, 0]
+    assert [edge.latency_s for edge in relayed] == pytest.approx([0.1, 0.2])
     assert relayed[0].forward_s == pytest.approx(0.001)
-    direct = load.profile(network, relayed=False, wire_share=(0.5, 1.0)).hops
-    assert [hop.relay for hop in direct] == [None, None]
+    direct = load.profile(network, relayed=False, wire_share=(0.5, 1.0)).edges
+    assert [edge.relay for edge in direct] == [None, None]
     assert (direct[1].forward_s, direct[1].backward_s) == pytest.approx((0.0005, 0.001))
-    assert [hop.latency_s for hop in direct] == pytest.approx([0.1, 0.1])
+    assert [edge.latency_s for edge in direct] == pytest.approx([0.1, 0.1])
 
 
 def test_figures_are_those_of_the_samples(network: Network) -> None:

@@ -15,7 +15,7 @@ from hetero_framework.commands import bench
 from hetero_framework.config import Config
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.errors import PeerLostError
-from hetero_framework.planner.simulator import Hop, Profile
+from hetero_framework.planner.simulator import Edge, Profile
 
 CONFIG = Config.from_dict(
     {
@@ -37,7 +37,7 @@ FACTS = {
 PROFILE = Profile.of(
     [0.02, 0.02, 0.0],
     [0.04, 0.04, 0.06],
-    hops=[Hop(0.001, 0.002, 0.0005), Hop(0.003, 0.004, 0.0007, relay=0)],
+    edges=[Edge(0.001, 0.002, 0.0005), Edge(0.003, 0.004, 0.0007, relay=0)],
 )
 LINKS = [
     {
@@ -168,7 +168,7 @@ class FakeCluster:
     def run(self, batches: list[Any]) -> None:
         self._now += next(self._seconds)
 
-    def collect(self) -> tuple[list[Any], dict[int, Any]]:
+    def report_gradients(self) -> tuple[list[Any], dict[int, Any]]:
         return [], {}
 
     def observe(self, micro_batches: int, statistics: dict[int, Any]) -> None:

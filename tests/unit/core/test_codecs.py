@@ -183,7 +183,7 @@ def test_pieces_and_threads_do_not_change_a_bit(
     sent = values(3, 200_003).to(dtype)
     parts = INT8.encode(sent)
     received = bits(INT8.decode(parts, sent.shape, dtype))
-    monkeypatch.setattr("hetero_framework.core.codecs._CPU_PIECE", 1024)
+    monkeypatch.setattr("hetero_framework.core.codecs._CPU_RUN", 1024)
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
     try:

@@ -78,7 +78,7 @@ def test_copies_beside_computing_carry_what_was_marked(device: Device) -> None:
     rounds, size = 40, 1 << 14
     received: list[torch.Tensor | None] = [None] * rounds
     sent: list[torch.Tensor | None] = [None] * rounds
-    work: list[tuple[torch.Tensor, devices.Mark]] = []
+    work: list[tuple[torch.Tensor, devices.DeviceEvent]] = []
     came, made = threading.Semaphore(0), threading.Semaphore(0)
 
     def receive() -> None:
@@ -101,14 +101,14 @@ def test_copies_beside_computing_carry_what_was_marked(device: Device) -> None:
     threads = [threading.Thread(target=target) for target in (receive, send)]
     for thread in threads:
         thread.start()
-    begin = device.mark()
+    begin = device.record_event()
     for k in range(rounds):
         came.acquire()
         arrived = received[k]
         assert arrived is not None
         received[k] = None  # the only reference goes while the work on it may still be queued
         result = arrived * 2 + 1
-        work.append((result, device.mark(result)))
+        work.append((result, device.record_event(result)))
         del arrived
         made.release()
     for thread in threads:
@@ -123,7 +123,7 @@ def test_copies_beside_computing_carry_what_was_marked(device: Device) -> None:
     assert begin.done()
     assert end.done()
     assert 0 <= device.seconds(begin, end) < 60
-    assert device.mark_time(begin) <= device.mark_time(end) <= time.perf_counter() + 1e-3
+    assert device.event_time(begin) <= device.event_time(end) <= time.perf_counter() + 1e-3
 
 
 @every_device
@@ -136,7 +136,7 @@ def test_copies_keep_shape_and_type(
     tensor = torch.full(shape, 3, dtype=dtype)
     there = device.copy_in(tensor)
     strided = there.mT if there.dim() == 2 else there
-    host, release = device.copy_out(strided, device.mark(strided), pool)
+    host, release = device.copy_out(strided, device.record_event(strided), pool)
     assert host.dtype == dtype
     assert torch.equal(host, tensor.mT if tensor.dim() == 2 else tensor)
     release()
@@ -146,7 +146,7 @@ def test_copies_keep_shape_and_type(
 def test_empty_tensors_are_copied_too(device: Device) -> None:
     pool = BufferPool(device.allocate_host)
     there = device.copy_in(torch.empty(0, 3, dtype=torch.bfloat16))
-    host, release = device.copy_out(there, device.mark(there), pool)
+    host, release = device.copy_out(there, device.record_event(there), pool)
     assert (host.shape, host.dtype, host.device.type) == ((0, 3), torch.bfloat16, "cpu")
     release()
 
@@ -154,16 +154,18 @@ def test_empty_tensors_are_copied_too(device: Device) -> None:
 def test_cpu_hands_the_tensor_itself_over() -> None:
     device = open_device("cpu")
     tensor = torch.arange(4.0, requires_grad=True)
-    host, release = device.copy_out(tensor, device.mark(), BufferPool())
+    host, release = device.copy_out(tensor, device.record_event(), BufferPool())
     assert host.data_ptr() == tensor.data_ptr()
     assert not host.requires_grad
     release()
     assert device.copy_in(host) is host
-    first = device.mark()
-    second = device.mark()
+    first = device.record_event()
+    second = device.record_event()
     first.wait()
     assert first.done()
-    assert device.seconds(first, second) == device.mark_time(second) - device.mark_time(first) >= 0
+    assert (
+        device.seconds(first, second) == device.event_time(second) - device.event_time(first) >= 0
+    )
     assert not device.is_async
 
 
@@ -514,7 +516,7 @@ def test_copy_out_waits_for_the_mark_and_nothing_behind_it(
     tensor = torch.zeros(5, dtype=torch.bfloat16)
     later = torch.zeros(1)
     fake.default.add(lambda: tensor.fill_(7))
-    mark = device.mark(tensor)
+    mark = device.record_event(tensor)
     fake.default.add(lambda: later.fill_(1))
     assert not mark.done()
     given_back: list[int] = []
@@ -555,7 +557,7 @@ def test_each_direction_has_one_stream_of_its_own(streams: tuple[Device, FakeStr
 
     def move() -> None:
         for _ in range(5):
-            device.copy_out(tensor, device.mark(), BufferPool())
+            device.copy_out(tensor, device.record_event(), BufferPool())
             device.copy_in(tensor)
 
     move()
@@ -572,16 +574,16 @@ def test_marks_tell_the_hosts_time_of_the_device(streams: tuple[Device, FakeStre
     device, fake = streams
     run_clock_at_once(device)
     before = time.perf_counter()
-    first = device.mark()
+    first = device.record_event()
     first.wait()
     fake.default.add(lambda: time.sleep(0.005))
-    second = device.mark()
+    second = device.record_event()
     second.wait()
     after = time.perf_counter()
-    assert before <= device.mark_time(first) + 1e-3
-    assert device.mark_time(second) <= after + 1e-3
+    assert before <= device.event_time(first) + 1e-3
+    assert device.event_time(second) <= after + 1e-3
     assert device.seconds(first, second) >= 0.005
-    assert device.mark_time(second) - device.mark_time(first) == pytest.approx(
+    assert device.event_time(second) - device.event_time(first) == pytest.approx(
         device.seconds(first, second), abs=1e-6
     )
 
@@ -591,11 +593,11 @@ def test_clock_is_read_again_when_it_is_old(
 ) -> None:
     device, _ = streams
     run_clock_at_once(device)
-    old, same = device.mark(), device.mark()
+    old, same = device.record_event(), device.record_event()
     assert old.clock is same.clock  # type: ignore[attr-defined]
     monkeypatch.setattr(devices, "_CLOCK_AGE_S", 0.0)
-    assert device.mark().clock is not old.clock  # type: ignore[attr-defined]
-    assert device.mark_time(old) <= time.perf_counter() + 1e-3
+    assert device.record_event().clock is not old.clock  # type: ignore[attr-defined]
+    assert device.event_time(old) <= time.perf_counter() + 1e-3
 
 
 def test_marks_without_times_count_when_they_were_seen(
@@ -603,22 +605,22 @@ def test_marks_without_times_count_when_they_were_seen(
 ) -> None:
     device, fake = streams
     fake.has_times = False
-    first, second = device.mark(), device.mark()
+    first, second = device.record_event(), device.record_event()
     before = time.perf_counter()
     first.wait()
     second.wait()
-    assert before <= device.mark_time(first) <= device.mark_time(second)
-    assert device.seconds(first, second) == device.mark_time(second) - device.mark_time(first)
+    assert before <= device.event_time(first) <= device.event_time(second)
+    assert device.seconds(first, second) == device.event_time(second) - device.event_time(first)
 
 
 def test_marks_without_times_are_watched(streams: tuple[Device, FakeStreams]) -> None:
     """Nobody waits for the mark here, and still it is known when it was reached."""
     device, fake = streams
     fake.has_times = False
-    mark = device.mark()
+    mark = device.record_event()
     wait_until_seen(mark)
     between = time.perf_counter()
-    assert device.mark_time(mark) <= between
+    assert device.event_time(mark) <= between
 
 
 def wait_until_seen(mark: Any) -> None:
@@ -631,7 +633,7 @@ def wait_until_seen(mark: Any) -> None:
 def test_waiting_for_cuda_sleeps(streams: tuple[Device, FakeStreams]) -> None:
     device, _ = streams
     run_clock_at_once(device)
-    event: FakeEvent = device.mark().event  # type: ignore[attr-defined]
+    event: FakeEvent = device.record_event().event  # type: ignore[attr-defined]
     assert event.blocking == (device.kind in ("cuda", "rocm"))
 
 
@@ -694,7 +696,7 @@ def mps(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, FakeMps]:
 def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeMps]) -> None:
     device, fake = mps
     tensor = torch.ones(3)
-    mark = device.mark(tensor)
+    mark = device.record_event(tensor)
     assert not mark.done()
     result: list[torch.Tensor] = []
     sender = threading.Thread(
@@ -709,7 +711,7 @@ def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeM
     assert result[0] is mark.held[0]  # type: ignore[attr-defined]
     other = torch.full((2,), 5.0)  # not named at the mark: copied afterwards
     assert torch.equal(device.copy_out(other, mark, BufferPool())[0], other)
-    assert device.mark_time(mark) <= time.perf_counter()
+    assert device.event_time(mark) <= time.perf_counter()
     assert device.seconds(mark, mark) == 0
 
 
@@ -730,10 +732,10 @@ def test_mps_holds_memory_that_the_queue_still_uses(mps: tuple[Device, FakeMps])
 
 def test_mps_sees_marks_when_they_are_reached(mps: tuple[Device, FakeMps]) -> None:
     device, fake = mps
-    first, second = device.mark(), device.mark()
+    first, second = device.record_event(), device.record_event()
     fake.reached = 1
     wait_until_seen(first)
     between = time.perf_counter()
     fake.reached = 2
-    assert device.mark_time(first) <= between <= device.mark_time(second)
+    assert device.event_time(first) <= between <= device.event_time(second)
     assert device.seconds(first, second) > 0

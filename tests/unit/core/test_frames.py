@@ -56,12 +56,12 @@ def examples() -> dict[str, Message]:
     m = MessageType
     hidden = {**STEP, "stage": 1, "micro_batch": 3}
     coded = {**hidden, "codec": "int8", "shape": [1, 2, 3], "dtype": "float32"}
-    peer = {"protocol": 2, "package": "0.1.0", "run_id": "r", "worker_id": "box"}
+    peer = {"protocol": PROTOCOL_VERSION, "package": "0.1.0", "run_id": "r", "worker_id": "box"}
     named = {"stage": 1, "part": 0, "last": True, "names": ["a", "b"]}
     fields: dict[MessageType, tuple[dict[str, Any], list[WireTensor]]] = {
         m.HELLO: (
             {
-                "protocol": 2,
+                "protocol": PROTOCOL_VERSION,
                 "package": "0.1.0",
                 "run_id": "r",
                 "worker_id": 1,
@@ -71,7 +71,7 @@ def examples() -> dict[str, Message]:
         ),
         m.WELCOME: (
             {
-                "protocol": 2,
+                "protocol": PROTOCOL_VERSION,
                 "package": "0.1.0",
                 "worker_id": "box",
                 "torch": "2.13.0",
@@ -107,7 +107,7 @@ def examples() -> dict[str, Message]:
                 "micro_batches": 4,
                 "num_items": 99,
                 "loss_scale": 1.0,
-                "held": [{"index": 1, "limit": 3}],
+                "in_flight_limits": [{"index": 1, "limit": 3}],
                 "policy": [-1e9, 1.0, 0.0, 1.0, 0.0, 0.0],
                 "direct": [1],
             },
@@ -120,8 +120,8 @@ def examples() -> dict[str, Message]:
         m.FORWARD: (hidden, [tensor("bfloat16", 1, 2, 3)]),
         m.BACKWARD: (coded, [tensor("int8", 6), tensor("bfloat16", 1)]),
         m.LOSS: ({**STEP, "micro_batch": 3, "loss": 0.5}, []),
-        m.FINISHED: ({**STEP, "micro_batch": 3}, []),
-        m.GRADIENTS: (
+        m.BACKWARD_DONE: ({**STEP, "micro_batch": 3}, []),
+        m.GRADIENT_NORMS: (
             {
                 **STEP,
                 "stages": [{"index": 1, "nonfinite": [2], "tied": False}],
@@ -374,7 +374,9 @@ def test_wire_tensor_is_checked(dtype: str, shape: tuple[int, ...], data: Any, t
 @pytest.mark.parametrize(
     ("greeting", "role"), [("HELLO", WORKER), ("PEER_HELLO", LISTENER), ("WELCOME", COORDINATOR)]
 )
-@pytest.mark.parametrize(("version", "older"), [(3, "this machine"), (1, "the peer")])
+@pytest.mark.parametrize(
+    ("version", "older"), [(PROTOCOL_VERSION + 1, "this machine"), (1, "the peer")]
+)
 def test_other_version_is_readable_and_refused_with_both_numbers(
     greeting: str, role: str, version: int, older: str
 ) -> None:
@@ -415,8 +417,8 @@ UP = "HELLO WELCOME SETUP READY START "
 
 def test_session_of_a_whole_run_is_legal() -> None:
     steps = (
-        "STEP INPUTS FORWARD LOSS FINISHED BACKWARD GRADIENTS COMMIT COMMITTED "
-        "STEP INPUTS FORWARD ABORT ABORTED STEP GRADIENTS ABORT ABORTED "
+        "STEP INPUTS FORWARD LOSS BACKWARD_DONE BACKWARD GRADIENT_NORMS COMMIT COMMITTED "
+        "STEP INPUTS FORWARD ABORT ABORTED STEP GRADIENT_NORMS ABORT ABORTED "
         "STATE_REQUEST STATE LOAD_STATE STATE_LOADED PEER_LOST CONTROL LOG HEARTBEAT BYE"
     )
     coordinator, _ = walk(UP + steps)
@@ -429,18 +431,18 @@ def test_session_of_a_whole_run_is_legal() -> None:
     [
         ("COMMITTED", Phase.IDLE),
         ("STEP COMMITTED", Phase.STEP),
-        ("STEP INPUTS FORWARD LOSS COMMITTED FINISHED GRADIENTS", Phase.COLLECTED),
+        ("STEP INPUTS FORWARD LOSS COMMITTED BACKWARD_DONE GRADIENT_NORMS", Phase.COLLECTED),
         ("STEP ABORT COMMITTED ABORTED", Phase.IDLE),
         ("STATE_REQUEST COMMITTED STATE", Phase.IDLE),
     ],
 )
 def test_committed_need_not_come_before_the_next_step(then: str, phase: Phase) -> None:
-    _, worker = walk(UP + "STEP GRADIENTS COMMIT " + then)
+    _, worker = walk(UP + "STEP GRADIENT_NORMS COMMIT " + then)
     assert worker.phase is phase
 
 
 def test_committed_may_come_during_an_evaluation() -> None:
-    coordinator, worker = walk(UP + "STEP GRADIENTS COMMIT")
+    coordinator, worker = walk(UP + "STEP GRADIENT_NORMS COMMIT")
     evaluation = Message(MessageType.STEP, {**examples()["STEP"].meta, "train": False})
     coordinator.send(evaluation)
     worker.receive(evaluation)
@@ -507,7 +509,7 @@ def test_evaluation_ends_with_the_next_step() -> None:
 def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
     coordinator, worker = walk(UP + "STEP")
     coordinator.send(examples()["ABORT"])
-    for name in ("FORWARD", "BACKWARD", "LOSS", "FINISHED", "GRADIENTS", "ABORTED"):
+    for name in ("FORWARD", "BACKWARD", "LOSS", "BACKWARD_DONE", "GRADIENT_NORMS", "ABORTED"):
         coordinator.receive(examples()[name])
     worker.receive(examples()["ABORT"])
     worker.send(examples()["ABORTED"])
@@ -524,10 +526,10 @@ def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
         ("HELLO WELCOME", "START", WORKER),
         (UP, "COMMIT", WORKER),
         (UP + "STEP", "COMMIT", WORKER),
-        (UP + "STEP GRADIENTS", "GRADIENTS", COORDINATOR),
-        (UP + "STEP GRADIENTS", "STEP", WORKER),
-        (UP + "STEP GRADIENTS COMMIT", "COMMIT", WORKER),
-        (UP + "STEP GRADIENTS COMMIT", "LOSS", COORDINATOR),
+        (UP + "STEP GRADIENT_NORMS", "GRADIENT_NORMS", COORDINATOR),
+        (UP + "STEP GRADIENT_NORMS", "STEP", WORKER),
+        (UP + "STEP GRADIENT_NORMS COMMIT", "COMMIT", WORKER),
+        (UP + "STEP GRADIENT_NORMS COMMIT", "LOSS", COORDINATOR),
         (UP + "STEP", "STATE_REQUEST", WORKER),
         (UP, "CONNECT", WORKER),
         (UP, "STEP", COORDINATOR),  # a worker may not command

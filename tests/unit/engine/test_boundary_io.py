@@ -22,9 +22,9 @@ from hetero_framework.core.frames import (
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.core.trace import RECEIVE, Recorder
 from hetero_framework.engine import messages
-from hetero_framework.engine.boundary_io import Done, Exchange, Meter, Sender, unpack
-from hetero_framework.engine.executor import Arrival, StageRunner
-from hetero_framework.engine.stage_api import Loss, Orders, StepInfo
+from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Done, Sender, unpack
+from hetero_framework.engine.executor import Arrival, Executor
+from hetero_framework.engine.stage_api import Loss, StepInfo, StepSchedule
 from hetero_framework.errors import ProtocolError
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
 
@@ -244,7 +244,7 @@ class Wire:
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         assert info == INFO
-        self.left.append(("FINISHED", micro_batch))
+        self.left.append(("BACKWARD_DONE", micro_batch))
 
     def tensor(self, index: int = -1) -> torch.Tensor:
         """What arrives of a message that was posted."""
@@ -263,19 +263,19 @@ class Idle:
     def begin(self, info: StepInfo) -> None: ...
 
 
-Opened = tuple[Exchange, StageRunner, Wire]
+Opened = tuple[BoundaryIO, Executor, Wire]
 
 
 @pytest.fixture
 def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
     """`opened(device, activations=..., gradients=..., awaited=...)`: the exchange of a process
     with stage 1, in the middle of step 3."""
-    exchanges: list[Exchange] = []
+    exchanges: list[BoundaryIO] = []
 
     def make(device: Device, *, awaited: bool = True, **codecs: Any) -> Opened:
         wire = Wire()
-        runner = StageRunner([Idle(1)], device, Recorder(0))  # type: ignore[list-item]
-        exchange = Exchange(
+        runner = Executor([Idle(1)], device, Recorder(0))  # type: ignore[list-item]
+        exchange = BoundaryIO(
             runner,
             device,
             WireConfig(**codecs),
@@ -287,7 +287,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
         )
         exchanges.append(exchange)
         runner.outbox = exchange
-        runner.begin(INFO, Orders(held=(4, 4, 4)))
+        runner.begin(INFO, StepSchedule(in_flight_limits=(4, 4, 4)))
         return exchange, runner, wire
 
     yield make
@@ -317,7 +317,12 @@ def test_exchange_of_the_cpu_sends_in_the_computing_thread_without_copying(opene
     exchange.gradient(0, 1, tensor)
     exchange.loss(1, torch.tensor(2.5))
     exchange.finished(1)
-    assert wire.left == [("FORWARD", 2, 0), ("BACKWARD", 0, 1), ("LOSS", 1, 2.5), ("FINISHED", 1)]
+    assert wire.left == [
+        ("FORWARD", 2, 0),
+        ("BACKWARD", 0, 1),
+        ("LOSS", 1, 2.5),
+        ("BACKWARD_DONE", 1),
+    ]
     assert wire.threads == [threading.current_thread().name] * 2
     assert from_wire(wire.sent[0][1].tensors[0]).data_ptr() == tensor.data_ptr()
     assert wire.sent[0][2] is None
@@ -398,7 +403,7 @@ def test_exchange_gives_copies_back_when_they_are_written_and_only_then(opened: 
 
 def test_exchange_keeps_losses_in_order_with_what_was_handed_over_before(opened: Any) -> None:
     """The loss of a micro-batch is sent after the tensors before it, and `flush` (ahead of
-    GRADIENTS) waits for all of it."""
+    GRADIENT_NORMS) waits for all of it."""
     device = QueuedDevice()
     exchange, _, wire = opened(device)
     exchange.gradient(0, 0, hidden())
@@ -451,7 +456,7 @@ def boundary(kind: MessageType, stage: int, step: int = 3) -> Message:
 
 
 def test_meter_means_the_seconds_of_tensors_that_arrived() -> None:
-    meter = Meter(Recorder(0))
+    meter = ArrivalMeter(Recorder(0))
     moved = meter.watch(2)
     moved("receive", boundary(MessageType.FORWARD, 1), 0.0, 1.0)
     moved("receive", boundary(MessageType.FORWARD, 1), 5.0, 8.0)
@@ -465,7 +470,7 @@ def test_meter_means_the_seconds_of_tensors_that_arrived() -> None:
 def test_meter_feeds_the_timeline() -> None:
     recorder = Recorder(-1)
     recorder.begin(3)
-    Meter(recorder).watch(2)("receive", boundary(MessageType.FORWARD, 1), 0.5, 1.5)
+    ArrivalMeter(recorder).watch(2)("receive", boundary(MessageType.FORWARD, 1), 0.5, 1.5)
     [span] = recorder.take()
     assert (span["kind"], span["stage"], span["peer"]) == (RECEIVE, 1, 2)
     assert (span["began"], span["ended"]) == (0.5, 1.5)

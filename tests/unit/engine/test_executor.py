@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.core.devices import Device, Mark, open_device
+from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.trace import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
-from hetero_framework.engine.executor import Arrival, StageRunner, StageTimes
+from hetero_framework.engine.executor import Arrival, Executor, StageTimes
 from hetero_framework.engine.stage_api import (
     GradientReport,
     Loss,
-    Orders,
     StatePart,
     StepInfo,
+    StepSchedule,
     Tensors,
 )
 from hetero_framework.errors import HeteroError, ModelError, ResourceError
@@ -25,7 +25,7 @@ from tests.unit.device_helpers import QueuedDevice
 
 TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)
 EVALUATE = StepInfo(step=3, attempt=0, train=False, micro_batches=4, num_items=8)
-ORDERS = Orders(held=(8,) * 4)
+ORDERS = StepSchedule(in_flight_limits=(8,) * 4)
 INPUTS: Tensors = {"attention_mask": torch.ones(1, 2)}
 
 
@@ -73,7 +73,7 @@ class FakeStage:
             return torch.zeros(1, 2, 3)
         return tensor.add_(1) if self.in_place else tensor + 1
 
-    def collect(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+    def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
         return GradientReport(torch.zeros(0))
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
@@ -137,9 +137,9 @@ def make_runner(
     device: Device | None = None,
     recorder: Recorder | None = None,
     num_devices: int = 1,
-) -> tuple[StageRunner, Sent]:
+) -> tuple[Executor, Sent]:
     sent = Sent()
-    runner = StageRunner(
+    runner = Executor(
         stages, device or open_device("cpu"), recorder or Recorder(0), num_devices=num_devices
     )
     runner.outbox = sent
@@ -147,15 +147,15 @@ def make_runner(
 
 
 def runner_of(
-    stage: FakeStage, info: StepInfo = TRAIN, *, held: int = 8
-) -> tuple[StageRunner, Sent, Buffers]:
+    stage: FakeStage, info: StepInfo = TRAIN, *, in_flight: int = 8
+) -> tuple[Executor, Sent, Buffers]:
     runner, sent = make_runner([stage])
-    runner.begin(info, Orders(held=(held,) * 4))
+    runner.begin(info, StepSchedule(in_flight_limits=(in_flight,) * 4))
     stage.calls.clear()
     return runner, sent, Buffers()
 
 
-def feed(runner: StageRunner, stage: int, buffers: Buffers, count: int) -> None:
+def feed(runner: Executor, stage: int, buffers: Buffers, count: int) -> None:
     """Inputs and hidden states of micro-batches 0 to `count` - 1."""
     for k in range(count):
         runner.put_inputs(stage, k, INPUTS)
@@ -163,7 +163,7 @@ def feed(runner: StageRunner, stage: int, buffers: Buffers, count: int) -> None:
             runner.put_hidden(stage, k, buffers.arrival())
 
 
-def run_all(runner: StageRunner) -> int:
+def run_all(runner: Executor) -> int:
     count = 0
     while runner.run_next():
         count += 1
@@ -258,7 +258,7 @@ def test_two_runners_under_random_timing_do_everything_once_and_in_order(seed: i
         *(make_runner(stages[i::2], num_devices=2) for i in (0, 1)), strict=True
     )
     buffers = Buffers()
-    orders = Orders(held=(draw.randint(1, 6),) * 4, policy=draw.choice(PORTFOLIO))
+    orders = StepSchedule(in_flight_limits=(draw.randint(1, 6),) * 4, policy=draw.choice(PORTFOLIO))
     for runner in runners:
         runner.begin(replace(TRAIN, micro_batches=6), orders)
     for stage in stages:
@@ -293,7 +293,9 @@ def test_policy_of_the_step_decides_among_what_is_ready() -> None:
     stages = [FakeStage(0, first=True), FakeStage(2)]
     runner, _ = make_runner(stages)
     buffers = Buffers()
-    runner.begin(TRAIN, Orders(held=(8,) * 4, policy=Policy(1e9, 1.0, 0.0, 0.0, -1.0)))
+    runner.begin(
+        TRAIN, StepSchedule(in_flight_limits=(8,) * 4, policy=Policy(1e9, 1.0, 0.0, 0.0, -1.0))
+    )
     order: list[tuple[Any, ...]] = []
     for stage in stages:
         stage.calls = order
@@ -303,7 +305,7 @@ def test_policy_of_the_step_decides_among_what_is_ready() -> None:
     runner.put_gradient(2, 0, buffers.arrival())
     run_all(runner)
     assert order == [("forward", 0), ("forward", 0), ("backward", 0)]
-    runner.begin(TRAIN, Orders(held=(8,) * 4))
+    runner.begin(TRAIN, StepSchedule(in_flight_limits=(8,) * 4))
     for index in (0, 2):
         feed(runner, index, buffers, 1)
     runner.run_next()
@@ -316,23 +318,23 @@ def test_policy_of_the_step_decides_among_what_is_ready() -> None:
 # ---- what a stage may hold, and when it is done
 
 
-@pytest.mark.parametrize("held", [1, 2, 3])
-def test_stage_stores_no_more_forwards_than_it_may(held: int) -> None:
-    runner, sent, buffers = runner_of(FakeStage(1), held=held)
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_stage_stores_no_more_forwards_than_it_may(in_flight: int) -> None:
+    runner, sent, buffers = runner_of(FakeStage(1), in_flight=in_flight)
     feed(runner, 1, buffers, 4)
-    assert run_all(runner) == held
+    assert run_all(runner) == in_flight
     for k in range(4):
         runner.put_gradient(1, k, buffers.arrival())
         run_all(runner)
     assert [m[2] for m in sent.messages if m[0] == "hidden"] == list(range(4))
-    assert runner.statistics()[1].held_peak == held
+    assert runner.statistics()[1].in_flight_peak == in_flight
     assert runner.is_done
 
 
 def test_limit_of_each_stage_is_its_own() -> None:
     runner, sent = make_runner([FakeStage(0, first=True), FakeStage(2)])
     buffers = Buffers()
-    runner.begin(TRAIN, Orders(held=(3, 9, 1, 9)))
+    runner.begin(TRAIN, StepSchedule(in_flight_limits=(3, 9, 1, 9)))
     for index in (0, 2):
         feed(runner, index, buffers, 4)
     assert run_all(runner) == 4
@@ -343,11 +345,11 @@ def test_evaluation_and_stages_without_a_backward_store_nothing() -> None:
     for info, differentiates in ((EVALUATE, True), (TRAIN, False)):
         stage = FakeStage(1)
         stage.differentiates = differentiates
-        runner, _, buffers = runner_of(stage, info, held=1)
+        runner, _, buffers = runner_of(stage, info, in_flight=1)
         feed(runner, 1, buffers, 4)
         assert run_all(runner) == 4
         assert buffers.released == [1] * 4
-        assert runner.statistics()[1].held_peak == 0
+        assert runner.statistics()[1].in_flight_peak == 0
 
 
 def test_stage_before_which_nothing_trains_finishes_the_micro_batch() -> None:
@@ -534,7 +536,7 @@ def test_statistics_count_the_longest_queue_of_the_step() -> None:
     run_all(runner)
     runner.put_gradient(1, 0, buffers.arrival())
     figures = runner.statistics()[1]
-    assert (figures.queue_peak, figures.held_peak) == (3, 3)
+    assert (figures.queue_peak, figures.in_flight_peak) == (3, 3)
     assert figures.forward_s > 0
     assert figures.backward_s == 0
     runner.begin(TRAIN, ORDERS)
@@ -613,9 +615,9 @@ def test_time_of_a_task_ends_before_its_result_is_sent() -> None:
     order: list[str] = []
 
     class Watched(Device):
-        def mark(self, *tensors: torch.Tensor) -> Mark:
+        def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
             order.append("mark")
-            return Mark()
+            return DeviceEvent()
 
     runner, sent = make_runner([FakeStage(0, first=True)], device=Watched())
     sent.hidden = lambda *_: order.append("sent")  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetero_framework.core.frames import Message, MessageType, decode, encode
 from hetero_framework.engine import messages
-from hetero_framework.engine.stage_api import GradientReport, Orders, StatePart, StepInfo
+from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, StepSchedule
 from hetero_framework.errors import ProtocolError
 from hetero_framework.planner.simulator import PORTFOLIO
 
@@ -31,10 +31,10 @@ def travelled(message: Message) -> Message:
     st.booleans(),
 )
 def test_step_tells_how_it_is_run(
-    held: list[int], policy: Any, direct: frozenset[int], train: bool
+    in_flight: list[int], policy: Any, direct: frozenset[int], train: bool
 ) -> None:
     info = StepInfo(7, 2, train, micro_batches=4, num_items=10, loss_scale=0.5)
-    orders = Orders(tuple(held), policy, direct)
+    orders = StepSchedule(tuple(in_flight), policy, direct)
     message = travelled(messages.step_message(info, orders))
     assert messages.step_info(message) == info
     assert messages.step_orders(message) == orders
@@ -42,7 +42,7 @@ def test_step_tells_how_it_is_run(
 
 @pytest.mark.parametrize("count", [0, 5, 7])
 def test_step_with_another_kind_of_policy_is_refused(count: int) -> None:
-    message = messages.step_message(INFO, Orders(held=(1,)))
+    message = messages.step_message(INFO, StepSchedule(in_flight_limits=(1,)))
     message.meta["policy"] = [0.0] * count
     with pytest.raises(ProtocolError, match=f"a policy has 6 numbers, got {count}"):
         messages.step_orders(message)
@@ -143,7 +143,7 @@ def test_gradients_bring_norms_bad_micro_batches_and_the_heads_gradient() -> Non
         1: GradientReport(torch.tensor([1.0, 2.0]), nonfinite=(3,)),
         4: GradientReport(torch.tensor([0.5]), tied_gradient=torch.ones(2, 2)),
     }
-    message = travelled(messages.gradients_message(INFO, reports, {"round_trips": {"2": 0.5}}))
+    message = travelled(messages.gradient_norms_message(INFO, reports, {"round_trips": {"2": 0.5}}))
     assert message.meta["stats"] == {"round_trips": {"2": 0.5}}
     found = messages.reports_of(message)
     assert list(found) == [1, 4]

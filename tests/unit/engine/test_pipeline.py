@@ -17,13 +17,13 @@ from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import unpack
 from hetero_framework.engine.hosts import Event, LinkLost
 from hetero_framework.engine.pipeline import Pipeline
-from hetero_framework.engine.stage_api import GradientReport, Orders, StepInfo, Tensors
+from hetero_framework.engine.stage_api import GradientReport, StepInfo, StepSchedule, Tensors
 from hetero_framework.errors import HeteroError, PeerLostError
 from tests.unit.engine.test_executor import FakeStage
 
 STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
 INFO = StepInfo(step=0, attempt=0, train=True, micro_batches=4, num_items=8)
-ORDERS = Orders(held=(4, 4))
+ORDERS = StepSchedule(in_flight_limits=(4, 4))
 BATCHES: list[Tensors] = [
     {"input_ids": torch.full((1, 2), k), "labels": torch.full((1, 2), k)} for k in range(4)
 ]
@@ -33,7 +33,7 @@ STATS = {
             "forward_s": 0.0,
             "backward_s": 0.5,
             "queue_peak": 2,
-            "held_peak": 1,
+            "in_flight_peak": 1,
             "peak_memory_bytes": 9,
             "arrive_forward_s": 0.25,
             "arrive_backward_s": 0.0,
@@ -92,7 +92,7 @@ class Worker:
 
     def report(self) -> None:
         report = {1: GradientReport(torch.tensor([3.0]), nonfinite=(2,))}
-        self.tell(messages.gradients_message(self.info, report, STATS))
+        self.tell(messages.gradient_norms_message(self.info, report, STATS))
 
     def tell(self, message: Message) -> None:
         arrival = unpack(message, open_device("cpu"))
@@ -133,19 +133,19 @@ def no_recovery(lost: LinkLost) -> None:
 
 
 def step(pipeline: Pipeline, info: StepInfo) -> list[float]:
-    pipeline.begin(info, ORDERS, window=3)
+    pipeline.begin(info, ORDERS, max_in_flight=3)
     losses = pipeline.run(BATCHES)
-    pipeline.collect()
+    pipeline.report_gradients()
     return losses
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 9])
-def test_run_keeps_to_the_window_and_gives_losses_in_order(window: int) -> None:
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3, 9])
+def test_run_keeps_to_the_window_and_gives_losses_in_order(max_in_flight: int) -> None:
     pipeline, worker, stage = make()
     worker.finished = lambda: [call[0] for call in stage.calls].count("backward")
-    pipeline.begin(INFO, ORDERS, window)
+    pipeline.begin(INFO, ORDERS, max_in_flight)
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
-    assert min(window, 2) <= worker.most_under_way <= min(window, 4)
+    assert min(max_in_flight, 2) <= worker.most_under_way <= min(max_in_flight, 4)
     assert [call for call in stage.calls if call[0] == "backward"] == [
         ("backward", k) for k in range(4)
     ]
@@ -166,11 +166,11 @@ def test_stage_is_sent_only_what_it_needs() -> None:
     ] * 4
 
 
-def test_collect_takes_reports_that_came_by_themselves() -> None:
+def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
     pipeline, _, _ = make()
     pipeline.begin(INFO, ORDERS, 3)
     pipeline.run(BATCHES)
-    reports, statistics = pipeline.collect()
+    reports, statistics = pipeline.report_gradients()
     assert [report.norms.tolist() for report in reports] == [[], [3.0]]
     assert reports[1].nonfinite == (2,)
     assert statistics[1].backward_s == statistics[1].busy_s == 0.5
@@ -189,12 +189,12 @@ def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:
     worker.confirm(INFO, [{"kind": "forward"}])
     assert step(pipeline, following) == [10.0, 11.0, 12.0, 13.0]
     assert pipeline.take_spans() == {7: [{"kind": "forward"}], "local": []}
-    pipeline.settle()  # nothing is open
+    pipeline.drain_commits()  # nothing is open
     pipeline.repeat_commit(7)
     assert len(worker.kinds(MessageType.COMMIT)) == 1
 
 
-def test_settle_waits_for_the_last_commit_and_not_for_an_older_one() -> None:
+def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> None:
     pipeline, worker, _ = make(step_timeout_s=-1.0)
     step(pipeline, INFO)
     pipeline.commit(1e-3, 0.5, no_recovery)
@@ -203,9 +203,9 @@ def test_settle_waits_for_the_last_commit_and_not_for_an_older_one() -> None:
     pipeline.commit(1e-3, 0.5, no_recovery)
     worker.confirm(INFO)
     with pytest.raises(PeerLostError, match="waiting for COMMITTED of workers 7"):
-        pipeline.settle()
+        pipeline.drain_commits()
     worker.confirm(following)
-    pipeline.settle()
+    pipeline.drain_commits()
 
 
 def test_commit_over_a_broken_link_is_repeated_when_it_is_mended() -> None:
@@ -232,7 +232,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
     pipeline.begin(INFO, ORDERS, 3)
     for k in range(4):
         worker.tell(messages.loss_message(replace(INFO, attempt=5), k, 99.0))
-    worker.tell(messages.finished_message(replace(INFO, step=4), 3))
+    worker.tell(messages.backward_done_message(replace(INFO, step=4), 3))
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
 
 
@@ -243,8 +243,8 @@ def test_abort_forgets_what_was_reported() -> None:
     pipeline.abort()
     assert stage.calls[-1] == ("abort",)
     assert len(worker.kinds(MessageType.ABORT)) == 1
-    with pytest.raises(PeerLostError, match="waiting for GRADIENTS of worker 7"):
-        pipeline.collect()
+    with pytest.raises(PeerLostError, match="waiting for GRADIENT_NORMS of worker 7"):
+        pipeline.report_gradients()
 
 
 def test_run_in_which_nothing_moves_says_what_is_open() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.cluster.assembly import gradient_needs
 from hetero_framework.cluster.worker import serve
-from hetero_framework.cluster.worker_links import Peers
+from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
@@ -26,9 +26,9 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.engine.stage_api import (
     GradientReport,
-    Orders,
     StatePart,
     StepInfo,
+    StepSchedule,
     Tensors,
 )
 from hetero_framework.errors import CheckpointError, DeviceError
@@ -69,7 +69,9 @@ class RemoteStage:
     """Stage 1 of a plan in a worker behind a socket, asked with the product's own messages."""
 
     def __init__(self, config: Config) -> None:
-        self._peers = Peers(config, "contract", DEFAULT_MAX_FRAME_BYTES, note=lambda text: None)
+        self._peers = WorkerLinks(
+            config, "contract", DEFAULT_MAX_FRAME_BYTES, note=lambda text: None
+        )
         self._peers.connect_all()
         self._num_stages = len(config.stages())
         spec = config.stages()[1]
@@ -96,7 +98,7 @@ class RemoteStage:
     def begin(self, info: StepInfo) -> None:
         self._info = info
         self._peers.expect(info.step, info.attempt)
-        orders = Orders(held=(info.micro_batches,) * self._num_stages)
+        orders = StepSchedule(in_flight_limits=(info.micro_batches,) * self._num_stages)
         self._peers.send(1, messages.step_message(info, orders))
 
     def forward(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> torch.Tensor:
@@ -118,9 +120,9 @@ class RemoteStage:
         self._cross(MessageType.BACKWARD, k, gradient_BSD)
         return self._boundary(MessageType.BACKWARD, 0, k)
 
-    def collect(self) -> GradientReport:
+    def report_gradients(self) -> GradientReport:
         # A worker reports by itself once all micro-batches are through.
-        return messages.reports_of(self._await(MessageType.GRADIENTS))[1]
+        return messages.reports_of(self._await(MessageType.GRADIENT_NORMS))[1]
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
         order = messages.commit_message(self._info, learning_rate, grad_scale, None)
@@ -130,7 +132,7 @@ class RemoteStage:
     def abort(self) -> None:
         self._tell(MessageType.ABORT, self._address)
         # The report of a step that was complete may have been on its way.
-        self._await(MessageType.ABORTED, unread=MessageType.GRADIENTS)
+        self._await(MessageType.ABORTED, unread=MessageType.GRADIENT_NORMS)
 
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._trainable
@@ -349,7 +351,7 @@ def test_evaluate_is_the_sum_of_token_losses_and_leaves_no_gradient(
         tested.forward_backward(k, last_inputs(k), whole.entering(k, 1))
     parameters = whole.parameters([name for name, _ in tested.trainable()])
     expected = [torch.linalg.vector_norm(p.grad) for p in parameters.values()]
-    assert torch.equal(tested.collect().norms, torch.stack(expected))
+    assert torch.equal(tested.report_gradients().norms, torch.stack(expected))
     tested.abort()
 
 
@@ -359,7 +361,7 @@ def test_collect_reports_the_norm_of_every_parameter_in_its_order(
     tested = stage(MIDDLE)
     tested.begin(info())
     run_middle(tested, whole)
-    report = tested.collect()
+    report = tested.report_gradients()
     names = [name for name, _ in tested.trainable()]
     assert len(names) == 2 * 9
     assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in names)
@@ -376,7 +378,7 @@ def test_collect_names_micro_batches_that_are_not_finite(stage: Open, whole: Who
         tested.forward(k, middle_inputs(k), whole.entering(k, 1) * factor)
     for k in range(2):
         tested.backward(k, whole.gradient(k, 3))
-    assert tested.collect().nonfinite == (1,)
+    assert tested.report_gradients().nonfinite == (1,)
     tested.abort()
 
 
@@ -393,7 +395,7 @@ def test_commit_is_one_step_of_the_optimizer_on_scaled_gradients(
     for step in range(2):
         tested.begin(info(step))
         run_middle(tested, whole)
-        tested.collect()
+        tested.report_gradients()
         tested.commit(learning_rate=3e-3, grad_scale=0.25)
         # The stage had the same incoming tensors in both steps, but its weights have moved.
         if step == 0:
@@ -419,7 +421,7 @@ def test_abort_leaves_weights_and_forgets_gradients(stage: Open, whole: Whole) -
     run_middle(tested, whole)
     parameters = whole.parameters([name for name, _ in tested.trainable()])
     expected = [torch.linalg.vector_norm(p.grad) for p in parameters.values()]
-    assert torch.equal(tested.collect().norms, torch.stack(expected))
+    assert torch.equal(tested.report_gradients().norms, torch.stack(expected))
     tested.abort()
     for name, tensor in weights(tested).items():
         assert torch.equal(tensor, before[name])
@@ -433,7 +435,7 @@ def test_abort_and_begin_each_forget_what_was_added(
         tested.begin(info())
         run_middle(tested, whole)
         tested.abort() if forget == "abort" else tested.begin(info(1))
-        assert torch.count_nonzero(tested.collect().norms) == 0
+        assert torch.count_nonzero(tested.report_gradients().norms) == 0
 
 
 def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
@@ -442,7 +444,7 @@ def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
     first = stage(MIDDLE)
     first.begin(info())
     run_middle(first, whole)
-    first.collect()
+    first.report_gradients()
     first.commit(learning_rate=1e-2, grad_scale=1.0)
     parts = [
         StatePart({n: t.clone() for n, t in part.tensors.items()}, part.values, part.last)
@@ -458,7 +460,7 @@ def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
     for each in (first, second):
         each.begin(info(1))
         run_middle(each, whole)
-        each.collect()
+        each.report_gradients()
         each.commit(learning_rate=1e-2, grad_scale=1.0)
     expected = weights(first)
     for name, tensor in weights(second).items():
@@ -540,7 +542,7 @@ class Chain:
         losses = [self._micro_batch(k, train) for k in range(2)]
         tied_gradient = None
         for stage in reversed(self.stages):
-            report = stage.collect(tied_gradient if stage.is_first else None)
+            report = stage.report_gradients(tied_gradient if stage.is_first else None)
             tied_gradient = report.tied_gradient if stage.is_last else tied_gradient
         gradients = {}
         for stage in self.stages:
@@ -617,7 +619,7 @@ def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint: Path) -> None:
         stage.forward_backward(k, batch(k), None)
     largest = max(float(p.grad.abs().max()) for _, p in stage._parameters if p.grad is not None)
     assert largest == 1024 * max(float(g.abs().max()) for g in expected.values())
-    stage.collect()
+    stage.report_gradients()
     for name, parameter in stage._parameters:
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name])

@@ -102,7 +102,7 @@ def test_adapter_trained_on_shards_loads_into_stock_model_bit_equal(
     chain_backward(parts)
     expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
     found = dict(item for part in parts for item in trainable_parameters(part))
-    assert list(found) == sorted(found, key=lambda n: next(p for p in parts).rank(n))
+    assert list(found) == sorted(found, key=lambda n: next(p for p in parts).parameter_index(n))
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         assert torch.equal(parameter.grad, expected[name].grad), name
@@ -225,7 +225,7 @@ def test_weights_are_not_trained_in_float16(llama: Path, adapter: AdapterConfig 
 
 def test_full_training_trains_every_weight_in_model_order(llama: Path) -> None:
     parts = shards(llama, 0, 1, 4)
-    found = [(part.rank(n), n) for part in parts for n, _ in trainable_parameters(part)]
+    found = [(part.parameter_index(n), n) for part in parts for n, _ in trainable_parameters(part)]
     assert [n for _, n in sorted(found)] == [n for n, _ in stock(llama).named_parameters()]
 
 

@@ -12,10 +12,10 @@ import torch
 
 from hetero_framework.engine.seeds import derive_seed
 from hetero_framework.models.chunked_loss import (
-    loss_in_pieces,
-    piece_tokens,
+    chunk_tokens,
+    chunked_loss,
     spans,
-    why_not_in_pieces,
+    why_not_chunked,
 )
 from hetero_framework.models.introspect import probe_inputs
 from hetero_framework.models.quiet import quiet_library
@@ -67,7 +67,7 @@ def in_pieces(
     pieces = spans(inputs["labels"].shape, limit)
     assert pieces
     backward = torch.Tensor.backward
-    return loss_in_pieces(
+    return chunked_loss(
         shard, inputs, hidden, ITEMS, pieces, running=nullcontext, backward=backward
     )
 
@@ -96,9 +96,9 @@ def test_without_a_limit_everything_is_one_piece() -> None:
 
 def test_auto_depends_on_the_vocabulary_alone() -> None:
     config = config_of("llama")
-    assert piece_tokens("auto", config) == (1 << 26) // 160
-    assert piece_tokens(7, config) == 7
-    assert piece_tokens(None, config) is None
+    assert chunk_tokens("auto", config) == (1 << 26) // 160
+    assert chunk_tokens(7, config) == 7
+    assert chunk_tokens(None, config) is None
 
 
 # ---- the same numbers
@@ -194,14 +194,14 @@ def test_a_row_longer_than_the_table_of_positions_works_where_positions_begin_ag
 
 @pytest.mark.parametrize("model_type", ["llama", "opt", "qwen3_moe"])
 def test_heads_that_work_token_by_token_are_admitted(model_type: str) -> None:
-    assert why_not_in_pieces(config_of(model_type)) is None
+    assert why_not_chunked(config_of(model_type)) is None
 
 
 @pytest.mark.parametrize(
     ("model_type", "reason"), [("cpmant", "does not run on a part"), ("xlm", "loss would differ")]
 )
 def test_others_are_found_out_with_the_reason(model_type: str, reason: str) -> None:
-    assert reason in str(why_not_in_pieces(config_of(model_type)))
+    assert reason in str(why_not_chunked(config_of(model_type)))
 
 
 # ---- less memory

@@ -22,7 +22,7 @@ from hetero_framework.models.equivalence import (
     verify_model,
     write_architectures,
 )
-from hetero_framework.models.introspect import learn_anatomy
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.shard import Shard, ShardRange
 from hetero_framework.models.tiny import tiny_config
 from tests.samples import save_llama
@@ -196,7 +196,7 @@ def test_samples_that_would_meet_in_a_row_are_refused_with_the_reason(
         config.num_hidden_layers = 2  # its scan is slow
     config._attn_implementation = asked
     with pytest.raises(ArchitectureError, match=reason) as caught:
-        admit_packing(config, ranges_from_cuts([1], learn_anatomy(config).num_layers))
+        admit_packing(config, ranges_from_cuts([1], introspect(config).num_layers))
     assert "data.padding_free to false" in str(caught.value)
 
 

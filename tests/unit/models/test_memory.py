@@ -16,13 +16,13 @@ from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters import trainable_parameters
-from hetero_framework.models.chunked_loss import loss_in_pieces, spans
+from hetero_framework.models.chunked_loss import chunked_loss, spans
 from hetero_framework.models.memory import (
     GIB,
     StageMemory,
     check_fits,
     estimate_memory,
-    most_in_flight,
+    in_flight_limits,
     recompute_stages,
 )
 from hetero_framework.models.shard import load_model_config
@@ -142,9 +142,9 @@ def test_activations_grow_with_what_is_in_flight_and_shrink_with_checkpointing(
 ) -> None:
     base = save_model(tmp_path)
 
-    def activations(window: int, **training: Any) -> list[int]:
+    def activations(max_in_flight: int, **training: Any) -> list[int]:
         config = config_of(base, (0, 2, 4), training=training)
-        return [m.activations for m in memory_of(config, window=window, tokens=32)]
+        return [m.activations for m in memory_of(config, max_in_flight=max_in_flight, tokens=32)]
 
     one = activations(4)
     assert activations(4, gradient_accumulation_steps=8) == [4 * one[0], one[1]]
@@ -156,10 +156,12 @@ def test_activations_grow_with_what_is_in_flight_and_shrink_with_checkpointing(
 def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(tmp_path: Path) -> None:
     base = save_model(tmp_path)
     config = config_of(base, (0, 1, 3, 4), training={"gradient_accumulation_steps": 8})
-    plain = memory_of(config, window=4, tokens=32)
+    plain = memory_of(config, max_in_flight=4, tokens=32)
     plan = [entry.model_dump(mode="json") for entry in config.shard_plan]
     plan[1]["gradient_checkpointing"] = True
-    own = memory_of(Config.from_dict({**config.to_dict(), "shard_plan": plan}), window=4, tokens=32)
+    own = memory_of(
+        Config.from_dict({**config.to_dict(), "shard_plan": plan}), max_in_flight=4, tokens=32
+    )
     assert [m.index for m in own if m != plain[m.index]] == [1]
     assert own[1].total < plain[1].total
     held = memory_of(config, in_flight=[3, 2, 1], tokens=32)
@@ -172,7 +174,7 @@ def test_a_stage_below_the_lowest_trained_layer_stores_nothing_for_backward(tmp_
     base = save_model(tmp_path)
     adapter = AdapterConfig(layers_to_transform=(2, 3))
     config = config_of(base, (0, 1, 2, 4), adapter, training={"gradient_accumulation_steps": 8})
-    few, many = (memory_of(config, window=w, tokens=32) for w in (2, 6))
+    few, many = (memory_of(config, max_in_flight=w, tokens=32) for w in (2, 6))
     assert [m.per_micro_batch > 0 for m in few] == [False, False, True]
     assert [m.activations for m in few] == [m.activations for m in many]
 
@@ -189,7 +191,7 @@ def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype: str, tmp_path:
         items, pieces = torch.tensor(9), spans(labels.shape, limit)
         with Peak() as peak:
             if pieces:
-                loss_in_pieces(
+                chunked_loss(
                     *(head, inputs, hidden, items, pieces),
                     running=nullcontext,
                     backward=torch.Tensor.backward,
@@ -234,7 +236,7 @@ def test_as_many_micro_batches_as_there_is_memory_for() -> None:
     memory = [stage(0, "local", 10, 4), stage(1, 1, 10, 10), stage(2, 1, 10, 5), stage(3, 2, 10, 9)]
 
     def most(*free: int) -> tuple[int, ...]:
-        return most_in_flight(memory, 6, [({"local"}, free[0]), ({1}, free[1]), ({2}, free[2])])
+        return in_flight_limits(memory, 6, [({"local"}, free[0]), ({1}, free[1]), ({2}, free[2])])
 
     assert most(1000, 1000, 1000) == (6, 6, 6, 6)
     assert most(10 + 3 * 4, 20 + 2 * 15, 0) == (3, 2, 2, 6)

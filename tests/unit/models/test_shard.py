@@ -19,7 +19,7 @@ from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import weights
-from hetero_framework.models.introspect import learn_anatomy, probe_inputs
+from hetero_framework.models.introspect import introspect, probe_inputs
 from hetero_framework.models.shard import (
     Checkpoint,
     Shard,
@@ -173,13 +173,17 @@ def test_shard_holds_only_its_layers_under_global_names(checkpoints: Any) -> Non
 def test_rank_restores_the_whole_models_order(checkpoints: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoints("gpt2"))
     shards = build("gpt2", checkpoints("gpt2"), [0, 2, 5, 6])
-    ranked = [(s.rank(n), n) for s in shards for n, _ in s.model.named_parameters()]
+    ranked = [(s.parameter_index(n), n) for s in shards for n, _ in s.model.named_parameters()]
     random.Random(0).shuffle(ranked)
     merged = [name for _, name in sorted(ranked)]
     assert merged == [*[n for n, _ in model.named_parameters()], "lm_head.weight"]
     lora = "transformer.h.3.attn.c_attn.lora_A.default.weight"
-    assert shards[0].rank("transformer.h.3.attn.c_attn.bias") < shards[0].rank(lora)
-    assert shards[0].rank(lora) < shards[0].rank("transformer.h.3.attn.c_proj.weight")
+    assert shards[0].parameter_index("transformer.h.3.attn.c_attn.bias") < shards[
+        0
+    ].parameter_index(lora)
+    assert shards[0].parameter_index(lora) < shards[0].parameter_index(
+        "transformer.h.3.attn.c_proj.weight"
+    )
 
 
 def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
@@ -469,12 +473,12 @@ def test_what_crosses_layers_is_named_and_allowed_in_one_shard() -> None:
 
 
 def test_anatomy_places_parts_by_use() -> None:
-    gpt2 = learn_anatomy(config_of("gpt2"))
+    gpt2 = introspect(config_of("gpt2"))
     assert gpt2.blocks == "transformer.h"
     assert gpt2.owner["transformer.wpe.weight"] == -1
     assert gpt2.owner["transformer.ln_f.weight"] == 6
     assert gpt2.owner["lm_head.weight"] == 6
-    bloom = learn_anatomy(tiny_config("bloom"))
+    bloom = introspect(tiny_config("bloom"))
     assert bloom.owner["transformer.word_embeddings_layernorm.weight"] == -1
 
 

@@ -11,12 +11,12 @@ from hetero_framework.planner.simulator import (
     BACKWARD_FIRST,
     FORWARD,
     PORTFOLIO,
-    Hop,
+    Edge,
     Policy,
     Profile,
     Task,
     choose,
-    default_window,
+    default_max_in_flight,
     simulate,
     step_bound,
     tune,
@@ -34,14 +34,14 @@ def profiles(draw: st.DrawFn, *, least: int = 0, free: bool = False) -> Profile:
     p = draw(st.integers(1, 5))
     times = st.lists(st.integers(least, 9), min_size=p, max_size=p)
     wire = st.integers(0, 0 if free else 30)
-    hop = st.builds(Hop, wire, wire, wire, st.none() | st.integers(0, 3))
+    edge = st.builds(Edge, wire, wire, wire, st.none() | st.integers(0, 3))
     devices = draw(st.lists(st.integers(0, 2), min_size=p, max_size=p) | st.just(list(range(p))))
-    hops = draw(st.lists(hop, min_size=p - 1, max_size=p - 1))
-    return Profile.of(draw(times), draw(times), devices=devices, hops=hops)
+    edges = draw(st.lists(edge, min_size=p - 1, max_size=p - 1))
+    return Profile.of(draw(times), draw(times), devices=devices, edges=edges)
 
 
-def equal(p: int, f: float = 20, b: float = 40, hop: Hop | None = None) -> Profile:
-    return Profile.of([f] * p, [b] * p, hops=[hop or Hop()] * (p - 1))
+def equal(p: int, f: float = 20, b: float = 40, edge: Edge | None = None) -> Profile:
+    return Profile.of([f] * p, [b] * p, edges=[edge or Edge()] * (p - 1))
 
 
 def interleaved(p: int, v: int, f: float, b: float) -> Profile:
@@ -94,25 +94,25 @@ def test_policy_that_groups_takes_a_whole_group_through_the_deeper_stage_first()
 # ---- the profile
 
 
-def test_profile_needs_times_devices_and_hops_for_its_stages() -> None:
-    for wrong in ({"forward_s": [1]}, {"devices": [0]}, {"hops": []}):
+def test_profile_needs_times_devices_and_edges_for_its_stages() -> None:
+    for wrong in ({"forward_s": [1]}, {"devices": [0]}, {"edges": []}):
         with pytest.raises(ValueError, match="p - 1 hops"):
             Profile.of(**{"forward_s": [1, 1], "backward_s": [1, 1], **wrong})
 
 
 def test_profile_knows_the_ways_of_tensors() -> None:
-    hops = [Hop(3, 5, 1), Hop(3, 5, 1), Hop(3, 5, 1, relay=0), Hop(3, 5, 1, relay=0)]
-    profile = Profile.of([1] * 5, [1] * 5, devices=[0, 0, 1, 2, 0], hops=hops)
+    edges = [Edge(3, 5, 1), Edge(3, 5, 1), Edge(3, 5, 1, relay=0), Edge(3, 5, 1, relay=0)]
+    profile = Profile.of([1] * 5, [1] * 5, devices=[0, 0, 1, 2, 0], edges=edges)
     assert profile.num_stages == 5
     assert profile.num_devices == 3
-    assert [profile.hop_s(k, FORWARD) for k in range(4)] == [0, 4, 4, 4]
-    assert [profile.hop_s(k, BACKWARD) for k in range(4)] == [0, 6, 6, 6]
-    assert profile.ports(0, FORWARD) == ()
-    assert profile.ports(1, FORWARD) == ((0, "out"), (1, "in"))
-    assert profile.ports(1, BACKWARD) == ((1, "out"), (0, "in"))
-    assert profile.ports(2, FORWARD) == ((1, "out"), (0, "in"), (0, "out"), (2, "in"))
-    assert profile.ports(2, BACKWARD) == ((2, "out"), (0, "in"), (0, "out"), (1, "in"))
-    assert profile.ports(3, FORWARD) == ((2, "out"), (0, "in"))  # its relay is its end
+    assert [profile.edge_s(k, FORWARD) for k in range(4)] == [0, 4, 4, 4]
+    assert [profile.edge_s(k, BACKWARD) for k in range(4)] == [0, 6, 6, 6]
+    assert profile.nics(0, FORWARD) == ()
+    assert profile.nics(1, FORWARD) == ((0, "out"), (1, "in"))
+    assert profile.nics(1, BACKWARD) == ((1, "out"), (0, "in"))
+    assert profile.nics(2, FORWARD) == ((1, "out"), (0, "in"), (0, "out"), (2, "in"))
+    assert profile.nics(2, BACKWARD) == ((2, "out"), (0, "in"), (0, "out"), (1, "in"))
+    assert profile.nics(3, FORWARD) == ((2, "out"), (0, "in"))  # its relay is its end
 
 
 # ---- the bound
@@ -143,8 +143,8 @@ def test_bound_of_unequal_stages_waits_for_the_slowest() -> None:
 
 
 def test_bound_of_one_micro_batch_is_its_way_through_everything() -> None:
-    hops = [Hop(7, 11, 1), Hop(13, 17, 2)]
-    profile = Profile.of([1, 4, 2], [2, 6, 3], hops=hops)
+    edges = [Edge(7, 11, 1), Edge(13, 17, 2)]
+    profile = Profile.of([1, 4, 2], [2, 6, 3], edges=edges)
     assert step_bound(profile, 1) == 18 + (7 + 11 + 2) + (13 + 17 + 4)
     on_one = replace(profile, devices=(0, 0, 0))
     assert step_bound(on_one, 1) == 18
@@ -155,26 +155,26 @@ SLOW = 70.26  # milliseconds on the wire, of an activation and of a gradient
 
 def test_bound_of_a_slow_link_is_its_own_work_and_what_it_cannot_overlap() -> None:
     """F, 16 activations, the last one's F and B, its gradient's way and B."""
-    bound = step_bound(equal(2, 20, 40, Hop(SLOW, SLOW)), 16)
+    bound = step_bound(equal(2, 20, 40, Edge(SLOW, SLOW)), 16)
     assert bound == pytest.approx(20 + 16 * SLOW + 60 + SLOW + 40)
     assert bound == pytest.approx(1314.42)
-    latency = step_bound(equal(2, 20, 40, Hop(SLOW, SLOW, 25)), 16)
+    latency = step_bound(equal(2, 20, 40, Edge(SLOW, SLOW, 25)), 16)
     assert latency == pytest.approx(bound + 2 * 25)
 
 
 def test_bound_counts_activations_and_gradients_through_one_port() -> None:
     """All that the middle device receives comes through one port: activations from the first one
     on, gradients down to the last one, whose way on takes B, 7 and B again."""
-    profile = equal(3, 1, 1, Hop(5, 7))
+    profile = equal(3, 1, 1, Edge(5, 7))
     assert step_bound(profile, 10) == 1 + 10 * (5 + 7) + (1 + 7 + 1)
 
 
 def test_bound_of_relayed_boundaries_counts_them_at_the_relay() -> None:
     """Three boundaries between four workers: each link alone carries 5 + 5 per micro-batch, the
     relay all of it."""
-    m, hop = 20, Hop(5, 5, 0, None)
-    direct = Profile.of([1] * 4, [1] * 4, devices=[1, 2, 3, 4], hops=[hop] * 3)
-    relayed = replace(direct, hops=(replace(hop, relay=0),) * 3)
+    m, edge = 20, Edge(5, 5, 0, None)
+    direct = Profile.of([1] * 4, [1] * 4, devices=[1, 2, 3, 4], edges=[edge] * 3)
+    relayed = replace(direct, edges=(replace(edge, relay=0),) * 3)
     assert step_bound(direct, m) < 1.1 * m * 10 + 40
     assert m * 30 < step_bound(relayed, m) < m * 30 + 40
     assert simulate(relayed, m, 8).seconds >= step_bound(relayed, m)
@@ -189,9 +189,9 @@ def test_bound_of_relayed_boundaries_counts_them_at_the_relay() -> None:
 def test_simulate_equal_stages_reach_the_bound_with_the_default_window(
     p: int, m: int, f: int, b: int
 ) -> None:
-    played = simulate(equal(p, f, b), m, default_window(p))
-    assert played.seconds == (m + p - 1) * (f + b)
-    assert played.busy == pytest.approx([m * (f + b) / played.seconds] * p)
+    simulated = simulate(equal(p, f, b), m, default_max_in_flight(p))
+    assert simulated.seconds == (m + p - 1) * (f + b)
+    assert simulated.busy == pytest.approx([m * (f + b) / simulated.seconds] * p)
 
 
 def test_simulate_window_of_p_suffices_for_few_stages() -> None:
@@ -201,23 +201,23 @@ def test_simulate_window_of_p_suffices_for_few_stages() -> None:
 
 @pytest.mark.parametrize("relay", [None, 7])
 def test_simulate_window_one_is_serial(relay: int | None) -> None:
-    m, hops = 5, [Hop(3, 4, 2, relay), Hop(1, 6, 0, relay)]
-    profile = Profile.of([1, 4, 2], [2, 6, 3], hops=hops)
-    played = simulate(profile, m, 1)
-    assert played.seconds == m * (18 + (3 + 4 + 2 * 2) + (1 + 6))
-    assert played.peak_held == (1, 1, 1)
+    m, edges = 5, [Edge(3, 4, 2, relay), Edge(1, 6, 0, relay)]
+    profile = Profile.of([1, 4, 2], [2, 6, 3], edges=edges)
+    simulated = simulate(profile, m, 1)
+    assert simulated.seconds == m * (18 + (3 + 4 + 2 * 2) + (1 + 6))
+    assert simulated.peak_in_flight == (1, 1, 1)
 
 
 def test_simulate_small_window_starves_the_stages() -> None:
     """Two micro-batches in four stages: no more than two stages are busy at a time."""
-    played = simulate(equal(4), 16, 2)
-    assert sum(played.busy) <= 2
-    assert played.peak_held == (2, 2, 2, 1)
+    simulated = simulate(equal(4), 16, 2)
+    assert sum(simulated.busy) <= 2
+    assert simulated.peak_in_flight == (2, 2, 2, 1)
 
 
 def test_simulate_latency_hides_behind_a_wide_window_only() -> None:
     m, p, t = 64, 4, 5
-    profile = equal(p, hop=Hop(latency_s=t))
+    profile = equal(p, edge=Edge(latency_s=t))
     bound = (m + p - 1) * 60
     wide = simulate(profile, m, 2 * p).seconds
     assert bound < wide <= bound + 2 * (p - 1) * t + 60
@@ -225,7 +225,7 @@ def test_simulate_latency_hides_behind_a_wide_window_only() -> None:
 
 
 def test_simulate_slow_link_sets_the_pace() -> None:
-    profile = equal(2, 20, 40, Hop(SLOW, SLOW))
+    profile = equal(2, 20, 40, Edge(SLOW, SLOW))
     assert simulate(profile, 16, 4).seconds == pytest.approx(step_bound(profile, 16))
     assert simulate(profile, 16, 2).seconds > 1.2 * step_bound(profile, 16)
 
@@ -233,9 +233,9 @@ def test_simulate_slow_link_sets_the_pace() -> None:
 def test_simulate_relayed_boundaries_share_the_relays_ports() -> None:
     """Two boundaries between three workers that carry 10 each way: through the relay they are one
     port, apart they are two."""
-    m, hop = 30, Hop(10, 10)
-    apart = Profile.of([1] * 3, [1] * 3, devices=[1, 2, 3], hops=[hop, hop])
-    relayed = replace(apart, hops=(replace(hop, relay=0),) * 2)
+    m, edge = 30, Edge(10, 10)
+    apart = Profile.of([1] * 3, [1] * 3, devices=[1, 2, 3], edges=[edge, edge])
+    relayed = replace(apart, edges=(replace(edge, relay=0),) * 2)
     work = m * 4 * 10
     assert work <= simulate(relayed, m, 12).seconds <= work + 100
     assert simulate(apart, m, 12).seconds <= work / 2 + 100
@@ -243,22 +243,26 @@ def test_simulate_relayed_boundaries_share_the_relays_ports() -> None:
 
 def test_simulate_slowest_stage_sets_the_pace() -> None:
     profile, m = Profile.of([1, 4, 2], [2, 6, 3]), 50
-    played = simulate(profile, m, 6)
-    assert played.seconds <= step_bound(profile, m) + 2 + 3
-    assert played.busy[1] > 0.98
+    simulated = simulate(profile, m, 6)
+    assert simulated.seconds <= step_bound(profile, m) + 2 + 3
+    assert simulated.busy[1] > 0.98
 
 
 def test_simulate_all_stages_on_one_device_is_the_sum_of_the_work() -> None:
-    profile = Profile.of([1, 2, 3], [4, 5, 6], devices=[0, 0, 0], hops=[Hop(9, 9, 9)] * 2)
-    played = simulate(profile, 7, 4)
-    assert played.seconds == 7 * 21
-    assert played.busy == (1.0,)
+    profile = Profile.of([1, 2, 3], [4, 5, 6], devices=[0, 0, 0], edges=[Edge(9, 9, 9)] * 2)
+    simulated = simulate(profile, 7, 4)
+    assert simulated.seconds == 7 * 21
+    assert simulated.busy == (1.0,)
 
 
-@pytest.mark.parametrize(("window", "limits"), [(0, None), (-1, None), (2, [1, 0])])
-def test_simulate_refuses_what_lets_nothing_in(window: int, limits: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("max_in_flight", "in_flight_limits"), [(0, None), (-1, None), (2, [1, 0])]
+)
+def test_simulate_refuses_what_lets_nothing_in(
+    max_in_flight: int, in_flight_limits: list[int] | None
+) -> None:
     with pytest.raises(ValueError, match="never starts"):
-        simulate(equal(2), 1, window, limits=limits)
+        simulate(equal(2), 1, max_in_flight, in_flight_limits=in_flight_limits)
 
 
 # ---- properties of the simulator
@@ -267,41 +271,49 @@ def test_simulate_refuses_what_lets_nothing_in(window: int, limits: list[int] | 
 @PLAYS
 @given(profiles(), st.integers(0, 12), st.integers(1, 14), POLICIES, st.data())
 def test_simulate_ends_with_every_task_done_once_within_the_limits(
-    profile: Profile, m: int, window: int, policy: Policy, data: st.DataObject
+    profile: Profile, m: int, max_in_flight: int, policy: Policy, data: st.DataObject
 ) -> None:
     """Whatever the times, ways, devices, policy and limits: it ends, each device has done exactly
     the work of its stages, and no stage has held more than it may."""
     p = profile.num_stages
-    limits = data.draw(st.none() | st.lists(st.integers(1, 6), min_size=p, max_size=p))
-    played = simulate(profile, m, window, policy=policy, limits=limits)
-    assert [share * played.seconds for share in played.busy] == pytest.approx(work_of(profile, m))
-    most = [min(window, m, limit) for limit in limits or [window] * p]
-    assert all(held <= limit for held, limit in zip(played.peak_held, most, strict=True))
+    in_flight_limits = data.draw(st.none() | st.lists(st.integers(1, 6), min_size=p, max_size=p))
+    simulated = simulate(
+        profile, m, max_in_flight, policy=policy, in_flight_limits=in_flight_limits
+    )
+    assert [share * simulated.seconds for share in simulated.busy] == pytest.approx(
+        work_of(profile, m)
+    )
+    most = [min(max_in_flight, m, limit) for limit in in_flight_limits or [max_in_flight] * p]
+    assert all(
+        in_flight <= limit for in_flight, limit in zip(simulated.peak_in_flight, most, strict=True)
+    )
 
 
 @PLAYS
 @given(profiles(), st.integers(0, 12), st.integers(1, 14), POLICIES)
 def test_simulate_never_beats_the_bound(
-    profile: Profile, m: int, window: int, policy: Policy
+    profile: Profile, m: int, max_in_flight: int, policy: Policy
 ) -> None:
-    assert simulate(profile, m, window, policy=policy).seconds >= step_bound(profile, m) - 1e-9
+    assert (
+        simulate(profile, m, max_in_flight, policy=policy).seconds >= step_bound(profile, m) - 1e-9
+    )
 
 
 @PLAYS
 @given(profiles(free=True), st.integers(1, 12), st.integers(1, 14), POLICIES)
 def test_simulate_never_loses_to_serial_where_transfers_are_free(
-    profile: Profile, m: int, window: int, policy: Policy
+    profile: Profile, m: int, max_in_flight: int, policy: Policy
 ) -> None:
     """Some device always works then."""
     serial = m * (sum(profile.forward_s) + sum(profile.backward_s))
-    assert simulate(profile, m, window, policy=policy).seconds <= serial
+    assert simulate(profile, m, max_in_flight, policy=policy).seconds <= serial
 
 
 # ---- the choice
 
 
 def test_default_window_is_twice_the_stages() -> None:
-    assert default_window(4) == 8
+    assert default_max_in_flight(4) == 8
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
@@ -311,27 +323,27 @@ def test_tune_reaches_the_bound_with_equal_stages(p: int, m: int, f: int, b: int
     choice = tune(equal(p, f, b), m)
     assert choice.policy == BACKWARD_FIRST
     assert choice.forecast.seconds <= 1.005 * (m + p - 1) * (f + b)
-    assert choice.window <= min(m, 3 * p)
+    assert choice.max_in_flight <= min(m, 3 * p)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (2, 3, 16), (4, 2, 8), (4, 2, 16)])
 def test_tune_reaches_the_bound_with_interleaved_stages(p: int, v: int, m: int) -> None:
     profile = interleaved(p, v, 24, 48)
     assert tune(profile, m).forecast.seconds <= 1.005 * step_bound(profile, m)
-    first = simulate(profile, m, default_window(p * v)).seconds
+    first = simulate(profile, m, default_max_in_flight(p * v)).seconds
     assert first > 1.01 * step_bound(profile, m)  # backward first does not
 
 
 def test_tune_reaches_the_bound_of_a_slow_link() -> None:
-    profile = equal(2, 20, 40, Hop(SLOW, SLOW))
+    profile = equal(2, 20, 40, Edge(SLOW, SLOW))
     assert tune(profile, 16).forecast.seconds <= 1.005 * 1314.42
 
 
 def test_tune_sends_more_on_the_way_over_a_long_line() -> None:
-    near, far = equal(2), equal(2, hop=Hop(latency_s=300))
-    assert tune(near, 64).window <= 6
+    near, far = equal(2), equal(2, edge=Edge(latency_s=300))
+    assert tune(near, 64).max_in_flight <= 6
     choice = tune(far, 64)
-    assert choice.window >= 10
+    assert choice.max_in_flight >= 10
     assert choice.forecast.seconds <= 1.02 * step_bound(far, 64)
 
 
@@ -340,10 +352,12 @@ def test_tune_sends_more_on_the_way_over_a_long_line() -> None:
 def test_tune_takes_a_small_window_that_bears_late_tensors(p: int, latency: int) -> None:
     """Boundaries half as slow again and uneven tasks cost no more than with room for everything."""
     m = 64
-    profile, slow = (equal(p, hop=Hop(latency_s=scale * latency)) for scale in (1, 1.5))
+    profile, slow = (equal(p, edge=Edge(latency_s=scale * latency)) for scale in (1, 1.5))
     choice = tune(profile, m)
-    assert choice.window < m
-    taken = simulate(slow, m, choice.window, limits=choice.limits, spread=0.3).seconds
+    assert choice.max_in_flight < m
+    taken = simulate(
+        slow, m, choice.max_in_flight, in_flight_limits=choice.in_flight_limits, spread=0.3
+    ).seconds
     assert taken <= 1.005 * simulate(slow, m, m, spread=0.3).seconds
 
 
@@ -355,8 +369,8 @@ def test_simulate_spread_is_the_same_each_time_and_bounded() -> None:
 
 
 def test_tune_with_a_window_takes_that_one() -> None:
-    assert tune(equal(4), 16, window=3).window == 3
-    assert tune(equal(4), 16, window=9).window == 9
+    assert tune(equal(4), 16, max_in_flight=3).max_in_flight == 3
+    assert tune(equal(4), 16, max_in_flight=9).max_in_flight == 9
 
 
 def test_tune_judges_long_steps_by_shorter_ones() -> None:
@@ -367,13 +381,19 @@ def test_tune_judges_long_steps_by_shorter_ones() -> None:
 @given(profiles(), st.integers(0, 10), st.data())
 def test_tune_never_exceeds_the_limits(profile: Profile, m: int, data: st.DataObject) -> None:
     p = profile.num_stages
-    limits = data.draw(st.lists(st.integers(1, 5), min_size=p, max_size=p))
-    choice = tune(profile, m, limits=limits)
-    assert all(1 <= held <= limit for held, limit in zip(choice.limits, limits, strict=True))
+    in_flight_limits = data.draw(st.lists(st.integers(1, 5), min_size=p, max_size=p))
+    choice = tune(profile, m, in_flight_limits=in_flight_limits)
     assert all(
-        held <= limit for held, limit in zip(choice.forecast.peak_held, choice.limits, strict=True)
+        1 <= in_flight <= limit
+        for in_flight, limit in zip(choice.in_flight_limits, in_flight_limits, strict=True)
     )
-    assert 1 <= choice.window <= max(1, m)
+    assert all(
+        in_flight <= limit
+        for in_flight, limit in zip(
+            choice.forecast.peak_in_flight, choice.in_flight_limits, strict=True
+        )
+    )
+    assert 1 <= choice.max_in_flight <= max(1, m)
 
 
 @settings(max_examples=60, deadline=None)
@@ -381,21 +401,21 @@ def test_tune_never_exceeds_the_limits(profile: Profile, m: int, data: st.DataOb
 def test_tune_is_never_worse_than_backward_first_with_the_default_window(
     profile: Profile, m: int
 ) -> None:
-    first = simulate(profile, m, default_window(profile.num_stages)).seconds
+    first = simulate(profile, m, default_max_in_flight(profile.num_stages)).seconds
     assert tune(profile, m).forecast.seconds <= 1.005 * first
 
 
 @pytest.mark.parametrize(
     "profile",
     [
-        Profile.of([4, 1], [8, 4], hops=[Hop(2, 8)]),
-        Profile.of([2, 4], [8, 2], hops=[Hop(2, 8)]),
-        Profile.of([2, 4, 1], [8, 8, 4], devices=[0, 1, 0], hops=[Hop(2), Hop(0, 8)]),
+        Profile.of([4, 1], [8, 4], edges=[Edge(2, 8)]),
+        Profile.of([2, 4], [8, 2], edges=[Edge(2, 8)]),
+        Profile.of([2, 4, 1], [8, 8, 4], devices=[0, 1, 0], edges=[Edge(2), Edge(0, 8)]),
     ],
 )
 def test_tune_is_not_led_astray_by_the_slower_boundaries_that_it_counts_on(
     profile: Profile,
 ) -> None:
     """A window of one or two would be as good as any if boundaries were half as slow again."""
-    first = simulate(profile, 4, default_window(profile.num_stages)).seconds
+    first = simulate(profile, 4, default_max_in_flight(profile.num_stages)).seconds
     assert tune(profile, 4).forecast.seconds <= 1.005 * first

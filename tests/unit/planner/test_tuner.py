@@ -8,7 +8,7 @@ import pytest
 from hetero_framework.config import StageSpec
 from hetero_framework.planner import tuner
 from hetero_framework.planner.simulator import BACKWARD_FIRST, Profile, tune
-from hetero_framework.planner.tuner import Pace, StageSeconds, assumed_profile, make_profile
+from hetero_framework.planner.tuner import StageSeconds, Tuner, assumed_profile, make_profile
 
 NOWHERE: frozenset[int] = frozenset()
 
@@ -43,7 +43,7 @@ def test_profile_takes_a_boundary_from_its_receiving_ends() -> None:
     profile = make_profile(plan("local", 1, 2), times, {1: 0.5}, NOWHERE)
     assert profile.forward_s == (1, 3, 9)
     assert profile.backward_s == (2, 4, 10)
-    assert [(h.forward_s, h.backward_s, h.latency_s) for h in profile.hops] == [
+    assert [(h.forward_s, h.backward_s, h.latency_s) for h in profile.edges] == [
         (5, 7, 0.0),
         (6, 8, 0.5),
     ]
@@ -63,7 +63,7 @@ def test_profile_has_the_coordinator_relay_between_workers(
     owners: tuple[int | str, ...], direct: frozenset[int], relays: list[int | None]
 ) -> None:
     profile = make_profile(plan(*owners), seconds(len(owners)), {}, direct)
-    assert [hop.relay for hop in profile.hops] == relays
+    assert [edge.relay for edge in profile.edges] == relays
 
 
 def test_profile_that_is_assumed_counts_layers() -> None:
@@ -72,8 +72,8 @@ def test_profile_that_is_assumed_counts_layers() -> None:
     profile = assumed_profile(stages, frozenset({1}))
     assert profile.forward_s == (4, 0.5, 4)
     assert profile.backward_s == (8, 1.0, 8)
-    assert all(hop.forward_s > 0 for hop in profile.hops)
-    assert profile.hops[1].relay is None
+    assert all(edge.forward_s > 0 for edge in profile.edges)
+    assert profile.edges[1].relay is None
 
 
 # ---- the choice
@@ -81,14 +81,14 @@ def test_profile_that_is_assumed_counts_layers() -> None:
 
 def test_first_step_is_paced_by_what_is_assumed() -> None:
     stages = plan("local", 1, 2)
-    assert Pace(stages).choice(8, NOWHERE) == tune(assumed_profile(stages), 8)
+    assert Tuner(stages).choice(8, NOWHERE) == tune(assumed_profile(stages), 8)
 
 
 def test_choice_keeps_to_the_users_window_and_the_memory_of_the_stages() -> None:
     stages = plan("local", 1, 2)
-    assert Pace(stages, window=3).choice(8, NOWHERE).window == 3
-    held = Pace(stages, most_held=[2, 1, 1]).choice(8, NOWHERE).limits
-    assert all(a <= b for a, b in zip(held, (2, 1, 1), strict=True))
+    assert Tuner(stages, max_in_flight=3).choice(8, NOWHERE).max_in_flight == 3
+    in_flight = Tuner(stages, memory_limits=[2, 1, 1]).choice(8, NOWHERE).in_flight_limits
+    assert all(a <= b for a, b in zip(in_flight, (2, 1, 1), strict=True))
 
 
 def test_choice_is_made_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,15 +99,15 @@ def test_choice_is_made_once_until_something_changes(monkeypatch: pytest.MonkeyP
         return tune(profile, m)
 
     monkeypatch.setattr(tuner, "tune", counted)
-    paced = Pace(plan("local", 1, 2))
+    paced = Tuner(plan("local", 1, 2))
     for _ in range(3):
         paced.choice(8, NOWHERE)
     assert len(asked) == 1
     paced.choice(4, NOWHERE)
     paced.choice(4, frozenset({1}))
     assert [m for m, _ in asked] == [8, 4, 4]
-    assert asked[1][1].hops[1].relay == 0
-    assert asked[2][1].hops[1].relay is None
+    assert asked[1][1].edges[1].relay == 0
+    assert asked[2][1].edges[1].relay is None
 
 
 def test_choice_is_made_anew_after_steps_that_double(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_choice_is_made_anew_after_steps_that_double(monkeypatch: pytest.MonkeyP
         return tune(profile, m)
 
     monkeypatch.setattr(tuner, "tune", counted)
-    paced = Pace(plan("local", 1))
+    paced = Tuner(plan("local", 1))
     paced.choice(4, NOWHERE)
     assert count == 1
     made = []
@@ -133,7 +133,7 @@ def test_choice_is_made_anew_after_steps_that_double(monkeypatch: pytest.MonkeyP
 
 def test_steps_do_not_wait_for_a_choice_that_is_being_made() -> None:
     jobs: list[Callable[[], None]] = []
-    paced = Pace(plan("local", 1), run=jobs.append)
+    paced = Tuner(plan("local", 1), run=jobs.append)
     before = paced.choice(32, NOWHERE)
     paced.observe(seconds(2), {0: 1.0})
     assert paced.choice(32, NOWHERE) is before
@@ -143,17 +143,17 @@ def test_steps_do_not_wait_for_a_choice_that_is_being_made() -> None:
     while jobs:
         jobs.pop()()
     after = paced.choice(32, NOWHERE)
-    assert after.window > before.window
+    assert after.max_in_flight > before.max_in_flight
     late()
     assert paced.choice(32, NOWHERE) is after
 
 
 def test_long_line_that_is_measured_widens_the_window() -> None:
-    paced = Pace(plan("local", 1))
-    narrow = paced.choice(32, NOWHERE).window
+    paced = Tuner(plan("local", 1))
+    narrow = paced.choice(32, NOWHERE).max_in_flight
     paced.observe(seconds(2), {0: 0.3})
     choice = paced.choice(32, NOWHERE)
-    assert choice.window >= narrow + 4
+    assert choice.max_in_flight >= narrow + 4
     assert choice.policy == BACKWARD_FIRST
 
 
@@ -161,7 +161,7 @@ def test_long_line_that_is_measured_widens_the_window() -> None:
 
 
 def test_second_step_replaces_the_first_and_later_ones_are_averaged() -> None:
-    paced = Pace(plan("local", 1))
+    paced = Tuner(plan("local", 1))
     seen = []
     for forward_s in (9.0, 1.0, 2.0, 4.0):
         paced.observe(seconds(2, forward_s=forward_s), {})
@@ -170,7 +170,7 @@ def test_second_step_replaces_the_first_and_later_ones_are_averaged() -> None:
 
 
 def test_latency_is_the_newest_and_stays_while_none_is_told() -> None:
-    paced = Pace(plan("local", 1, 2))
+    paced = Tuner(plan("local", 1, 2))
     paced.observe(seconds(3), {0: 0.5, 1: 0.25})
     paced.observe(seconds(3), {1: 0.75})
-    assert [hop.latency_s for hop in paced.profile(NOWHERE).hops] == [0.5, 0.75]
+    assert [edge.latency_s for edge in paced.profile(NOWHERE).edges] == [0.5, 0.75]

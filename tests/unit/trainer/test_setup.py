@@ -18,7 +18,7 @@ from hetero_framework.trainer.setup import (
     codec_lines,
     fit_devices,
     largest_frame,
-    settle_pieces,
+    resolve_loss_chunk,
     without_padding,
 )
 
@@ -140,8 +140,8 @@ def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
     assert first.in_flight == 4
     room = {"local": fact("cuda:0", first.holding(3).total), 1: fact("cuda:1", last.total)}
     fitted = fit_devices(parts, room, print)
-    assert fitted.most_held is not None
-    assert fitted.most_held[0] == 3
+    assert fitted.memory_limits is not None
+    assert fitted.memory_limits[0] == 3
     assert fitted.memory[0] == first.holding(3)
     chosen = prepared(config(gradient_accumulation_steps=8, max_in_flight=4), 512)
     with pytest.raises(PlanError, match="the coordinator has"):
@@ -153,7 +153,9 @@ def test_pieces_of_the_loss_are_settled_before_any_process_starts() -> None:
 
     def settled(model_config: PretrainedConfig, tokens: int, **training: Any) -> int | None:
         cfg = config(per_device_train_batch_size=2, **training)
-        return settle_pieces(cfg, model_config, tokens, notes.append).training.loss_chunk_tokens  # type: ignore[return-value]
+        return resolve_loss_chunk(
+            cfg, model_config, tokens, notes.append
+        ).training.loss_chunk_tokens  # type: ignore[return-value]
 
     assert settled(LLAMA, 12) is None
     assert settled(LLAMA, 12, loss_chunk_tokens=24) is None

@@ -224,8 +224,8 @@ def check_mermaid(text: str) -> None:
     assert sum(line.startswith("  subgraph ") for line in lines) == lines.count("  end")
     ids = re.findall(r"^ +(?:subgraph )?(\w+)(?:\[|\()", text, re.MULTILINE)
     assert len(set(ids)) == len(ids)
-    for hop in re.findall(r"^  (\w+) -->\|\"\d+\"\| (\w+)$", text, re.MULTILINE):
-        assert set(hop) <= set(ids)
+    for edge in re.findall(r"^  (\w+) -->\|\"\d+\"\| (\w+)$", text, re.MULTILINE):
+        assert set(edge) <= set(ids)
 
 
 @every_config
