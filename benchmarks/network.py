@@ -47,7 +47,9 @@ RATES_BIT_S: dict[str, float | None] = {"loopback": None, "1gbit": 1e9, "100mbit
 
 # A full frame carries 1448 bytes of data in 1514 that tbf counts (IPv4, TCP time stamps).
 _DATA_SHARE = 1448 / 1514
-_BURST_BYTES = 64 * 1024
+# The kernel splits a segment that is larger than the burst in software: with 64 KiB that cost so
+# much CPU that a 1 Gbit/s network of four machines carried half of it (docs/decisions.md).
+_BURST_BYTES = 256 * 1024
 _QUEUE_BYTES = 1024 * 1024
 _SUBNET = "10.77.0"
 _FIRST_PORT = 5001
@@ -55,6 +57,9 @@ _SO_MAX_PACING_RATE = 47
 _CLONE_NEWNET = 0x40000000
 _PIECE_BYTES = 512 * 1024
 _MOST_DELAYED_BYTES = 512 * 1024 * 1024
+_FLOW_SETTLE_S = 0.3
+_FLOW_S = 1.0
+_FLOW_LIMIT_S = 30.0
 _BURST_GAP_S = 0.002
 
 
@@ -395,6 +400,106 @@ class DelayLine:
             with self._changed:
                 self._held -= len(data)
                 self._changed.notify()
+
+
+# -- what the network carries -------------------------------------------------------------------
+
+Flow = tuple[int, int]
+"""(sending machine, receiving machine)."""
+
+
+def flows_of(links: str, machines: int) -> list[Flow]:
+    """Who sends to whom in a pipeline of so many machines, both ways: neighbours with direct
+    links, else everybody with the coordinator."""
+    pairs = [(k - 1 if links == "direct" else 0, k) for k in range(1, machines)]
+    return [flow for a, b in pairs for flow in ((a, b), (b, a))]
+
+
+def carried(network: Network, flows: list[Flow]) -> float | None:
+    """The share of its rate that the busiest NIC carries with bare sockets, all `flows` at once.
+
+    None where no rate is set. Well below 1 the machine cannot emulate this network, and what a
+    benchmark measures on it is the emulation.
+    """
+    if network.bytes_s is None:
+        return None
+    with Machines() as machines:
+        children = {}
+        for k in sorted({machine for flow in flows for machine in flow}):
+            place = network.places[k]
+            to = [(*network.reach[other], k) for sender, other in flows if sender == k]
+            expected = sum(receiver == k for _, receiver in flows)
+            children[k] = machines.start(place, _flow, place.address, place.port, to, expected)
+        for child in children.values():
+            child.receive(_FLOW_LIMIT_S)  # it listens
+        for child in children.values():
+            child.send("connect")
+        for child in children.values():
+            child.receive(_FLOW_LIMIT_S)  # its connections stand
+        began = time.perf_counter() + _FLOW_SETTLE_S
+        for child in children.values():
+            child.send(began)
+        received = {k: child.receive(_FLOW_LIMIT_S) for k, child in children.items()}
+    nics: dict[tuple[str, int], list[float]] = {}
+    for sender, receiver in flows:
+        rate = received[receiver][sender] / _FLOW_S
+        nics.setdefault(("out", sender), []).append(rate)
+        nics.setdefault(("in", receiver), []).append(rate)
+    most = max(map(len, nics.values()))
+    return min(sum(rates) for rates in nics.values() if len(rates) == most) / network.bytes_s
+
+
+def _flow(
+    connection: Connection,
+    address: str,
+    port: int,
+    receivers: list[tuple[str, int, int]],
+    expected: int,
+) -> None:
+    """One machine of `carried`: sends to all `receivers` at once, counts what `expected` others
+    send it. All processes share one clock."""
+    with socket.create_server((address, port), backlog=64) as listener, ExitStack() as stack:
+        connection.send("listening")
+        connection.recv()
+        outgoing = []
+        for host, to, own in receivers:
+            sock = stack.enter_context(socket.create_connection((host, to), timeout=10))
+            sock.sendall(bytes([own]))
+            outgoing.append(sock)
+        listener.settimeout(10)
+        incoming = [stack.enter_context(listener.accept()[0]) for _ in range(expected)]
+        senders = [sock.recv(1)[0] for sock in incoming]
+        connection.send("connected")
+        began: float = connection.recv()
+        counts = dict.fromkeys(senders, 0)
+        end = began + _FLOW_S
+
+        def receive(sock: socket.socket, sender: int) -> None:
+            buffer = bytearray(1 << 20)
+            sock.settimeout(2 * _FLOW_S)
+            with contextlib.suppress(OSError):
+                while (now := time.perf_counter()) < end:
+                    count = sock.recv_into(buffer)
+                    if began <= now:
+                        counts[sender] += count
+
+        def send(sock: socket.socket) -> None:
+            data = bytes(1 << 18)
+            sock.settimeout(2 * _FLOW_S)
+            with contextlib.suppress(OSError):
+                while time.perf_counter() < end:
+                    sock.sendall(data)
+
+        threads = [threading.Thread(target=send, args=(sock,)) for sock in outgoing]
+        threads += [
+            threading.Thread(target=receive, args=pair)
+            for pair in zip(incoming, senders, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        connection.send(counts)
 
 
 # -- as a program -------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ import torch
 
 from benchmarks import environment, torch_peers
 from benchmarks.machines import Machines, run_program
-from benchmarks.network import RATES_BIT_S, Counters, Network, open_network
-from benchmarks.stages import Llama, Load
+from benchmarks.network import RATES_BIT_S, Counters, Network, carried, flows_of, open_network
+from benchmarks.stages import Llama, Load, slept
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
@@ -85,14 +85,14 @@ class Samples:
     """What the steps of one engine took.
 
     `seconds[n]` lasts from the end of step n - 1 to the end of step n, one right after the other,
-    so that work which one step leaves to the next is counted. `forward_s[n]` and `backward_s[n]`
-    have one entry for each stage. `bytes` is what all machines sent in all of these steps, None
-    where nobody counts. `began_at` is by time.perf_counter().
+    so that work which one step leaves to the next is counted. `forward_s` and `backward_s` are what
+    each stage computed, or really slept, in all of them. `bytes` is what all machines sent in them,
+    None where nobody counts. `began_at` is by time.perf_counter().
     """
 
     seconds: list[float] = field(default_factory=list)
-    forward_s: list[list[float]] = field(default_factory=list)
-    backward_s: list[list[float]] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
     bytes: int | None = None
     began_at: float = 0.0
@@ -215,7 +215,9 @@ def measure(
     for number in range(_WARM_UP_STEPS):
         run_step(cluster, number, batches)
     cluster.pipeline.drain_commits()
+    slept_seconds(cluster)  # from here on
     samples = Samples()
+    computed: list[dict[int, StageStatistics]] = []
     leaked: list[bytes] = []
     before, cpu = counters.read(), time.process_time()
     last = samples.began_at = time.perf_counter()
@@ -227,13 +229,27 @@ def measure(
         now = time.perf_counter()
         samples.seconds.append(now - last)
         last = now
-        samples.forward_s.append([stages[k].forward_s for k in range(load.stages)])
-        samples.backward_s.append([stages[k].backward_s for k in range(load.stages)])
+        computed.append(stages)
     samples.cpu_s = time.process_time() - cpu
     after = counters.read()
     if before is not None and after is not None:
         samples.bytes = after - before
+    asleep = slept_seconds(cluster)
+    for k in range(load.stages):
+        forward_s = sum(stages[k].forward_s for stages in computed)
+        backward_s = sum(stages[k].backward_s for stages in computed)
+        forward_s, backward_s = asleep.get(k, (forward_s, backward_s))
+        samples.forward_s.append(forward_s)
+        samples.backward_s.append(backward_s)
     return samples
+
+
+def slept_seconds(cluster: Cluster) -> dict[int, tuple[float, float]]:
+    """What each sleeping stage of all processes has slept since the last call, forward and
+    backward; nothing of stages that compute."""
+    answers = [slept()]
+    answers += [cluster.control(worker, "slept") for worker in cluster.workers]
+    return {int(k): (f, b) for answer in answers for k, (f, b) in answer.items()}
 
 
 def run_step(
@@ -259,17 +275,19 @@ def run_step(
 def summarise(
     name: str,
     load: Load,
-    bound_s: float,
+    profiles: Profiles,
     seconds: Sequence[float],
-    work_s: Sequence[float],
     wire: int | None,
 ) -> dict[str, Any]:
     """The figures that every engine has: seconds, shares of 1, bytes of a step.
 
-    `work_s` is each device's work in a step, `wire` the bytes of all steps.
+    `wire` are the bytes of all steps. The bound that counts is made from what the stages really
+    took, since no schedule can do anything about sleep that lasts longer than asked; the one from
+    the times that were asked for stands beside it.
     """
     median = statistics.median(seconds)
-    busy = [work / median for work in work_s]
+    bound_s = step_bound(profiles.taken, load.micro_batches)
+    busy = [work / median for work in work_of(profiles.taken, load)]
     figures = {
         "engine": name,
         "step_s": round(median, 4),
@@ -278,6 +296,7 @@ def summarise(
         "step_s_mean": round(statistics.fmean(seconds), 4),
         "bound_s": round(bound_s, 4),
         "ratio": round(median / bound_s, 4),
+        **profiles.asked_figures(load, median),
         "busy_share": round(statistics.fmean(busy), 4),
         "busy_by_device": [round(share, 3) for share in busy],
         "bytes": round(wire / len(seconds)) if wire is not None else None,
@@ -286,6 +305,34 @@ def summarise(
     if load.llama is not None:
         figures["tokens_per_s"] = round(load.micro_batches * load.llama.tokens / median)
     return figures
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """A case by the times that its stages took, and by those that were asked for (None where
+    nothing sleeps)."""
+
+    taken: Profile
+    asked: Profile | None
+
+    @classmethod
+    def of(
+        cls,
+        load: Load,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        make: Callable[[Load], Profile],
+    ) -> Profiles:
+        """`forward_s`, `backward_s`: mean seconds of each stage for a micro-batch."""
+        mean = load.mean_length
+        taken = load.timed([s / mean for s in forward_s], [s / mean for s in backward_s])
+        return cls(make(taken), make(load) if load.llama is None else None)
+
+    def asked_figures(self, load: Load, median_s: float) -> dict[str, float]:
+        if self.asked is None:
+            return {}
+        bound_s = step_bound(self.asked, load.micro_batches)
+        return {"asked_bound_s": round(bound_s, 4), "asked_ratio": round(median_s / bound_s, 4)}
 
 
 def product_figures(
@@ -297,22 +344,19 @@ def product_figures(
     passes on, all it does counted in.
     """
     micro_batches = len(samples.seconds) * load.micro_batches
-    if load.llama is not None:
-        forward_s, backward_s = (
-            [sum(stage) / micro_batches for stage in zip(*times, strict=True)]
-            for times in (samples.forward_s, samples.backward_s)
-        )
-        load = load.timed(forward_s, backward_s)
-    profile = load.profile(
-        network, relayed=engine.links == "relay", wire_share=engine.wire_share(load)
+    profiles = Profiles.of(
+        load,
+        [seconds / micro_batches for seconds in samples.forward_s],
+        [seconds / micro_batches for seconds in samples.backward_s],
+        lambda case: case.profile(
+            network, relayed=engine.links == "relay", wire_share=engine.wire_share(case)
+        ),
     )
-    bound = step_bound(profile, load.micro_batches)
+    profile = profiles.taken
     relayed = sum(edge.relay is not None for edge in profile.edges)
     handled = 2 * (relayed + sum(0 in pair for pair in pairwise(profile.devices)))
     return {
-        **summarise(
-            engine.name, load, bound, samples.seconds, work_of(profile, load), samples.bytes
-        ),
+        **summarise(engine.name, load, profiles, samples.seconds, samples.bytes),
         "coordinator_cpu_ms": round(samples.cpu_s / micro_batches / max(1, handled) * 1e3, 3),
     }
 
@@ -343,11 +387,12 @@ def run_case(
         devices = torch_peers.devices_for(torch_peers.PEERS[name], cut)
         limit_s = time_limit(cut.profile(network, relayed=False, devices=devices), cut, steps)
         times = ranks.run(name, steps, limit_s)
-        if cut.llama is not None:
-            cut = cut.timed(*torch_peers.stage_seconds(times, steps * cut.micro_batches))
-        profile = cut.profile(network, relayed=False, devices=devices)
-        bound, work_s = step_bound(profile, cut.micro_batches), work_of(profile, cut)
-        return summarise(name, cut, bound, times[0].seconds, work_s, times[0].bytes)
+        profiles = Profiles.of(
+            cut,
+            *torch_peers.stage_seconds(times, steps * cut.micro_batches),
+            lambda case: case.profile(network, relayed=False, devices=devices),
+        )
+        return summarise(name, cut, profiles, times[0].seconds, times[0].bytes)
 
     run_all(
         [(engine.name, engine) for engine in engines],
@@ -503,6 +548,11 @@ def run_options(
         delay_s=options.delay_ms / 1e3,
         jitter_s=options.jitter_ms / 1e3,
     ) as network:
+        shares = {}
+        for links in dict.fromkeys(engine.links for engine in engines):
+            share = carried(network, flows_of(links, load.devices))
+            if share is not None:
+                shares[links] = round(share, 3)
         results = run_case(
             load, network, engines, peers, options.steps, show, verbose=options.verbose
         )
@@ -514,6 +564,7 @@ def run_options(
             "how": network.how,
             "delay_s": network.delay_s,
             "jitter_s": network.jitter_s,
+            "carried": shares,
         },
     }
 
@@ -522,6 +573,8 @@ def main() -> None:
     options = parser().parse_args()
     load_before = psutil.getloadavg()[0]
     result = run_options(options, lambda figures: print(json.dumps(figures), flush=True))
+    if shares := result["network"]["carried"]:
+        print(f"share of the rate that bare sockets carry: {shares}", file=sys.stderr)
     if options.save:
         whole = {
             **result,

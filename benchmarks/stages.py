@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.network import Network
+from hetero_framework import control
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.loading import load_stages
@@ -200,6 +201,7 @@ class Load:
         """The stages of one process, for `Cluster` and `worker.serve`."""
         if self.llama is not None:
             return list(load_stages(config, specs, device))
+        _sleepers.clear()
         return [SleepStage(spec, self) for spec in specs]
 
     def batches(self) -> list[Tensors]:
@@ -217,6 +219,42 @@ def boundary(nbytes: int) -> torch.Tensor:
     return torch.ones(1, rows, _ROW_ELEMENTS, dtype=torch.bfloat16)
 
 
+class Sleeper:
+    """Sleeps for a stage, and counts how long that really took.
+
+    Sleeping takes longer than asked, on some machines by half a millisecond in the median; a bound
+    that knows only what was asked would blame the pipeline for it.
+    """
+
+    def __init__(self) -> None:
+        self.forward_s = 0.0
+        self.backward_s = 0.0
+
+    def sleep(self, forward_s: float, backward_s: float, slow_s: float = 0.0) -> None:
+        """Sleep for the sum; `slow_s` of it is not counted, as no bound is told of it."""
+        began = time.perf_counter()
+        time.sleep(forward_s + backward_s + slow_s)
+        slept = time.perf_counter() - began - slow_s
+        share = forward_s / (forward_s + backward_s) if forward_s + backward_s else 0.0
+        self.forward_s += slept * share
+        self.backward_s += slept * (1 - share)
+
+    def take(self) -> tuple[float, float]:
+        """Seconds forward and backward since the last call."""
+        taken = (self.forward_s, self.backward_s)
+        self.forward_s = self.backward_s = 0.0
+        return taken
+
+
+_sleepers: dict[int, Sleeper] = {}
+
+
+@control.on("slept")
+def slept(data: Any = None) -> dict[str, list[float]]:
+    """Seconds that each stage of this process slept, forward and backward, since the last call."""
+    return {str(stage): list(sleeper.take()) for stage, sleeper in _sleepers.items()}
+
+
 class SleepStage:
     """A stage that takes its time and hands on tensors of the right size."""
 
@@ -232,6 +270,7 @@ class SleepStage:
         self._backward_s = load.backward_s[spec.index]
         nbytes = load.activation_bytes
         self._results = {s: boundary(int(nbytes * s)) for s in dict.fromkeys(load.lengths)}
+        self._sleeper = _sleepers[spec.index] = Sleeper()
 
     def begin(self, info: StepInfo) -> None:
         """Nothing to prepare."""
@@ -240,23 +279,25 @@ class SleepStage:
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
     ) -> torch.Tensor:
         length = self._load.length(micro_batch)
-        time.sleep(self._forward_s * length + self._load.slow_s)
+        self._sleeper.sleep(self._forward_s * length, 0.0, self._load.slow_s)
         return self._results[length]
 
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
     ) -> tuple[float, torch.Tensor | None]:
         length = self._load.length(micro_batch)
-        time.sleep((self._forward_s + self._backward_s) * length + self._load.slow_s)
+        self._sleeper.sleep(self._forward_s * length, self._backward_s * length, self._load.slow_s)
         return 1.0, self._results[length]
 
     def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
-        time.sleep(self._forward_s * self._load.length(micro_batch) + self._load.slow_s)
+        self._sleeper.sleep(
+            self._forward_s * self._load.length(micro_batch), 0.0, self._load.slow_s
+        )
         return 1.0
 
     def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None:
         length = self._load.length(micro_batch)
-        time.sleep(self._backward_s * length)
+        self._sleeper.sleep(0.0, self._backward_s * length)
         return None if self.is_first else self._results[length]
 
     def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machines import Machines
 from benchmarks.network import Counters, Network, Place, free_ports
-from benchmarks.stages import Llama, Load, boundary
+from benchmarks.stages import Llama, Load, Sleeper, boundary
 from hetero_framework.errors import HeteroError
 
 _STORE_PORT = 4999
@@ -70,7 +70,8 @@ def devices_for(peer: Peer, load: Load) -> list[int]:
 @dataclass
 class StepTimes:
     """What one rank saw in all steps: when each ended after the one before, the seconds that each
-    of its stages computed forward and backward, and the bytes that all machines sent."""
+    of its stages computed forward and backward (slept, where it sleeps), and the bytes that all
+    machines sent."""
 
     seconds: list[float] = field(default_factory=list)
     forward_s: dict[int, float] = field(default_factory=dict)
@@ -165,7 +166,7 @@ def _run(peer: Peer, load: Load, rank: int, steps: int, counters: Counters) -> S
 
     def step() -> None:
         for module in modules:
-            if isinstance(module, SleepModule):
+            if _sleeps(module):
                 module.begin()
         schedule.step(*inputs, **target, return_outputs=False)
         finish_step(optimizer)
@@ -173,6 +174,9 @@ def _run(peer: Peer, load: Load, rank: int, steps: int, counters: Counters) -> S
     step()
     times.forward_s.clear()
     times.backward_s.clear()
+    sleepers = {k: m.sleeper for k, m in zip(own, modules, strict=True) if _sleeps(m)}
+    for sleeper in sleepers.values():
+        sleeper.take()
     before = counters.read()
     last = time.perf_counter()
     for _ in range(steps):
@@ -183,7 +187,13 @@ def _run(peer: Peer, load: Load, rank: int, steps: int, counters: Counters) -> S
     after = counters.read()
     if before is not None and after is not None:
         times.bytes = after - before
+    for k, sleeper in sleepers.items():
+        times.forward_s[k], times.backward_s[k] = sleeper.take()
     return times
+
+
+def _sleeps(module: nn.Module) -> TypeGuard[SleepModule]:
+    return isinstance(module, SleepModule)
 
 
 def finish_step(optimizer: torch.optim.Optimizer) -> None:
@@ -276,6 +286,7 @@ class SleepModule(nn.Module):
         self._index = index
         self._load = load
         self._splits = splits_backward
+        self.sleeper = Sleeper()
         self._forwards = 0
         sizes = dict.fromkeys(load.lengths)
         self._results = {s: boundary(int(load.activation_bytes * s)) for s in sizes}
@@ -287,23 +298,32 @@ class SleepModule(nn.Module):
     def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         length = self._load.length(self._forwards)
         self._forwards += 1
-        forward_s = self._load.forward_s[self._index] * length + self._load.slow_s
+        forward_s = self._load.forward_s[self._index] * length
         backward_s = self._load.backward_s[self._index] * length
-        play = _Play(self._results[length], forward_s, backward_s)
+        if self._splits:
+            backward_s /= 2
+        work = _Sleep(self._results[length], forward_s, backward_s, self._load.slow_s, self.sleeper)
         if not self._splits:
-            return _apply(_Work, hidden_BSD, self.weight, play)
-        half = _Play(self._results[length], forward_s, backward_s / 2)
-        output = _apply(_Work, hidden_BSD, None if self._index else self.weight, half)
-        return _apply(_Join, output, _apply(_WeightWork, self.weight, half))
+            return _apply(_Work, hidden_BSD, self.weight, work)
+        output = _apply(_Work, hidden_BSD, None if self._index else self.weight, work)
+        return _apply(_Join, output, _apply(_WeightWork, self.weight, work))
 
 
 @dataclass(frozen=True)
-class _Play:
+class _Sleep:
     """What an autograd function of a sleeping stage is to do."""
 
     result: torch.Tensor
     forward_s: float
     backward_s: float
+    slow_s: float
+    sleeper: Sleeper
+
+    def forward(self) -> None:
+        self.sleeper.sleep(self.forward_s, 0.0, self.slow_s)
+
+    def backward(self) -> None:
+        self.sleeper.sleep(0.0, self.backward_s)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
@@ -317,21 +337,21 @@ class _Work(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_BSD: torch.Tensor, weight: torch.Tensor | None, play: _Play
+        ctx: Any, hidden_BSD: torch.Tensor, weight: torch.Tensor | None, work: _Sleep
     ) -> torch.Tensor:
-        ctx.play, ctx.is_float, ctx.weighs = (
-            play,
+        ctx.work, ctx.is_float, ctx.weighs = (
+            work,
             hidden_BSD.is_floating_point(),
             weight is not None,
         )
-        time.sleep(play.forward_s)
-        return play.result.detach()
+        work.forward()
+        return work.result.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        play: _Play = ctx.play
-        time.sleep(play.backward_s)
-        hidden = play.result.detach() if ctx.is_float else None
+        work: _Sleep = ctx.work
+        work.backward()
+        hidden = work.result.detach() if ctx.is_float else None
         return hidden, torch.zeros(()) if ctx.weighs else None, None
 
 
@@ -339,13 +359,13 @@ class _WeightWork(torch.autograd.Function):
     """The half of a backward that only the weights need."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, play: _Play) -> torch.Tensor:
-        ctx.play = play
+    def forward(ctx: Any, weight: torch.Tensor, work: _Sleep) -> torch.Tensor:
+        ctx.work = work
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        time.sleep(ctx.play.backward_s)
+        ctx.work.backward()
         return torch.zeros(()), None
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.network import Network, can_make_namespaces, measure, open_network
+from benchmarks.network import (
+    Network,
+    can_make_namespaces,
+    carried,
+    flows_of,
+    measure,
+    open_network,
+)
 from benchmarks.pipeline import (
     Engine,
     Product,
@@ -25,7 +32,7 @@ from benchmarks.pipeline import (
 )
 from benchmarks.soak import MemoryWatch, growth
 from benchmarks.stages import Load
-from benchmarks.suite import CASES, Case, Goal, judge, run_suite, table
+from benchmarks.suite import CASES, Case, Goal, judge, obstacle, run_suite, table
 from benchmarks.torch_peers import PEERS, Ranks, devices_for, load_for
 from hetero_framework.errors import UserError
 
@@ -75,13 +82,16 @@ def test_the_bound_of_a_case_knows_who_relays() -> None:
 
 def test_figures_are_those_of_the_samples(network: Network) -> None:
     load = Load.of(4, 16, [0.02], [0.04], 1)
-    forward_s, backward_s = [[0.2, 0.3, 0.2, 0.3]] * 3, [[0.4, 0.6, 0.4, 0.6]] * 3
-    samples = Samples([1.3, 1.2, 1.1], forward_s, backward_s, cpu_s=3 * 0.8, bytes=30)
+    # Asked for 20 and 40 ms, every stage slept a tenth longer.
+    forward_s, backward_s = [3 * 16 * 0.022] * 4, [3 * 16 * 0.044] * 4
+    samples = Samples([1.4, 1.32, 1.3], forward_s, backward_s, cpu_s=3 * 0.8, bytes=30)
     figures = product_figures(Engine("relay", "int8"), load, network, samples)
     assert figures["engine"] == "hetero-relay-int8"
-    assert figures["bound_s"] == pytest.approx(19 * 0.06)
-    assert (figures["step_s"], figures["step_s_mean"]) == (1.2, 1.2)
-    assert figures["ratio"] == round(1.2 / 1.14, 4)
+    assert figures["bound_s"] == pytest.approx(19 * 0.066)
+    assert figures["asked_bound_s"] == pytest.approx(19 * 0.06)
+    assert (figures["step_s"], figures["step_s_mean"]) == (1.32, 1.34)
+    assert figures["ratio"] == round(1.32 / (19 * 0.066), 4)
+    assert figures["asked_ratio"] == round(1.32 / 1.14, 4)
     assert figures["busy_by_device"] == [0.8] * 4
     assert figures["busy_share"] == 0.8
     assert figures["bytes"] == 10
@@ -99,7 +109,8 @@ def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
     with Product(network, slowed) as product:
         slow = product.run(Engine(), 1, LIMIT_S)
     fast, tardy = (product_figures(Engine(), LOAD, network, s) for s in (plain, slow))
-    assert fast["bound_s"] == tardy["bound_s"] == pytest.approx(5 * 0.012)
+    assert fast["asked_bound_s"] == tardy["asked_bound_s"] == pytest.approx(5 * 0.012)
+    assert min(fast["bound_s"], tardy["bound_s"]) >= 5 * 0.012
     assert fast["step_s_min"] >= fast["bound_s"]
     assert tardy["step_s"] >= 5 * 0.062
     assert tardy["ratio"] > fast["ratio"]
@@ -117,7 +128,8 @@ def test_torch_slowed_on_purpose_is_slower(network: Network) -> None:
         assert all(4 * 0.012 <= busy <= times[0].seconds[0] for busy in busy_s)
     assert plain["torch-1f1b"][0].seconds[0] >= 5 * 0.012
     assert slow[0].seconds[0] >= 5 * 0.062
-    assert slow[0].forward_s[0] >= 4 * 0.054
+    # What was added on purpose is no work that a bound knows of.
+    assert 4 * 0.004 <= slow[0].forward_s[0] < 4 * 0.054
 
 
 def test_micro_batches_of_several_lengths(network: Network) -> None:
@@ -125,7 +137,8 @@ def test_micro_batches_of_several_lengths(network: Network) -> None:
     results = run_case(load, network, [Engine()], ["torch-1f1b"], 1, lambda figures: None)
     ours, torch_1f1b = results
     # The work of 4 micro-batches is that of 2.5 whole ones.
-    assert ours["busy_share"] * ours["step_s"] == pytest.approx(2.5 * 0.012, rel=0.01)
+    assert ours["busy_share"] * ours["step_s"] >= 2.5 * 0.012
+    assert ours["bound_s"] >= ours["asked_bound_s"]
     assert "shape" in torch_1f1b["error"]
 
 
@@ -133,6 +146,23 @@ def test_micro_batches_of_several_lengths(network: Network) -> None:
 
 needs_root = pytest.mark.skipif(not can_make_namespaces(), reason="needs root on Linux")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+def test_flows_are_those_of_the_links() -> None:
+    assert flows_of("direct", 3) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert flows_of("relay", 3) == [(0, 1), (1, 0), (0, 2), (2, 0)]
+
+
+def test_an_unlimited_network_has_no_rate_to_carry(network: Network) -> None:
+    assert carried(network, flows_of("relay", 2)) is None
+
+
+@needs_root
+def test_bare_sockets_show_what_a_shaped_network_carries() -> None:
+    with open_network("100mbit", 3) as shaped:
+        share = carried(shaped, flows_of("direct", 3))
+    assert share is not None
+    assert 0.5 < share < 1.1
 
 
 @needs_linux
@@ -226,10 +256,17 @@ def test_a_goal_that_is_missed_is_said() -> None:
     verdicts = judge(case, [figures])
     assert [verdict["met"] for verdict in verdicts] == [False, None]
     assert table(case, [figures], verdicts).endswith("2.0   ratio <= 1.03: no")
+    assert [v["met"] for v in judge(case, [figures], counts=False)] == [None, None]
     assert judge(case, [{**figures, "ratio": 1.02}])[0]["met"] is True
     part = Goal("link", "cpu_ms.relay", most=12)
     assert part.met({"cpu_ms": {"relay": 13}}) is False
     assert part.met({"cpu_ms": {"sender": 1}}) is None
+
+
+def test_a_network_that_does_not_carry_its_rate_does_not_count() -> None:
+    assert obstacle({"network": {"carried": {"direct": 0.99}}}) is None
+    assert obstacle({"network": {"carried": {}}}) is None
+    assert "0.61" in str(obstacle({"network": {"carried": {"relay": 0.99, "direct": 0.61}}}))
 
 
 def test_every_case_of_the_suite_is_a_valid_command_line() -> None:
