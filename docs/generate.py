@@ -42,7 +42,7 @@ one, `hetero schema` prints its JSON Schema. This page is generated from that sc
 exactly once, and each entry is `[start, end)`. The first entry is `"local"`, the coordinator's: it
 holds the embedding, and may hold nothing else (`"start": 0, "end": 0`). The last entry computes
 the loss; it may hold the head alone (`start` = `end` = number of layers). `"local"` and every
-worker may appear several times, and every worker appears at least once.
+worker may appear several times; a worker that does not appear takes no part.
 """
 
 

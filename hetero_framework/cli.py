@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _use_utf8()
     parser = build_parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # said with the usage of the command, not with that of all commands
+        getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.command is None:
         parser.print_help()
         return 2
@@ -535,7 +537,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         )
     from hetero_framework.commands.bench import bench, text
 
-    found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6, note=_note)
+    found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6, note=_tell)
     print(json.dumps(found, indent=2) if arguments.json else text(found))
     return 0
 
@@ -587,7 +589,7 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -654,6 +656,10 @@ def _cuts(text: str) -> tuple[int, ...]:
 
 def _note(text: str) -> None:
     print(f"hetero: note: {text}", file=sys.stderr, flush=True)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _say_error(message: str, kind: str = "error") -> None:

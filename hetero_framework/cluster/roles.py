@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetero_framework.config import Config, Machine, normal_host
+from hetero_framework.config import Config, Machine, WorkerConfig, normal_host
 from hetero_framework.core import addresses
 from hetero_framework.errors import ConfigError
 
@@ -66,23 +66,24 @@ def decide_role(
             raise ConfigError("--role coordinator and --worker-id exclude each other")
         return Role(True, local_worker_ids(config, identity))
     if worker_id is not None:
-        return Role(False, (config.worker(worker_id).id,))
+        return Role(False, _planned(config, [config.worker(worker_id)]))
     if role is None and _is_coordinator(config, identity):
         return Role(True, local_worker_ids(config, identity))
-    ids = tuple(w.id for w in config.workers if _names_machine(config, w, identity))
-    if not ids and role == "worker" and _all_loopback(config):
-        ids = local_worker_ids(config, identity)
+    here = [w for w in config.workers if _names_machine(config, w, identity)]
+    if here:
+        return Role(False, _planned(config, here))
+    ids = local_worker_ids(config, identity) if role == "worker" and _all_loopback(config) else ()
     if not ids:
         raise ConfigError(_no_role(config, identity), hint=_HINT)
     return Role(False, ids)
 
 
 def local_worker_ids(config: Config, identity: Identity | None = None) -> tuple[int | str, ...]:
-    """Workers on the coordinator's machine, when that is the machine of `identity`."""
+    """Workers of the plan on the coordinator's machine, when that is the machine of `identity`."""
     identity = identity or this_machine()
     return tuple(
         worker.id
-        for worker in config.workers
+        for worker in config.planned_workers
         if machine_of(config, worker) == machine_of(config, config.coordinator)
         or _names_machine(config, worker, identity)
     )
@@ -117,7 +118,7 @@ def threads_for(
     if entry.num_threads is not None:
         return entry.num_threads
     here = machine_of(config, entry)
-    everyone: list[Machine] = [config.coordinator, *config.workers]
+    everyone: list[Machine] = [config.coordinator, *config.planned_workers]
     sharers = sum(machine_of(config, other) == here for other in everyone)
     return max(1, (cores or available_cores()) // sharers)
 
@@ -127,6 +128,17 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _planned(config: Config, workers: list[WorkerConfig]) -> tuple[int | str, ...]:
+    ids = tuple(worker.id for worker in workers if worker in config.planned_workers)
+    if not ids:
+        names = " and ".join(f"worker {worker.id}" for worker in workers)
+        raise ConfigError(
+            f"{names} has no entry in shard_plan, so there is nothing to serve here",
+            hint="Add an entry for it to shard_plan on every machine, or leave this one out.",
+        )
+    return ids
 
 
 def _is_coordinator(config: Config, identity: Identity) -> bool:

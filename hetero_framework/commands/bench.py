@@ -48,7 +48,7 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20, note: Note) 
     check_optimizer(config.training)
     # The workers' logs go into the folder; output_dir stays as it is.
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
-        parts = setup.prepare(setup.with_training(config, output_dir=folder), note)
+        parts = setup.prepare(config.with_changes(training={"output_dir": folder}), note)
         with Cluster(parts.config, max_frame_bytes=parts.max_frame_bytes, note=note) as cluster:
             facts = cluster.connect()
             parts = setup.fit_devices(parts, facts, note)

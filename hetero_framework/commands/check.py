@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework.cluster.roles import Role, decide_role
 from hetero_framework.commands.doctor import gib
-from hetero_framework.config import Config, Machine, check_plan
+from hetero_framework.config import Config, Machine
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.loading import quiet_libraries
@@ -46,7 +46,7 @@ def check(config: Config) -> dict[str, Any]:
         notes.append("there is no model section, so layers and memory are not checked")
     else:
         model_config = load_model_config(config.model, config.base_dir)
-        check_plan(config, num_layers(model_config))
+        config.plan.covers(num_layers(model_config))
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         config = resolve_loss_chunk(config, model_config, tokens, notes.append)
         memory = estimate_memory(config, model_config, in_flight=schedule["held"])

@@ -1,5 +1,8 @@
 """hetero_config.json: its schema, the plan in it, and how a file becomes a `Config`."""
 
+from hetero_framework.config.hosts import normal_host
+from hetero_framework.config.load import apply_override, json_schema, load_config
+from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, layers_text
 from hetero_framework.config.schema import (
     COORDINATOR_PORT,
     WORKER_PORT,
@@ -9,21 +12,12 @@ from hetero_framework.config.schema import (
     DataConfig,
     Machine,
     ModelConfig,
-    PlanEntry,
-    Section,
-    StageSpec,
     TrainingConfig,
     WireConfig,
     WorkerConfig,
-    apply_override,
-    check_plan,
     interval,
-    json_schema,
-    layers_text,
-    load_config,
-    normal_host,
-    plan_problems,
 )
+from hetero_framework.config.section import Section
 
 __all__ = [
     "COORDINATOR_PORT",
@@ -34,6 +28,7 @@ __all__ = [
     "DataConfig",
     "Machine",
     "ModelConfig",
+    "Plan",
     "PlanEntry",
     "Section",
     "StageSpec",
@@ -41,11 +36,9 @@ __all__ = [
     "WireConfig",
     "WorkerConfig",
     "apply_override",
-    "check_plan",
     "interval",
     "json_schema",
     "layers_text",
     "load_config",
     "normal_host",
-    "plan_problems",
 ]

@@ -200,13 +200,17 @@ def _quoted(text: str) -> list[str]:
     return text.split('"')[1::2]
 
 
+def shown(value: Any) -> str:
+    """A value in a message: as JSON, short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _shown(value: Any) -> str:
     """A wrong value in a message: its type when it is long, else the value itself."""
     if isinstance(value, (dict, list, tuple)):
         return json_type(value)
-    text = json.dumps(value, default=str)
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return f"the text {text}" if isinstance(value, str) else text
+    return f"the text {shown(value)}" if isinstance(value, str) else shown(value)
 
 
 _OWNERS = {"training": "TrainingArguments", "adapter": "LoraConfig", "data": "SFTConfig"}

@@ -7,56 +7,39 @@ and all problems of a file are reported at once with their JSON paths.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PrivateAttr,
     StrictBool,
     StrictInt,
-    StrictStr,
-    TypeAdapter,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from hetero_framework.config.problems import Problem, problems_of, report
-from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.config.hosts import check_host, normal_host
+from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
+from hetero_framework.config.problems import Problem, problems_of, report, shown
+from hetero_framework.config.section import Section, WorkerId
 from hetero_framework.errors import ConfigError, PlanError
 
-WorkerId = StrictInt | StrictStr
 Port = Annotated[int, Field(ge=1, le=65535)]
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
 _SECONDS: Any = {"unit": "seconds"}
 _STEPS: Any = {"unit": "steps, or a share of all steps when below 1"}
+_DISAGREE = "sections_disagree"
 _DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-
-
-class Section(BaseModel):
-    """A part of the file: immutable, strict, no unknown keys."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
 
 
 class Machine(Section):
@@ -87,7 +70,7 @@ class Machine(Section):
     @field_validator("ip")
     @classmethod
     def _ip_is_an_address(cls, value: str) -> str:
-        _check_host(value)
+        check_host(value)
         return value
 
     @field_validator("device")
@@ -95,7 +78,7 @@ class Machine(Section):
     def _device_has_a_known_form(cls, value: str) -> str:
         if not _DEVICE.fullmatch(value):
             raise ValueError(
-                f'{_shown(value)} is no device; use "auto", "cpu", "cuda", "cuda:1", "rocm:0",'
+                f'{shown(value)} is no device; use "auto", "cpu", "cuda", "cuda:1", "rocm:0",'
                 ' "mps" or "xpu:0"'
             )
         return value
@@ -133,41 +116,6 @@ class WorkerConfig(Machine):
         if isinstance(value, int) and value < 0:
             raise ValueError("a worker id is not negative")
         return value
-
-
-class PlanEntry(Section):
-    """One stage: the layers [start, end) on one machine."""
-
-    id: WorkerId = Field(
-        description='Who holds the layers: "local" (the coordinator) or the id of a worker. The'
-        ' first entry is "local"; an id may appear several times.'
-    )
-    start: int = Field(
-        ge=0,
-        description="First layer of the stage, counted from 0.",
-        json_schema_extra={"unit": "layer"},
-    )
-    end: int = Field(
-        ge=0,
-        description="Layer after the last one of the stage. The first entry may hold the embedding"
-        " only (start = end = 0), the last one the head only (start = end = number of layers).",
-        json_schema_extra={"unit": "layer"},
-    )
-    is_last: bool | None = Field(
-        default=None,
-        description="Optional mark of the stage that holds the head; only the last entry can have"
-        " true.",
-    )
-    links: Literal["auto", "relay", "direct"] | None = Field(
-        default=None,
-        description="How tensors cross the boundary in front of this stage. null: as the run's"
-        " `links` says.",
-    )
-    gradient_checkpointing: bool | None = Field(
-        default=None,
-        description="Whether this stage computes its layers again backward. null: as"
-        " training.gradient_checkpointing says.",
-    )
 
 
 class ModelConfig(Section):
@@ -592,7 +540,7 @@ class TrainingConfig(Section):
     @classmethod
     def _log_level_is_known(cls, value: str) -> str:
         if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise ValueError(f"{_shown(value)} is not one of DEBUG, INFO, WARNING, ERROR")
+            raise ValueError(f"{shown(value)} is not one of DEBUG, INFO, WARNING, ERROR")
         return value.upper()
 
     @field_validator("loss_chunk_tokens", mode="before")
@@ -608,7 +556,7 @@ class TrainingConfig(Section):
     def _no_cuda_graphs(cls, value: str | None) -> str | None:
         if value in ("reduce-overhead", "max-autotune"):
             raise ValueError(
-                f"{_shown(value)} uses CUDA graphs, which keep the results of one forward at a"
+                f"{shown(value)} uses CUDA graphs, which keep the results of one forward at a"
                 ' time, and a pipeline needs several; use "max-autotune-no-cudagraphs"'
             )
         return value
@@ -689,30 +637,6 @@ def interval(value: float, total_steps: int) -> int:
     return int(value) if value >= 1 else math.ceil(total_steps * value)
 
 
-def layers_text(start: int, end: int) -> str:
-    """`[start, end)` in words that include both ends, as in "layers 0-7"."""
-    if end <= start:
-        return "no layers"
-    return f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
-
-
-@dataclass(frozen=True)
-class StageSpec:
-    """One stage of the plan: layers [start, end) at `owner` ("local" or a worker id)."""
-
-    index: int
-    owner: int | str
-    start: int
-    end: int
-    is_first: bool
-    is_last: bool
-
-    @property
-    def layers(self) -> str:
-        """The layers in words: "layers 0-7"."""
-        return layers_text(self.start, self.end)
-
-
 class Config(Section):
     """hetero_config.json: who takes part, who holds which layers, what is trained and how."""
 
@@ -760,12 +684,19 @@ class Config(Section):
             raise ValueError('must be a step number, "latest" or null')
         return value or None
 
+    @field_validator("*")
+    @classmethod
+    def _note_valid(cls, value: Any, info: ValidationInfo) -> Any:
+        # What is wrong between two sections is said even where a third one is wrong by itself.
+        if info.context is not None:
+            info.context[info.field_name] = value
+        return value
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        problems = _cross_checks({name: getattr(self, name) for name in type(self).model_fields})
-        if problems:
+        if problems := list(_disagreements(dict(self))):
             raise PydanticCustomError(
-                "sections_disagree", "{text}", {"text": report("", problems), "problems": problems}
+                _DISAGREE, "{text}", {"text": report("", problems), "problems": problems}
             )
         return self
 
@@ -783,14 +714,32 @@ class Config(Section):
         with all problems, PlanError when all of them are in the shard plan.
         """
         text = json.dumps(raw, default=os.fspath)
+        valid = {
+            name: field.get_default(call_default_factory=True)
+            for name, field in cls.model_fields.items()
+            if name not in raw and not field.is_required()
+        }
         try:
-            config = cls.model_validate_json(text)
+            config = cls.model_validate_json(text, context=valid)
         except ValidationError as error:
-            problems = _all_problems(error, json.loads(text))
+            details = [d for d in error.errors(include_url=False) if d["type"] != _DISAGREE]
+            problems = [*problems_of(details, cls, json.loads(text)), *_disagreements(valid)]
             in_plan = all(p.path.startswith("shard_plan") for p in problems)
             raise (PlanError if in_plan else ConfigError)(report(name, problems)) from None
         config._base_dir = Path(base_dir or Path.cwd()).absolute()
         return config
+
+    def with_changes(self, **sections: Any) -> Config:
+        """A copy with other sections, validated like a file.
+
+        A dictionary changes single settings of its section; anything else replaces the section.
+        Raises ConfigError as `from_dict` does.
+        """
+        raw = self.to_dict()
+        for name, new in sections.items():
+            old = raw[name]
+            raw[name] = {**old, **new} if isinstance(new, dict) and old is not None else _json(new)
+        return type(self).from_dict(raw, self._base_dir)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, defaults included, as JSON types; `from_dict` reads it back."""
@@ -826,13 +775,20 @@ class Config(Section):
             return self.path(self.training.logging_dir)
         return self.output_dir / "tensorboard"
 
+    @property
+    def plan(self) -> Plan:
+        """Who holds which layers."""
+        return Plan(self.shard_plan)
+
     def stages(self) -> tuple[StageSpec, ...]:
         """The plan as stages, in model order."""
-        last = len(self.shard_plan) - 1
-        return tuple(
-            StageSpec(i, entry.id, entry.start, entry.end, i == 0, i == last)
-            for i, entry in enumerate(self.shard_plan)
-        )
+        return self.plan.stages
+
+    @property
+    def planned_workers(self) -> tuple[WorkerConfig, ...]:
+        """The workers that hold a stage; the others take no part."""
+        owners = self.plan.owners
+        return tuple(worker for worker in self.workers if worker.id in owners)
 
     def checkpointing(self, index: int) -> bool | Literal["auto"]:
         """Whether the stage of that index computes its layers again backward."""
@@ -845,7 +801,7 @@ class Config(Section):
             if str(worker.id) == str(worker_id):
                 return worker
         known = ", ".join(str(w.id) for w in self.workers) or "none"
-        raise ConfigError(f"there is no worker {_shown(worker_id)}; the configuration has: {known}")
+        raise ConfigError(f"there is no worker {shown(worker_id)}; the configuration has: {known}")
 
     def require(self, *sections: str) -> None:
         """Raise ConfigError when one of `sections` ("model", "data") is absent."""
@@ -860,7 +816,12 @@ class Config(Section):
 
     def warnings(self) -> tuple[str, ...]:
         """What is allowed but probably not meant."""
-        found = []
+        taking_part = self.planned_workers
+        found = [
+            f"worker {shown(worker.id)} has no entry in shard_plan and takes no part"
+            for worker in self.workers
+            if worker not in taking_part
+        ]
         if self.data and self.data.eval and self.training.evaluation == "no":
             found.append(
                 "data.eval is given but never used; set training.eval_steps or eval_strategy"
@@ -876,225 +837,30 @@ class Config(Section):
         return tuple(found)
 
 
-def load_config(
-    path: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
-    base_dir: str | os.PathLike[str] | None = None,
-) -> Config:
-    """Read and validate a configuration file.
-
-    `overrides` are settings like "training.learning_rate=1e-4" that replace those of the file;
-    `base_dir` is where relative paths start, instead of the file's folder.
-    Raises ConfigError (PlanError when only the plan is wrong) that lists all problems.
-    """
-    file = Path(path)
-    raw = read_json_object(file)
-    for override in overrides:
-        apply_override(raw, override)
-    return Config.from_dict(raw, base_dir or file.absolute().parent, name=str(path))
-
-
-def apply_override(raw: dict[str, Any], setting: str) -> None:
-    """Set `PATH=VALUE` in `raw`: the path as in "workers[0].port", the value JSON or a text."""
-    path, equals, text = setting.partition("=")
-    keys: list[str | int] = [
-        int(index) if index else key for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path)
-    ]
-    if not equals or not keys or isinstance(keys[0], int):
-        raise ConfigError(
-            f"--set {_shown(setting)} is not of the form section.name=value",
-            hint="For example: --set training.learning_rate=1e-4",
-        )
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    target: Any = raw
-    for depth, key in enumerate(keys):
-        fits = isinstance(target, list) and isinstance(key, int) and key < len(target)
-        if not fits and not (isinstance(target, dict) and isinstance(key, str)):
-            raise ConfigError(f"--set {_shown(setting)}: the configuration has no {path}")
-        if depth == len(keys) - 1:
-            target[key] = value
-        elif isinstance(target, dict):
-            if target.get(str(key)) is None:
-                target[key] = {}
-            target = target[key]
-        else:
-            target = target[key]
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the configuration file."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Config.model_json_schema(),
-        "title": "hetero_config.json",
-    }
-
-
-def check_plan(config: Config, num_layers: int) -> None:
-    """Raise PlanError unless the plan covers exactly the model's `num_layers` layers."""
-    covered = config.shard_plan[-1].end
-    if covered == num_layers:
-        return
-    if covered > num_layers:
-        beyond = [i for i, entry in enumerate(config.shard_plan) if entry.end > num_layers]
-        raise PlanError(
-            f"shard_plan[{beyond[0]}].end is {config.shard_plan[beyond[0]].end}: the plan covers"
-            f" {covered} layers, but the model has {num_layers}",
-            hint=f"The last entry must end at {num_layers}.",
-        )
-    raise PlanError(
-        f"the plan covers {covered} layers, but the model has {num_layers};"
-        f" nobody holds the layers from {covered} to {num_layers - 1}",
-        hint=f"Let shard_plan[{len(config.shard_plan) - 1}] end at {num_layers}.",
-    )
-
-
-def plan_problems(plan: Sequence[PlanEntry], worker_ids: Iterable[int | str]) -> list[Problem]:
-    """What is wrong in a plan, without knowing the model."""
-    ids = list(worker_ids)
-    found: list[Problem] = []
-    if plan[0].id != "local":
-        found.append(
-            Problem("shard_plan[0].id", 'must be "local": the coordinator holds the first stage')
-        )
-    expected = 0
-    for i, entry in enumerate(plan):
-        here, last = f"shard_plan[{i}]", i == len(plan) - 1
-        if entry.id != "local" and entry.id not in ids:
-            found.append(Problem(f"{here}.id", _unknown_worker(entry.id, ids)))
-        found += _range_problems(here, entry, expected, first=i == 0, last=last)
-        if entry.is_last and not last:
-            found.append(
-                Problem(f"{here}.is_last", "is true, but only the last entry holds the head")
-            )
-        if entry.is_last is False and last:
-            found.append(Problem(f"{here}.is_last", "is false, but this is the last entry"))
-        expected = max(expected, entry.end)
-    if expected == 0:
-        found.append(
-            Problem(
-                "shard_plan",
-                "covers no layer; the last entry must end at the number of layers of the model",
-            )
-        )
-    holders = {entry.id for entry in plan}
-    for i, worker_id in enumerate(ids):
-        if worker_id not in holders:
-            found.append(
-                Problem(
-                    f"workers[{i}]",
-                    f"worker {_shown(worker_id)} has no entry in shard_plan; add one or delete it",
-                )
-            )
-    return found
-
-
-def _range_problems(
-    here: str, entry: PlanEntry, expected: int, *, first: bool, last: bool
-) -> list[Problem]:
-    start, end = entry.start, entry.end
-    if start > end:
-        return [Problem(here, f"start {start} is after end {end}")]
-    found = []
-    if start > expected:
-        missing = (
-            f"layer {expected}" if start == expected + 1 else f"layers {expected} to {start - 1}"
-        )
-        whose = "the first entry must start at 0" if first else f"start it at {expected}"
-        found.append(Problem(f"{here}.start", f"is {start}, so nobody holds {missing}; {whose}"))
-    elif start < expected:
-        found.append(
-            Problem(
-                f"{here}.start",
-                f"is {start}, but the entries before it already reach {expected}; entries are in"
-                f" model order without overlap, so start it at {expected}",
-            )
-        )
-    elif start == end and not (first and end == 0) and not last:
-        found.append(
-            Problem(
-                here,
-                f"holds no layer (start = end = {start}); only the first entry (embedding) and the"
-                " last one (head) may be without",
-            )
-        )
-    return found
-
-
-def _unknown_worker(worker_id: int | str, ids: list[int | str]) -> str:
-    for known in ids:
-        if str(known) == str(worker_id):
-            return f"{_shown(worker_id)} is written {_shown(known)} in workers; write both the same"
-    names = ", ".join(['"local"', *(_shown(i) for i in ids)])
-    return f"{_shown(worker_id)} is no worker; there are: {names}"
-
-
-def _address_problems(
-    coordinator: CoordinatorConfig | None, workers: Sequence[WorkerConfig]
-) -> list[Problem]:
-    """Ids and addresses that are used twice."""
-    found: list[Problem] = []
-    ids: dict[str, int] = {}
-    addresses: dict[tuple[str, int], str] = {}
-    if coordinator is not None:
-        addresses[normal_host(coordinator.ip), coordinator.port] = "the coordinator"
-    for i, worker in enumerate(workers):
-        key = str(worker.id)
-        if key in ids:
-            found.append(
-                Problem(
-                    f"workers[{i}].id", f"{_shown(worker.id)} is the id of workers[{ids[key]}] too"
-                )
-            )
-        ids.setdefault(key, i)
-        host = normal_host(worker.ip)
-        if host in ("0.0.0.0", "::"):
-            found.append(
-                Problem(
-                    f"workers[{i}].ip",
-                    f"{worker.ip} is no address to connect to; write the one of the machine",
-                )
-            )
-        other = addresses.setdefault((host, worker.port), f"workers[{i}]")
-        if other != f"workers[{i}]":
-            found.append(
-                Problem(
-                    f"workers[{i}].port",
-                    f"{worker.ip} port {worker.port} is that of {other} too; give each its own",
-                )
-            )
-    return found
-
-
-def _cross_checks(parts: dict[str, Any]) -> list[Problem]:
-    """Contradictions between sections; `parts` has only the sections that are valid alone."""
-    found: list[Problem] = []
+def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Contradictions between sections; `parts` has only those that are valid alone."""
     model, data, training = parts.get("model"), parts.get("data"), parts.get("training")
-    if parts.get("workers") is not None:
-        found += _address_problems(parts.get("coordinator"), parts["workers"])
-        if parts.get("shard_plan"):
-            found += plan_problems(parts["shard_plan"], [w.id for w in parts["workers"]])
+    workers, plan = parts.get("workers"), parts.get("shard_plan")
+    if plan is not None:
+        yield from plan_problems(plan)
+    if workers is not None:
+        yield from _address_problems(parts.get("coordinator"), workers)
+    if plan is not None and workers is not None:
+        yield from owner_problems(plan, [worker.id for worker in workers])
     if "adapter" in parts and parts["adapter"] is None and model is not None:
         if model.quantization is not None:
-            found.append(
-                Problem(
-                    "model.quantization",
-                    "quantised weights cannot be trained; add an adapter section (LoRA) or set it"
-                    " to null",
-                )
+            yield Problem(
+                "model.quantization",
+                "quantised weights cannot be trained; add an adapter section (LoRA) or set it"
+                " to null",
             )
         if model.dtype == "float16" and training is not None and training.fp16:
-            found.append(
-                Problem(
-                    "training.fp16",
-                    'needs float32 weights when all are trained; set model.dtype to "float32"',
-                )
+            yield Problem(
+                "training.fp16",
+                'needs float32 weights when all are trained; set model.dtype to "float32"',
             )
     if data is not None and model is not None and model.from_config and not model.tokenizer:
-        found.append(Problem("model.tokenizer", "is needed: from_config brings no tokenizer"))
+        yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
     if training is not None and "data" in parts and (data is None or data.eval is None):
         for name, given in (
             ("eval_steps", training.eval_steps is not None),
@@ -1102,61 +868,38 @@ def _cross_checks(parts: dict[str, Any]) -> list[Problem]:
             ("eval_on_start", training.eval_on_start),
         ):
             if given:
-                found.append(Problem(f"training.{name}", "needs evaluation data; set data.eval"))
-    return found
+                yield Problem(f"training.{name}", "needs evaluation data; set data.eval")
 
 
-def _all_problems(error: ValidationError, raw: dict[str, Any]) -> list[Problem]:
-    """The problems of each field, and those between the sections that are valid alone."""
-    details = error.errors(include_url=False)
-    if details[0]["type"] == "sections_disagree":
-        return list(details[0]["ctx"]["problems"])
-    broken = {detail["loc"][0] for detail in details}
-    parts = {
-        name: _section(name, raw, field)
-        for name, field in Config.model_fields.items()
-        if name not in broken
-    }
-    return problems_of(details, Config, raw) + _cross_checks(parts)
+def _address_problems(
+    coordinator: CoordinatorConfig | None, workers: Sequence[WorkerConfig]
+) -> Iterator[Problem]:
+    """Ids and addresses that are used twice."""
+    ids: dict[str, int] = {}
+    addresses: dict[tuple[str, int], str] = {}
+    if coordinator is not None:
+        addresses[normal_host(coordinator.ip), coordinator.port] = "the coordinator"
+    for i, worker in enumerate(workers):
+        here = f"workers[{i}]"
+        first = ids.setdefault(str(worker.id), i)
+        if first != i:
+            yield Problem(f"{here}.id", f"{shown(worker.id)} is the id of workers[{first}] too")
+        host = normal_host(worker.ip)
+        if host in ("0.0.0.0", "::"):
+            yield Problem(
+                f"{here}.ip",
+                f"{worker.ip} is no address to connect to; write the one of the machine",
+            )
+        other = addresses.setdefault((host, worker.port), here)
+        if other != here:
+            yield Problem(
+                f"{here}.port",
+                f"{worker.ip} port {worker.port} is that of {other} too; give each its own",
+            )
 
 
-def _section(name: str, raw: dict[str, Any], field: FieldInfo) -> Any:
-    if name not in raw:
-        return field.get_default(call_default_factory=True)
-    annotation: Any = field.annotation
-    return TypeAdapter(annotation).validate_json(json.dumps(raw[name]))
-
-
-def _check_host(value: str) -> None:
-    """Raise ValueError unless `value` is an IP address or a host name."""
-    try:
-        ipaddress.ip_address(value)
-        return
-    except ValueError:
-        pass
-    if "://" in value or "/" in value:
-        raise ValueError(
-            f"{_shown(value)} is no address; write only the host, without scheme or path"
-        )
-    if value.startswith("[") or (value.count(":") == 1 and value.split(":")[1].isdigit()):
-        raise ValueError(
-            f'{_shown(value)} is no address; the port goes into "port", without brackets'
-        )
-    if re.fullmatch(r"[\d.]+", value) or len(value) > 253 or not _HOST.fullmatch(value):
-        raise ValueError(f"{_shown(value)} is neither an IP address nor a host name")
-
-
-def normal_host(host: str) -> str:
-    """One spelling per address, for comparison: IP addresses shortest, names in lower case."""
-    if host.lower() == "localhost":
-        return "127.0.0.1"
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return host.lower().rstrip(".")
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: as JSON, short."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _json(value: Any) -> Any:
+    """A section, or a list of sections, as JSON holds it."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    return [_json(item) for item in value] if isinstance(value, (list, tuple)) else value

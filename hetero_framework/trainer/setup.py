@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.cluster.roles import machine_of
-from hetero_framework.config import Config, check_plan
+from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.engine.loading import quiet_libraries
@@ -85,7 +85,7 @@ def prepare(config: Config, note: Note) -> Prepared:
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
         note(line)
-    check_plan(config, num_layers(model_config))
+    config.plan.covers(num_layers(model_config))
     tokenizer = load_tokenizer(config)
     vocab_size = model_config.get_text_config().vocab_size
     data = load_data(config, tokenizer, vocab_size=vocab_size)
@@ -96,7 +96,7 @@ def prepare(config: Config, note: Note) -> Prepared:
     if config.adapter is not None:
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
         explicit = explicit_settings(config.adapter, adapter_plan)
-        config = config.model_copy(update={"adapter": explicit})
+        config = config.with_changes(adapter=explicit)
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
         note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
@@ -127,8 +127,7 @@ def without_padding(config: Config, model_config: PretrainedConfig, note: Note) 
     attention = admit_packing(model_config, shard_ranges(config))
     cost = "takes each sample by itself" if attention == VARLEN else "is the model's own"
     note(f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}")
-    model = config.model.model_copy(update={"attn_implementation": attention})
-    return config.model_copy(update={"model": model})
+    return config.with_changes(model={"attn_implementation": attention})
 
 
 def resolve_loss_chunk(
@@ -151,12 +150,7 @@ def resolve_loss_chunk(
         limit = None
     elif limit is not None:
         note(f"the logits of {limit} tokens exist at once")
-    return with_training(config, loss_chunk_tokens=limit)
-
-
-def with_training(config: Config, **changes: Any) -> Config:
-    """`config` with other values in its training section."""
-    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+    return config.with_changes(training={"loss_chunk_tokens": limit})
 
 
 def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
@@ -250,13 +244,7 @@ def fit_devices(parts: Prepared, facts: Facts, note: Note) -> Prepared:
 
 def _with_checkpointing(config: Config, chosen: Mapping[int, bool]) -> Config:
     """`config` with gradient_checkpointing of these stages written into the plan."""
-    plan = tuple(
-        entry.model_copy(update={"gradient_checkpointing": chosen[index]})
-        if index in chosen
-        else entry
-        for index, entry in enumerate(config.shard_plan)
-    )
-    return config.model_copy(update={"shard_plan": plan})
+    return config.with_changes(shard_plan=config.plan.with_checkpointing(chosen).entries)
 
 
 def _checkpointing_line(chosen: Collection[int]) -> str:

@@ -106,6 +106,25 @@ def test_user_error_is_one_message_and_exit_code_2(
     assert len(captured.err.splitlines()) == 2
 
 
+def test_unknown_option_prints_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", "--confg", "x.json"])
+    assert ended.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith("usage: hetero check")
+    assert "hetero check: error: unrecognized arguments: --confg x.json" in text
+
+
+def test_host_name_with_an_empty_label_is_refused_before_anything_starts(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["--set", "workers[0].ip=box..lan"]
+    assert cli.main(["check", "--config", str(config_file), *wrong]) == 2
+    assert 'workers[0].ip: "box..lan" is neither an IP address' in capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--debug", "--config", str(tmp_path / "absent.json")]) == 2
     captured = capsys.readouterr()
@@ -346,7 +365,7 @@ def test_bench_prints_json_and_nothing_else(
     assert cli.main([*words, "--json", "--steps", "8", "--mb", "32"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"step_s": 0.5}
-    assert "measuring" in captured.err
+    assert captured.err == "measuring\n"
     assert cli.main(words) == 0
     assert capsys.readouterr().out == "a step: 0.5\n"
     assert calls == [{"steps": 8, "nbytes": 32_000_000}, {"steps": 4, "nbytes": 8_000_000}]

@@ -147,3 +147,20 @@ def test_threads_given_by_environment_or_entry_win() -> None:
     assert threads_for(config, 1, cores=16, environ={"OMP_NUM_THREADS": "7"}) == 7
     assert threads_for(config, 1, cores=16, environ={"OMP_NUM_THREADS": "4,2"}) == 4
     assert threads_for(config, 1, cores=16, environ={"OMP_NUM_THREADS": "many"}) == 3
+
+
+def test_a_worker_without_an_entry_takes_no_part() -> None:
+    raw = LOOPBACK.to_dict()
+    raw["shard_plan"].pop()
+    config = Config.from_dict(raw)
+    assert local_worker_ids(config, machine("x")) == (1,)
+    assert threads_for(config, 1, cores=8, environ={}) == 4
+    with pytest.raises(ConfigError, match="worker 2 has no entry in shard_plan"):
+        decide_role(config, worker_id=2, identity=machine("x"))
+
+
+def test_a_machine_that_the_plan_leaves_out_is_told_so() -> None:
+    raw = THREE.to_dict()
+    raw["shard_plan"].pop()
+    with pytest.raises(ConfigError, match="worker 2 has no entry in shard_plan"):
+        decide_role(Config.from_dict(raw), identity=machine("mac"))

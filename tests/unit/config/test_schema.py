@@ -13,9 +13,9 @@ from hetero_framework.config import (
     Config,
     DataConfig,
     ModelConfig,
+    Plan,
     TrainingConfig,
     apply_override,
-    check_plan,
     json_schema,
     load_config,
 )
@@ -103,6 +103,7 @@ def test_to_dict_and_from_dict_are_inverse() -> None:
         ("adapter.init_lora_weights", "gaussian"),
         ("workers[0].ip", "::1"),
         ("workers[0].ip", "box.lan"),
+        ("workers[0].ip", "a_1-b." + "c" * 63 + "."),
         ("workers[0].device", "rocm:1"),
         ("resume_step", "latest"),
         ("resume_step", 20),
@@ -128,7 +129,7 @@ def test_resume_step_zero_means_from_the_beginning() -> None:
 def test_valid_plans_are_accepted(plan: list[tuple[Any, int, int]]) -> None:
     raw = {**SEED, "shard_plan": [{"id": i, "start": s, "end": e} for i, s, e in plan]}
     config = Config.from_dict(raw)
-    check_plan(config, 32)
+    config.plan.covers(32)
 
 
 def test_a_plan_without_workers_is_accepted() -> None:
@@ -151,6 +152,11 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("workers[0].ip", "10.0.0.300", "is neither an IP address nor a host name"),
         ("workers[0].ip", "10.0.0.3:99", 'the port goes into "port"'),
         ("workers[0].ip", "[::1]", 'the port goes into "port"'),
+        ("workers[0].ip", "box..lan", 'workers[0].ip: "box..lan" is neither an IP address nor'),
+        ("workers[0].ip", "a." + "b" * 64, "must be 1 to 63 letters"),
+        ("workers[0].ip", "-box.lan", 'host name: "-box" between its dots'),
+        ("coordinator.ip", "box-.lan", 'coordinator.ip: "box-.lan" is neither'),
+        ("workers[0].ip", "box.lan..", "is neither an IP address nor a host name"),
         ("workers[0].ip", "", "is neither an IP address nor a host name"),
         ("workers[0].ip", "0.0.0.0", "workers[0].ip: 0.0.0.0 is no address to connect to"),
         ("workers[0].device", "gpu", 'workers[0].device: "gpu" is no device'),
@@ -271,20 +277,45 @@ def test_fp16_weights_cannot_all_be_trained_with_a_loss_scale() -> None:
         ([("local", 0, 0), (1, 0, 0), (2, 0, 0)], "covers no layer"),
         ([("local", 0, 8), (1, 8, 16), (2, 16, 24), (3, 24, 32)], "shard_plan[3].id: 3 is no work"),
         ([("local", 0, 8), ("1", 8, 16), (1, 16, 24), (2, 24, 32)], '"1" is written 1 in workers'),
-        ([("local", 0, 8), (1, 8, 32)], "workers[1]: worker 2 has no entry in shard_plan"),
     ],
 )
 def test_wrong_plan_is_a_plan_error_with_the_fix(
     plan: list[tuple[Any, int, int]], expected: str
 ) -> None:
     raw = {**SEED, "shard_plan": [{"id": i, "start": s, "end": e} for i, s, e in plan]}
-    if "no entry" in expected:
-        assert expected in message(raw)
-    else:
-        raw["workers"] = [w for w in SEED["workers"] if not plan or w["id"] in {p[0] for p in plan}]
-        if not plan:
-            raw["workers"] = []
-        assert expected in message(raw, PlanError)
+    assert expected in message(raw, PlanError)
+
+
+def test_a_worker_without_an_entry_takes_no_part_and_is_noted() -> None:
+    raw = {**SEED, "shard_plan": [{"id": "local", "start": 0, "end": 8}]}
+    raw["shard_plan"].append({"id": 1, "start": 8, "end": 32})
+    config = Config.from_dict(raw)
+    assert [worker.id for worker in config.planned_workers] == [1]
+    assert "worker 2 has no entry in shard_plan and takes no part" in config.warnings()
+
+
+def test_a_plan_is_a_value_that_is_always_sound() -> None:
+    plan = Config.from_dict(changed("shard_plan[2].id", 1)).plan
+    assert plan.owners == ("local", 1)
+    assert [stage.index for stage in plan.of(1)] == [1, 2]
+    assert plan.num_layers == 32
+    other = plan.with_checkpointing({1: True})
+    assert [entry.gradient_checkpointing for entry in other.entries] == [None, True, None]
+    with pytest.raises(PlanError, match=r"shard_plan\[0\].start: is 8, so nobody holds layers 0"):
+        Plan(plan.entries[1:])
+    with pytest.raises(PlanError, match="must not be empty"):
+        Plan(())
+
+
+def test_changes_are_validated_like_a_file() -> None:
+    config = Config.from_dict(FULL, "/base")
+    other = config.with_changes(training={"max_steps": 7}, data=None)
+    assert (other.training.max_steps, other.data, other.base_dir) == (7, None, config.base_dir)
+    assert other.training.seed == config.training.seed
+    with pytest.raises(ConfigError, match=r"training.max_steps: must be -1 \(no limit\)"):
+        config.with_changes(training={"max_steps": 0})
+    with pytest.raises(PlanError, match="already reach 32"):
+        config.with_changes(shard_plan=[*config.shard_plan, config.shard_plan[0]])
 
 
 def test_is_last_must_agree_with_the_order() -> None:
@@ -296,11 +327,11 @@ def test_is_last_must_agree_with_the_order() -> None:
 
 def test_plan_is_compared_with_the_models_layers() -> None:
     config = Config.from_dict(SEED)
-    check_plan(config, 32)
+    config.plan.covers(32)
     with pytest.raises(PlanError, match=r"covers 32 layers, but the model has 36"):
-        check_plan(config, 36)
+        config.plan.covers(36)
     with pytest.raises(PlanError, match=r"shard_plan\[2\].end is 32.*but the model has 28"):
-        check_plan(config, 28)
+        config.plan.covers(28)
 
 
 def test_all_problems_are_listed_at_once() -> None:

@@ -1,0 +1,47 @@
+"""Addresses as they are written in the file: what is one, and when two are the same."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from hetero_framework.config.problems import shown
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?")
+
+
+def check_host(value: str) -> None:
+    """Raise ValueError unless `value` is an IP address or a host name."""
+    try:
+        ipaddress.ip_address(value)
+        return
+    except ValueError:
+        pass
+    if "://" in value or "/" in value:
+        raise ValueError(
+            f"{shown(value)} is no address; write only the host, without scheme or path"
+        )
+    if value.startswith("[") or (value.count(":") == 1 and value.split(":")[1].isdigit()):
+        raise ValueError(
+            f'{shown(value)} is no address; the port goes into "port", without brackets'
+        )
+    labels = value.removesuffix(".").split(".")
+    if re.fullmatch(r"[\d.]+", value) or len(value) > 253 or not labels[0]:
+        raise ValueError(f"{shown(value)} is neither an IP address nor a host name")
+    for label in labels:
+        # What a resolver refuses, too: an empty label or one of more than 63 characters.
+        if len(label) > 63 or not _LABEL.fullmatch(label):
+            raise ValueError(
+                f"{shown(value)} is neither an IP address nor a host name: {shown(label)} between"
+                " its dots must be 1 to 63 letters, digits, '-' or '_', with no '-' at either end"
+            )
+
+
+def normal_host(host: str) -> str:
+    """One spelling per address, for comparison: IP addresses shortest, names in lower case."""
+    if host.lower() == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower().rstrip(".")

@@ -1,0 +1,72 @@
+"""From a file and `--set` to a `Config`; and the JSON Schema of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.config.problems import shown
+from hetero_framework.config.schema import Config
+from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.errors import ConfigError
+
+
+def load_config(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    base_dir: str | os.PathLike[str] | None = None,
+) -> Config:
+    """Read and validate a configuration file.
+
+    `overrides` are settings like "training.learning_rate=1e-4" that replace those of the file;
+    `base_dir` is where relative paths start, instead of the file's folder.
+    Raises ConfigError (PlanError when only the plan is wrong) that lists all problems.
+    """
+    file = Path(path)
+    raw = read_json_object(file)
+    for override in overrides:
+        apply_override(raw, override)
+    return Config.from_dict(raw, base_dir or file.absolute().parent, name=str(path))
+
+
+def apply_override(raw: dict[str, Any], setting: str) -> None:
+    """Set `PATH=VALUE` in `raw`: the path as in "workers[0].port", the value JSON or a text."""
+    path, equals, text = setting.partition("=")
+    keys: list[str | int] = [
+        int(index) if index else key for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path)
+    ]
+    if not equals or not keys or isinstance(keys[0], int):
+        raise ConfigError(
+            f"--set {shown(setting)} is not of the form section.name=value",
+            hint="For example: --set training.learning_rate=1e-4",
+        )
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    target: Any = raw
+    for depth, key in enumerate(keys):
+        fits = isinstance(target, list) and isinstance(key, int) and key < len(target)
+        if not fits and not (isinstance(target, dict) and isinstance(key, str)):
+            raise ConfigError(f"--set {shown(setting)}: the configuration has no {path}")
+        if depth == len(keys) - 1:
+            target[key] = value
+        elif isinstance(target, dict):
+            if target.get(str(key)) is None:
+                target[key] = {}
+            target = target[key]
+        else:
+            target = target[key]
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the configuration file."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+        "title": "hetero_config.json",
+    }

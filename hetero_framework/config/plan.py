@@ -1,0 +1,203 @@
+"""The plan: which stage holds which layers, and who owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from hetero_framework.config.problems import Problem, report, shown
+from hetero_framework.config.section import Section, WorkerId
+from hetero_framework.errors import PlanError
+
+
+class PlanEntry(Section):
+    """One stage: the layers [start, end) on one machine."""
+
+    id: WorkerId = Field(
+        description='Who holds the layers: "local" (the coordinator) or the id of a worker. The'
+        ' first entry is "local"; an id may appear several times.'
+    )
+    start: int = Field(
+        ge=0,
+        description="First layer of the stage, counted from 0.",
+        json_schema_extra={"unit": "layer"},
+    )
+    end: int = Field(
+        ge=0,
+        description="Layer after the last one of the stage. The first entry may hold the embedding"
+        " only (start = end = 0), the last one the head only (start = end = number of layers).",
+        json_schema_extra={"unit": "layer"},
+    )
+    is_last: bool | None = Field(
+        default=None,
+        description="Optional mark of the stage that holds the head; only the last entry can have"
+        " true.",
+    )
+    links: Literal["auto", "relay", "direct"] | None = Field(
+        default=None,
+        description="How tensors cross the boundary in front of this stage. null: as the run's"
+        " `links` says.",
+    )
+    gradient_checkpointing: bool | None = Field(
+        default=None,
+        description="Whether this stage computes its layers again backward. null: as"
+        " training.gradient_checkpointing says.",
+    )
+
+
+def layers_text(start: int, end: int) -> str:
+    """`[start, end)` in words that include both ends, as in "layers 0-7"."""
+    if end <= start:
+        return "no layers"
+    return f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of the plan: layers [start, end) at `owner` ("local" or a worker id)."""
+
+    index: int
+    owner: int | str
+    start: int
+    end: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def layers(self) -> str:
+        """The layers in words: "layers 0-7"."""
+        return layers_text(self.start, self.end)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who holds which layers. A plan that exists is sound: its entries follow one another without
+    gap or overlap and begin with the coordinator's.
+
+    Raises PlanError, with all problems, for entries that are not a plan.
+    """
+
+    entries: tuple[PlanEntry, ...]
+
+    def __post_init__(self) -> None:
+        if found := list(plan_problems(self.entries)):
+            raise PlanError(report("the plan", found))
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """The stages, in model order."""
+        last = len(self.entries) - 1
+        return tuple(
+            StageSpec(i, entry.id, entry.start, entry.end, i == 0, i == last)
+            for i, entry in enumerate(self.entries)
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the entries hold together."""
+        return self.entries[-1].end
+
+    @property
+    def owners(self) -> tuple[int | str, ...]:
+        """Everybody who holds a stage, in the order of first appearance; "local" comes first."""
+        return tuple(dict.fromkeys(entry.id for entry in self.entries))
+
+    def of(self, owner: int | str) -> tuple[StageSpec, ...]:
+        """The stages of one owner."""
+        return tuple(stage for stage in self.stages if stage.owner == owner)
+
+    def covers(self, num_layers: int) -> None:
+        """Raise PlanError unless the plan holds exactly the model's `num_layers` layers."""
+        covered, last = self.num_layers, len(self.entries) - 1
+        if covered == num_layers:
+            return
+        if covered > num_layers:
+            beyond = next(i for i, entry in enumerate(self.entries) if entry.end > num_layers)
+            raise PlanError(
+                f"shard_plan[{beyond}].end is {self.entries[beyond].end}: the plan covers"
+                f" {covered} layers, but the model has {num_layers}",
+                hint=f"The last entry must end at {num_layers}.",
+            )
+        raise PlanError(
+            f"the plan covers {covered} layers, but the model has {num_layers};"
+            f" nobody holds the layers from {covered} to {num_layers - 1}",
+            hint=f"Let shard_plan[{last}] end at {num_layers}.",
+        )
+
+    def with_checkpointing(self, chosen: Mapping[int, bool]) -> Plan:
+        """The plan with gradient_checkpointing of these stages written out."""
+        return Plan(
+            tuple(
+                entry.model_copy(update={"gradient_checkpointing": chosen[i]})
+                if i in chosen
+                else entry
+                for i, entry in enumerate(self.entries)
+            )
+        )
+
+
+def plan_problems(entries: Sequence[PlanEntry]) -> Iterator[Problem]:
+    """What is wrong in a plan, without knowing the model or the workers."""
+    if not entries:
+        yield Problem("shard_plan", "must not be empty")
+        return
+    if entries[0].id != "local":
+        yield Problem("shard_plan[0].id", 'must be "local": the coordinator holds the first stage')
+    expected = 0
+    for i, entry in enumerate(entries):
+        here, last = f"shard_plan[{i}]", i == len(entries) - 1
+        yield from _range_problems(here, entry, expected, first=i == 0, last=last)
+        if entry.is_last and not last:
+            yield Problem(f"{here}.is_last", "is true, but only the last entry holds the head")
+        if entry.is_last is False and last:
+            yield Problem(f"{here}.is_last", "is false, but this is the last entry")
+        expected = max(expected, entry.end)
+    if expected == 0:
+        yield Problem(
+            "shard_plan",
+            "covers no layer; the last entry must end at the number of layers of the model",
+        )
+
+
+def owner_problems(entries: Sequence[PlanEntry], ids: Sequence[int | str]) -> Iterator[Problem]:
+    """The owners in a plan that are no worker."""
+    for i, entry in enumerate(entries):
+        if entry.id != "local" and entry.id not in ids:
+            yield Problem(f"shard_plan[{i}].id", _unknown_worker(entry.id, ids))
+
+
+def _range_problems(
+    here: str, entry: PlanEntry, expected: int, *, first: bool, last: bool
+) -> Iterator[Problem]:
+    start, end = entry.start, entry.end
+    if start > end:
+        yield Problem(here, f"start {start} is after end {end}")
+    elif start > expected:
+        missing = (
+            f"layer {expected}" if start == expected + 1 else f"layers {expected} to {start - 1}"
+        )
+        whose = "the first entry must start at 0" if first else f"start it at {expected}"
+        yield Problem(f"{here}.start", f"is {start}, so nobody holds {missing}; {whose}")
+    elif start < expected:
+        yield Problem(
+            f"{here}.start",
+            f"is {start}, but the entries before it already reach {expected}; entries are in"
+            f" model order without overlap, so start it at {expected}",
+        )
+    elif start == end and not (first and end == 0) and not last:
+        yield Problem(
+            here,
+            f"holds no layer (start = end = {start}); only the first entry (embedding) and the"
+            " last one (head) may be without",
+        )
+
+
+def _unknown_worker(worker_id: int | str, ids: Sequence[int | str]) -> str:
+    for known in ids:
+        if str(known) == str(worker_id):
+            return f"{shown(worker_id)} is written {shown(known)} in workers; write both the same"
+    names = ", ".join(['"local"', *(shown(i) for i in ids)])
+    return f"{shown(worker_id)} is no worker; there are: {names}"
