@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossScale:
     """One loss scale for all stages; torch.amp.GradScaler's rule and its defaults.
 
@@ -24,13 +26,17 @@ class LossScale:
     def active(self) -> bool:
         return self.value != 1.0
 
-    def update(self, finite: bool) -> None:
+    def explains(self, losses: Iterable[float]) -> bool:
+        """Whether a gradient that is not finite may come from the scale alone."""
+        return self.active and self.value > 2.0 and all(map(math.isfinite, losses))
+
+    def after(self, finite: bool) -> LossScale:
+        """The scale of the next step."""
         if not self.active:
-            return
+            return self
         if not finite:
             # 2.0, not less: at 1 the scale would be switched off.
-            self.value, self.good_steps = max(2.0, self.value / 2), 0
-        elif self.good_steps + 1 == 2000:
-            self.value, self.good_steps = self.value * 2, 0
-        else:
-            self.good_steps += 1
+            return LossScale(max(2.0, self.value / 2))
+        if self.good_steps + 1 == 2000:
+            return LossScale(self.value * 2)
+        return LossScale(self.value, self.good_steps + 1)

@@ -90,13 +90,29 @@ def build_optimizer(
 
 
 class Schedule:
-    """The one learning-rate schedule of a run, owned by the coordinator.
-
-    `rate` is the learning rate of the next commit. It advances once per committed step, as the
-    Trainer's does; a skipped step leaves it where it is.
-    """
+    """The one learning-rate schedule of a run, owned by the coordinator."""
 
     def __init__(self, training: TrainingConfig, total_steps: int) -> None:
+        self._training = training
+        self._total_steps = total_steps
+        self._start()
+
+    def rate(self, committed_steps: int) -> float:
+        """The learning rate of the commit that follows `committed_steps` of them.
+
+        The Trainer's schedule moves once per committed step; a skipped step leaves it alone.
+        """
+        if committed_steps < self._position:
+            self._start()
+        while self._position < committed_steps:
+            # A stand-in without gradients; stepping it keeps torch's check of the order quiet.
+            self._optimizer.step()
+            self._scheduler.step()
+            self._position += 1
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def _start(self) -> None:
+        training, total_steps = self._training, self._total_steps
         self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
         try:
             self._scheduler = get_scheduler(
@@ -108,22 +124,7 @@ class Schedule:
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"training.lr_scheduler_type: {error}") from error
-        self.committed_steps = 0
-
-    @property
-    def rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    def advance(self) -> None:
-        # A stand-in without gradients; stepping it keeps torch's check of the order quiet.
-        self._optimizer.step()
-        self._scheduler.step()
-        self.committed_steps += 1
-
-    def fast_forward(self, committed_steps: int) -> None:
-        """Bring a fresh schedule to where `committed_steps` commits leave it."""
-        while self.committed_steps < committed_steps:
-            self.advance()
+        self._position = 0
 
 
 def state_tensors(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,12 @@ from hetero_framework.errors import (
 )
 from hetero_framework.models.meta import trainer_counts_first_labels
 from hetero_framework.profiling.timeline import Timeline
-from hetero_framework.trainer import setup, train_state
+from hetero_framework.trainer import run_checkpoint, setup
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import MetricsWriter
+from hetero_framework.trainer.replica_group import ReplicaGroup, Single
 from hetero_framework.trainer.signals import StopRequest, wants_checkpoint
-from hetero_framework.trainer.train_state import Position
+from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3
@@ -107,6 +108,7 @@ class Coordinator:
         metrics: MetricsWriter,
         progress: Progress,
         stop: StopRequest,
+        replicas: ReplicaGroup | None = None,
     ) -> None:
         self._config = config
         self._parts = parts
@@ -117,14 +119,11 @@ class Coordinator:
         self._stop = stop
         self._order = ModelOrder(cluster.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
-        self._scale = LossScale.for_training(config.training.fp16)
         self._store = _checkpoint_store(config, progress)
         self._metrics = metrics
         self._first_labels = trainer_counts_first_labels(parts.model_config)
-        self._step = 0  # steps done
-        self._tokens = 0
-        self._skipped = 0  # in a row
-        self._failed_saves = 0
+        self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
+        self._replicas: ReplicaGroup = replicas or Single()
         self._losses: list[float] = []
         self._saved_step: int | None = None
         self._traffic = cluster.traffic()
@@ -139,7 +138,7 @@ class Coordinator:
         else:
             setup.set_aside(self._config, self._progress.message)
             self._cluster.retrying(lambda: setup.load_initial_adapter(self._parts, self._pipeline))
-        self._metrics.resume(self._step)
+        self._metrics.resume(self._state.step)
         rows = [
             StageRow(
                 "coordinator" if spec.owner == "local" else f"worker {spec.owner}",
@@ -154,17 +153,17 @@ class Coordinator:
         setup.draw_diagram(self._parts, facts, self._progress.message)
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
-        self._progress.start(total, rows, self._step, logging_steps)
+        self._progress.start(total, rows, self._state.step, logging_steps)
 
     def loop(self) -> None:
         """All steps that are left, with what comes between them."""
-        if self._config.training.eval_on_start and self._step == 0 and self._has_eval:
+        if self._config.training.eval_on_start and self._state.step == 0 and self._has_eval:
             self.evaluate()
-        while self._step < self._data.total_steps:
+        while self._state.step < self._data.total_steps:
             if self._stop.requested is not None:
                 self._stop_early()
             self.train_step()
-            control.step_done(self._step, self._cluster)
+            control.step_done(self._state.step, self._cluster)
             if self._is_due("eval"):
                 self.evaluate()
             if self._is_due("save"):
@@ -173,43 +172,47 @@ class Coordinator:
     def train_step(self) -> None:
         """One step: all micro-batches through all stages, one decision, one commit."""
         started = time.perf_counter()
-        batches = self._data.step_batches(self._step)
-        num_items = self._data.num_items(batches, first_labels=self._first_labels)
+        state = self._state
+        batches = self._data.step_batches(state.step)
+        tokens = sum(map(token_count, batches))
+        num_items = self._replicas.num_items(
+            self._data.num_items(batches, first_labels=self._first_labels)
+        )
 
         losses, reports, stages = self._cluster.retrying(
             lambda: self._gradients(batches, num_items)
         )
         loss = math.fsum(losses)
         norm = self._order.global_norm(reports)
-        rate = self._schedule.rate
-        finite = math.isfinite(loss) and bool(norm.isfinite())
+        rate = self._schedule.rate(state.committed_steps)
 
-        if finite:
+        # The decision. Once it says yes the step counts, whatever breaks from here on.
+        if self._replicas.should_commit(math.isfinite(loss) and bool(norm.isfinite())):
             factor = clip_factor(norm, self._config.training.max_grad_norm)
             self._pipeline.commit(rate, factor, self._cluster.recover)
-            self._schedule.advance()
-            self._skipped = 0
+            self._state = state.after_commit(tokens)
+            self._replicas.after_commit(self._state.step)
         else:
             self._cluster.retrying(self._pipeline.abort)
-            self._note_skip(losses, reports)
+            overflow = state.loss_scale.explains(losses)
+            self._state = state.after_skip(tokens, overflow=overflow)
+            self._note_skip(losses, reports, overflow)
+
         self._cluster.observe(len(batches), stages)
-        self._scale.update(finite)
-        self._step += 1
-        self._tokens += (tokens := sum(map(token_count, batches)))
         self._losses.append(loss)
         seconds = time.perf_counter() - started
         self._keep_spans()
         self._record(
             {
-                "step": self._step,
-                "epoch": self._data.epoch_of(self._step - 1),
+                "step": self._state.step,
+                "epoch": self._data.epoch_of(state.step),
                 "loss": loss,
                 "grad_norm": float(norm),
                 "learning_rate": rate,
                 "tokens": tokens,
                 "tokens_per_second": tokens / seconds,
                 "step_seconds": seconds,
-                "skipped": not finite,
+                "skipped": self._state.committed_steps == state.committed_steps,
             },
             stages,
         )
@@ -219,13 +222,14 @@ class Coordinator:
     ) -> tuple[list[float], list[GradientReport], dict[int, StageStatistics]]:
         """Everything before the decision; may be repeated, since it changes no weight."""
         self._cluster.begin(
-            self._step,
+            self._state.step,
             len(batches),
             train=True,
             num_items=num_items,
-            loss_scale=self._scale.value,
+            loss_scale=self._state.loss_scale.value,
         )
         losses = self._pipeline.run(batches)
+        self._replicas.reduce(self._pipeline)
         return losses, *self._pipeline.report_gradients()
 
     def evaluate(self) -> None:
@@ -238,13 +242,13 @@ class Coordinator:
         started = time.perf_counter()
 
         def losses() -> list[float]:
-            self._cluster.begin(self._step, len(batches), train=False, num_items=1)
+            self._cluster.begin(self._state.step, len(batches), train=False, num_items=1)
             return self._pipeline.run(batches)
 
         loss = math.fsum(self._cluster.retrying(losses)) / tokens
         metrics = {
-            "step": self._step,
-            "epoch": self._data.epoch_of(self._step - 1) if self._step else 0.0,
+            "step": self._state.step,
+            "epoch": self._data.epoch_of(self._state.step - 1) if self._state.step else 0.0,
             "eval_loss": loss,
             "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,
             "eval_tokens": tokens,
@@ -255,33 +259,26 @@ class Coordinator:
 
     def save(self) -> None:
         """A checkpoint of this step. A full disk does not end the run the first times."""
-        position = Position(
-            step=self._step,
-            committed_steps=self._schedule.committed_steps,
-            skipped_in_a_row=self._skipped,
-            loss_scale=self._scale.value,
-            loss_scale_good_steps=self._scale.good_steps,
-            tokens=self._tokens,
-        )
+        state = replace(self._state, failed_saves=0)
         try:
             path = self._cluster.retrying(
-                lambda: train_state.save(
-                    self._store, self._pipeline, self._config, position, self._data.fingerprint
+                lambda: run_checkpoint.save(
+                    self._store, self._pipeline, self._config, state, self._data.fingerprint
                 )
             )
         except ResourceError as error:
-            self._failed_saves += 1
-            if self._failed_saves >= _MAX_FAILED_SAVES:
+            self._state = replace(self._state, failed_saves=self._state.failed_saves + 1)
+            if self._state.failed_saves >= _MAX_FAILED_SAVES:
                 raise
-            self._progress.message(f"checkpoint {self._step} could not be written: {error}")
+            self._progress.message(f"checkpoint {state.step} could not be written: {error}")
             return
-        self._failed_saves = 0
-        self._saved_step = self._step
+        self._state = state
+        self._saved_step = state.step
         self._progress.message(f"checkpoint: {path}")
 
     def finish(self) -> RunSummary:
         """Gather what was trained, write it, and say where everything is."""
-        if self._config.training.save_strategy != "no" and self._saved_step != self._step:
+        if self._config.training.save_strategy != "no" and self._saved_step != self._state.step:
             self.save()
         result = self._cluster.retrying(
             lambda: setup.export(
@@ -293,7 +290,7 @@ class Coordinator:
         self._timeline.write()
         files = setup.result_files(self._config, result, self._metrics.path)
         self._progress.close(files)
-        return RunSummary(self._step, tuple(self._losses), files)
+        return RunSummary(self._state.step, tuple(self._losses), files)
 
     def _keep_spans(self) -> None:
         """Put what has been recorded into the timeline. A worker's part of a step comes with its
@@ -320,19 +317,21 @@ class Coordinator:
         else:
             strategy, steps = training.save_strategy, training.save_steps
         if strategy == "steps":
-            return self._step % interval(steps, total) == 0
-        ends_epoch = self._step % self._data.steps_per_epoch == 0 or self._step == total
+            return self._state.step % interval(steps, total) == 0
+        ends_epoch = self._state.step % self._data.steps_per_epoch == 0 or self._state.step == total
         return strategy == "epoch" and ends_epoch
 
-    def _note_skip(self, losses: list[float], reports: list[GradientReport]) -> None:
+    def _note_skip(
+        self, losses: list[float], reports: list[GradientReport], overflow: bool
+    ) -> None:
         """Say where the first non-finite value arose; stop when it keeps happening."""
-        if self._scale.active and self._scale.value > 2.0 and all(map(math.isfinite, losses)):
+        step, in_a_row = self._state.step, self._state.skipped_in_a_row
+        if overflow:
             self._progress.message(
-                f"step {self._step + 1}: gradients overflow at loss scale {self._scale.value:g}; "
-                "step skipped, scale halved"
+                f"step {step}: gradients overflow; step skipped, loss scale lowered to "
+                f"{self._state.loss_scale.value:g}"
             )
             return
-        self._skipped += 1
         where = first_nonfinite(losses, reports)
         stage = self._config.stages()[where[0]] if where is not None else None
         text = "a gradient is not finite"
@@ -342,23 +341,22 @@ class Coordinator:
                 f"non-finite values in micro-batch {where[1]}, first out of stage {stage.index} "
                 f"({owner}, {stage.layers})"
             )
-        self._progress.message(f"step {self._step + 1}: {text}; step skipped")
+        self._progress.message(f"step {step}: {text}; step skipped")
         limit = self._config.training.max_skipped_steps
-        if self._skipped > limit:
+        if in_a_row > limit:
             raise NumericError(
-                f"{self._skipped} steps in a row had non-finite losses or gradients; "
-                f"the last: {text}",
+                f"{in_a_row} steps in a row had non-finite losses or gradients; the last: {text}",
                 hint="lower training.learning_rate, look at the data of these steps, or use bf16 "
                 "instead of fp16; training.max_skipped_steps sets the limit",
             )
 
     def _stop_early(self) -> None:
         """Ctrl-C or SIGTERM came: offer a checkpoint, then leave in order."""
-        where = f"stopped by {self._stop.requested} after step {self._step}"
+        where = f"stopped by {self._stop.requested} after step {self._state.step}"
         hint = "run the same command again to start over"
-        if self._step > 0:
+        if self._state.step > 0:
             self._progress.close()
-            saved = self._saved_step == self._step
+            saved = self._saved_step == self._state.step
             if not saved and wants_checkpoint(f"{where}. Save a checkpoint?"):
                 self.save()
             if self._saved_step is not None:
@@ -369,15 +367,12 @@ class Coordinator:
         step = self._store.resolve(resume)
         reader = self._store.open(step)
         trainable, fingerprint = self._cluster.trainable, self._data.fingerprint
-        position = self._cluster.retrying(
-            lambda: train_state.load(reader, self._pipeline, trainable, self._config, fingerprint)
+        self._state = self._cluster.retrying(
+            lambda: run_checkpoint.load(
+                reader, self._pipeline, trainable, self._config, fingerprint
+            )
         )
-        self._step = self._saved_step = position.step
-        self._skipped = position.skipped_in_a_row
-        self._tokens = position.tokens
-        self._scale.value = position.loss_scale
-        self._scale.good_steps = position.loss_scale_good_steps
-        self._schedule.fast_forward(position.committed_steps)
+        self._saved_step = self._state.step
         setup.set_later_aside(self._config, self._store, step, self._progress.message)
 
     def _record(self, metrics: dict[str, Any], stages: dict[int, StageStatistics]) -> None:

@@ -99,7 +99,7 @@ def test_loss_scale_follows_torchs_grad_scaler(seed: int) -> None:
             parameter.grad = torch.tensor([1.0 if finite else float("inf")])
             scaler.step(optimizer)
             scaler.update()
-            scale.update(finite)
+            scale = scale.after(finite)
             assert scale.value == scaler.get_scale()
             seen.add(scale.value)
     assert len(seen) > 2
@@ -108,7 +108,7 @@ def test_loss_scale_follows_torchs_grad_scaler(seed: int) -> None:
 def test_loss_scale_stays_one_without_fp16() -> None:
     scale = LossScale.for_training(fp16=False)
     for finite in (True, False, True):
-        scale.update(finite)
+        scale = scale.after(finite)
     assert scale == LossScale(1.0, 0)
     assert not scale.active
 
@@ -116,6 +116,6 @@ def test_loss_scale_stays_one_without_fp16() -> None:
 def test_loss_scale_does_not_switch_itself_off() -> None:
     scale = LossScale(4.0)
     for _ in range(5):
-        scale.update(finite=False)
+        scale = scale.after(finite=False)
         assert scale.active
     assert scale.value == 2.0

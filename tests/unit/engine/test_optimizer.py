@@ -82,29 +82,24 @@ def test_schedule_is_the_trainers_at_every_step(
     schedule = Schedule(TrainingConfig(warmup_steps=warmup_steps, **settings), STEPS)
     assert reference.lr_scheduler is not None
     assert reference.optimizer is not None
-    for _ in range(STEPS + 2):
-        assert schedule.rate == reference.lr_scheduler.get_last_lr()[0]
+    for step in range(STEPS + 2):
+        assert schedule.rate(step) == reference.lr_scheduler.get_last_lr()[0]
         reference.optimizer.step()
         reference.lr_scheduler.step()
-        schedule.advance()
 
 
 def test_schedule_warmup_ratio_is_a_share_of_all_steps() -> None:
     a = Schedule(TrainingConfig(warmup_ratio=0.11), STEPS)
     b = Schedule(TrainingConfig(warmup_steps=3), STEPS)
-    for _ in range(STEPS):
-        assert a.rate == b.rate
-        a.advance()
-        b.advance()
+    assert [a.rate(step) for step in range(STEPS)] == [b.rate(step) for step in range(STEPS)]
 
 
-def test_schedule_fast_forward_equals_walking() -> None:
+def test_schedule_at_any_step_is_that_of_walking_there() -> None:
     training = TrainingConfig(lr_scheduler_type="cosine", warmup_steps=4)
-    walked, jumped = Schedule(training, STEPS), Schedule(training, STEPS)
-    for _ in range(9):
-        walked.advance()
-    jumped.fast_forward(9)
-    assert (jumped.rate, jumped.committed_steps) == (walked.rate, 9)
+    walked, jumping = Schedule(training, STEPS), Schedule(training, STEPS)
+    rates = [walked.rate(step) for step in range(STEPS)]
+    for step in (9, 3, 0, STEPS - 1, 9, 9):
+        assert jumping.rate(step) == rates[step]
 
 
 @pytest.mark.parametrize(
