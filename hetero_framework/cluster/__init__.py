@@ -1,0 +1,1 @@
+"""The processes of a run and the links between them."""

@@ -1,0 +1,1 @@
+"""Bytes, links and devices: knows nothing of models or of the configuration."""

@@ -1,0 +1,1 @@
+"""One optimizer step over the stages of a plan: opens no socket."""

@@ -1,0 +1,1 @@
+"""Which task runs when, decided from times alone: no torch, no sockets."""

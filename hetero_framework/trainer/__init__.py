@@ -1,1 +1,1 @@
-"""Training: stages, their schedule, the processes that hold them, and the loop that drives them."""
+"""The run, from its first step to its files."""

@@ -1,0 +1,1 @@
+"""Pictures, and what a person sees while a run goes on."""

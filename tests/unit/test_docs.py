@@ -236,3 +236,15 @@ def tracked() -> list[str]:
     parts = [file.relative_to(ROOT).parts for file in ROOT.rglob("*") if file.is_file()]
     left = {"runs", "build", "dist"}
     return ["/".join(own) for own in parts if not any(p in left or p.startswith(".") for p in own)]
+
+
+def test_architecture_page_shows_the_tree_as_it_is() -> None:
+    spec = importlib.util.spec_from_file_location("tree", ROOT / "docs" / "tree.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tree = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tree)
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert page == tree.render(page), "run: python docs/tree.py"
+    folders = {file.parent.name for file in (ROOT / "hetero_framework").glob("*/*.py")}
+    assert folders == set(tree.ROOMS)

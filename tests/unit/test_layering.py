@@ -80,6 +80,12 @@ def test_every_part_has_a_layer() -> None:
     assert {part_of(file) for file in MODULES} - {"__init__"} == set(LAYERS)
 
 
+def test_core_and_config_do_not_know_each_other() -> None:
+    for room, other in (("core", "config"), ("config", "core")):
+        for file in (PACKAGE / room).rglob("*.py"):
+            assert other not in {part(module) for module in imports(parsed(file))}, file
+
+
 @pytest.mark.parametrize("file", MODULES, ids=name)
 def test_imports_point_one_way(file: Path) -> None:
     if part_of(file) != "__init__":

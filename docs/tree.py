@@ -1,0 +1,55 @@
+"""Write the tree of the package into docs/architecture.md: `python docs/tree.py`.
+
+Every module's line is the first one of its own docstring, so that the page cannot say anything
+else than the code.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hetero_framework"
+PAGE = Path(__file__).with_name("architecture.md")
+# From the bottom up: imports point to earlier rooms only.
+ROOMS = (
+    *("core", "config", "data", "planner", "visualizer", "models", "engine", "profiling"),
+    *("cluster", "trainer", "commands"),
+)
+_BEGIN, _END = "<!-- generated: tree -->\n", "<!-- end -->"
+
+
+def summary(file: Path) -> str:
+    """The first line of a module's docstring."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]
+
+
+def tree() -> str:
+    """The package as it is: its rooms in the order of imports, and each module's first line."""
+    lines = ["```text", "hetero_framework/"]
+    lines += [_line(2, file.name, summary(file)) for file in _modules(PACKAGE)]
+    for room in ROOMS:
+        lines.append(_line(2, f"{room}/", summary(PACKAGE / room / "__init__.py")))
+        lines += [_line(4, file.name, summary(file)) for file in _modules(PACKAGE / room)]
+    return "\n".join([*lines, "```\n"])
+
+
+def render(page: str) -> str:
+    """The page with its tree written anew."""
+    before, _, rest = page.partition(_BEGIN)
+    return before + _BEGIN + tree() + _END + rest.partition(_END)[2]
+
+
+def _modules(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob("*.py")) if not file.name.startswith("__")]
+
+
+def _line(indent: int, name: str, text: str) -> str:
+    return f"{' ' * indent}{name:{26 - indent}}{text}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE}")
