@@ -301,12 +301,12 @@ def _add_diagram(commands: Any) -> None:
 
 def _run_diagram(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    from hetero_framework.visualizer.graph_gen import draw, mermaid
+    from hetero_framework.visualizer.diagram import Diagram, draw, to_mermaid
 
     if arguments.output == "-":
         if arguments.format not in (None, "mmd"):
             raise UserError("only Mermaid text can be printed; use --format mmd or --output FILE")
-        print(mermaid(config).rstrip())
+        print(to_mermaid(Diagram.of(config)).rstrip())
         return 0
     form = arguments.format
     if form is None and arguments.output is None:

@@ -150,7 +150,7 @@ class Coordinator:
         ]
         labels = {owner: fact.label for owner, fact in facts.items()}
         self._timeline = Timeline(self._config, devices=labels, note=self._progress.message)
-        setup.draw_diagram(self._parts, facts, self._progress.message)
+        setup.draw_diagram(self._parts, facts, self._cluster.direct, self._progress.message)
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
         self._progress.start(total, rows, self._state.step, logging_steps)

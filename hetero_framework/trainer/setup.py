@@ -45,7 +45,7 @@ from hetero_framework.planner.simulator import default_max_in_flight
 from hetero_framework.profiling.timeline import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import METRICS_FILE
-from hetero_framework.visualizer.graph_gen import DiagramDetails, draw
+from hetero_framework.visualizer.diagram import DiagramDetails, draw
 
 Facts = Mapping[str | int, MachineFacts]
 Note = Callable[[str], None]
@@ -347,8 +347,9 @@ def _move_aside(output: Path, paths: list[Path]) -> Path:
     return target
 
 
-def draw_diagram(parts: Prepared, facts: Facts, note: Note) -> None:
-    """`architecture.<format>` in the output directory, if the configuration wants it."""
+def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int], note: Note) -> None:
+    """`architecture.<format>` in the output directory, if the configuration wants it. `direct` has
+    the boundaries with a link from worker to worker."""
     config = parts.config
     if not config.training.visualize:
         return
@@ -359,6 +360,7 @@ def draw_diagram(parts: Prepared, facts: Facts, note: Note) -> None:
         parameters={m.index: m.parameters for m in parts.memory},
         memory_bytes={m.index: m.total for m in parts.memory},
         devices={owner: fact.label for owner, fact in facts.items()},
+        direct=direct,
     )
     chosen = config.training.visualization_format
     draw(config, config.output_dir / f"architecture.{chosen}", chosen, details, notify=note)
