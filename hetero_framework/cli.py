@@ -438,7 +438,7 @@ def _add_merge(commands: Any) -> None:
     parser.add_argument(
         "--model", required=True, metavar="NAME", help="model directory or hub name"
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
+    _add_output_directory(parser)
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
     parser.add_argument(
         "--dtype",
@@ -448,13 +448,23 @@ def _add_merge(commands: Any) -> None:
     )
 
 
+def _add_output_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an earlier result in DIR; other files in it stay",
+    )
+
+
 def _run_merge(arguments: argparse.Namespace) -> int:
+    from hetero_framework.models.export import OutputDirectory
     from hetero_framework.models.merge import merge_adapter
 
     merge_adapter(
         Path(arguments.adapter),
         arguments.model,
-        Path(arguments.output),
+        OutputDirectory(Path(arguments.output), overwrite=arguments.overwrite),
         dtype=arguments.dtype,
         revision=arguments.revision,
     )

@@ -21,7 +21,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     `data.eos_token` and `data.pad_token` replace the tokenizer's own. Raises DataError when there
     is none, when it needs code of its own, or when a token that was asked for is not in it.
     """
-    tokenizer = _load(*_where(config))
+    tokenizer = read_tokenizer(*_where(config))
     if config.data is not None:
         for role, token in (("eos", config.data.eos_token), ("pad", config.data.pad_token)):
             if token is None:
@@ -45,7 +45,6 @@ def _where(config: Config) -> tuple[str, str | None]:
         )
     folder = config.path(name)
     if folder.is_dir():
-        _check_folder(folder)
         return str(folder), None
     if folder.exists():
         raise DataError(f"{name} is a file; a tokenizer is a folder", hint=_HINT)
@@ -75,7 +74,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _load(name: str, revision: str | None) -> PreTrainedTokenizerBase:
+def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub repository. Raises DataError, also where it is code."""
+    if Path(name).is_dir():
+        _check_folder(Path(name))
     try:
         with _TokenizersErrors():
             tokenizer = AutoTokenizer.from_pretrained(

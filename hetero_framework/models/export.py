@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from hetero_framework import __version__
+from hetero_framework.core.files import put_back, replace_directory, sync_file
 from hetero_framework.errors import CheckpointError, ResourceError
 from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
 from hetero_framework.models.meta import meta_model
@@ -39,11 +42,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
+# In every artefact: the names of its files.
+EXPORT_LIST = "hetero_export.json"
 
 # Size of one weight file; also what the writer holds in memory.
 MAX_FILE_BYTES = 1 << 30
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
+
+_log = logging.getLogger(__name__)
 
 
 # -- reading tensors out of a shard ---------------------------------------------------------------
@@ -106,11 +113,12 @@ def _checkpoint_form(model: Any, state: Tensors) -> Tensors:
 
 
 def write_adapter(
-    directory: Path,
+    output: OutputDirectory,
     parts: Iterable[Mapping[str, torch.Tensor]],
     plan: AdapterPlan,
     base_model: str | None,
     revision: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Write a PEFT adapter directory from the shards' parts, atomically.
 
@@ -126,13 +134,15 @@ def write_adapter(
     config = copy.deepcopy(plan.lora_config)
     config.base_model_name_or_path, config.revision = base_model, revision
     config.inference_mode = True
-    with _atomic_directory(directory, "adapter_config.json") as folder:
+    with output.writing() as folder:
         save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
         config.save_pretrained(str(folder))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
 
 
 def write_checkpoint(
-    directory: Path,
+    output: OutputDirectory,
     parts: Iterable[Mapping[str, torch.Tensor]],
     config: PretrainedConfig,
     generation_config: GenerationConfig | None = None,
@@ -145,7 +155,7 @@ def write_checkpoint(
     CheckpointError like `write_adapter`.
     """
     check = _Completeness(expected_checkpoint_tensors(config), "checkpoint")
-    with _atomic_directory(directory, "config.json") as folder:
+    with output.writing() as folder:
         files = _WeightFiles(folder, max_file_bytes)
         for part in parts:
             check.add(part)
@@ -255,47 +265,113 @@ class _WeightFiles:
         return self._folder / f"part-{number:05d}.safetensors"
 
 
-@contextmanager
-def _atomic_directory(directory: Path, marker: str) -> Iterator[Path]:
-    """A folder that takes `directory`'s place when the block ends, and vanishes when it raises.
+class OutputDirectory:
+    """The directory of an artefact: what may be replaced there, and the moment it changes.
 
-    An existing directory is replaced only if it is empty or holds the file `marker`, that is, if
-    it is an older artefact of the same kind. Raises CheckpointError otherwise, ResourceError when
-    the disk refuses.
+    Every artefact holds a list of its own files (`hetero_export.json`). A directory that is not
+    empty is written only with `overwrite`; the files on its list are then replaced and all others
+    stay. Without a list, what is there may be replaced only if it is exactly what is written.
     """
-    directory = directory.absolute()
-    foreign = directory.exists() and not (directory / marker).is_file()
-    if foreign and not (directory.is_dir() and not any(directory.iterdir())):
-        raise CheckpointError(
-            f"{directory} exists and holds no {marker}; it will not be replaced",
-            hint="choose another directory, or remove this one",
-        )
-    partial = directory.with_name(f".{directory.name}.partial")
-    old = directory.with_name(f".{directory.name}.old")
-    try:
-        for left_over in (partial, old):
-            shutil.rmtree(left_over, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        for path in partial.iterdir():
-            _sync(path)
-        if directory.exists():
-            directory.rename(old)
-        partial.rename(directory)
-        if os.name == "posix":
-            _sync(directory.parent)
-    except (OSError, SafetensorError) as error:
-        raise ResourceError(f"cannot write {directory}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if directory.exists():
-            shutil.rmtree(old, ignore_errors=True)
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self.path = path.absolute()
+        self._overwrite = overwrite
+        self._partial = self.path.with_name(f".{self.path.name}.partial")
+        self._old = self.path.with_name(f".{self.path.name}.old")
+
+    def check(self, *sources: str | Path) -> None:
+        """Raise CheckpointError where nothing may be written: it holds something, or is a source.
+
+        `sources` are what the artefact is made from; names of the hub are none of its business.
+        """
+        for source in map(Path, sources):
+            if self.path.exists() and source.exists() and self.path.samefile(source):
+                raise CheckpointError(
+                    f"{self.path} is what the result is made from; it will not be replaced",
+                    hint="choose another directory",
+                )
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a file", hint="choose another directory")
+        if not self._overwrite and self._present():
+            raise CheckpointError(
+                f"{self.path} is not empty; nothing in it will be replaced",
+                hint="choose another directory; --overwrite replaces an earlier result in it and"
+                " leaves other files alone",
+            )
+
+    @contextmanager
+    def writing(self) -> Iterator[Path]:
+        """A folder that becomes the directory when the block ends, and vanishes when it raises.
+
+        Raises CheckpointError like `check`, or for a file that is not ours to replace;
+        ResourceError when the disk refuses.
+        """
+        self.check()
+        try:
+            if put_back(self.path, self._old):
+                _log.warning("put %s back: its replacement was interrupted", self.path)
+            for left_over in (self._partial, self._old):
+                shutil.rmtree(left_over, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+            yield self._partial
+            self._finish()
+        except (OSError, SafetensorError) as error:
+            complete = (self._partial / EXPORT_LIST).exists()
+            raise ResourceError(
+                f"cannot write {self.path}: {error}",
+                hint=f"{self._partial} is complete; rename it" if complete else None,
+            ) from error
+        finally:
+            if not (self._partial / EXPORT_LIST).exists():
+                shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _finish(self) -> None:
+        files = sorted(path.name for path in self._partial.iterdir())
+        for path in self._partial.rglob("*"):
+            if path.is_file():
+                sync_file(path)
+        for name in self._foreign(files):
+            _link(self.path / name, self._partial / name)
+        text = json.dumps({"hetero_framework": __version__, "files": files}, indent=1) + "\n"
+        listed = self._partial / f"{EXPORT_LIST}.tmp"
+        listed.write_text(text, encoding="utf-8")
+        sync_file(listed)
+        listed.rename(self._partial / EXPORT_LIST)
+        replace_directory(self._partial, self.path, self._old)
+
+    def _present(self) -> list[str]:
+        return sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
+
+    def _foreign(self, files: list[str]) -> list[str]:
+        """What stays of the directory when `files` are written into it."""
+        present = self._present()
+        try:
+            listed = json.loads((self.path / EXPORT_LIST).read_text("utf-8"))["files"]
+            own = {EXPORT_LIST, *map(str, listed)}
+        except FileNotFoundError:  # of a version that wrote no list
+            own = set(files) if present == files else set()
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.path / EXPORT_LIST} cannot be read") from error
+        foreign = [name for name in present if name not in own]
+        if taken := sorted({*files, EXPORT_LIST}.intersection(foreign)):
+            raise CheckpointError(
+                f"{self.path} holds {', '.join(taken)} of another origin, which will not be"
+                " replaced",
+                hint="choose another directory, or remove these files",
+            )
+        return foreign
 
 
-def _sync(path: Path) -> None:
-    # Windows can only flush what is open for writing; POSIX directories only what is open to read.
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _link(source: Path, target: Path) -> None:
+    """`source` a second time, without a copy of its bytes where the file system can do that."""
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other, follow_symlinks=False)
+        except (OSError, NotImplementedError):
+            shutil.copy2(one, other, follow_symlinks=False)
+
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, target, symlinks=True, copy_function=link)
+    else:
+        link(str(source), str(target))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -18,10 +17,11 @@ from transformers.utils.hub import cached_file
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
-from hetero_framework.errors import ModelError
+from hetero_framework.data.tokenizer import read_tokenizer
+from hetero_framework.errors import DataError, ModelError
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import attach_plan, plan_saved_adapter
-from hetero_framework.models.export import Tensors, export_layers, write_checkpoint
+from hetero_framework.models.export import OutputDirectory, Tensors, export_layers, write_checkpoint
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import ShardRange, load_model_config, load_shard, num_layers
@@ -32,20 +32,22 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 def merge_adapter(
     adapter_dir: Path,
     model: str,
-    out_dir: Path,
+    output: OutputDirectory,
     dtype: DType = "auto",
     revision: str | None = None,
 ) -> None:
-    """Write `model` with the adapter folded in as a Hugging Face checkpoint at `out_dir`.
+    """Write `model` with the adapter folded in as a Hugging Face checkpoint into `output`.
 
     `model` is a directory or hub name with full-precision weights, `dtype` the type of the result
     ("auto": that of the checkpoint). Each block is a shard of its own, merged by PEFT and written
     before the next is read, so memory holds about one block and one weight file. An adapter on one
     end of tied embeddings unties them, because the two ends then differ.
     Raises ModelError for a quantised base, ConfigError for an adapter that does not fit,
-    CheckpointError when `out_dir` holds something else.
+    CheckpointError when `output` holds something else, DataError for a tokenizer that brings code.
     """
     base_dir = Path.cwd()
+    source = str(base_dir / model) if (base_dir / model).is_dir() else model
+    output.check(source, adapter_dir)
     settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
     config = load_model_config(settings, base_dir)
     stored = stored_quantization(config)
@@ -60,14 +62,9 @@ def merge_adapter(
     if untie:
         out_config.get_text_config().tie_word_embeddings = False
     parts = _merged_layers(settings, base_dir, num_layers(config), plan, untie)
-    source = str(base_dir / model) if (base_dir / model).is_dir() else model
-    write_checkpoint(
-        Path(out_dir),
-        parts,
-        out_config,
-        _generation_config(source, revision),
-        _tokenizer([str(adapter_dir), source], revision),
-    )
+    tokenizer = _tokenizer([str(adapter_dir), source], revision)
+    generation = _generation_config(source, revision)
+    write_checkpoint(output, parts, out_config, generation, tokenizer)
 
 
 def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:
@@ -109,7 +106,13 @@ def _tokenizer(sources: list[str], revision: str | None) -> PreTrainedTokenizerB
     """The first tokenizer found; one beside the adapter is the one it was trained with."""
     for source in sources:
         if _file(source, "tokenizer_config.json", revision) is not None:
-            return AutoTokenizer.from_pretrained(source, revision=revision)
+            try:
+                return read_tokenizer(source, revision)
+            except DataError as error:
+                raise DataError(
+                    error.message,
+                    hint="take tokenizer_config.json out of it to write the model without one",
+                ) from error
     return None
 
 

@@ -32,6 +32,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hetero_framework.core.files import (
+    put_back,
+    rename,
+    replace_directory,
+    sync_directory,
+    sync_file,
+)
 from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 
 FORMAT_VERSION = 1
@@ -102,8 +109,7 @@ class CheckpointStore:
                 )
             final = self.root / f"step_{match[1]}"
             try:
-                if match[2] == "old" and not final.exists():
-                    os.replace(path, final)
+                if match[2] == "old" and put_back(final, path):
                     done.append(f"Put checkpoint {match[1]} back: its replacement was interrupted.")
                 else:
                     shutil.rmtree(path)
@@ -189,7 +195,7 @@ class CheckpointStore:
         directory = self._directory(step)
         trash = self.root / f"step_{step}.trash"
         try:
-            os.replace(directory, trash)
+            rename(directory, trash)
             shutil.rmtree(trash)
         except OSError as error:
             # Disk is lost, not state: a file held open elsewhere (Windows) must not end a run.
@@ -264,7 +270,7 @@ class CheckpointWriter:
             raise CheckpointError(f"Checkpoint {self.step} got {path.name} twice.")
         try:
             save_file(_separate(tensors), path)
-            _fsync_file(path)
+            sync_file(path)
             entry = {
                 "name": path.name,
                 "stage": stage_index,
@@ -302,8 +308,8 @@ class CheckpointWriter:
         path = self._directory / MANIFEST
         try:
             path.write_text(text, encoding="utf-8", newline="\n")
-            _fsync_file(path)
-            _fsync_directory(self._directory)
+            sync_file(path)
+            sync_directory(self._directory)
             final = self._publish()
         except OSError as error:
             self.abort()
@@ -322,13 +328,7 @@ class CheckpointWriter:
                 f"{final} is in the way of a checkpoint: it is not a directory.",
                 hint="Move it away.",
             )
-        existed = final.exists()
-        if existed:
-            os.replace(final, replaced)
-        os.replace(self._directory, final)
-        _fsync_directory(root)
-        if existed:
-            shutil.rmtree(replaced, ignore_errors=True)
+        replace_directory(self._directory, final, replaced)
         return final
 
     def abort(self) -> None:
@@ -507,21 +507,6 @@ def _digest(content: dict[str, Any]) -> str:
     """The hash of a manifest, so that an edit by hand is noticed."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _fsync_file(path: Path) -> None:
-    with path.open("r+b") as file:  # Windows flushes only files opened for writing
-        os.fsync(file.fileno())
-
-
-def _fsync_directory(path: Path) -> None:
-    if os.name == "nt":  # directories cannot be opened there; NTFS journals renames itself
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_write(error: Exception, path: Path) -> CheckpointError:

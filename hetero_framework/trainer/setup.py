@@ -28,7 +28,7 @@ from hetero_framework.models.adapters import (
 )
 from hetero_framework.models.chunked_loss import chunk_tokens, why_not_chunked
 from hetero_framework.models.equivalence import admit, admit_packing
-from hetero_framework.models.export import write_adapter, write_checkpoint
+from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import (
     StageMemory,
@@ -379,12 +379,15 @@ def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Pa
         base = model.name_or_path
         if base is not None:
             base = resolve_model_path(base, config.base_dir)
-        write_adapter(target, tensors, parts.adapter_plan, base, model.revision)
-        parts.tokenizer.save_pretrained(target)
+        output = OutputDirectory(target, overwrite=True)
+        write_adapter(
+            output, tensors, parts.adapter_plan, base, model.revision, tokenizer=parts.tokenizer
+        )
         return target
     target = config.output_dir / "model"
+    output = OutputDirectory(target, overwrite=True)
     generation = GenerationConfig.from_model_config(parts.model_config)
-    write_checkpoint(target, tensors, parts.model_config, generation, parts.tokenizer)
+    write_checkpoint(output, tensors, parts.model_config, generation, parts.tokenizer)
     return target
 
 

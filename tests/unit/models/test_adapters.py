@@ -22,7 +22,7 @@ from hetero_framework.models.adapters import (
     resolve_targets,
     trainable_parameters,
 )
-from hetero_framework.models.export import write_adapter
+from hetero_framework.models.export import OutputDirectory, write_adapter
 from hetero_framework.models.shard import Shard
 from hetero_framework.models.tiny import tiny_config
 from tests.unit.adapter_helpers import (
@@ -47,7 +47,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write(folder: Path, parts: list[Shard], base: Path) -> Path:
     adapter = parts[0].adapter
     assert adapter is not None
-    write_adapter(folder, [dict(export_parts(p)) for p in parts], adapter.plan, str(base))
+    write_adapter(
+        OutputDirectory(folder), [dict(export_parts(p)) for p in parts], adapter.plan, str(base)
+    )
     return folder
 
 
@@ -356,23 +358,5 @@ def test_incomplete_adapter_is_never_written(llama: Path, tmp_path: Path) -> Non
         (tensors + [{"else": torch.zeros(1)}], "does not have: else"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            write_adapter(target, given, plan, str(llama))
+            write_adapter(OutputDirectory(target), given, plan, str(llama))
         assert list(tmp_path.iterdir()) == []
-
-
-def test_adapter_replaces_an_older_one_but_nothing_else(llama: Path, tmp_path: Path) -> None:
-    parts = shards(llama, 0, 4, adapter=AdapterConfig())
-    target = write(tmp_path / "adapter", parts, llama)
-    (target / "stale").write_text("")
-    write(target, parts, llama)
-    assert {p.name for p in target.iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
-    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
-    thesis = tmp_path / "thesis"
-    thesis.mkdir()
-    (thesis / "chapter1.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="will not be replaced"):
-        write(thesis, parts, llama)
-    assert (thesis / "chapter1.txt").read_text() == "mine"

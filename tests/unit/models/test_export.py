@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hetero_framework.config import AdapterConfig
-from hetero_framework.errors import CheckpointError, ModelError, ResourceError
+from hetero_framework.errors import CheckpointError, DataError, ModelError, ResourceError
 from hetero_framework.models import export
 from hetero_framework.models.adapters import export_parts
 from hetero_framework.models.export import (
+    OutputDirectory,
     expected_checkpoint_tensors,
     export_tensors,
     write_adapter,
@@ -64,7 +66,13 @@ def test_checkpoint_from_shards_equals_the_librarys_own(name: str, tmp_path: Pat
     pieces = shards(base, 0, 1, 3, 4)
     generation = GenerationConfig.from_pretrained(base)
     target = tmp_path / "out"
-    write_checkpoint(target, parts_of(pieces), pieces[0].config, generation, max_file_bytes=100_000)
+    write_checkpoint(
+        OutputDirectory(target),
+        parts_of(pieces),
+        pieces[0].config,
+        generation,
+        max_file_bytes=100_000,
+    )
     ours, theirs = files_of(target), files_of(base)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
@@ -81,7 +89,7 @@ def test_trained_weights_and_not_the_loaded_ones_are_exported(tmp_path: Path) ->
     base = save_model(tmp_path / "base")
     pieces = shards(base, 0, 2, 4)
     randomise(pieces)
-    write_checkpoint(tmp_path / "out", parts_of(pieces), pieces[0].config)
+    write_checkpoint(OutputDirectory(tmp_path / "out"), parts_of(pieces), pieces[0].config)
     logits = stock_logits(load_cleanly(tmp_path / "out"))
     assert torch.equal(logits, chain_logits(pieces))
     assert not torch.equal(logits, stock_logits(stock(base)))
@@ -111,7 +119,9 @@ def test_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:
         ([{"model.norm.weight": torch.zeros(3)}], "wrong shape: model.norm.weight"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            write_checkpoint(tmp_path / "out", given, pieces[0].config, max_file_bytes=50_000)
+            write_checkpoint(
+                OutputDirectory(tmp_path / "out"), given, pieces[0].config, max_file_bytes=50_000
+            )
         assert [p.name for p in tmp_path.iterdir()] == ["base"]
 
 
@@ -121,7 +131,8 @@ def test_failing_disk_leaves_the_older_checkpoint(
     base = save_model(tmp_path / "base")
     pieces = shards(base, 0, 4)
     target = tmp_path / "out"
-    write_checkpoint(target, parts_of(pieces), pieces[0].config)
+    output = OutputDirectory(target, overwrite=True)
+    write_checkpoint(output, parts_of(pieces), pieces[0].config)
     before = files_of(target)
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -130,7 +141,7 @@ def test_failing_disk_leaves_the_older_checkpoint(
     monkeypatch.setattr(export, "save_file", full)
     randomise(pieces)
     with pytest.raises(ResourceError, match="No space left"):
-        write_checkpoint(target, parts_of(pieces), pieces[0].config)
+        write_checkpoint(output, parts_of(pieces), pieces[0].config)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
     assert all(torch.equal(t, before[k]) for k, t in files_of(target).items())
 
@@ -147,9 +158,107 @@ def test_writer_keeps_no_more_than_a_file_and_copies_what_it_keeps(tmp_path: Pat
         buffer.zero_()
 
     buffer = torch.zeros(max(t.numel() for _, t in export_parts(piece)))
-    write_checkpoint(tmp_path / "out", reused(), piece.config)
+    write_checkpoint(OutputDirectory(tmp_path / "out"), reused(), piece.config)
     ours, theirs = files_of(tmp_path / "out"), files_of(base)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+# -- the directory of a result --------------------------------------------------------------------
+
+
+def write_files(output: OutputDirectory, files: dict[str, str]) -> None:
+    with output.writing() as folder:
+        for name, text in files.items():
+            (folder / name).write_text(text)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for path in files
+        if path.name != export.EXPORT_LIST
+    }
+
+
+def test_directory_that_is_not_empty_is_refused_without_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    write_files(OutputDirectory(tmp_path / "out"), {"a": "1"})
+    with pytest.raises(CheckpointError, match=r"is not empty(.|\n)*--overwrite"):
+        write_files(OutputDirectory(tmp_path / "out"), {"a": "2"})
+    assert contents(tmp_path / "out") == {"a": "1"}
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file"):
+        write_files(OutputDirectory(tmp_path / "file", overwrite=True), {"a": "2"})
+
+
+def test_overwrite_replaces_our_files_and_keeps_the_users(tmp_path: Path) -> None:
+    out = OutputDirectory(tmp_path / "out", overwrite=True)
+    write_files(out, {"a": "1", "b": "1"})
+    (out.path / "keep.txt").write_text("mine")
+    (out.path / "notes").mkdir()
+    (out.path / "notes" / "x").write_text("mine")
+    write_files(out, {"a": "2"})
+    assert contents(out.path) == {"a": "2", "keep.txt": "mine", "notes/x": "mine"}
+    with pytest.raises(CheckpointError, match=r"holds keep\.txt of another origin"):
+        write_files(out, {"a": "3", "keep.txt": "ours"})
+    assert contents(out.path) == {"a": "2", "keep.txt": "mine", "notes/x": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_overwrite_without_our_list_replaces_exactly_the_same_files_only(tmp_path: Path) -> None:
+    out = OutputDirectory(tmp_path / "out", overwrite=True)
+    out.path.mkdir()
+    (out.path / "a").write_text("of an older version")
+    write_files(out, {"a": "2"})
+    assert contents(out.path) == {"a": "2"}
+    (out.path / export.EXPORT_LIST).unlink()
+    (out.path / "README.md").write_text("of a downloaded model")
+    with pytest.raises(CheckpointError, match="holds a of another origin"):
+        write_files(out, {"a": "3"})
+    assert contents(out.path) == {"a": "2", "README.md": "of a downloaded model"}
+
+
+def test_result_is_never_written_over_what_it_is_made_from(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for source in (base, adapter):
+        with pytest.raises(CheckpointError, match="is what the result is made from"):
+            merge_adapter(adapter, str(base), OutputDirectory(source, overwrite=True))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_second_rename_that_fails_loses_neither_the_old_nor_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = OutputDirectory(tmp_path / "out", overwrite=True)
+    write_files(out, {"a": "1"})
+    replace = os.replace
+
+    def locked(source: Path, target: Path) -> None:
+        if str(source).endswith(".partial"):
+            raise PermissionError(13, "in use")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", locked)
+    with pytest.raises(ResourceError, match=r"out\.partial is complete; rename it"):
+        write_files(out, {"a": "2"})
+    assert contents(out.path) == {"a": "1"}
+    assert contents(tmp_path / ".out.partial") == {"a": "2"}
+    monkeypatch.undo()
+    write_files(out, {"a": "3"})
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_replacement_killed_between_its_renames_is_put_back(tmp_path: Path) -> None:
+    out = OutputDirectory(tmp_path / "out", overwrite=True)
+    write_files(out, {"a": "1"})
+    (out.path / "keep.txt").write_text("mine")
+    out.path.rename(tmp_path / ".out.old")
+    write_files(out, {"a": "2"})
+    assert contents(out.path) == {"a": "2", "keep.txt": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # -- merging --------------------------------------------------------------------------------------
@@ -159,7 +268,7 @@ def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig) -> Path:
     pieces = shards(base, 0, 2, 4, adapter=adapter)
     randomise(pieces)
     assert pieces[0].adapter is not None
-    write_adapter(folder, parts_of(pieces), pieces[0].adapter.plan, str(base))
+    write_adapter(OutputDirectory(folder), parts_of(pieces), pieces[0].adapter.plan, str(base))
     return folder
 
 
@@ -178,7 +287,7 @@ def test_merged_checkpoint_equals_pefts_merge(
 ) -> None:
     base = save_model(tmp_path / "base", model_type)
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(**settings))
-    merge_adapter(adapter, str(base), tmp_path / "merged")
+    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
     reference = PeftModel.from_pretrained(stock(base), str(adapter)).merge_and_unload()
     merged = load_cleanly(tmp_path / "merged")
     assert torch.equal(stock_logits(merged), stock_logits(reference))
@@ -192,8 +301,10 @@ def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path
     pieces = shards(base, 0, layers, adapter=AdapterConfig(target_modules=("embed_tokens",)))
     randomise(pieces)
     assert pieces[0].adapter is not None
-    write_adapter(tmp_path / "adapter", parts_of(pieces), pieces[0].adapter.plan, str(base))
-    merge_adapter(tmp_path / "adapter", str(base), tmp_path / "merged")
+    write_adapter(
+        OutputDirectory(tmp_path / "adapter"), parts_of(pieces), pieces[0].adapter.plan, str(base)
+    )
+    merge_adapter(tmp_path / "adapter", str(base), OutputDirectory(tmp_path / "merged"))
     merged = load_cleanly(tmp_path / "merged")
     assert not merged.config.tie_word_embeddings
     unmerged = PeftModel.from_pretrained(stock(base), str(tmp_path / "adapter"))
@@ -203,7 +314,7 @@ def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path
 def test_merge_writes_the_wanted_type(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
-    merge_adapter(adapter, str(base), tmp_path / "merged", dtype="bfloat16")
+    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"), dtype="bfloat16")
     model = load_cleanly(tmp_path / "merged")
     reference = PeftModel.from_pretrained(
         stock(base, dtype=torch.bfloat16), str(adapter)
@@ -218,4 +329,22 @@ def test_merge_into_a_quantised_model_says_to_give_the_full_one(tmp_path: Path) 
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="full-precision model"):
-        merge_adapter(tmp_path / "adapter", str(base), tmp_path / "merged")
+        merge_adapter(tmp_path / "adapter", str(base), OutputDirectory(tmp_path / "merged"))
+
+
+def test_tokenizer_that_names_code_is_refused_and_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model(tmp_path / "base")
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
+    canary = tmp_path / "canary"
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    for folder in (adapter, base):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+        with pytest.raises(DataError, match=r"names code of its own(.|\n)*take tokenizer_config"):
+            merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+        (folder / "tokenizer_config.json").unlink()
+    assert not canary.exists()
+    assert not (tmp_path / "merged").exists()

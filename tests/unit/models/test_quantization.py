@@ -19,7 +19,7 @@ from hetero_framework.models.adapters import (
     export_parts,
     trainable_parameters,
 )
-from hetero_framework.models.export import write_adapter
+from hetero_framework.models.export import OutputDirectory, write_adapter
 from hetero_framework.models.quantization import (
     modules_left_alone,
     quantization_config,
@@ -94,7 +94,9 @@ def test_qlora_loss_and_gradients_equal_the_whole_models(
     randomise(parts)
     assert parts[0].adapter is not None
     exported = [dict(export_parts(part)) for part in parts]
-    write_adapter(tmp_path / "adapter", exported, parts[0].adapter.plan, str(folder))
+    write_adapter(
+        OutputDirectory(tmp_path / "adapter"), exported, parts[0].adapter.plan, str(folder)
+    )
 
     base = stock(folder, device_map={"": "cpu"})
     model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True)

@@ -377,8 +377,8 @@ def test_symbolic_links_in_the_way_are_refused_and_untouched(
     ("operation", "error"),
     [
         ("save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
-        ("_fsync_file", OSError(errno.ENOSPC, "No space left on device")),
-        ("_fsync_directory", OSError(errno.ENOSPC, "No space left on device")),
+        ("sync_file", OSError(errno.ENOSPC, "No space left on device")),
+        ("sync_directory", OSError(errno.ENOSPC, "No space left on device")),
     ],
 )
 def test_full_disk_is_a_resource_error_and_keeps_the_old(

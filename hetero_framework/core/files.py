@@ -1,0 +1,75 @@
+"""Directories that change as a whole: a process killed at any moment leaves the old or the new."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+# Windows: access denied, sharing violation, lock violation. Scanners and indexers hold a fresh file
+# open for moments, and a directory with such a file in it cannot be renamed.
+_BUSY = (5, 32, 33)
+_BUSY_S = 5.0
+
+
+def rename(source: Path, target: Path) -> None:
+    """`os.replace` that waits a few seconds for what holds a file open on Windows."""
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            os.replace(source, target)
+        except PermissionError as error:
+            if getattr(error, "winerror", None) not in _BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def replace_directory(new: Path, target: Path, old: Path) -> None:
+    """Give the complete directory `new` the name `target`.
+
+    What stands there is called `old` for a moment and then deleted. Where the second rename fails,
+    `old` gets its name back, `new` stays as it is, and the OSError is raised. A process that is
+    killed in between leaves `old` for `put_back`.
+    """
+    replaced = target.exists()
+    if replaced:
+        rename(target, old)
+    try:
+        rename(new, target)
+    except OSError:
+        put_back(target, old)
+        raise
+    sync_directory(target.parent)
+    if replaced:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(target: Path, old: Path) -> bool:
+    """Finish an interrupted `replace_directory`: `old` is `target` again where that is missing.
+
+    Says whether it did so; an `old` beside a `target` is for the caller to delete.
+    """
+    if target.exists() or not old.is_dir():
+        return False
+    rename(old, target)
+    return True
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the file's bytes are on the disk."""
+    with path.open("r+b") as file:  # Windows flushes only files opened for writing
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the directory's names are on the disk."""
+    if os.name == "nt":  # directories cannot be opened there; NTFS journals renames itself
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
