@@ -1,7 +1,8 @@
-"""Write docs/configuration.md from the schema: `python docs/generate.py`."""
+"""Write docs/configuration.md and config/foreign_names.json: `python docs/generate.py`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import typing
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from hetero_framework import config as schema
-from hetero_framework.config import Config
-from hetero_framework.config.problems import UNSUPPORTED
+from hetero_framework.config import Config, foreign
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -55,16 +55,12 @@ def page() -> str:
             items = " (each entry)" if name in ("workers", "shard_plan") else ""
             parts += [f"\n## {name}{items}\n", f"{section.__doc__}\n", _table(section)]
     parts.append("\n## Names that are not supported\n")
-    parts.append("Each is refused with its reason.\n")
-    owners = {
-        "training": "TrainingArguments",
-        "adapter": "LoraConfig",
-        "data": "SFTConfig",
-    }
-    for section_name, reasons in UNSUPPORTED.items():
-        parts += [f"| `{section_name}`: name of {owners[section_name]} | reason |", "|---|---|"]
-        parts += [f"| `{name}` | {reason} |" for name, reason in reasons.items()]
-        parts.append("")
+    parts.append("Each is refused, with its reason where one is given.\n")
+    for name, reasons in foreign.unsupported().items():
+        parts += [f"| `{name}`: name of {foreign.OWNERS[name]} | reason |", "|---|---|"]
+        parts += [f"| `{key}` | {reason} |" for key, reason in reasons.items() if reason]
+        rest = ", ".join(f"`{key}`" for key, why in reasons.items() if not why)
+        parts.append(f"\nAlso not supported: {rest}.\n" if rest else "")
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -110,6 +106,29 @@ def _section(annotation: Any) -> type[schema.Section] | None:
     return next((section for section in found if section is not None), None)
 
 
+def foreign_names() -> dict[str, list[str]]:
+    """The fields of the installed versions' classes that are no settings here, by section."""
+    from peft import LoraConfig
+    from transformers import TrainingArguments
+    from trl import SFTConfig
+
+    of_trainer = _fields(TrainingArguments)
+    found = {
+        "training": of_trainer - set(schema.TrainingConfig.model_fields),
+        "adapter": _fields(LoraConfig) - set(schema.AdapterConfig.model_fields),
+        "data": _fields(SFTConfig) - of_trainer - set(schema.DataConfig.model_fields),
+    }
+    return {section: sorted(names) for section, names in found.items()}
+
+
+def _fields(owner: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(owner)}
+
+
 if __name__ == "__main__":
+    # Names of other versions stay: a file may have been written for them.
+    known = json.loads(foreign.FILE.read_text(encoding="utf-8"))
+    names = {s: sorted({*known[s], *found}) for s, found in foreign_names().items()}
+    foreign.FILE.write_text(json.dumps(names, indent=0) + "\n", encoding="utf-8")
     TARGET.write_text(page(), encoding="utf-8")
-    print(f"wrote {TARGET}")
+    print(f"wrote {foreign.FILE} and {TARGET}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_framework import __version__
+from hetero_framework._version import __version__
 from hetero_framework.errors import HeteroError, StoppedEarly, UserError, as_hetero_error
 
 DEFAULT_CONFIG = "hetero_config.json"

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import hetero_framework
 from hetero_framework import control
+from hetero_framework._version import __version__
 from hetero_framework.core.frames import (
     DIALLER,
     LISTENER,
@@ -184,7 +184,7 @@ class PeerLinks:
     def _greeting(self, worker: WorkerId) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL_VERSION,
-            "package": hetero_framework.__version__,
+            "package": __version__,
             "run_id": self.run_id or "",
             "worker_id": worker,
         }

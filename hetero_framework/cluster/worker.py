@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-import hetero_framework
 from hetero_framework import control
+from hetero_framework._version import __version__
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
 from hetero_framework.config import Config, StageSpec
@@ -391,7 +391,7 @@ class Worker:
                 MessageType.WELCOME,
                 {
                     "protocol": PROTOCOL_VERSION,
-                    "package": hetero_framework.__version__,
+                    "package": __version__,
                     "worker_id": self._entry.id,
                     "torch": torch.__version__,
                     "transformers": metadata.version("transformers"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-import hetero_framework
+from hetero_framework._version import __version__
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType
 from hetero_framework.core.session import Phase, Session
@@ -243,7 +243,7 @@ class WorkerLinks:
         self._wires[worker.id] = wire
         hello = {
             "protocol": PROTOCOL_VERSION,
-            "package": hetero_framework.__version__,
+            "package": __version__,
             "run_id": self._run_id,
             "worker_id": worker.id,
             "max_frame_bytes": self._max_frame_bytes,

@@ -147,7 +147,7 @@ def _processes(config: Config, memory: list[StageMemory]) -> list[dict[str, Any]
     owners: list[tuple[WorkerId, Machine, int]] = [
         ("local", config.coordinator, config.coordinator.port)
     ]
-    owners += [(worker.id, worker, worker.port) for worker in config.workers]
+    owners += [(worker.id, worker, worker.port) for worker in config.planned_workers]
     found = []
     for owner, machine, port in owners:
         mine = [item for item in memory if item.stage.owner == owner]

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from hetero_framework import __version__
+from hetero_framework._version import __version__
 from hetero_framework.cluster.roles import available_cores
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
 from hetero_framework.core import addresses

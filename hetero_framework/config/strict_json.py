@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hetero_framework.errors import ConfigError
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 _SHOWN_COLUMNS = 100
+_YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -116,6 +118,8 @@ def _decode(content: bytes, name: str) -> str:
 def _describe(error: json.JSONDecodeError, text: str, name: str) -> str:
     """Message of a syntax error: file, line, column, the line itself and the likely cause."""
     line_number, column, cause = error.lineno, error.colno, error.msg
+    if _YAML.match(text) or name.endswith((".yaml", ".yml")):
+        return f"{name}: this looks like YAML; the configuration is JSON (`hetero init` writes one)"
     rest = text[error.pos :].lstrip()
     before = text[: error.pos].rstrip()
     if rest.startswith(("//", "/*", "#")):

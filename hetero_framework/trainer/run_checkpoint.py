@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-import hetero_framework
+from hetero_framework._version import __version__
 from hetero_framework.cluster.assembly import Trainable
 from hetero_framework.config import Config
 from hetero_framework.engine.pipeline import Pipeline
@@ -62,7 +62,7 @@ def save(
             "plan": [entry.model_dump(mode="json") for entry in config.shard_plan],
             "values": values,
             "versions": {
-                "hetero_framework": hetero_framework.__version__,
+                "hetero_framework": __version__,
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
             },

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hetero_framework"
 # Imports point to a lower number. Parts of the same number do not know each other.
 LAYERS = {
+    "_version": 0,
     "errors": 0,
     "core": 1,
     "control": 2,
@@ -90,6 +91,13 @@ def test_core_and_config_do_not_know_each_other() -> None:
 def test_imports_point_one_way(file: Path) -> None:
     if part_of(file) != "__init__":
         assert wrong_imports(file, parsed(file)) == []
+
+
+@pytest.mark.parametrize("file", MODULES, ids=name)
+def test_the_version_comes_from_its_own_module(file: Path) -> None:
+    tree = parsed(file)
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert "hetero_framework.__version__" not in used | set(imports(tree))
 
 
 def test_an_import_that_points_up_is_noticed() -> None:

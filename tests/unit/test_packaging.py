@@ -1,0 +1,53 @@
+"""What the wheel holds and says of itself."""
+
+from __future__ import annotations
+
+import email
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_framework import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    source = tmp_path_factory.mktemp("source")  # a build writes beside its sources
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(
+        ROOT / "hetero_framework",
+        source / "hetero_framework",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, *offline, "--wheel-dir", source, source], check=True, timeout=120)
+    with zipfile.ZipFile(next(source.glob("*.whl"))) as wheel:
+        yield wheel
+
+
+def test_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
+    files = {
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "hetero_framework").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert files <= set(wheel.namelist())
+    assert "hetero_framework/py.typed" in files
+
+
+def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
+    name = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
+    said = email.message_from_bytes(wheel.read(name))
+    assert said["Version"] == __version__
+    assert said["Author"]
+    assert "Typing :: Typed" in said.get_all("Classifier", [])
+    assert len(said.get_all("Project-URL", [])) == 3
