@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from hetero_framework import __version__
+from hetero_framework._version import __version__
 from hetero_framework.core.files import put_back, replace_directory, sync_file
 from hetero_framework.errors import CheckpointError, ResourceError
 from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
