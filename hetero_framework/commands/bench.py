@@ -23,7 +23,8 @@ from hetero_framework.data import token_count
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
-from hetero_framework.planner.simulator import Profile, simulate, step_bound, tune
+from hetero_framework.planner.simulator import Profile, simulate, step_bound
+from hetero_framework.planner.tuning import tune
 from hetero_framework.trainer import setup
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.visualizer.text import table

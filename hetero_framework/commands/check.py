@@ -20,8 +20,8 @@ from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
 from hetero_framework.models.shard import load_model_config, num_layers
-from hetero_framework.planner.simulator import tune
 from hetero_framework.planner.tuner import assumed_profile
+from hetero_framework.planner.tuning import tune
 from hetero_framework.trainer.setup import resolve_loss_chunk
 from hetero_framework.visualizer.text import table
 

@@ -17,7 +17,13 @@ from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule, Tensors
 from hetero_framework.errors import HeteroError, as_hetero_error
-from hetero_framework.planner.simulator import BACKWARD, BACKWARD_FIRST, FORWARD, Task, choose
+from hetero_framework.planner.readiness import (
+    BACKWARD,
+    BACKWARD_FIRST,
+    FORWARD,
+    Readiness,
+    Task,
+)
 
 _AHEAD = 2
 """Tasks that may be queued on a device that computes behind our back."""
@@ -55,18 +61,14 @@ def task_failed(task: Task, cause: Exception) -> HeteroError:
 
 @dataclass
 class _Lane:
-    """One stage and what waits for it. Each direction takes its micro-batches in order."""
+    """One stage and the tensors that wait for it."""
 
     stage: StageInterface
-    limit: int = 1
-    next_forward: int = 0
-    next_backward: int = 0
     inputs: dict[int, Tensors] = field(default_factory=dict)
     hidden: dict[int, Arrival] = field(default_factory=dict)
     gradients: dict[int, Arrival] = field(default_factory=dict)
     in_flight: dict[int, Arrival] = field(default_factory=dict)
     queue_peak: int = 0
-    in_flight_peak: int = 0
 
     def note_queue(self) -> None:
         self.queue_peak = max(self.queue_peak, len(self.hidden) + len(self.gradients))
@@ -103,7 +105,7 @@ class Executor:
         self._device = device
         self._recorder = recorder
         self._num_devices = num_devices
-        self._policy = BACKWARD_FIRST
+        self._readiness = Readiness({}, BACKWARD_FIRST, num_devices)
         self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
         self.info: StepInfo | None = None
 
@@ -120,25 +122,27 @@ class Executor:
     def begin(self, info: StepInfo, orders: StepSchedule) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
-        self._policy = orders.policy
+        limits = {index: orders.in_flight_limits[index] for index in self._lanes}
+        self._readiness = Readiness(limits, orders.policy, self._num_devices)
         self._tasks.clear()
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
-        for index, lane in self._lanes.items():
+        for lane in self._lanes.values():
             self._drop(lane)
             lane.stage.begin(info)
-            lane.limit = orders.in_flight_limits[index]
-            lane.next_forward = lane.next_backward = 0
-            lane.queue_peak = lane.in_flight_peak = 0
+            lane.queue_peak = 0
 
     def abort(self) -> None:
         for lane in self._lanes.values():
             self._drop(lane)
             lane.stage.abort()
+        self._readiness = Readiness({}, BACKWARD_FIRST, self._num_devices)
         self._tasks.clear()
         self.info = None
 
     def put_inputs(self, stage: int, micro_batch: int, inputs: Tensors) -> None:
-        self._lanes[stage].inputs[micro_batch] = inputs
+        lane = self._lanes[stage]
+        lane.inputs[micro_batch] = inputs
+        self._forward_arrived(lane, micro_batch)
 
     def has_inputs(self, stage: int) -> bool:
         """Whether inputs of a micro-batch wait for this stage."""
@@ -148,39 +152,41 @@ class Executor:
         lane = self._lanes[stage]
         lane.hidden[micro_batch] = arrival
         lane.note_queue()
+        self._forward_arrived(lane, micro_batch)
 
     def put_gradient(self, stage: int, micro_batch: int, arrival: Arrival) -> None:
         lane = self._lanes[stage]
         lane.gradients[micro_batch] = arrival
         lane.note_queue()
+        self._readiness.arrived(Task(BACKWARD, stage, micro_batch))
 
     @property
     def is_done(self) -> bool:
         """Whether all micro-batches of a training step are through all stages here."""
         info = self.info
         return info is not None and all(
-            lane.next_forward == info.micro_batches
+            self._readiness.started(FORWARD, k) == info.micro_batches
             and (
                 lane.stage.is_last
                 or not lane.stage.differentiates
-                or lane.next_backward == info.micro_batches
+                or self._readiness.started(BACKWARD, k) == info.micro_batches
             )
-            for lane in self._lanes.values()
+            for k, lane in self._lanes.items()
         )
 
     def run_next(self) -> bool:
         """Do one task, if any is ready. Raises HeteroError that says where when a stage raises."""
-        ready = [task for lane in self._lanes.values() for task in self._ready(lane)]
-        if not ready:
+        task = self._readiness.next()
+        if task is None:
             return False
         if self._device.is_async and len(self._tasks) >= _AHEAD:
             # So far may the device fall behind: it has work, but urgent tasks still come first.
             self._tasks[-_AHEAD][2].wait()
-        task = choose(ready, self._policy, self._num_devices)
-        lane = self._lanes[task.stage]
+        lane, k = self._lanes[task.stage], task.micro_batch
+        self._readiness.start(task, stores=task.kind == FORWARD and self._stores(lane))
         began = self._device.record_event()
         try:
-            send = self._backward(lane) if task.kind == BACKWARD else self._forward(lane)
+            send = self._backward(lane, k) if task.kind == BACKWARD else self._forward(lane, k)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
             raise task_failed(task, error) from error
         self._tasks.append((task, began, self._device.record_event()))
@@ -217,35 +223,35 @@ class Executor:
         self._tasks.clear()
         return {
             k: StageTimes(
-                seconds[k, FORWARD], seconds[k, BACKWARD], lane.queue_peak, lane.in_flight_peak
+                seconds[k, FORWARD],
+                seconds[k, BACKWARD],
+                lane.queue_peak,
+                self._readiness.peak_in_flight(k),
             )
             for k, lane in self._lanes.items()
         }
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _ready(self, lane: _Lane) -> list[Task]:
-        tasks = []
-        if lane.next_backward in lane.gradients:
-            tasks.append(Task(BACKWARD, lane.stage.index, lane.next_backward))
-        k = lane.next_forward
-        has_input = k in lane.inputs and (lane.stage.is_first or k in lane.hidden)
-        if has_input and len(lane.in_flight) < lane.limit:
-            tasks.append(Task(FORWARD, lane.stage.index, k))
-        return tasks
+    def _forward_arrived(self, lane: _Lane, k: int) -> None:
+        if k in lane.inputs and (lane.stage.is_first or k in lane.hidden):
+            self._readiness.arrived(Task(FORWARD, lane.stage.index, k))
 
-    def _forward(self, lane: _Lane) -> Callable[[], None]:
+    def _stores(self, lane: _Lane) -> bool:
+        """Whether a forward of this step is kept until its backward."""
+        train = self.info is not None and self.info.train
+        return train and lane.stage.differentiates and not lane.stage.is_last
+
+    def _forward(self, lane: _Lane, k: int) -> Callable[[], None]:
         assert self.info is not None
-        stage, k = lane.stage, lane.next_forward
-        lane.next_forward += 1
+        stage = lane.stage
         inputs = lane.inputs.pop(k)
         arrival = lane.hidden.pop(k, Arrival(None))
         if not stage.is_last:
             hidden_BSD = stage.forward(k, inputs, arrival.tensor)
-            if self.info.train and stage.differentiates:
+            if self._stores(lane):
                 # The stored forward may look into the receive buffer until its backward is done.
                 lane.in_flight[k] = arrival
-                lane.in_flight_peak = max(lane.in_flight_peak, len(lane.in_flight))
             else:
                 hidden_BSD = _own(hidden_BSD, arrival)
                 arrival.release()
@@ -264,14 +270,14 @@ class Executor:
 
         return send
 
-    def _backward(self, lane: _Lane) -> Callable[[], None]:
-        stage, k = lane.stage, lane.next_backward
-        lane.next_backward += 1
+    def _backward(self, lane: _Lane, k: int) -> Callable[[], None]:
+        stage = lane.stage
         arrival = lane.gradients.pop(k)
         assert arrival.tensor is not None
         gradient_BSD = _own(stage.backward(k, arrival.tensor), arrival)
         arrival.release()
         lane.in_flight.pop(k).release()
+        self._readiness.release(stage.index)
         return lambda: self._pass_back(stage, k, gradient_BSD)
 
     def _pass_back(self, stage: StageInterface, k: int, gradient_BSD: torch.Tensor | None) -> None:

@@ -17,7 +17,7 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.simulator import Policy
+from hetero_framework.planner.readiness import Policy
 
 PackedInput = WireTensor | list[int]
 """A batch tensor as it travels: its bytes, or the shape of one that is all ones."""

@@ -31,6 +31,7 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import PeerLostError
+from hetero_framework.planner.readiness import Admission
 
 _POLL_S = 0.5
 
@@ -110,7 +111,8 @@ class Pipeline:
     # -- one step, in the order of its verbs ----------------------------------------------------
 
     def begin(self, info: StepInfo, orders: StepSchedule, max_in_flight: int) -> None:
-        """Announce a step to every stage. At most `window` micro-batches are on their way."""
+        """Announce a step to every stage. At most `max_in_flight` micro-batches are in
+        the pipeline."""
         self._info = info
         self._max_in_flight = max_in_flight
         self._losses.clear()
@@ -129,20 +131,20 @@ class Pipeline:
         Raises LinkLost or DirectLost when a link breaks and PeerLostError when nothing moves any
         more.
         """
-        launched = 0
+        admission = Admission(len(batches), self._max_in_flight)
         self._last_progress = time.monotonic()
         while len(self._finished) < len(batches) or len(self._losses) < len(batches):
             self._drain()
-            room = launched < len(batches) and launched - len(self._finished) < self._max_in_flight
+            entering = admission.next(len(self._finished))
             # One at a time, so that the first forward need not wait for the inputs of the others.
-            if room and not self._runner.has_inputs(0):
-                self._launch(launched, batches[launched])
-                launched += 1
+            if entering is not None and not self._runner.has_inputs(0):
+                self._launch(entering, batches[entering])
+                admission.admit()
             elif self._runner.run_next():
                 self._last_progress = time.monotonic()
-            elif room:
-                self._launch(launched, batches[launched])
-                launched += 1
+            elif entering is not None:
+                self._launch(entering, batches[entering])
+                admission.admit()
             else:
                 self._wait(lambda: f"losses of micro-batches {self._open_micro_batches(batches)}")
         return [float(self._losses[k]) for k in range(len(batches))]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hetero_framework.planner.simulator import BACKWARD_FIRST, Policy
+from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 
 Tensors = dict[str, torch.Tensor]
 Loss = float | torch.Tensor

@@ -1,7 +1,7 @@
-"""How many micro-batches are under way, and in which order: sized from what the steps measure.
+"""The schedule of a run's steps, tuned to what the steps measure.
 
-Pure: it is told times and gives the next step's `Choice`. Nothing here changes a number of the
-result, only when things happen.
+Pure: it is told times and gives the next step's `TunedSchedule`. Nothing here changes a number of
+the result, only when things happen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetero_framework.config import StageSpec
-from hetero_framework.planner.simulator import Edge, Profile, TunedSchedule, tune
+from hetero_framework.planner.simulator import Edge, Profile
+from hetero_framework.planner.tuning import TunedSchedule, tune
 
 WorkerId = int | str
 
@@ -47,7 +48,7 @@ def make_profile(
     latency_s: Mapping[int, float],
     direct: frozenset[int],
 ) -> Profile:
-    """A profile of these stages. `latency_s[k]` is the one-way latency after stage k; a boundary
+    """A profile of these stages. `latency_s[k]` is the one-way latency after stage k; an edge
     between two workers that is not in `direct` is relayed by the coordinator."""
     owners = list(dict.fromkeys(spec.owner for spec in stages))
     devices = [owners.index(spec.owner) for spec in stages]
@@ -72,7 +73,7 @@ def make_profile(
 
 
 class Tuner:
-    """The window, the stages' limits and the policy of a run.
+    """The in-flight limits and the policy of a run's steps.
 
     `max_in_flight` is the user's choice, None for our own; `memory_limits[k]` is how many forwards
     stage k has memory for.
@@ -97,13 +98,13 @@ class Tuner:
         self._choices: dict[tuple[int, frozenset[int]], TunedSchedule] = {}
 
     def profile(self, direct: frozenset[int]) -> Profile:
-        """What is known, or else assumed, of stages and boundaries."""
+        """What is known, or else assumed, of stages and edges."""
         if not self._seconds:
             return assumed_profile(self._stages, direct)
         return make_profile(self._stages, self._seconds, self._latency_s, direct)
 
     def choice(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
-        """How to run a step of so many micro-batches over these direct boundaries."""
+        """How to run a step of so many micro-batches over these direct edges."""
         wanted = (micro_batches, direct)
         if wanted not in self._choices:
             self._choices[wanted] = self._tuned(self.profile(direct), micro_batches)

@@ -29,7 +29,8 @@ from hetero_framework.core.trace import (
     RECEIVE,
     SEND,
 )
-from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound, tune
+from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
+from hetero_framework.planner.tuning import tune
 from hetero_framework.profiling.timeline import Event, Trace, Wait, waits
 from hetero_framework.visualizer.text import bytes_text, table
 

@@ -41,7 +41,7 @@ from hetero_framework.models.meta import meta_model
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.models.weights import resolve_model_path
-from hetero_framework.planner.simulator import default_max_in_flight
+from hetero_framework.planner.tuning import default_max_in_flight
 from hetero_framework.profiling.timeline import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import METRICS_FILE

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.planner.simulator import PORTFOLIO, TunedSchedule
 from hetero_framework.planner.tuner import Tuner
+from hetero_framework.planner.tuning import PORTFOLIO, TunedSchedule
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import NUM_WORKERS, Notes, Pool, read_metrics

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,7 +22,10 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import HeteroError, ModelError, ResourceError
-from hetero_framework.planner.simulator import PORTFOLIO, Policy
+from hetero_framework.planner import simulator
+from hetero_framework.planner.readiness import Admission, Policy, Readiness, Task
+from hetero_framework.planner.simulator import Edge, Profile, simulate
+from hetero_framework.planner.tuning import PORTFOLIO, TunedSchedule
 from tests.unit.device_helpers import QueuedDevice
 
 TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)
@@ -638,3 +643,142 @@ def test_commit_is_recorded_while_the_step_is() -> None:
         assert [(span["kind"], span["stage"], span["step"]) for span in spans] == [
             (kind, 1, 3) for kind in kinds
         ]
+
+
+# ---- what is simulated is what runs
+
+
+@dataclass
+class Ran:
+    """The tasks of one device in the order in which they ran, by stage calls or by simulation."""
+
+    tasks: dict[int, list[Task]] = field(default_factory=dict)
+
+    def add(self, device: int, task: Task) -> None:
+        self.tasks.setdefault(device, []).append(task)
+
+
+def simulated_order(
+    profile: Profile, m: int, schedule: TunedSchedule, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, list[Task]]:
+    ran = Ran()
+
+    class Watched(Readiness):
+        def start(self, task: Task, *, stores: bool) -> None:
+            ran.add(profile.devices[task.stage], task)
+            super().start(task, stores=stores)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulator, "Readiness", Watched)
+        simulate(
+            profile,
+            m,
+            schedule.max_in_flight,
+            policy=schedule.policy,
+            in_flight_limits=schedule.in_flight_limits,
+        )
+    return ran.tasks
+
+
+def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[int, list[Task]]:
+    """One executor per device, whose stages take the profile's seconds by a clock of our own."""
+    p, ran = profile.num_stages, Ran()
+    stages = [FakeStage(k, first=k == 0, last=k == p - 1) for k in range(p)]
+    devices = list(dict.fromkeys(profile.devices))
+    executors = {
+        d: make_runner(
+            [s for s in stages if profile.devices[s.index] == d], num_devices=len(devices)
+        )
+        for d in devices
+    }
+    for executor, _ in executors.values():
+        executor.begin(
+            replace(TRAIN, micro_batches=m),
+            StepSchedule(schedule.in_flight_limits, schedule.policy),
+        )
+    nic_free: dict[tuple[int, str], float] = {}
+    events: list[tuple[float, int, str, Any]] = []
+    numbers = itertools.count()
+    idle = dict.fromkeys(devices, True)
+    admission, finished = Admission(m, schedule.max_in_flight), 0
+
+    def at(when: float, what: str, subject: Any) -> None:
+        heapq.heappush(events, (when, next(numbers), what, subject))
+
+    def admit(now: float) -> None:
+        while (k := admission.next(finished)) is not None:
+            admission.admit()
+            at(now, "entered", (0, k))
+
+    def send(now: float, kind: str, stage: int, k: int) -> None:
+        edge_index = stage - 1 if kind == FORWARD else stage
+        nics, edge = profile.nics(edge_index, kind), profile.edges[edge_index]
+        if nics:
+            seconds = edge.forward_s if kind == FORWARD else edge.backward_s
+            now = max([now, *(nic_free.get(nic, 0.0) for nic in nics)]) + seconds
+            nic_free.update(dict.fromkeys(nics, now))
+            now += edge.latency_s
+        at(now, kind, (stage, k))
+
+    def start(now: float, device: int) -> None:
+        executor, sent = executors[device]
+        own = [s for s in stages if profile.devices[s.index] == device]
+        before = [len(s.calls) for s in own]
+        if not idle[device] or not executor.run_next():
+            return
+        (stage,) = [s for s, count in zip(own, before, strict=True) if len(s.calls) > count]
+        verb, k = stage.calls[-1]
+        kind = BACKWARD if verb == "backward" else FORWARD
+        ran.add(device, Task(kind, stage.index, k))
+        seconds = profile.backward_s[stage.index] if verb != "forward" else 0.0
+        seconds += profile.forward_s[stage.index] if verb != "backward" else 0.0
+        idle[device] = False
+        at(now + seconds, "ended", (device, list(sent.messages)))
+        sent.messages.clear()
+
+    admit(0.0)
+    while events:
+        now, _, what, subject = heapq.heappop(events)
+        if what == "ended":
+            device, messages = subject
+            idle[device] = True
+            for name, *rest in messages:
+                if name in ("hidden", "gradient"):
+                    send(now, FORWARD if name == "hidden" else BACKWARD, rest[0], rest[1])
+                elif name == "finished":
+                    finished += 1
+                    admit(now)
+        else:
+            stage_index, k = subject
+            device = profile.devices[stage_index]
+            if what != BACKWARD:
+                executors[device][0].put_inputs(stage_index, k, INPUTS)
+            if what == FORWARD:
+                executors[device][0].put_hidden(stage_index, k, Arrival(torch.zeros(1, 2, 3)))
+            elif what == BACKWARD:
+                executors[device][0].put_gradient(stage_index, k, Arrival(torch.zeros(1, 2, 3)))
+        start(now, device)
+    return ran.tasks
+
+
+@pytest.mark.parametrize("policy", PORTFOLIO)
+@pytest.mark.parametrize(
+    "profile",
+    [
+        Profile.of([2, 4, 1], [8, 8, 4], edges=[Edge(2), Edge(0, 8)]),
+        Profile.of([3] * 6, [5] * 6, devices=[0, 1, 2] * 2, edges=[Edge(1, 1, 2)] * 5),
+        Profile.of([4, 1, 2, 6], [7, 2, 5, 3], devices=[0, 1, 2, 0], edges=[Edge(3, 4, 1, 0)] * 3),
+        Profile.of([1, 2, 3], [4, 5, 6], devices=[0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("limits", [2, 3, 9])
+def test_executor_runs_the_tasks_in_the_order_that_is_simulated(
+    profile: Profile, policy: Policy, limits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chained and interleaved stages, a relay, slow edges: the same times, the same order."""
+    m, in_flight_limits = 12, (limits,) * profile.num_stages
+    forecast = simulate(profile, m, 8, policy=policy, in_flight_limits=in_flight_limits)
+    schedule = TunedSchedule(policy, 8, in_flight_limits, forecast)
+    simulated = simulated_order(profile, m, schedule, monkeypatch)
+    assert executed_order(profile, m, schedule) == simulated
+    assert sum(map(len, simulated.values())) == m * (2 * profile.num_stages - 1)

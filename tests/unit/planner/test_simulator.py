@@ -3,104 +3,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.planner.simulator import (
-    BACKWARD,
-    BACKWARD_FIRST,
-    FORWARD,
-    PORTFOLIO,
-    Edge,
-    Policy,
-    Profile,
-    Task,
-    choose,
-    default_max_in_flight,
-    simulate,
-    step_bound,
-    tune,
+from hetero_framework.planner.readiness import BACKWARD, FORWARD, Policy
+from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
+from hetero_framework.planner.tuning import default_max_in_flight
+from tests.unit.planner.profiles import (
+    POLICIES,
+    SIMULATIONS,
+    SLOW,
+    equal,
+    interleaved,
+    profiles,
+    work_of,
 )
-
-KINDS = st.sampled_from([FORWARD, BACKWARD])
-TASKS = st.builds(Task, KINDS, st.integers(0, 5), st.integers(0, 20))
-POLICIES = st.sampled_from(PORTFOLIO)
-PLAYS = settings(max_examples=150, deadline=None)
-
-
-@st.composite
-def profiles(draw: st.DrawFn, *, least: int = 0, free: bool = False) -> Profile:
-    """Up to five stages on up to three devices; boundaries of every kind, or free ones."""
-    p = draw(st.integers(1, 5))
-    times = st.lists(st.integers(least, 9), min_size=p, max_size=p)
-    wire = st.integers(0, 0 if free else 30)
-    edge = st.builds(Edge, wire, wire, wire, st.none() | st.integers(0, 3))
-    devices = draw(st.lists(st.integers(0, 2), min_size=p, max_size=p) | st.just(list(range(p))))
-    edges = draw(st.lists(edge, min_size=p - 1, max_size=p - 1))
-    return Profile.of(draw(times), draw(times), devices=devices, edges=edges)
-
-
-def equal(p: int, f: float = 20, b: float = 40, edge: Edge | None = None) -> Profile:
-    return Profile.of([f] * p, [b] * p, edges=[edge or Edge()] * (p - 1))
-
-
-def interleaved(p: int, v: int, f: float, b: float) -> Profile:
-    """p devices with v stages each, which take `f` and `b` together."""
-    return Profile.of([f / v] * p * v, [b / v] * p * v, devices=list(range(p)) * v)
-
-
-def work_of(profile: Profile, m: int) -> list[float]:
-    """The seconds that each device has to compute, in the order in which stages name them."""
-    work: dict[int, float] = {}
-    times = zip(profile.devices, profile.forward_s, profile.backward_s, strict=True)
-    for device, forward_s, backward_s in times:
-        work[device] = work.get(device, 0.0) + m * (forward_s + backward_s)
-    return list(work.values())
-
-
-# ---- the policy
-
-
-@given(st.sets(TASKS, min_size=1))
-def test_choose_backward_first_then_the_oldest_then_the_deepest(ready: set[Task]) -> None:
-    chosen = choose(ready)
-    assert chosen in ready
-    if any(task.kind == BACKWARD for task in ready):
-        assert chosen.kind == BACKWARD
-    same = [task for task in ready if task.kind == chosen.kind]
-    assert chosen.micro_batch == min(task.micro_batch for task in same)
-    assert chosen.stage == max(t.stage for t in same if t.micro_batch == chosen.micro_batch)
-
-
-def test_choose_among_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError):
-        choose([])
-
-
-def test_policy_weighs_age_and_depth() -> None:
-    policy = Policy(0.5, 1.0, 0.0, 1.0, -2.0)
-    backward, deep, old = Task(BACKWARD, 0, 0), Task(FORWARD, 2, 3), Task(FORWARD, 0, 2)
-    assert choose([backward, deep, old], policy) == deep  # 3 - 4 < 0.5 < 2
-    assert choose([backward, old], policy) == backward
-
-
-def test_policy_that_groups_takes_a_whole_group_through_the_deeper_stage_first() -> None:
-    policy = Policy(9.0, 1.0, 0.0, 1.0, -0.5, grouped=True)
-    young_and_deep, old = Task(FORWARD, 2, 7), Task(FORWARD, 0, 4)
-    assert choose([young_and_deep, old], policy, num_devices=4) == young_and_deep
-    assert choose([young_and_deep, old], replace(policy, grouped=False), num_devices=4) == old
-
 
 # ---- the profile
 
 
 def test_profile_needs_times_devices_and_edges_for_its_stages() -> None:
     for wrong in ({"forward_s": [1]}, {"devices": [0]}, {"edges": []}):
-        with pytest.raises(ValueError, match="p - 1 hops"):
+        with pytest.raises(ValueError, match="p - 1 edges"):
             Profile.of(**{"forward_s": [1, 1], "backward_s": [1, 1], **wrong})
 
 
-def test_profile_knows_the_ways_of_tensors() -> None:
+def test_profile_knows_the_nics_of_tensors() -> None:
     edges = [Edge(3, 5, 1), Edge(3, 5, 1), Edge(3, 5, 1, relay=0), Edge(3, 5, 1, relay=0)]
     profile = Profile.of([1] * 5, [1] * 5, devices=[0, 0, 1, 2, 0], edges=edges)
     assert profile.num_stages == 5
@@ -150,9 +78,6 @@ def test_bound_of_one_micro_batch_is_its_way_through_everything() -> None:
     assert step_bound(on_one, 1) == 18
 
 
-SLOW = 70.26  # milliseconds on the wire, of an activation and of a gradient
-
-
 def test_bound_of_a_slow_link_is_its_own_work_and_what_it_cannot_overlap() -> None:
     """F, 16 activations, the last one's F and B, its gradient's way and B."""
     bound = step_bound(equal(2, 20, 40, Edge(SLOW, SLOW)), 16)
@@ -186,7 +111,7 @@ def test_bound_of_relayed_boundaries_counts_them_at_the_relay() -> None:
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 12])
 @pytest.mark.parametrize("m", [1, 3, 16, 64])
 @pytest.mark.parametrize(("f", "b"), [(20, 40), (10, 10), (10, 30)])
-def test_simulate_equal_stages_reach_the_bound_with_the_default_window(
+def test_simulate_equal_stages_reach_the_bound_with_the_default_limit(
     p: int, m: int, f: int, b: int
 ) -> None:
     simulated = simulate(equal(p, f, b), m, default_max_in_flight(p))
@@ -194,13 +119,13 @@ def test_simulate_equal_stages_reach_the_bound_with_the_default_window(
     assert simulated.busy == pytest.approx([m * (f + b) / simulated.seconds] * p)
 
 
-def test_simulate_window_of_p_suffices_for_few_stages() -> None:
+def test_simulate_p_in_flight_suffices_for_few_stages() -> None:
     assert simulate(equal(4), 16, 4).seconds == (16 + 3) * 60
     assert simulate(equal(8), 16, 8).seconds > (16 + 7) * 60
 
 
 @pytest.mark.parametrize("relay", [None, 7])
-def test_simulate_window_one_is_serial(relay: int | None) -> None:
+def test_simulate_one_in_flight_is_serial(relay: int | None) -> None:
     m, edges = 5, [Edge(3, 4, 2, relay), Edge(1, 6, 0, relay)]
     profile = Profile.of([1, 4, 2], [2, 6, 3], edges=edges)
     simulated = simulate(profile, m, 1)
@@ -208,14 +133,14 @@ def test_simulate_window_one_is_serial(relay: int | None) -> None:
     assert simulated.peak_in_flight == (1, 1, 1)
 
 
-def test_simulate_small_window_starves_the_stages() -> None:
+def test_simulate_small_limit_starves_the_stages() -> None:
     """Two micro-batches in four stages: no more than two stages are busy at a time."""
     simulated = simulate(equal(4), 16, 2)
     assert sum(simulated.busy) <= 2
     assert simulated.peak_in_flight == (2, 2, 2, 1)
 
 
-def test_simulate_latency_hides_behind_a_wide_window_only() -> None:
+def test_simulate_latency_hides_behind_many_in_flight_only() -> None:
     m, p, t = 64, 4, 5
     profile = equal(p, edge=Edge(latency_s=t))
     bound = (m + p - 1) * 60
@@ -230,9 +155,9 @@ def test_simulate_slow_link_sets_the_pace() -> None:
     assert simulate(profile, 16, 2).seconds > 1.2 * step_bound(profile, 16)
 
 
-def test_simulate_relayed_boundaries_share_the_relays_ports() -> None:
-    """Two boundaries between three workers that carry 10 each way: through the relay they are one
-    port, apart they are two."""
+def test_simulate_relayed_boundaries_share_the_relays_nics() -> None:
+    """Two edges between three workers that carry 10 each way: through the relay they are one
+    NIC, apart they are two."""
     m, edge = 30, Edge(10, 10)
     apart = Profile.of([1] * 3, [1] * 3, devices=[1, 2, 3], edges=[edge, edge])
     relayed = replace(apart, edges=(replace(edge, relay=0),) * 2)
@@ -268,13 +193,13 @@ def test_simulate_refuses_what_lets_nothing_in(
 # ---- properties of the simulator
 
 
-@PLAYS
+@SIMULATIONS
 @given(profiles(), st.integers(0, 12), st.integers(1, 14), POLICIES, st.data())
 def test_simulate_ends_with_every_task_done_once_within_the_limits(
     profile: Profile, m: int, max_in_flight: int, policy: Policy, data: st.DataObject
 ) -> None:
-    """Whatever the times, ways, devices, policy and limits: it ends, each device has done exactly
-    the work of its stages, and no stage has held more than it may."""
+    """Whatever the times, edges, devices, policy and limits: it ends, each device has done exactly
+    the work of its stages, and no stage has stored more than it may."""
     p = profile.num_stages
     in_flight_limits = data.draw(st.none() | st.lists(st.integers(1, 6), min_size=p, max_size=p))
     simulated = simulate(
@@ -289,7 +214,7 @@ def test_simulate_ends_with_every_task_done_once_within_the_limits(
     )
 
 
-@PLAYS
+@SIMULATIONS
 @given(profiles(), st.integers(0, 12), st.integers(1, 14), POLICIES)
 def test_simulate_never_beats_the_bound(
     profile: Profile, m: int, max_in_flight: int, policy: Policy
@@ -299,7 +224,7 @@ def test_simulate_never_beats_the_bound(
     )
 
 
-@PLAYS
+@SIMULATIONS
 @given(profiles(free=True), st.integers(1, 12), st.integers(1, 14), POLICIES)
 def test_simulate_never_loses_to_serial_where_transfers_are_free(
     profile: Profile, m: int, max_in_flight: int, policy: Policy
@@ -309,113 +234,8 @@ def test_simulate_never_loses_to_serial_where_transfers_are_free(
     assert simulate(profile, m, max_in_flight, policy=policy).seconds <= serial
 
 
-# ---- the choice
-
-
-def test_default_window_is_twice_the_stages() -> None:
-    assert default_max_in_flight(4) == 8
-
-
-@pytest.mark.parametrize("p", [1, 2, 4, 8])
-@pytest.mark.parametrize("m", [1, 3, 16])
-@pytest.mark.parametrize(("f", "b"), [(20, 40), (10, 10)])
-def test_tune_reaches_the_bound_with_equal_stages(p: int, m: int, f: int, b: int) -> None:
-    choice = tune(equal(p, f, b), m)
-    assert choice.policy == BACKWARD_FIRST
-    assert choice.forecast.seconds <= 1.005 * (m + p - 1) * (f + b)
-    assert choice.max_in_flight <= min(m, 3 * p)
-
-
-@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (2, 3, 16), (4, 2, 8), (4, 2, 16)])
-def test_tune_reaches_the_bound_with_interleaved_stages(p: int, v: int, m: int) -> None:
-    profile = interleaved(p, v, 24, 48)
-    assert tune(profile, m).forecast.seconds <= 1.005 * step_bound(profile, m)
-    first = simulate(profile, m, default_max_in_flight(p * v)).seconds
-    assert first > 1.01 * step_bound(profile, m)  # backward first does not
-
-
-def test_tune_reaches_the_bound_of_a_slow_link() -> None:
-    profile = equal(2, 20, 40, Edge(SLOW, SLOW))
-    assert tune(profile, 16).forecast.seconds <= 1.005 * 1314.42
-
-
-def test_tune_sends_more_on_the_way_over_a_long_line() -> None:
-    near, far = equal(2), equal(2, edge=Edge(latency_s=300))
-    assert tune(near, 64).max_in_flight <= 6
-    choice = tune(far, 64)
-    assert choice.max_in_flight >= 10
-    assert choice.forecast.seconds <= 1.02 * step_bound(far, 64)
-
-
-@pytest.mark.parametrize("p", [3, 8])
-@pytest.mark.parametrize("latency", [0, 30])
-def test_tune_takes_a_small_window_that_bears_late_tensors(p: int, latency: int) -> None:
-    """Boundaries half as slow again and uneven tasks cost no more than with room for everything."""
-    m = 64
-    profile, slow = (equal(p, edge=Edge(latency_s=scale * latency)) for scale in (1, 1.5))
-    choice = tune(profile, m)
-    assert choice.max_in_flight < m
-    taken = simulate(
-        slow, m, choice.max_in_flight, in_flight_limits=choice.in_flight_limits, spread=0.3
-    ).seconds
-    assert taken <= 1.005 * simulate(slow, m, m, spread=0.3).seconds
-
-
 def test_simulate_spread_is_the_same_each_time_and_bounded() -> None:
     even = simulate(equal(1), 20, 20)
     uneven = simulate(equal(1), 20, 20, spread=0.3)
     assert uneven == simulate(equal(1), 20, 20, spread=0.3) != even
     assert 0.7 * even.seconds < uneven.seconds < 1.3 * even.seconds
-
-
-def test_tune_with_a_window_takes_that_one() -> None:
-    assert tune(equal(4), 16, max_in_flight=3).max_in_flight == 3
-    assert tune(equal(4), 16, max_in_flight=9).max_in_flight == 9
-
-
-def test_tune_judges_long_steps_by_shorter_ones() -> None:
-    assert tune(equal(2), 10_000) == tune(equal(2), 64)
-
-
-@settings(max_examples=40, deadline=None)
-@given(profiles(), st.integers(0, 10), st.data())
-def test_tune_never_exceeds_the_limits(profile: Profile, m: int, data: st.DataObject) -> None:
-    p = profile.num_stages
-    in_flight_limits = data.draw(st.lists(st.integers(1, 5), min_size=p, max_size=p))
-    choice = tune(profile, m, in_flight_limits=in_flight_limits)
-    assert all(
-        1 <= in_flight <= limit
-        for in_flight, limit in zip(choice.in_flight_limits, in_flight_limits, strict=True)
-    )
-    assert all(
-        in_flight <= limit
-        for in_flight, limit in zip(
-            choice.forecast.peak_in_flight, choice.in_flight_limits, strict=True
-        )
-    )
-    assert 1 <= choice.max_in_flight <= max(1, m)
-
-
-@settings(max_examples=60, deadline=None)
-@given(profiles(least=1, free=True), st.sampled_from([1, 4, 8, 12]))
-def test_tune_is_never_worse_than_backward_first_with_the_default_window(
-    profile: Profile, m: int
-) -> None:
-    first = simulate(profile, m, default_max_in_flight(profile.num_stages)).seconds
-    assert tune(profile, m).forecast.seconds <= 1.005 * first
-
-
-@pytest.mark.parametrize(
-    "profile",
-    [
-        Profile.of([4, 1], [8, 4], edges=[Edge(2, 8)]),
-        Profile.of([2, 4], [8, 2], edges=[Edge(2, 8)]),
-        Profile.of([2, 4, 1], [8, 8, 4], devices=[0, 1, 0], edges=[Edge(2), Edge(0, 8)]),
-    ],
-)
-def test_tune_is_not_led_astray_by_the_slower_boundaries_that_it_counts_on(
-    profile: Profile,
-) -> None:
-    """A window of one or two would be as good as any if boundaries were half as slow again."""
-    first = simulate(profile, 4, default_max_in_flight(profile.num_stages)).seconds
-    assert tune(profile, 4).forecast.seconds <= 1.005 * first

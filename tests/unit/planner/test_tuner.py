@@ -7,8 +7,10 @@ import pytest
 
 from hetero_framework.config import StageSpec
 from hetero_framework.planner import tuner
-from hetero_framework.planner.simulator import BACKWARD_FIRST, Profile, tune
+from hetero_framework.planner.readiness import BACKWARD_FIRST
+from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner, assumed_profile, make_profile
+from hetero_framework.planner.tuning import tune
 
 NOWHERE: frozenset[int] = frozenset()
 
@@ -79,12 +81,12 @@ def test_profile_that_is_assumed_counts_layers() -> None:
 # ---- the choice
 
 
-def test_first_step_is_paced_by_what_is_assumed() -> None:
+def test_first_step_is_tuned_to_what_is_assumed() -> None:
     stages = plan("local", 1, 2)
     assert Tuner(stages).choice(8, NOWHERE) == tune(assumed_profile(stages), 8)
 
 
-def test_choice_keeps_to_the_users_window_and_the_memory_of_the_stages() -> None:
+def test_choice_keeps_to_the_users_max_in_flight_and_the_memory_of_the_stages() -> None:
     stages = plan("local", 1, 2)
     assert Tuner(stages, max_in_flight=3).choice(8, NOWHERE).max_in_flight == 3
     in_flight = Tuner(stages, memory_limits=[2, 1, 1]).choice(8, NOWHERE).in_flight_limits
@@ -99,12 +101,12 @@ def test_choice_is_made_once_until_something_changes(monkeypatch: pytest.MonkeyP
         return tune(profile, m)
 
     monkeypatch.setattr(tuner, "tune", counted)
-    paced = Tuner(plan("local", 1, 2))
+    tuned = Tuner(plan("local", 1, 2))
     for _ in range(3):
-        paced.choice(8, NOWHERE)
+        tuned.choice(8, NOWHERE)
     assert len(asked) == 1
-    paced.choice(4, NOWHERE)
-    paced.choice(4, frozenset({1}))
+    tuned.choice(4, NOWHERE)
+    tuned.choice(4, frozenset({1}))
     assert [m for m, _ in asked] == [8, 4, 4]
     assert asked[1][1].edges[1].relay == 0
     assert asked[2][1].edges[1].relay is None
@@ -119,40 +121,40 @@ def test_choice_is_made_anew_after_steps_that_double(monkeypatch: pytest.MonkeyP
         return tune(profile, m)
 
     monkeypatch.setattr(tuner, "tune", counted)
-    paced = Tuner(plan("local", 1))
-    paced.choice(4, NOWHERE)
+    tuned = Tuner(plan("local", 1))
+    tuned.choice(4, NOWHERE)
     assert count == 1
     made = []
     for step in range(1, 18):
         before = count
-        paced.observe(seconds(2), {})
+        tuned.observe(seconds(2), {})
         made += [step] * (count > before)
-        paced.choice(4, NOWHERE)
+        tuned.choice(4, NOWHERE)
     assert made == [1, 2, 4, 8, 16]
 
 
 def test_steps_do_not_wait_for_a_choice_that_is_being_made() -> None:
     jobs: list[Callable[[], None]] = []
-    paced = Tuner(plan("local", 1), run=jobs.append)
-    before = paced.choice(32, NOWHERE)
-    paced.observe(seconds(2), {0: 1.0})
-    assert paced.choice(32, NOWHERE) is before
+    tuned = Tuner(plan("local", 1), run=jobs.append)
+    before = tuned.choice(32, NOWHERE)
+    tuned.observe(seconds(2), {0: 1.0})
+    assert tuned.choice(32, NOWHERE) is before
     late = jobs.pop()
     for _ in range(3):
-        paced.observe(seconds(2), {0: 1.0})
+        tuned.observe(seconds(2), {0: 1.0})
     while jobs:
         jobs.pop()()
-    after = paced.choice(32, NOWHERE)
+    after = tuned.choice(32, NOWHERE)
     assert after.max_in_flight > before.max_in_flight
     late()
-    assert paced.choice(32, NOWHERE) is after
+    assert tuned.choice(32, NOWHERE) is after
 
 
-def test_long_line_that_is_measured_widens_the_window() -> None:
-    paced = Tuner(plan("local", 1))
-    narrow = paced.choice(32, NOWHERE).max_in_flight
-    paced.observe(seconds(2), {0: 0.3})
-    choice = paced.choice(32, NOWHERE)
+def test_long_line_that_is_measured_puts_more_in_flight() -> None:
+    tuned = Tuner(plan("local", 1))
+    narrow = tuned.choice(32, NOWHERE).max_in_flight
+    tuned.observe(seconds(2), {0: 0.3})
+    choice = tuned.choice(32, NOWHERE)
     assert choice.max_in_flight >= narrow + 4
     assert choice.policy == BACKWARD_FIRST
 
@@ -161,16 +163,16 @@ def test_long_line_that_is_measured_widens_the_window() -> None:
 
 
 def test_second_step_replaces_the_first_and_later_ones_are_averaged() -> None:
-    paced = Tuner(plan("local", 1))
+    tuned = Tuner(plan("local", 1))
     seen = []
     for forward_s in (9.0, 1.0, 2.0, 4.0):
-        paced.observe(seconds(2, forward_s=forward_s), {})
-        seen.append(paced.profile(NOWHERE).forward_s)
+        tuned.observe(seconds(2, forward_s=forward_s), {})
+        seen.append(tuned.profile(NOWHERE).forward_s)
     assert seen == [(9.0, 9.0), (1.0, 1.0), (1.5, 1.5), (2.75, 2.75)]
 
 
 def test_latency_is_the_newest_and_stays_while_none_is_told() -> None:
-    paced = Tuner(plan("local", 1, 2))
-    paced.observe(seconds(3), {0: 0.5, 1: 0.25})
-    paced.observe(seconds(3), {1: 0.75})
-    assert [edge.latency_s for edge in paced.profile(NOWHERE).edges] == [0.5, 0.75]
+    tuned = Tuner(plan("local", 1, 2))
+    tuned.observe(seconds(3), {0: 0.5, 1: 0.25})
+    tuned.observe(seconds(3), {1: 0.75})
+    assert [edge.latency_s for edge in tuned.profile(NOWHERE).edges] == [0.5, 0.75]

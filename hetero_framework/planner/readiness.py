@@ -1,0 +1,139 @@
+"""What may run now, and which of it is run: the rules that simulator and executor share.
+
+`Readiness` knows the tasks of one device: a stage takes its micro-batches in ascending order in
+each direction, a task needs its tensors, a stage stores at most its in-flight limit of forwards,
+and a `Policy` decides among several ready tasks. `Admission` decides when the next micro-batch
+enters the pipeline. With one stage per device that is 1F1B, which alternates by itself; with
+several it is interleaving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """One thing a stage can do now."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which of several ready tasks of one device is run: the one with the smallest key.
+
+        backward of micro-batch k on stage s:  bias + backward_age k + backward_depth s
+        forward  of micro-batch k on stage s:         forward_age k' + forward_depth s
+
+    k' is k, or with `grouped` k rounded down to a multiple of the number of devices, as the
+    micro-batches of interleaved 1F1B travel in groups.
+    """
+
+    bias: float
+    backward_age: float
+    backward_depth: float
+    forward_age: float
+    forward_depth: float
+    grouped: bool = False
+
+    def key(self, task: Task, num_devices: int) -> tuple[float, int, int]:
+        """Sort key, smallest first; ties go to the older micro-batch, then the deeper stage."""
+        k, stage = task.micro_batch, task.stage
+        if task.kind == BACKWARD:
+            value = self.bias + self.backward_age * k + self.backward_depth * stage
+        else:
+            age = k - k % num_devices if self.grouped else k
+            value = self.forward_age * age + self.forward_depth * stage
+        return (value, k, -stage)
+
+
+BACKWARD_FIRST = Policy(-1e9, 1.0, 0.0, 1.0, 0.0)
+"""Backward before forward, then the oldest micro-batch: least memory, and with one stage per
+device as fast as any."""
+
+
+def choose(ready: Iterable[Task], policy: Policy = BACKWARD_FIRST, num_devices: int = 1) -> Task:
+    """The ready task to run now. Raises ValueError when nothing is ready."""
+    return min(ready, key=lambda task: policy.key(task, num_devices))
+
+
+class Readiness:
+    """The tasks of one device in one step.
+
+    Told when a task's tensors are there (`arrived`), when it begins (`start`) and when a stored
+    forward is done with (`release`). `in_flight_limits[k]` is how many forwards stage k, one of
+    this device, may store; the pipeline has `num_devices` devices in all.
+    """
+
+    def __init__(
+        self, in_flight_limits: Mapping[int, int], policy: Policy, num_devices: int
+    ) -> None:
+        self._limits = in_flight_limits
+        self._policy = policy
+        self._num_devices = num_devices
+        self._arrived: set[Task] = set()
+        self._started = {(kind, k): 0 for kind in (FORWARD, BACKWARD) for k in in_flight_limits}
+        self._in_flight = dict.fromkeys(in_flight_limits, 0)
+        self._peak = dict.fromkeys(in_flight_limits, 0)
+
+    def arrived(self, task: Task) -> None:
+        """Everything that a task needs has come."""
+        self._arrived.add(task)
+
+    def next(self) -> Task | None:
+        """The task to run now, None when nothing may run."""
+        ready = [task for task in self._arrived if self._may_run(task)]
+        if len(ready) > 1:
+            return choose(ready, self._policy, self._num_devices)
+        return ready[0] if ready else None
+
+    def start(self, task: Task, *, stores: bool) -> None:
+        """A task begins; with `stores` it is a forward that is kept until `release`."""
+        self._arrived.remove(task)
+        self._started[task.kind, task.stage] += 1
+        if stores:
+            count = self._in_flight[task.stage] = self._in_flight[task.stage] + 1
+            self._peak[task.stage] = max(self._peak[task.stage], count)
+
+    def release(self, stage: int) -> None:
+        """A stored forward is needed no more."""
+        self._in_flight[stage] -= 1
+
+    def started(self, kind: str, stage: int) -> int:
+        """How many tasks of this kind a stage has begun."""
+        return self._started[kind, stage]
+
+    def peak_in_flight(self, stage: int) -> int:
+        """The largest number of forwards that a stage has stored at once."""
+        return self._peak[stage]
+
+    def _may_run(self, task: Task) -> bool:
+        kind, stage = task.kind, task.stage
+        if task.micro_batch != self._started[kind, stage]:
+            return False
+        return kind == BACKWARD or self._in_flight[stage] < self._limits[stage]
+
+
+class Admission:
+    """Which micro-batch enters the pipeline next: at most `max_in_flight` are in it."""
+
+    def __init__(self, micro_batches: int, max_in_flight: int) -> None:
+        self._micro_batches = micro_batches
+        self._max_in_flight = max_in_flight
+        self._admitted = 0
+
+    def next(self, finished: int) -> int | None:
+        """The micro-batch that may enter now that so many have finished, None while none may."""
+        full = self._admitted - finished >= self._max_in_flight
+        return None if full or self._admitted >= self._micro_batches else self._admitted
+
+    def admit(self) -> None:
+        """The next micro-batch has entered."""
+        self._admitted += 1

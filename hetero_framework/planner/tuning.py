@@ -1,0 +1,136 @@
+"""The schedule for a profile: candidates are simulated, and the best one is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
+from hetero_framework.planner.simulator import Profile, Simulation, simulate, step_bound
+
+PORTFOLIO = (
+    BACKWARD_FIRST,
+    Policy(1.29, 0.70, -0.39, 0.26, -0.61, grouped=True),
+    Policy(3.45, 1.46, 0.57, 0.84, -1.47),
+    Policy(3.0, 1.5, 0.0, 0.75, -1.5),
+)
+"""What `tune` tries. The last three advance deep stages first and let forwards pass backwards that
+are not urgent; found by random search over simulated pipelines (docs/decisions.md)."""
+
+
+@dataclass(frozen=True)
+class TunedSchedule:
+    """How a step is to be run, and what the simulation expects of it."""
+
+    policy: Policy
+    max_in_flight: int
+    in_flight_limits: tuple[int, ...]
+    forecast: Simulation
+
+
+_GOOD_ENOUGH = 1.005
+_SPREAD = 0.3
+_MOST_MICRO_BATCHES = 64
+_MOST_TASKS = 16_000  # that `tune` simulates in all; about a tenth of a second
+
+
+def default_max_in_flight(num_stages: int) -> int:
+    """Micro-batches in the pipeline while nothing has been measured: 2 p."""
+    return 2 * num_stages
+
+
+def tune(
+    profile: Profile,
+    micro_batches: int,
+    *,
+    max_in_flight: int | None = None,
+    in_flight_limits: Sequence[int] | None = None,
+) -> TunedSchedule:
+    """The policy and the in-flight limits for a step of this profile.
+
+    Of what is within 0.5 % of the fastest for this profile, and then within 0.5 % of the fastest
+    when things go worse, the fewest micro-batches in flight but one and the fewest stored forwards;
+    `max_in_flight` fixes the former. Worse is: edges half as slow again, and also tasks and
+    transfers up to 0.3 longer or shorter, as samples and networks are. `in_flight_limits[k]` >= 1
+    is how many forwards stage k has memory for. Longer steps than 64 micro-batches are judged by
+    64.
+    """
+    p = profile.num_stages
+    m = max(1, min(micro_batches, _MOST_MICRO_BATCHES))
+    slow = _with_slow_edges(profile)
+    cases = list(dict.fromkeys(((profile, 0.0), (slow, 0.0), (slow, _SPREAD))))
+    policies = PORTFOLIO if profile.num_devices < p else (BACKWARD_FIRST,)
+    simulations = 2 * len(policies) * len(cases)
+    candidates = [max_in_flight] if max_in_flight is not None else _candidates(slow, m, simulations)
+    simulated = []
+    for size in candidates:
+        for shape in dict.fromkeys((_flat(size, p), _tapered(size, p))):
+            in_flight = (
+                shape if in_flight_limits is None else tuple(map(min, shape, in_flight_limits))
+            )
+            for policy in policies:
+                seconds = [
+                    simulate(
+                        case, m, size, policy=policy, in_flight_limits=in_flight, spread=spread
+                    ).seconds
+                    for case, spread in cases
+                ]
+                simulated.append((seconds, size, in_flight, policy))
+    as_given = _GOOD_ENOUGH * min(seconds[0] for seconds, *_ in simulated)
+    fast = [entry for entry in simulated if entry[0][0] <= as_given]
+    best = _GOOD_ENOUGH * min(sum(seconds) for seconds, *_ in fast)
+    good = sorted(
+        (entry for entry in fast if sum(entry[0]) <= best),
+        key=lambda entry: (entry[1], sum(entry[2]), sum(entry[0])),
+    )
+    least = good[0][1]
+    ample = [entry for entry in good if least < entry[1] <= least + max(1, least // 4)]
+    _, size, in_flight, policy = (ample or good)[0]
+    forecast = simulate(profile, m, size, policy=policy, in_flight_limits=in_flight)
+    return TunedSchedule(policy, size, in_flight, forecast)
+
+
+def _with_slow_edges(profile: Profile) -> Profile:
+    edges = (
+        replace(
+            edge,
+            forward_s=1.5 * edge.forward_s,
+            backward_s=1.5 * edge.backward_s,
+            latency_s=1.5 * edge.latency_s,
+        )
+        for edge in profile.edges
+    )
+    return replace(profile, edges=tuple(edges))
+
+
+def _flat(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
+    return (max_in_flight,) * num_stages
+
+
+def _tapered(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
+    """Fewer stored forwards towards the end of the pipeline, where they come back sooner."""
+    return tuple(
+        max(1, -(-max_in_flight * (num_stages - k) // num_stages)) for k in range(num_stages)
+    )
+
+
+def _candidates(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
+    """Values of `max_in_flight` worth simulating, so often each: from p to twice what the longest
+    path takes up at the slowest device's pace, since the pace varies."""
+    p = profile.num_stages
+    pace = max(
+        sum(
+            profile.forward_s[k] + profile.backward_s[k]
+            for k in range(p)
+            if profile.devices[k] == device
+        )
+        for device in set(profile.devices)
+    )
+    path_s = step_bound(profile, 1)
+    most = max(2 * p, (math.ceil(2 * path_s / pace) if pace > 0 else 1) + p)
+    most = min(most, micro_batches)
+    least = min(p, most)
+    sizes = max(2, _MOST_TASKS // (2 * p * micro_batches * simulations))
+    step = max(1, -(-(most - least) // sizes))
+    return sorted({*range(least, most + 1, step), most})
