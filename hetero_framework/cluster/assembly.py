@@ -30,6 +30,7 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.stage_api import StageInterface, StepInfo, StepSchedule
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError
+from hetero_framework.models.objective import objective_of
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner
 
@@ -190,6 +191,7 @@ class Cluster:
             local,
             self._peers,
             self.device,
+            objective=objective_of(config.training),
             wire=config.wire,
             step_timeout_s=config.training.step_timeout_s,
             meter=self._meter,

@@ -23,6 +23,7 @@ from hetero_framework.data import token_count
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
+from hetero_framework.models.objective import objective_of
 from hetero_framework.planner.simulator import Profile, simulate, step_bound
 from hetero_framework.planner.tuning import tune
 from hetero_framework.trainer import setup
@@ -133,13 +134,14 @@ def _steps(cluster: Cluster, parts: setup.Prepared, steps: int, note: Note) -> l
 
     An epoch's last step may be a short one, so it is left out where there are others.
     """
-    data = parts.data
+    data, objective = parts.data, objective_of(parts.config.training)
     usual = max(1, min(data.steps_per_epoch - 1, data.total_steps))
     taken = []
     for number in range(steps):
         batches = data.step_batches(number % usual)
         began = time.perf_counter()
-        cluster.begin(number, len(batches), train=True, num_items=data.num_items(batches))
+        num_items = objective.num_predictions(batches)
+        cluster.begin(number, len(batches), train=True, num_items=num_items)
         cluster.pipeline.run(batches)
         _, found = cluster.pipeline.report_gradients()
         seconds = time.perf_counter() - began

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hetero_framework.config import Config, DataConfig, TrainingConfig
-from hetero_framework.data.batches import MicroBatch, StepOrder, collate, num_items, pack
+from hetero_framework.data.batches import MicroBatch, StepOrder, collate, pack
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.formats import Formatter, Options, detect_format
 from hetero_framework.data.sources import Record, Source, batched, find_sources, read_records
@@ -75,13 +75,6 @@ class TrainData:
     def step_batches(self, step: int) -> list[MicroBatch]:
         """The micro-batches of `step` (from 0): a pure function of it."""
         return [self._collate(self.examples, rows) for rows in self.order.step_indices(step)]
-
-    def num_items(self, batches: list[MicroBatch], *, first_labels: bool = False) -> int:
-        """Tokens that the loss of these micro-batches is divided by; at least one.
-
-        The first label of a row has no prediction and counts only with `first_labels`.
-        """
-        return num_items(batches, first_labels=first_labels)
 
     def eval_batches(self) -> Iterator[MicroBatch]:
         """All evaluation examples in order; the last micro-batch may be smaller.

@@ -31,6 +31,7 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import PeerLostError
+from hetero_framework.models.objective import Objective
 from hetero_framework.planner.readiness import Admission
 
 _POLL_S = 0.5
@@ -66,6 +67,7 @@ class Pipeline:
         peers: Hosts,
         device: Device,
         *,
+        objective: Objective,
         wire: WireConfig,
         step_timeout_s: float,
         meter: ArrivalMeter | None = None,
@@ -74,6 +76,7 @@ class Pipeline:
         self._stages = list(stages)
         self._peers = peers
         self._device = device
+        self._objective = objective
         self._step_timeout_s = step_timeout_s
         self._meter = meter or ArrivalMeter(Recorder(0))
         devices = len({spec.owner for spec in stages})
@@ -304,7 +307,7 @@ class Pipeline:
         """Let one more micro-batch in: what stages need of it goes ahead of the activations."""
         packed = messages.pack_inputs(inputs)
         for spec in self._stages:
-            names = stage_inputs(spec, inputs)
+            names = self._objective.stage_inputs(spec, inputs)
             if self._runner.owns(spec.index):
                 on_device = {name: self._device.copy_in(inputs[name]) for name in names}
                 self._runner.put_inputs(spec.index, micro_batch, on_device)
@@ -408,12 +411,3 @@ class Pipeline:
             busy_s = values["forward_s"] + values["backward_s"]
             found[index] = StageStatistics(**values, wait_s=max(0.0, seconds - busy_s))
         return found
-
-
-def stage_inputs(spec: StageSpec, names: Iterable[str]) -> list[str]:
-    """A stage's part of a micro-batch: tokens in front, labels at the end, the rest everywhere."""
-    return [
-        name
-        for name in names
-        if (name != "input_ids" or spec.is_first) and (name != "labels" or spec.is_last)
-    ]

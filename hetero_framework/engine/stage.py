@@ -28,7 +28,7 @@ from hetero_framework.models.adapters import (
     load_adapter_tensors,
     trainable_parameters,
 )
-from hetero_framework.models.chunked_loss import chunk_tokens, chunked_loss, spans
+from hetero_framework.models.objective import objective_of
 from hetero_framework.models.shard import Shard
 
 STATE_PART_BYTES = 64 << 20
@@ -51,7 +51,7 @@ class Stage:
         self._autocast_dtype = (
             torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
         )
-        self._chunk_tokens = chunk_tokens(training.loss_chunk_tokens, shard.config)
+        self._objective = objective_of(training)
         if training.compiles:
             shard.compile_blocks(training.torch_compile_backend, training.torch_compile_mode)
         if config.checkpointing(spec.index) is True:
@@ -125,21 +125,14 @@ class Stage:
     ) -> torch.Tensor:
         """The loss, detached; in a training step it has been differentiated."""
         backward = self._scaled_backward if self.differentiates else None
-        if chunks := spans(inputs["labels"].shape, self._chunk_tokens):
-            return chunked_loss(
-                self._shard,
-                inputs,
-                hidden_BSD,
-                num_items,
-                chunks,
-                running=lambda: self._running(micro_batch),
-                backward=backward,
-            )
-        with self._running(micro_batch):
-            loss = self._shard.loss(inputs, hidden_BSD, num_items)
-        if backward is not None:
-            backward(loss)
-        return loss.detach()
+        return self._objective.loss(
+            self._shard,
+            inputs,
+            hidden_BSD,
+            num_items,
+            running=lambda: self._running(micro_batch),
+            backward=backward,
+        )
 
     def _scaled_backward(self, loss: torch.Tensor) -> None:
         (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()

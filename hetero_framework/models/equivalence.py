@@ -30,8 +30,9 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data.batches import MicroBatch, collate, num_items, pack
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect, one_line, probe_inputs
+from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect, one_line
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.objective import CausalLM
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import (
@@ -297,12 +298,13 @@ def _perturb(model: torch.nn.Module) -> None:
 
 
 def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig) -> dict[str, Any]:
+    objective = CausalLM(loss_chunk_tokens=None)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE)
     loss_difference = gradient_difference = 0.0
     worst = ""
     for step in range(STEPS):
-        inputs = probe_inputs(config, seed=step)
-        items = (inputs["labels"][:, 1:] != -100).sum()
+        inputs = objective.probe_batch(config, seed=step)
+        items = torch.tensor(objective.num_predictions([inputs]))
         optimizer.zero_grad()
         loss = _whole_loss(whole, inputs, items, chain.loss_counts_items)
         loss.backward()

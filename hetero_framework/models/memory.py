@@ -38,9 +38,9 @@ from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConf
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import plan_adapter
-from hetero_framework.models.chunked_loss import chunk_tokens
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.objective import objective_of
 from hetero_framework.models.quantization import (
     modules_left_alone,
     stored_quantization,
@@ -339,7 +339,7 @@ def _stage_memory(
         gradients=gradients,
         optimizer=_optimizer_bytes(training.optim, trained.values()),
         activations=once + in_flight * per_micro_batch,
-        logits=_logit_bytes(shapes, batch_tokens, training) if spec.is_last else 0,
+        logits=_loss_bytes(shapes, batch_tokens, training) if spec.is_last else 0,
         in_flight=in_flight,
         per_micro_batch=per_micro_batch,
     )
@@ -416,19 +416,13 @@ def _experts_per_token(text: PretrainedConfig) -> int:
     return 1
 
 
-def _logit_bytes(shapes: _Shapes, batch_tokens: int, training: TrainingConfig) -> int:
-    """Of all tokens, or of one piece and the head's gradient summed up in float32 over them."""
-    c = shapes.number_bytes
-    # In float32 the upcast is no copy.
-    per_logit = 16 if c == 4 else c + 16
-    chunk = chunk_tokens(training.loss_chunk_tokens, shapes.text)
-    if chunk is None or batch_tokens <= chunk:
-        return batch_tokens * int(shapes.text.vocab_size) * per_logit
+def _loss_bytes(shapes: _Shapes, batch_tokens: int, training: TrainingConfig) -> int:
     layers = shapes.skeleton.structure.num_layers
     head = ShardRange(layers, layers, False, True)
-    narrow = [
+    narrow = sum(
         count
         for name, (count, size) in shapes.trainable.items()
         if size < 4 and shapes.holds(name, head)
-    ]
-    return chunk * int(shapes.text.vocab_size) * per_logit + 4 * sum(narrow)
+    )
+    objective = objective_of(training)
+    return objective.loss_bytes(shapes.text, batch_tokens, shapes.number_bytes, narrow)

@@ -30,7 +30,7 @@ from hetero_framework.errors import (
     ResourceError,
     StoppedEarly,
 )
-from hetero_framework.models.meta import trainer_counts_first_labels
+from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.timeline import Timeline
 from hetero_framework.trainer import run_checkpoint, setup
 from hetero_framework.trainer.checkpoint import CheckpointStore
@@ -121,7 +121,8 @@ class Coordinator:
         self._schedule = Schedule(config.training, self._data.total_steps)
         self._store = _checkpoint_store(config, progress)
         self._metrics = metrics
-        self._first_labels = trainer_counts_first_labels(parts.model_config)
+        self._objective = objective_of(config.training)
+        self._count_items = self._objective.item_counter(parts.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._replicas: ReplicaGroup = replicas or Single()
         self._losses: list[float] = []
@@ -175,9 +176,7 @@ class Coordinator:
         state = self._state
         batches = self._data.step_batches(state.step)
         tokens = sum(map(token_count, batches))
-        num_items = self._replicas.num_items(
-            self._data.num_items(batches, first_labels=self._first_labels)
-        )
+        num_items = self._replicas.num_items(self._count_items(batches))
 
         losses, reports, stages = self._cluster.retrying(
             lambda: self._gradients(batches, num_items)
@@ -238,7 +237,7 @@ class Coordinator:
         Training's random numbers are functions of the step, so this cannot disturb them.
         """
         batches = list(self._data.eval_batches())
-        tokens = sum(self._data.num_items([batch]) for batch in batches)
+        tokens = self._objective.num_predictions(batches)
         started = time.perf_counter()
 
         def losses() -> list[float]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hetero_framework.config import Config
+from hetero_framework.data import num_items
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import Pool, read_metrics
@@ -137,7 +138,7 @@ def test_eval_loss_is_the_mean_over_tokens(pool, llama, texts, tmp_path) -> None
     total = items = 0.0
     with torch.no_grad():
         for batch in data.eval_batches():
-            count = data.num_items([batch])
+            count = num_items([batch])
             total += float(model(**batch, num_items_in_batch=torch.tensor(1.0)).loss)
             items += count
     assert evals(tmp_path / "run")[0][1] == total / items

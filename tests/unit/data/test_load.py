@@ -113,7 +113,7 @@ def test_eval_batches_cover_every_example_once_in_order(tmp_path):
     assert [len(batch["input_ids"]) for batch in batches] == [3, 3, 1]
     assert data.num_eval_examples == 7
     total = sum(len(data.eval_examples[index][0]) - 1 for index in range(7))
-    assert sum(data.num_items([batch]) for batch in batches) == total
+    assert sum(num_items([batch]) for batch in batches) == total
     assert torch.equal(batches[2]["input_ids"][0], torch.from_numpy(data.eval_examples[6][0]))
 
 

@@ -11,7 +11,7 @@ from hetero_framework.core.frames import Message, MessageType, decode, encode
 from hetero_framework.engine import messages
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, StepSchedule
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.simulator import PORTFOLIO
+from hetero_framework.planner.tuning import PORTFOLIO
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
 ADDRESS = {"step": 3, "attempt": 1, "stage": 2, "micro_batch": 5}

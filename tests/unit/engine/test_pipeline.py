@@ -19,6 +19,7 @@ from hetero_framework.engine.hosts import Event, LinkLost
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage_api import GradientReport, StepInfo, StepSchedule, Tensors
 from hetero_framework.errors import HeteroError, PeerLostError
+from hetero_framework.models.objective import CausalLM
 from tests.unit.engine.test_executor import FakeStage
 
 STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
@@ -122,6 +123,7 @@ def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
         [stage],
         worker,  # type: ignore[arg-type]
         open_device("cpu"),
+        objective=CausalLM(None),
         wire=WireConfig(),
         step_timeout_s=step_timeout_s,
     )

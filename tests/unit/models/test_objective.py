@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hetero_framework.config import StageSpec, TrainingConfig
+from hetero_framework.models.introspect import introspect
+from hetero_framework.models.objective import CausalLM, objective_of
+from hetero_framework.models.shard import ShardRange, build_shard
+from hetero_framework.models.tiny import tiny_config
+
+ITEMS = torch.tensor(7.0)
+
+
+@pytest.mark.parametrize(
+    ("is_first", "is_last", "names"),
+    [
+        (True, False, ["input_ids", "attention_mask"]),
+        (False, False, ["attention_mask"]),
+        (False, True, ["attention_mask", "labels"]),
+        (True, True, ["input_ids", "attention_mask", "labels"]),
+    ],
+)
+def test_stage_inputs_are_tokens_in_front_and_labels_at_the_end(
+    is_first: bool, is_last: bool, names: list[str]
+) -> None:
+    spec = StageSpec(0, "local", 0, 1, is_first, is_last)
+    batch = ("input_ids", "attention_mask", "labels")
+    assert CausalLM(None).stage_inputs(spec, batch) == names
+
+
+@pytest.mark.parametrize("limit", [None, 5], ids=["whole", "in chunks"])
+def test_loss_is_the_shards_own_divided_by_the_items(limit: int | None) -> None:
+    config = tiny_config("llama")
+    layers = introspect(config).num_layers
+    shard = build_shard(config, None, ShardRange(0, layers, True, True), dtype=torch.float32)
+    shard.train(False)
+    objective = CausalLM(limit)
+    batch = objective.probe_batch(config)
+    expected = shard.loss(batch, None, ITEMS)
+    (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
+    loss = objective.loss(
+        shard, batch, None, ITEMS, running=nullcontext, backward=torch.Tensor.backward
+    )
+    assert not loss.requires_grad
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+    found = next(shard.model.parameters()).grad
+    assert found is not None
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("model_type", "first_labels"), [("llama", 0), ("gpt2", 2)])
+def test_item_counter_counts_first_labels_where_the_trainer_does(
+    model_type: str, first_labels: int
+) -> None:
+    """The Trainer knows the loss of LlamaForCausalLM by its name, and not GPT2LMHeadModel's."""
+    batch = {"labels": torch.tensor([[1, 2, -100], [3, 4, 5]])}
+    objective = objective_of(TrainingConfig())
+    assert objective.num_predictions([batch, batch]) == 6
+    count = objective.item_counter(tiny_config(model_type))
+    assert count([batch, batch]) == 6 + 2 * first_labels
