@@ -35,7 +35,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hetero_framework.core.addresses import free_port
-from hetero_framework.core.frames import Message, MessageType, WireTensor
+from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.messages import Abort, Aborted, Forward, Message
 from hetero_framework.core.transport import Link, Listener, connect
 from hetero_framework.errors import HeteroError
 
@@ -43,7 +44,7 @@ ENGINES = ("link", "bare", "gloo")
 _WARM_UP = 5  # buffers and the kernel's windows
 _SMALL_BYTES = 40  # a message without a tensor has about as many
 _RELAY_PIECE_BYTES = 1 << 18
-_STEP = {"step": 1, "attempt": 0}
+_STEP = (1, 0)  # step, attempt
 _TIMEOUT_S = 60.0
 
 Transfer = Callable[[int], None]
@@ -106,8 +107,8 @@ def _link_sender(sock: socket.socket, payload: memoryview) -> tuple[Transfer, Li
 
     def message() -> Message:
         if not payload:
-            return Message(MessageType.ABORT, _STEP)
-        return Message(MessageType.FORWARD, {**_STEP, "stage": 1, "micro_batch": 0}, (tensor,))
+            return Message(Abort(*_STEP))
+        return Message(Forward(*_STEP, stage=1, micro_batch=0), (tensor,))
 
     def transfer(count: int) -> None:
         for _ in range(count):
@@ -123,7 +124,7 @@ def _link_receiver(sock: socket.socket, slow_ms: float) -> Link:
         if slow_ms:
             time.sleep(slow_ms / 1000)
         message.release()
-        link.send(Message(MessageType.ABORTED, _STEP))
+        link.send(Message(Aborted(*_STEP)))
 
     link = Link(sock, "sender", acknowledge, _ignore_close)
     return link

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from hetero_framework.core.frames import Message, MessageType, WireTensor
+from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.messages import Control, Message
 from hetero_framework.errors import HeteroError, UserError
 
 
@@ -117,8 +118,7 @@ def step_done(step: int, cluster: Cluster) -> None:
 
 def request(number: int, name: str, data: Any, tensors: tuple[WireTensor, ...] = ()) -> Message:
     """The message that asks; `number` comes back with the answer."""
-    meta = {"name": name, "data": data, "request": number}
-    return Message(MessageType.CONTROL, meta, tensors)
+    return Message(Control(name, data, request=number), tensors)
 
 
 def answer(message: Message) -> Message | None:
@@ -126,29 +126,30 @@ def answer(message: Message) -> Message | None:
 
     An unknown name, a handler that fails and data that cannot travel become the answer's `error`.
     """
-    name, number = message.meta["name"], message.meta.get("request")
-    reply = {"name": name, "data": None, "answers": number}
+    question = message.expect(Control)
+    name, number = question.name, question.request
     handler = _handlers.get(name)
     try:
         if handler is None:
             raise UserError(f"no handler for {name!r} is registered")
-        data, tensors = handler(message.meta["data"]), ()
+        data, tensors = handler(question.data), ()
         if isinstance(data, WithTensors):
             data, tensors = data.data, data.tensors
         if number is None:
             return None
-        return Message(MessageType.CONTROL, {**reply, "data": data}, tensors)
+        return Message(Control(name, data, answers=number), tensors)
     except _FAILURES as error:
         text = error.message if isinstance(error, HeteroError) else repr(error)
-        failed = {**reply, "error": f"{name}: {text}"}
-        return None if number is None else Message(MessageType.CONTROL, failed)
+        failed = Control(name, answers=number, error=f"{name}: {text}")
+        return None if number is None else Message(failed)
 
 
 def result(message: Message) -> Any:
     """The data of an answer. Raises UserError with the `error` that it carries instead."""
-    if message.meta.get("error") is not None:
+    found = message.expect(Control)
+    if found.error is not None:
         raise UserError(
-            message.meta["error"],
+            found.error,
             hint="a worker knows the handlers of the files that its own --import options name",
         )
-    return message.meta["data"]
+    return found.data

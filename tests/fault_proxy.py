@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from hetero_framework.core.frames import PREFIX_BYTES, MessageType
+from hetero_framework.core.frames import PREFIX_BYTES
+from hetero_framework.core.messages import Body
 
 _SEGMENT_BYTES = 65_536
 _TICK_S = 0.02
@@ -45,7 +46,7 @@ class FrameCut:
     first half, or with all of it."""
 
     direction: str  # "up" or "down"
-    kind: MessageType
+    kind: type[Body]
     where: str  # "before", "middle" or "after"
     reset: bool = False
     also: Callable[[], None] | None = None  # called at the same moment
@@ -58,7 +59,7 @@ class _Frames:
     head: bytearray = field(default_factory=bytearray)
     rest: int = 0
 
-    def scan(self, data: bytes, wanted: MessageType, where: str) -> int | None:
+    def scan(self, data: bytes, wanted: int, where: str) -> int | None:
         """How many bytes of `data` may pass before the cut; None when it is not in there."""
         at = 0
         while at < len(data):
@@ -186,8 +187,8 @@ class FaultProxy:
     def _next_cut(self, name: str, frames: _Frames, data: bytes) -> int | None:
         cut = self.cuts[0] if self.cuts and self.cuts[0].direction == name else None
         # A type that no frame has: follow the frames, cut nothing.
-        kind, where = (cut.kind, cut.where) if cut else (0, "before")
-        return frames.scan(data, kind, where)  # type: ignore[arg-type]
+        number, where = (cut.kind.spec.number, cut.where) if cut else (0, "before")
+        return frames.scan(data, number, where)
 
     def _cut(self, source: socket.socket, sink: socket.socket) -> None:
         cut = self.cuts[0]

@@ -12,6 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from hetero_framework.core.messages import Boundary, Coded, Message
+from hetero_framework.core.tensors import to_wire
+from hetero_framework.engine.stage_api import StepInfo
+
 TEXT = "the a model trains on many small machines and every layer keeps its own weights"
 WORDS = TEXT.split()
 
@@ -75,3 +79,16 @@ def free_ports(count: int) -> list[int]:
     for sock in held:
         sock.close()
     return ports
+
+
+def boundary_message(
+    kind: type[Boundary],
+    info: StepInfo,
+    stage: int,
+    micro_batch: int,
+    *parts: torch.Tensor,
+    coded: Coded | None = None,
+) -> Message:
+    """FORWARD or BACKWARD with these tensors."""
+    body = kind(info.step, info.attempt, stage, micro_batch, coded)
+    return Message(body, tuple(map(to_wire, parts)))

@@ -22,7 +22,7 @@ from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
-from hetero_framework.core.frames import Message, MessageType
+from hetero_framework.core.messages import Bye, Message, Ready, Setup, Start
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import DirectLost, LinkLost, WorkerId
@@ -72,7 +72,7 @@ class Cluster:
         self._config = config
         self._note = note
         self._build = build
-        self._goodbye = Message(MessageType.BYE, {"reason": "the run is over"})
+        self._goodbye = Message(Bye("the run is over"))
         self.run_id = secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         torch.set_num_threads(threads_for(config, "local"))
@@ -112,7 +112,7 @@ class Cluster:
         goodbye = self._goodbye
         if error is not None:
             text = error.message if isinstance(error, HeteroError) else type(error).__name__
-            goodbye = Message(MessageType.BYE, {"reason": f"the run stopped: {text}"[:2000]})
+            goodbye = Message(Bye(f"the run stopped: {text}"[:2000]))
         at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
         try:
             if hasattr(self, "pipeline"):
@@ -131,13 +131,13 @@ class Cluster:
         facts: dict[str | int, MachineFacts] = {
             "local": MachineFacts(self.device.name, self.device.label, memory.total, memory.free)
         }
-        for worker, meta in welcomes.items():
+        for worker, said in welcomes.items():
             facts[worker] = MachineFacts(
-                meta["device"], meta["device_label"], meta["memory_total"], meta["memory_free"]
+                said.device, said.device_label, said.memory_total, said.memory_free
             )
-            if meta["torch"].split("+")[0] != torch.__version__.split("+")[0]:
+            if said.torch.split("+")[0] != torch.__version__.split("+")[0]:
                 self._note(
-                    f"worker {worker} has torch {meta['torch']}, the coordinator "
+                    f"worker {worker} has torch {said.torch}, the coordinator "
                     f"{torch.__version__}: equal to the last bit only with equal versions"
                 )
         return facts
@@ -175,17 +175,16 @@ class Cluster:
         local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
         trainable = {stage.index: stage.trainable() for stage in local}
         for ready in self._ready_messages().values():
-            for entry in ready.meta["stages"]:
-                trainable[entry["index"]] = [(n, tuple(rank)) for n, rank in entry["trainable"]]
+            for entry in ready.stages:
+                trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
         self.trainable = [trainable[spec.index] for spec in specs]
         self._connect_workers(specs)
         needs = gradient_needs(self.trainable)
         for stage in local:
             stage.input_requires_grad = needs[stage.index]
         for worker in self._peers.workers:
-            own = [spec.index for spec in specs if spec.owner == worker]
-            entries = [{"index": k, "input_requires_grad": needs[k]} for k in own]
-            self._peers.send(worker, Message(MessageType.START, {"stages": entries}))
+            own = (spec.index for spec in specs if spec.owner == worker)
+            self._peers.send(worker, Message(Start(tuple(k for k in own if needs[k]))))
         self.pipeline = Pipeline(
             specs,
             local,
@@ -242,37 +241,18 @@ class Cluster:
         )
 
     def _setup_message(self, worker: WorkerId, specs: Sequence[StageSpec]) -> Message:
-        stages = [
-            {
-                "index": spec.index,
-                "start": spec.start,
-                "end": spec.end,
-                "is_first": spec.is_first,
-                "is_last": spec.is_last,
-            }
-            for spec in specs
-            if spec.owner == worker
-        ]
-        return Message(
-            MessageType.SETUP,
-            {
-                "config": self._config.to_dict(),
-                "stages": stages,
-                "num_stages": len(specs),
-                "num_layers": specs[-1].end,
-                "settings": {},
-            },
-        )
+        own = tuple(spec.index for spec in specs if spec.owner == worker)
+        return Message(Setup(self._config.to_dict(), own))
 
-    def _ready_messages(self) -> dict[WorkerId, Message]:
+    def _ready_messages(self) -> dict[WorkerId, Ready]:
         """READY of every worker. Loading may take long; heartbeats show that a worker lives."""
-        ready: dict[WorkerId, Message] = {}
+        ready: dict[WorkerId, Ready] = {}
         told = time.monotonic()
         while len(ready) < len(self._peers.workers):
             event = self._peers.receive(_LOAD_POLL_S)
             if event is not None and event.message is not None:
-                if event.message.type is MessageType.READY:
-                    ready[event.worker] = event.message
+                if isinstance(event.message.body, Ready):
+                    ready[event.worker] = event.message.body
             elif time.monotonic() - told > 60:
                 told = time.monotonic()
                 absent = [str(w) for w in self._peers.workers if w not in ready]

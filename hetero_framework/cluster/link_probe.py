@@ -15,7 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from hetero_framework import control
-from hetero_framework.core.frames import Message, MessageType, WireTensor
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.messages import Control, Message
 from hetero_framework.errors import HeteroError, NetworkError
 
 SINK, SOURCE, PEER = "hetero.sink", "hetero.source", "hetero.peer"
@@ -65,31 +67,30 @@ def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
     return found or [first]
 
 
-def peer_question(number: int, peer: int | str, nbytes: int) -> Message:
+def peer_question(number: int, peer: WorkerId, nbytes: int) -> Message:
     """Asks a worker to measure its link to another one."""
     return control.request(number, PEER, {"peer": peer, "bytes": nbytes})
 
 
 def peer_speed(answer: Message) -> LinkSpeed:
     """What the worker measured. Raises NetworkError with its reason if it could not."""
-    if answer.meta.get("error") is not None:
-        raise NetworkError(answer.meta["error"])
-    return LinkSpeed(**answer.meta["data"])
+    found = answer.expect(Control)
+    if found.error is not None:
+        raise NetworkError(found.error)
+    return LinkSpeed(**found.data)
 
 
 def answer_for_peer(
-    question: Message, ask_peer: Callable[[int | str, Message, float], Message]
+    question: Control, ask_peer: Callable[[WorkerId, Message, float], Message]
 ) -> Message:
     """In the worker that was asked: measure, and answer."""
-    meta = question.meta
-    reply = {"name": PEER, "data": None, "answers": meta["request"]}
     try:
-        peer, nbytes = meta["data"]["peer"], meta["data"]["bytes"]
+        peer, nbytes = question.data["peer"], question.data["bytes"]
         speed = measure(lambda message: ask_peer(peer, message, _TIMEOUT_S), nbytes)
     except (HeteroError, KeyError, TypeError, ValueError) as error:
         text = error.message if isinstance(error, HeteroError) else repr(error)
-        return Message(MessageType.CONTROL, {**reply, "error": text})
-    return Message(MessageType.CONTROL, {**reply, "data": asdict(speed)})
+        return Message(Control(PEER, answers=question.request, error=text))
+    return Message(Control(PEER, asdict(speed), answers=question.request))
 
 
 @control.on(SINK)

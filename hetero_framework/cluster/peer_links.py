@@ -16,35 +16,38 @@ from typing import Any
 
 from hetero_framework import control
 from hetero_framework._version import __version__
-from hetero_framework.core.frames import (
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.messages import (
     DIALLER,
     LISTENER,
-    PROTOCOL_VERSION,
+    Boundary,
+    Bye,
+    Control,
+    Error,
     Message,
-    MessageType,
+    PeerAddress,
+    PeerHello,
+    PeerResult,
+    PeerWelcome,
+    Reject,
 )
 from hetero_framework.core.session import Phase, Session
 from hetero_framework.core.transport import Link, connect
 from hetero_framework.errors import HeteroError, NetworkError
 
-WorkerId = int | str
 Watch = Callable[[str, Message, float, float], None]
 
 _SLICE_S = 0.1
-_ANSWERS = (
-    MessageType.PEER_WELCOME,
-    MessageType.REJECT,
-    MessageType.CONTROL,
-    MessageType.ERROR,
-    MessageType.BYE,
-)
+_VERSIONS = (PROTOCOL_VERSION, __version__)
+_ANSWERS = (PeerWelcome, Reject, Control, Error, Bye)
 
 
 @dataclass(frozen=True)
 class Introduced:
-    """The dialling that CONNECT asked for is over: [{id, problem}] for the answer."""
+    """The dialling that CONNECT asked for is over; what came of it."""
 
-    results: list[dict[str, Any]]
+    results: tuple[PeerResult, ...]
 
 
 @dataclass
@@ -80,24 +83,24 @@ class PeerLinks:
 
     # -- dialling -------------------------------------------------------------------------------
 
-    def dial(self, peers: list[dict[str, Any]], timeout_s: float, max_frame_bytes: int) -> None:
-        """Open a link to each of these workers ({id, ip, port}); `tell` hears when all is done,
-        unless `close` comes first."""
+    def dial(self, peers: tuple[PeerAddress, ...], timeout_s: float, max_frame_bytes: int) -> None:
+        """Open a link to each of these workers; `tell` hears when all is done, unless `close` comes
+        first."""
         self._stop = threading.Event()
         args = (peers, timeout_s, max_frame_bytes, self._stop)
         threading.Thread(target=self._dial_all, args=args, name="dial peers", daemon=True).start()
 
     def _dial_all(
         self,
-        peers: list[dict[str, Any]],
+        peers: tuple[PeerAddress, ...],
         timeout_s: float,
         max_frame_bytes: int,
         stop: threading.Event,
     ) -> None:
         results: dict[WorkerId, str | None] = {}
 
-        def dial(peer: dict[str, Any]) -> None:
-            results[peer["id"]] = self._dial(peer, timeout_s, max_frame_bytes, stop)
+        def dial(peer: PeerAddress) -> None:
+            results[peer.id] = self._dial(peer, timeout_s, max_frame_bytes, stop)
 
         threads = [threading.Thread(target=dial, args=(peer,), daemon=True) for peer in peers]
         for thread in threads:
@@ -105,17 +108,16 @@ class PeerLinks:
         for thread in threads:
             thread.join()
         if not stop.is_set():
-            found = [{"id": peer["id"], "problem": results[peer["id"]]} for peer in peers]
-            self._tell(Introduced(found))
+            self._tell(Introduced(tuple(PeerResult(p.id, results[p.id]) for p in peers)))
 
     def _dial(
-        self, peer: dict[str, Any], timeout_s: float, max_frame_bytes: int, stop: threading.Event
+        self, peer: PeerAddress, timeout_s: float, max_frame_bytes: int, stop: threading.Event
     ) -> str | None:
         """Why there is no link to this worker; None when there is one."""
         deadline = time.monotonic() + timeout_s
-        worker = peer["id"]
+        worker = peer.id
         try:
-            sock = connect(peer["ip"], peer["port"], timeout_s, who=f"worker {worker}", stop=stop)
+            sock = connect(peer.ip, peer.port, timeout_s, who=f"worker {worker}", stop=stop)
         except NetworkError as error:
             return error.message
         link = self._start_link(sock, f"worker {worker}", max_frame_bytes)
@@ -123,22 +125,20 @@ class PeerLinks:
         with self._lock:
             self._awaited[link] = answers
         session = Session(DIALLER)
-        hello = Message(
-            MessageType.PEER_HELLO,
-            {**self._greeting(worker), "from_id": self._me, "max_frame_bytes": max_frame_bytes},
-        )
+        hello = Message(PeerHello(*_VERSIONS, self.run_id or "", worker, self._me, max_frame_bytes))
         session.send(hello)
         problem = "it did not answer"
         try:
             link.send(hello)
             if (answer := _first(answers, deadline, stop)) is not None:
                 session.receive(answer)
-                if answer.type is MessageType.PEER_WELCOME:
+                if isinstance(answer.body, PeerWelcome):
                     if self._add(_Peer(worker, link, session), stop):
                         return None
                     answer = None
             if answer is not None:
-                problem = str(answer.meta.get("message", answer.type.name))
+                refusal = answer.body
+                problem = refusal.message if isinstance(refusal, (Reject, Error)) else answer.name
         except HeteroError as error:
             problem = error.message
         finally:
@@ -152,9 +152,10 @@ class PeerLinks:
         link's reader thread. None, the link is gone, is an answer too, but to lose a peer is
         more than that.
         """
-        if message is not None and message.type not in _ANSWERS:
+        body = None if message is None else message.body
+        if body is not None and not isinstance(body, _ANSWERS):
             return False
-        if message is not None and message.meta.get("request") is not None:
+        if isinstance(body, Control) and body.request is not None:
             return False
         with self._lock:
             waiting = self._awaited.pop(link, None)
@@ -169,25 +170,17 @@ class PeerLinks:
         """Welcome another worker of the same run. Raises HeteroError when it is not one."""
         session = Session(LISTENER)
         session.receive(hello)
-        meta = hello.meta
-        if self.run_id is None or meta["run_id"] != self.run_id:
+        asked = hello.expect(PeerHello)
+        if self.run_id is None or asked.run_id != self.run_id:
             raise NetworkError("this worker serves another run, or none")
-        if str(meta["worker_id"]) != str(self._me):
-            raise NetworkError(f"this is worker {self._me}, not {meta['worker_id']}")
-        link.max_frame_bytes = meta["max_frame_bytes"]
-        link.name = f"worker {meta['from_id']}"  # who had connected was not known before
-        welcome = Message(MessageType.PEER_WELCOME, self._greeting(self._me))
+        if str(asked.worker_id) != str(self._me):
+            raise NetworkError(f"this is worker {self._me}, not {asked.worker_id}")
+        link.max_frame_bytes = asked.max_frame_bytes
+        link.name = f"worker {asked.from_id}"  # who had connected was not known before
+        welcome = Message(PeerWelcome(*_VERSIONS))
         session.send(welcome)
-        self._add(_Peer(meta["from_id"], link, session))
+        self._add(_Peer(asked.from_id, link, session))
         link.send(welcome)
-
-    def _greeting(self, worker: WorkerId) -> dict[str, Any]:
-        return {
-            "protocol": PROTOCOL_VERSION,
-            "package": __version__,
-            "run_id": self.run_id or "",
-            "worker_id": worker,
-        }
 
     def _add(self, peer: _Peer, stop: threading.Event | None = None) -> bool:
         """Whether the peer is one now: not when `stop` says that the run has ended meanwhile."""
@@ -221,10 +214,10 @@ class PeerLinks:
         if peer is None:
             return False
         peer.session.receive(message)
-        if message.type is MessageType.BYE:
+        if isinstance(message.body, Bye):
             self.lost(link)
             link.close(drain_s=0)
-        return message.type in (MessageType.FORWARD, MessageType.BACKWARD)
+        return isinstance(message.body, Boundary)
 
     def send(
         self, worker: WorkerId, message: Message, done: Callable[[], None] | None = None
@@ -267,8 +260,8 @@ class PeerLinks:
         if answer is None:
             raise NetworkError(f"worker {worker} did not answer in {timeout_s:g} s")
         peer.session.receive(answer)
-        if answer.type is not MessageType.CONTROL:
-            raise NetworkError(f"worker {worker} answered {answer.type.name}")
+        if not isinstance(answer.body, Control):
+            raise NetworkError(f"worker {worker} answered {answer.name}")
         return answer
 
     def answer(self, link: Link, question: Message) -> None:
@@ -278,7 +271,7 @@ class PeerLinks:
             if peer is None:
                 return
             peer.session.receive(question)
-            if question.meta.get("answers") is not None:
+            if question.expect(Control).answers is not None:
                 return  # to a question that nobody waits for any more
             reply = control.answer(question)
         finally:
@@ -321,7 +314,7 @@ class PeerLinks:
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
             with suppress(HeteroError):
-                peer.link.send(Message(MessageType.BYE, {"reason": "the run is over"}))
+                peer.link.send(Message(Bye("the run is over")))
             peer.link.close(drain_s=1.0)
 
     def _all(self) -> list[_Peer]:

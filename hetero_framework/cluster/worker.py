@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -26,12 +25,45 @@ from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
-from hetero_framework.core.frames import (
-    HANDSHAKE_MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, PROTOCOL_VERSION
+from hetero_framework.core.messages import (
+    Abort,
+    Aborted,
+    BackwardDone,
+    Boundary,
+    Bye,
+    Commit,
+    Committed,
+    Connect,
+    Connected,
+    Control,
+    Error,
+    Forward,
+    Hello,
+    Inputs,
+    LoadedStage,
+    LoadState,
+    Log,
     Message,
-    MessageType,
+    OfStep,
+    OtherVersion,
+    Parameter,
+    PeerHello,
+    PeerLost,
+    Ready,
+    Reject,
+    RejectCode,
+    Setup,
+    StageFigures,
+    Start,
+    State,
+    StateLoaded,
+    StateRequest,
+    Step,
+    Welcome,
 )
+from hetero_framework.core.messages import Loss as LossMessage
 from hetero_framework.core.session import Phase, Session
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.core.trace import Recorder
@@ -48,7 +80,6 @@ from hetero_framework.errors import (
     as_hetero_error,
 )
 
-WorkerId = int | str
 Say = Callable[[str], None]
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 
@@ -56,7 +87,6 @@ _HELLO_S = 10.0
 _POLL_S = 0.5
 # Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
 _WORKING = (Phase.STEP, Phase.EVALUATION)
-_DATA = (MessageType.INPUTS, MessageType.FORWARD, MessageType.BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -90,7 +120,7 @@ class _Run:
     orders: StepSchedule | None = None
     last_attempt: int = -1
     reported: bool = False
-    early: list[_Event] = field(default_factory=list)
+    early: list[tuple[_Event, Inputs | Boundary]] = field(default_factory=list)
     started: bool = False
     last_step: int | None = None
     state: Any = None
@@ -153,20 +183,6 @@ class Worker:
         self._session = Session("worker")
         self._run: _Run | None = None
         self._done = False
-        self._handlers: dict[MessageType, Callable[[Message], None]] = {
-            MessageType.SETUP: self._on_setup,
-            MessageType.START: self._on_start,
-            MessageType.STEP: self._on_step,
-            MessageType.COMMIT: self._on_commit,
-            MessageType.ABORT: self._on_abort,
-            MessageType.STATE_REQUEST: self._on_state_request,
-            MessageType.LOAD_STATE: self._on_load_state,
-            MessageType.BYE: self._on_bye,
-            MessageType.ERROR: self._on_error,
-            MessageType.REJECT: self._on_error,
-            MessageType.CONTROL: self._on_control,
-            MessageType.CONNECT: self._on_connect,
-        }
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -238,11 +254,11 @@ class Worker:
             if self._session.phase is not Phase.READY:
                 return  # the coordinator that asked is gone
             with suppress(LinkGone):
-                self._send(Message(MessageType.CONNECTED, {"peers": event.results}))
-        elif event.message is not None and event.message.type is MessageType.HELLO:
+                self._send(Message(Connected(event.results)))
+        elif event.message is not None and isinstance(event.message.body, (Hello, OtherVersion)):
             with suppress(LinkGone):
                 self._on_hello(event.link, event.message)
-        elif event.message is not None and event.message.type is MessageType.PEER_HELLO:
+        elif event.message is not None and isinstance(event.message.body, PeerHello):
             self._on_peer_hello(event.link, event.message)
         elif event.link is self._link:
             self._from_coordinator(event)
@@ -262,18 +278,49 @@ class Worker:
             return
         self._session.receive(message)
         with suppress(LinkGone):
-            if message.type in _DATA:
-                self._on_data(event)
-            else:
-                self._handlers[message.type](message)
+            self._obey(event, message)
+
+    def _obey(self, event: _Event, message: Message) -> None:
+        """Do what the coordinator says."""
+        body = message.body
+        match body:
+            case Inputs() | Boundary():
+                self._on_data(event, body)
+            case Setup():
+                self._on_setup(body)
+            case Connect():
+                assert self._link is not None
+                self._peers.dial(body.peers, body.timeout_s, self._link.max_frame_bytes)
+            case Start():
+                self._on_start(body)
+            case Step():
+                self._on_step(body)
+            case Commit():
+                self._on_commit(message, body)
+            case Abort():
+                self._on_abort(body)
+            case StateRequest():
+                self._on_state_request(body)
+            case LoadState():
+                self._on_load_state(message, body)
+            case Control():
+                self._on_control(message, body)
+            case Bye():
+                self._say(f"the coordinator says goodbye: {body.reason}")
+                self._leave()
+            case Error() | Reject():
+                self._say(f"the coordinator stopped: {body.message}")
+                self._leave()
 
     def _from_peer(self, event: _Event) -> None:
         """A tensor of another worker, or the news that its link is gone."""
         if event.message is not None:
-            if event.message.type is MessageType.CONTROL:
+            body = event.message.body
+            if isinstance(body, Control):
                 self._peers.answer(event.link, event.message)
             elif self._peers.receive(event.link, event.message) and self._run is not None:
-                self._on_data(event)
+                assert isinstance(body, Boundary)
+                self._on_data(event, body)
             return
         worker = self._peers.lost(event.link)
         if worker is not None and self._run is not None:
@@ -281,24 +328,22 @@ class Worker:
             with suppress(LinkGone):  # then the next step finds out
                 self._tell_lost(worker, event.lost or "closed")
 
-    def _on_data(self, event: _Event) -> None:
+    def _on_data(self, event: _Event, body: Inputs | Boundary) -> None:
         """INPUTS, FORWARD or BACKWARD, for the attempt that runs, or for one that is to come:
         another worker may have heard of it before us."""
-        message, run = event.message, self._current
-        assert message is not None
-        meta = message.meta
+        run = self._current
         now = self._runner.info.attempt if self._runner.info is not None else run.last_attempt
-        if meta["attempt"] > now:
-            run.early.append(event)
-        elif self._is_current(message):
-            if message.type is MessageType.INPUTS:
-                self._runner.put_inputs(meta["stage"], meta["micro_batch"], event.arrival)
-            elif message.type is MessageType.FORWARD:
-                self._runner.put_hidden(meta["stage"], meta["micro_batch"], event.arrival)
+        if body.attempt > now:
+            run.early.append((event, body))
+        elif self._is_current(body):
+            if isinstance(body, Inputs):
+                self._runner.put_inputs(body.stage, body.micro_batch, event.arrival)
+            elif isinstance(body, Forward):
+                self._runner.put_hidden(body.stage, body.micro_batch, event.arrival)
             else:
-                self._runner.put_gradient(meta["stage"], meta["micro_batch"], event.arrival)
-        else:
-            message.release()
+                self._runner.put_gradient(body.stage, body.micro_batch, event.arrival)
+        elif event.message is not None:
+            event.message.release()
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -350,21 +395,21 @@ class Worker:
 
     def _on_hello(self, link: Link, message: Message) -> None:
         session = Session("worker")
-        meta = message.meta
         try:
             session.receive(message)
+            hello = message.expect(Hello)
         except ProtocolError as error:
             self._refuse(link, "protocol", error.message, error.hint)
             return
-        if str(meta["worker_id"]) != str(self._entry.id):
+        if str(hello.worker_id) != str(self._entry.id):
             self._refuse(
                 link,
                 "identity",
-                f"this is worker {self._entry.id}, not {meta['worker_id']}",
+                f"this is worker {self._entry.id}, not {hello.worker_id}",
                 "two workers have exchanged their addresses in the configuration",
             )
             return
-        same_run = self._run is not None and self._run.run_id == meta["run_id"]
+        same_run = self._run is not None and self._run.run_id == hello.run_id
         if self._link is not None and not same_run:
             self._refuse(link, "busy", "it is working for another run", "wait, or stop that run")
             return
@@ -376,52 +421,46 @@ class Worker:
             self._run.exchange.flush()
         if not same_run:
             self._forget_run()
-            self._run = _Run(meta["run_id"])
+            self._run = _Run(hello.run_id)
             self._device.empty_cache()
         run = self._run
         assert run is not None
         self._link, self._session = link, session
-        link.max_frame_bytes = meta["max_frame_bytes"]
+        link.max_frame_bytes = hello.max_frame_bytes
         if run.meter is not None:
             link.on_moved = run.meter.watch("local")
         memory = self._device.memory()
         self._say(f"serving the run of {link.name}")
         self._send(
             Message(
-                MessageType.WELCOME,
-                {
-                    "protocol": PROTOCOL_VERSION,
-                    "package": __version__,
-                    "worker_id": self._entry.id,
-                    "torch": torch.__version__,
-                    "transformers": metadata.version("transformers"),
-                    "device": self._device.name,
-                    "device_label": self._device.label,
-                    "memory_total": memory.total,
-                    "memory_free": memory.free,
-                    "run_id": run.run_id if run.started else None,
-                    "last_step": run.last_step,
-                },
+                Welcome(
+                    PROTOCOL_VERSION,
+                    __version__,
+                    torch=torch.__version__,
+                    device=self._device.name,
+                    device_label=self._device.label,
+                    memory_total=memory.total,
+                    memory_free=memory.free,
+                    run_id=run.run_id if run.started else None,
+                )
             )
         )
 
-    def _refuse(self, link: Link, code: str, message: str, hint: str | None) -> None:
+    def _refuse(self, link: Link, code: RejectCode, message: str, hint: str | None) -> None:
         self._say(f"refused {link.name}: {message}")
         with suppress(HeteroError):
-            link.send(Message(MessageType.REJECT, {"code": code, "message": message, "hint": hint}))
+            link.send(Message(Reject(code, message, hint)))
         # Not here: closing waits for the peer, and a run may be going on.
         threading.Thread(target=link.close, name="refuse", daemon=True).start()
 
     # -- a run ----------------------------------------------------------------------------------
 
-    def _on_setup(self, message: Message) -> None:
-        meta = message.meta
+    def _on_setup(self, setup: Setup) -> None:
         run = self._current
         run.close()
         run.runner, run.exchange, run.started = None, None, False
-        config = Config.from_dict(meta["config"], self._base_dir)
-        own = {entry["index"] for entry in meta["stages"]}
-        specs = [spec for spec in config.stages() if spec.index in own]
+        config = Config.from_dict(setup.config, self._base_dir)
+        specs = [spec for spec in config.stages() if spec.index in setup.stages]
         layers = ", ".join(spec.layers for spec in specs)
         self._tell(f"loading {layers}")
         began = time.monotonic()
@@ -429,21 +468,11 @@ class Worker:
         seconds = time.monotonic() - began
         self._tell(f"loaded {layers} onto {self._device.name} in {seconds:.0f} s")
         self._install(run, config, stages)
-        self._send(
-            Message(
-                MessageType.READY,
-                {
-                    "stages": [
-                        {
-                            "index": stage.index,
-                            "trainable": [[name, list(rank)] for name, rank in stage.trainable()],
-                        }
-                        for stage in stages
-                    ],
-                    "info": {"device": self._device.name},
-                },
-            )
-        )
+        loaded = [
+            LoadedStage(stage.index, tuple(Parameter(*entry) for entry in stage.trainable()))
+            for stage in stages
+        ]
+        self._send(Message(Ready(tuple(loaded))))
 
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
         run.meter = ArrivalMeter(Recorder(config.training.timeline_steps))
@@ -456,8 +485,12 @@ class Worker:
             self._device,
             config.wire,
             self._post,
-            on_loss=lambda info, k, loss: self._pass(messages.loss_message(info, k, float(loss))),
-            on_finished=lambda info, k: self._pass(messages.backward_done_message(info, k)),
+            on_loss=lambda info, k, loss: self._pass(
+                Message(LossMessage(info.step, info.attempt, k, float(loss)))
+            ),
+            on_finished=lambda info, k: self._pass(
+                Message(BackwardDone(info.step, info.attempt, k))
+            ),
             on_failure=lambda error: self._events.put(_Failure(run, error)),
             loss_is_awaited=True,
         )
@@ -472,34 +505,29 @@ class Worker:
         self._run = None
         self._peers.close()
 
-    def _on_connect(self, message: Message) -> None:
-        assert self._link is not None
-        meta = message.meta
-        self._peers.dial(meta["peers"], meta["timeout_s"], self._link.max_frame_bytes)
-
     def _on_peer_hello(self, link: Link, message: Message) -> None:
         try:
             self._peers.accept(link, message)
         except HeteroError as error:
             self._refuse(link, "peer", error.message, error.hint)
 
-    def _on_start(self, message: Message) -> None:
-        for entry in message.meta["stages"]:
-            self._runner.stage(entry["index"]).input_requires_grad = entry["input_requires_grad"]
+    def _on_start(self, start: Start) -> None:
+        for stage in self._runner.stages:
+            stage.input_requires_grad = stage.index in start.input_requires_grad
         self._current.started = True
         self._say("ready")
 
-    def _on_step(self, message: Message) -> None:
+    def _on_step(self, step: Step) -> None:
         run = self._current
-        info, run.orders = messages.step_info(message), messages.step_orders(message)
+        info, run.orders = messages.step_info(step), messages.step_schedule(step)
         self._device.reset_peak_memory()
         self._peers.ping()
         run.last_attempt, run.reported = info.attempt, False
         self._runner.begin(info, run.orders)
         self._tell_missing_links(run.orders)
         early, run.early = run.early, []
-        for event in early:
-            self._on_data(event)
+        for event, body in early:
+            self._on_data(event, body)
 
     def _tell_missing_links(self, orders: StepSchedule) -> None:
         """The coordinator may count on a link that is gone: the news was lost with its own link,
@@ -514,8 +542,7 @@ class Worker:
                 self._tell_lost(other, "it was lost before this step")
 
     def _tell_lost(self, worker: WorkerId, reason: str) -> None:
-        lost = {"worker_id": worker, "reason": reason}
-        self._send(Message(MessageType.PEER_LOST, lost))
+        self._send(Message(PeerLost(worker, reason)))
 
     def _report_when_done(self) -> None:
         """All micro-batches are through: the norms go to the coordinator, unasked."""
@@ -526,90 +553,82 @@ class Worker:
         assert run.exchange is not None
         run.exchange.flush()
         reports = {stage.index: stage.report_gradients() for stage in runner.stages}
-        self._send(messages.gradient_norms_message(runner.info, reports, self._statistics()))
+        self._send(
+            messages.gradient_norms_message(
+                runner.info,
+                reports,
+                self._figures(),
+                self._peers.round_trips(),
+                self._peers.bytes_sent(),
+            )
+        )
 
-    def _statistics(self) -> dict[str, Any]:
+    def _figures(self) -> dict[int, StageFigures]:
         meter = self._current.meter
         assert meter is not None
         arrivals, peak = meter.take(), self._device.peak_memory()
         return {
-            "stages": {
-                str(index): {
-                    **asdict(times),
-                    "peak_memory_bytes": peak,
-                    "arrive_forward_s": arrivals["forward"].get(index, 0.0),
-                    "arrive_backward_s": arrivals["backward"].get(index, 0.0),
-                }
-                for index, times in self._runner.statistics().items()
-            },
-            "round_trips": {str(k): seconds for k, seconds in self._peers.round_trips().items()},
-            "direct_bytes": self._peers.bytes_sent(),
+            index: StageFigures(
+                **asdict(times),
+                peak_memory_bytes=peak,
+                arrive_forward_s=arrivals["forward"].get(index, 0.0),
+                arrive_backward_s=arrivals["backward"].get(index, 0.0),
+            )
+            for index, times in self._runner.statistics().items()
         }
 
-    def _on_commit(self, message: Message) -> None:
-        meta, run = message.meta, self._current
-        if run.last_step != meta["step"]:
-            self._commit(message)
+    def _on_commit(self, message: Message, order: Commit) -> None:
+        run = self._current
+        if run.last_step != order.step:
+            self._commit(message, order)
         message.release()
         assert run.meter is not None
-        answer = {"step": meta["step"], "attempt": meta["attempt"]}
-        spans = run.meter.recorder.take()
-        self._send(Message(MessageType.COMMITTED, {**answer, "spans": spans}))
+        spans = tuple(run.meter.recorder.take())
+        self._send(Message(Committed(order.step, order.attempt, spans)))
 
-    def _commit(self, message: Message) -> None:
-        meta = message.meta
-        if not self._is_current(message):
+    def _commit(self, message: Message, order: Commit) -> None:
+        if not self._is_current(order):
             raise ProtocolError(
-                f"COMMIT of step {meta['step']}, attempt {meta['attempt']}, whose gradients are "
+                f"COMMIT of step {order.step}, attempt {order.attempt}, whose gradients are "
                 "not here"
             )
         for stage in self._runner.stages:
-            self._runner.commit(stage, meta["learning_rate"], meta["grad_scale"])
+            self._runner.commit(stage, order.learning_rate, order.grad_scale)
             if stage.is_last and message.tensors:
                 stage.set_tied_weight(from_wire(message.tensors[0]))
-        self._current.last_step = meta["step"]
+        self._current.last_step = order.step
 
-    def _on_abort(self, message: Message) -> None:
+    def _on_abort(self, order: Abort) -> None:
         if self._current.exchange is not None:
             self._current.exchange.flush()
         self._runner.abort()
-        self._send(Message(MessageType.ABORTED, dict(message.meta)))
+        self._send(Message(Aborted(order.step, order.attempt)))
 
-    def _on_state_request(self, message: Message) -> None:
-        meta, run = message.meta, self._current
-        stage, kind, number = meta["stage"], meta["kind"], meta["part"]
+    def _on_state_request(self, request: StateRequest) -> None:
+        run = self._current
+        stage, kind, number = request.stage, request.kind, request.part
         if number == 0:
             run.state = self._runner.stage(stage).state(kind)
         elif run.state_of != (stage, kind, number - 1):
             raise ProtocolError(f"state part {number} of stage {stage} was asked for out of order")
         run.state_of = (stage, kind, number)
-        self._send(messages.state_message(stage, kind, number, next(run.state)))
+        self._send(messages.part_message(State, stage, kind, number, next(run.state)))
 
-    def _on_load_state(self, message: Message) -> None:
-        meta = message.meta
-        stage = self._runner.stage(meta["stage"])
+    def _on_load_state(self, message: Message, order: LoadState) -> None:
+        stage = self._runner.stage(order.stage)
         part: StatePart = messages.state_part(message)
-        stage.load_state(meta["kind"], part)
+        stage.load_state(order.kind, part)
         message.release()
-        reply = {"stage": meta["stage"], "part": meta["part"]}
-        self._send(Message(MessageType.STATE_LOADED, reply))
+        self._send(Message(StateLoaded(order.stage, order.part)))
 
-    def _on_control(self, message: Message) -> None:
-        if message.meta["name"] == link_probe.PEER:
-            reply: Message | None = link_probe.answer_for_peer(message, self._peers.ask)
+    def _on_control(self, message: Message, question: Control) -> None:
+        if question.name == link_probe.PEER:
+            reply: Message | None = link_probe.answer_for_peer(question, self._peers.ask)
         else:
             reply = control.answer(message)
         message.release()
         if reply is not None:
             self._send(reply)
-
-    def _on_bye(self, message: Message) -> None:
-        self._say(f"the coordinator says goodbye: {message.meta['reason']}")
-        self._leave()
-
-    def _on_error(self, message: Message) -> None:
-        self._say(f"the coordinator stopped: {message.meta['message']}")
-        self._leave()
 
     def _leave(self) -> None:
         if self._link is not None:
@@ -625,7 +644,7 @@ class Worker:
         coordinator said so, else through the coordinator. A lost link ends the attempt anyway."""
         run = self._current
         assert run.orders is not None
-        boundary = stage - 1 if message.type is MessageType.FORWARD else stage
+        boundary = stage - 1 if isinstance(message.body, Forward) else stage
         if boundary in run.orders.direct:
             self._peers.send(run.owners[stage], message, done)
         else:
@@ -651,10 +670,9 @@ class Worker:
             raise ProtocolError("no stages are loaded yet; SETUP comes first")
         return runner
 
-    def _is_current(self, message: Message) -> bool:
+    def _is_current(self, body: OfStep) -> bool:
         info = self._runner.info
-        meta = message.meta
-        return info is not None and (meta["step"], meta["attempt"]) == (info.step, info.attempt)
+        return info is not None and (body.step, body.attempt) == (info.step, info.attempt)
 
     def _send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         link = self._link  # the sender thread comes here too
@@ -671,23 +689,14 @@ class Worker:
     def _tell(self, text: str) -> None:
         """A line here and on the coordinator's screen."""
         self._say(text)
-        self._send(Message(MessageType.LOG, {"level": "INFO", "text": text}))
+        self._send(Message(Log("INFO", text)))
 
     def _report(self, error: HeteroError) -> None:
         """Tell the coordinator why this worker ends."""
         if self._link is None:
             return
-        report = Message(
-            MessageType.ERROR,
-            {
-                "kind": type(error).__name__,
-                "message": error.message,
-                "hint": error.hint,
-                "exit_code": error.exit_code,
-            },
-        )
         with suppress(HeteroError):
-            self._link.send(report)
+            self._link.send(Message(Error(type(error).__name__, error.message, error.hint)))
 
 
 class LinkGone(Exception):

@@ -15,7 +15,20 @@ from typing import Any
 
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, StageSpec, WorkerConfig
-from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType
+from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.messages import (
+    Boundary,
+    Connect,
+    Connected,
+    Error,
+    Hello,
+    Log,
+    Message,
+    PeerAddress,
+    PeerLost,
+    Reject,
+    Welcome,
+)
 from hetero_framework.core.session import Phase, Session
 from hetero_framework.core.transport import REFUSED, Clock, Link, connect
 from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId
@@ -28,7 +41,6 @@ from hetero_framework.errors import (
 )
 
 Watch = Callable[[str, Message, float, float], None]
-_RELAYED = (MessageType.FORWARD, MessageType.BACKWARD)
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 _HANDSHAKE_S = 60.0
 _QUIET_S = 20.0
@@ -117,13 +129,13 @@ class WorkerLinks:
 
     # -- connecting -----------------------------------------------------------------------------
 
-    def connect_all(self) -> dict[WorkerId, dict[str, Any]]:
+    def connect_all(self) -> dict[WorkerId, Welcome]:
         """Dial every worker at once; what each said in its WELCOME.
 
         Raises the first error when all have answered or failed: NetworkError for one that cannot
         be reached in `connect_timeout_s`, ProtocolError for another protocol version.
         """
-        welcomes: dict[WorkerId, dict[str, Any]] = {}
+        welcomes: dict[WorkerId, Welcome] = {}
         errors: dict[WorkerId, HeteroError] = {}
 
         def dial(worker: WorkerConfig) -> None:
@@ -170,13 +182,13 @@ class WorkerLinks:
                     f"worker {worker_id} does not come back: {text}",
                     hint="start it again, then continue with --resume latest",
                 ) from error
-        if welcome.get("run_id") != self._run_id:
+        if welcome.run_id != self._run_id:
             raise PeerLostError(
                 f"worker {worker_id} came back without its stages (it was started again?)",
                 hint="continue with --resume latest",
             )
 
-    def _open_when_free(self, worker: WorkerConfig) -> dict[str, Any]:
+    def _open_when_free(self, worker: WorkerConfig) -> Welcome:
         """Open the link at the start of a run; wait for a worker that ends another one."""
         deadline = time.monotonic() + self._config.training.connect_timeout_s
         told = False
@@ -195,9 +207,7 @@ class WorkerLinks:
                     self._note(f"worker {worker.id}: {busy}; waiting up to {left:.0f} s for it")
             self._stop.wait(_BUSY_PAUSE_S)
 
-    def _open(
-        self, worker: WorkerConfig, timeout_s: float, *, again: bool = False
-    ) -> dict[str, Any]:
+    def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> Welcome:
         """Connect and shake hands once. `again`: the worker has been there before."""
         deadline = time.monotonic() + timeout_s
         told = False
@@ -241,15 +251,15 @@ class WorkerLinks:
         if self._watch is not None:
             wire.link.on_moved = self._watch(worker.id)
         self._wires[worker.id] = wire
-        hello = {
-            "protocol": PROTOCOL_VERSION,
-            "package": __version__,
-            "run_id": self._run_id,
-            "worker_id": worker.id,
-            "max_frame_bytes": self._max_frame_bytes,
-        }
+        hello = Hello(
+            PROTOCOL_VERSION,
+            __version__,
+            self._run_id,
+            worker.id,
+            self._max_frame_bytes,
+        )
         with suppress(LinkLost):
-            self.send(worker.id, Message(MessageType.HELLO, hello))
+            self.send(worker.id, Message(hello))
         # A worker may be in the middle of a long computation; its heartbeats show that it lives.
         answer = self._answer(answers, max(deadline, time.monotonic() + _HANDSHAKE_S))
         if answer is None or isinstance(answer, HeteroError):
@@ -261,16 +271,14 @@ class WorkerLinks:
                 or "is it another program that has this port? Else look at the worker's own "
                 "screen or log",
             )
-        if answer.type is MessageType.REJECT:
+        refusal = answer.body
+        if isinstance(refusal, Reject):
             wire.close()
-            if answer.meta["code"] == "busy":
-                raise _Busy(answer.meta["message"])
-            kind = ProtocolError if answer.meta["code"] == "protocol" else NetworkError
-            raise kind(
-                f"worker {worker.id} refused: {answer.meta['message']}",
-                hint=answer.meta.get("hint"),
-            )
-        return answer.meta
+            if refusal.code == "busy":
+                raise _Busy(refusal.message)
+            kind = ProtocolError if refusal.code == "protocol" else NetworkError
+            raise kind(f"worker {worker.id} refused: {refusal.message}", hint=refusal.hint)
+        return answer.expect(Welcome)
 
     def _answer(
         self, answers: queue.SimpleQueue[Message | HeteroError], deadline: float
@@ -317,14 +325,12 @@ class WorkerLinks:
     def _dial_peers(
         self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
     ) -> dict[tuple[WorkerId, WorkerId], str | None]:
-        by_dialler: dict[WorkerId, list[dict[str, Any]]] = {}
+        by_dialler: dict[WorkerId, list[PeerAddress]] = {}
         for dialler, other in pairs:
             to = self._workers[other]
-            entry = {"id": other, "ip": to.ip, "port": to.port}
-            by_dialler.setdefault(dialler, []).append(entry)
-        for dialler, entries in by_dialler.items():
-            order = {"peers": entries, "timeout_s": timeout_s}
-            self.send(dialler, Message(MessageType.CONNECT, order))
+            by_dialler.setdefault(dialler, []).append(PeerAddress(other, to.ip, to.port))
+        for dialler, addresses in by_dialler.items():
+            self.send(dialler, Message(Connect(tuple(addresses), timeout_s)))
         results: dict[tuple[WorkerId, WorkerId], str | None] = {}
         waiting = set(by_dialler)
         while waiting:
@@ -335,10 +341,10 @@ class WorkerLinks:
                 continue
             if event is None or event.message is None:
                 continue
-            if event.message.type is MessageType.CONNECTED:
+            if isinstance(event.message.body, Connected):
                 waiting.discard(event.worker)
-                for entry in event.message.meta["peers"]:
-                    results[event.worker, entry["id"]] = entry["problem"]
+                for entry in event.message.body.peers:
+                    results[event.worker, entry.id] = entry.problem
         return results
 
     # -- traffic --------------------------------------------------------------------------------
@@ -413,19 +419,18 @@ class WorkerLinks:
         if event.lost is not None:
             raise LinkLost(event.worker, event.lost)
         assert event.message is not None
-        if event.message.type is MessageType.ERROR:
-            meta = event.message.meta
-            error = error_from_peer(meta["kind"], f"worker {event.worker}: {meta['message']}")
-            error.hint = meta.get("hint")
+        body = event.message.body
+        if isinstance(body, Error):
+            error = error_from_peer(body.kind, f"worker {event.worker}: {body.message}")
+            error.hint = body.hint
             raise error
-        if event.message.type is MessageType.PEER_LOST:
-            meta = event.message.meta
-            lost = DirectLost(event.worker, meta["worker_id"], meta["reason"])
+        if isinstance(body, PeerLost):
+            lost = DirectLost(event.worker, body.worker_id, body.reason)
             if lost.pair in self._direct:
                 raise lost
             return None  # the other end has told it already
-        if event.message.type is MessageType.LOG:
-            self._note(f"worker {event.worker}: {event.message.meta['text']}")
+        if isinstance(body, Log):
+            self._note(f"worker {event.worker}: {body.text}")
             return None
         return event
 
@@ -464,7 +469,7 @@ class WorkerLinks:
         def receive(message: Message) -> None:
             nonlocal greeted
             wire.session.receive(message)
-            if message.type in _RELAYED and not self._is_for_us(message):
+            if isinstance(message.body, Boundary) and not self._is_for_us(message.body):
                 message.release()
                 return
             if greeted:
@@ -478,20 +483,20 @@ class WorkerLinks:
     def _carrier(self, wire: _Wire, message: Message) -> Link | None:
         """The link that carries a boundary frame on, of which only the header is here yet; None
         for one that is for this process, or of an attempt that is over."""
-        if message.type not in _RELAYED or not self._is_current(message):
+        if not isinstance(message.body, Boundary) or not self._is_current(message.body):
             return None
         wire.session.receive(message)
-        owner = self._owners.get(message.meta["stage"])
+        owner = self._owners.get(message.body.stage)
         onward = self._wires.get(owner) if owner is not None else None
         if onward is None or onward.link is None or onward.session.phase not in _WORKING:
             return None  # a link that has just come back would not expect it
         return None if onward.link.closed else onward.link
 
-    def _is_for_us(self, message: Message) -> bool:
-        return self._is_current(message) and message.meta["stage"] not in self._owners
+    def _is_for_us(self, body: Boundary) -> bool:
+        return self._is_current(body) and body.stage not in self._owners
 
-    def _is_current(self, message: Message) -> bool:
-        return (message.meta["step"], message.meta["attempt"]) == self._current
+    def _is_current(self, body: Boundary) -> bool:
+        return (body.step, body.attempt) == self._current
 
     def _closed(
         self,

@@ -6,19 +6,21 @@ is written by hand. A test checks that the page agrees with the code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from hetero_framework.core import frames, session
-from hetero_framework.core.frames import SPEC, Kind, Message, MessageSpec, MessageType, WireTensor
+from hetero_framework.core import frames, messages, session
+from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.messages import BODIES, Body, Forward, Message
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 _ARROWS = {
-    frames.COORDINATOR: "coordinator → worker",
-    frames.WORKER: "worker → coordinator",
-    frames.DIALLER: "connecting worker → accepting worker",
-    frames.LISTENER: "accepting worker → connecting worker",
-    frames.EITHER: "either",
+    messages.COORDINATOR: "coordinator → worker",
+    messages.WORKER: "worker → coordinator",
+    messages.DIALLER: "connecting worker → accepting worker",
+    messages.LISTENER: "accepting worker → connecting worker",
+    messages.EITHER: "either",
 }
 
 
@@ -52,14 +54,17 @@ def _dtypes() -> str:
 
 
 def _messages() -> str:
-    return "\n".join(_message(kind, spec) for kind, spec in SPEC.items())
+    return "\n".join(_message(body) for body in BODIES.values())
 
 
-def _message(kind: MessageType, spec: MessageSpec) -> str:
-    lines = [f"### {int(kind)} {kind.name} ({_ARROWS[spec.sender]})\n\n{spec.about}\n\n"]
-    lines += _fields("", spec.required) + _fields(" (optional)", spec.optional)
+def _message(body: type[Body]) -> str:
+    spec = body.spec
+    about = " ".join((inspect.getdoc(body) or "").split())
+    lines = [f"### {spec.number} {spec.name} ({_ARROWS[spec.sender]})\n\n{about}\n\n"]
+    for name, (kind, required) in spec.fields.kinds.items():
+        lines.append(f"- `{name}`{'' if required else ' (optional)'}: {kind.name}\n")
     low, high = spec.tensors
-    if spec.named:
+    if high and spec.named:
         lines.append("- tensors: one for each of `names`, in that order\n")
     elif high:
         lines.append(f"- tensors: {low if low == high else f'{low} to {high}'}\n")
@@ -68,18 +73,14 @@ def _message(kind: MessageType, spec: MessageSpec) -> str:
     return "".join(lines)
 
 
-def _fields(remark: str, fields: Mapping[str, Kind]) -> list[str]:
-    return [f"- `{name}`{remark}: {kind.name}\n" for name, kind in fields.items()]
-
-
 def _order() -> str:
     peers = session.PEER_PHASES
     star = [phase for phase in session.Phase if phase not in peers]
     ends = (session.Phase.OPEN, *peers, session.Phase.CLOSED)
     return (
-        _order_of(star, frames.COORDINATOR, frames.WORKER)
+        _order_of(star, messages.COORDINATOR, messages.WORKER)
         + "\nOn a link between two workers:\n\n"
-        + _order_of(ends, frames.DIALLER, frames.LISTENER)
+        + _order_of(ends, messages.DIALLER, messages.LISTENER)
     )
 
 
@@ -95,17 +96,16 @@ def _moves(phase: session.Phase, role: str) -> str:
     moves = []
     for kind in session.legal(role, phase):
         following = session.ORDER[phase][kind]
-        moves.append(kind.name if following is phase else f"{kind.name} → {following.name}")
+        name = kind.spec.name
+        moves.append(name if following is phase else f"{name} → {following.name}")
     return ", ".join(moves)
 
 
 def _example() -> str:
     data = bytes.fromhex("803f 0040 4040".replace(" ", ""))  # 1, 2, 3
-    fields = {"step": 7, "attempt": 0, "stage": 1, "micro_batch": 3}
-    message = Message(
-        MessageType.FORWARD, fields, [WireTensor("bfloat16", (1, 1, 3), memoryview(data))]
-    )
-    frame = b"".join(frames.encode(message))
+    body = Forward(step=7, attempt=0, stage=1, micro_batch=3)
+    message = Message(body, [WireTensor("bfloat16", (1, 1, 3), memoryview(data))])
+    frame = b"".join(messages.encode(message))
     header_bytes, payload_bytes = frames.parse_prefix(frame[:12])
     header = frame[12 : 12 + header_bytes]
     rows = [

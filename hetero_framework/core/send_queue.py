@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hetero_framework.core.frames import Message
+from hetero_framework.core.messages import Message
 
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14

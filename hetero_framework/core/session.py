@@ -1,7 +1,7 @@
 """The legal order of messages on one connection, as a table that both sides share.
 
 A connection is in one phase. `ORDER[phase]` maps each message type that is legal there to the
-phase that follows; who may send it is in `protocol.SPEC`. Both sides advance their own `Session`
+phase that follows; who may send it is in its `spec`. Both sides advance their own `Session`
 when they send and when they receive.
 
 Messages cross on the way, so the table allows what can still arrive from before the other side
@@ -14,16 +14,16 @@ from __future__ import annotations
 import threading
 from enum import Enum
 
-from hetero_framework.core.frames import (
+from hetero_framework.core import messages as m
+from hetero_framework.core.messages import (
     COORDINATOR,
     DIALLER,
     EITHER,
     LISTENER,
-    SPEC,
     WORKER,
+    Body,
     Message,
-    MessageType,
-    check_version,
+    OtherVersion,
 )
 from hetero_framework.errors import ProtocolError
 
@@ -46,69 +46,68 @@ class Phase(Enum):
     CLOSED = "REJECT or BYE was sent; nothing follows"
 
 
-_M = MessageType
-_ANYTIME = (_M.ERROR, _M.HEARTBEAT)
-_AFTER_WELCOME = (_M.LOG, _M.CONTROL, _M.PEER_LOST)
-_STATE = (_M.STATE_REQUEST, _M.STATE, _M.LOAD_STATE, _M.STATE_LOADED)
-_BOUNDARY = (_M.FORWARD, _M.BACKWARD)
-_DATA = (_M.INPUTS, *_BOUNDARY)
+_ANYTIME = (m.Error, m.Heartbeat)
+_AFTER_WELCOME = (m.Log, m.Control, m.PeerLost)
+_READING = (m.StateRequest, m.State, m.StateLoaded)
+_STATE = (*_READING, m.LoadState)
+_BOUNDARY = (m.Forward, m.Backward)
+_DATA = (m.Inputs, *_BOUNDARY)
 PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
 """Of a link between two workers."""
 
 
-def _order() -> dict[Phase, dict[MessageType, Phase]]:
-    moves: dict[Phase, dict[MessageType, Phase]] = {
+def _order() -> dict[Phase, dict[type[Body], Phase]]:
+    moves: dict[Phase, dict[type[Body], Phase]] = {
         Phase.OPEN: {
-            _M.HELLO: Phase.GREETING,
-            _M.PEER_HELLO: Phase.PEER_GREETING,
-            _M.REJECT: Phase.CLOSED,
+            m.Hello: Phase.GREETING,
+            m.PeerHello: Phase.PEER_GREETING,
+            m.Reject: Phase.CLOSED,
         },
-        Phase.GREETING: {_M.WELCOME: Phase.WELCOMED, _M.REJECT: Phase.CLOSED},
+        Phase.GREETING: {m.Welcome: Phase.WELCOMED, m.Reject: Phase.CLOSED},
         # A worker that kept its stages over a lost link goes on where the run stands.
         Phase.WELCOMED: {
-            _M.SETUP: Phase.LOADING,
-            _M.ABORT: Phase.ABORTING,
-            _M.COMMIT: Phase.IDLE,
-            _M.REJECT: Phase.CLOSED,
+            m.Setup: Phase.LOADING,
+            m.Abort: Phase.ABORTING,
+            m.Commit: Phase.IDLE,
+            m.Reject: Phase.CLOSED,
         },
-        Phase.LOADING: {_M.READY: Phase.READY},
-        Phase.READY: {_M.START: Phase.IDLE, _M.SETUP: Phase.LOADING},
-        Phase.IDLE: {_M.STEP: Phase.STEP, _M.ABORT: Phase.ABORTING, _M.SETUP: Phase.LOADING},
-        Phase.STEP: {_M.GRADIENT_NORMS: Phase.COLLECTED, _M.ABORT: Phase.ABORTING},
+        Phase.LOADING: {m.Ready: Phase.READY},
+        Phase.READY: {m.Start: Phase.IDLE, m.Setup: Phase.LOADING},
+        Phase.IDLE: {m.Step: Phase.STEP, m.Abort: Phase.ABORTING, m.Setup: Phase.LOADING},
+        Phase.STEP: {m.GradientNorms: Phase.COLLECTED, m.Abort: Phase.ABORTING},
         # The last LOSS ends an evaluation; whatever is legal between steps may follow it.
-        Phase.EVALUATION: {_M.STEP: Phase.STEP, _M.ABORT: Phase.ABORTING},
+        Phase.EVALUATION: {m.Step: Phase.STEP, m.Abort: Phase.ABORTING},
         # COMMITTED is not awaited: the next step may have begun when it comes.
-        Phase.COLLECTED: {_M.COMMIT: Phase.IDLE, _M.ABORT: Phase.ABORTING},
-        Phase.ABORTING: {_M.ABORTED: Phase.IDLE},
-        Phase.PEER_GREETING: {_M.PEER_WELCOME: Phase.FLOWING, _M.REJECT: Phase.CLOSED},
+        Phase.COLLECTED: {m.Commit: Phase.IDLE, m.Abort: Phase.ABORTING},
+        Phase.ABORTING: {m.Aborted: Phase.IDLE},
+        Phase.PEER_GREETING: {m.PeerWelcome: Phase.FLOWING, m.Reject: Phase.CLOSED},
         Phase.FLOWING: {},
         Phase.CLOSED: {},
     }
-    stay: dict[Phase, tuple[MessageType, ...]] = {
-        Phase.READY: (*_STATE, _M.CONNECT, _M.CONNECTED),
+    stay: dict[Phase, tuple[type[Body], ...]] = {
+        Phase.READY: (*_STATE, m.Connect, m.Connected),
         # Old activations may still be relayed to a worker that has aborted already.
-        Phase.IDLE: (*_STATE, *_DATA, _M.COMMITTED),
-        # A state that was asked for before STEP may still be arriving.
-        Phase.STEP: (*_DATA, _M.LOSS, _M.BACKWARD_DONE, _M.STATE, _M.STATE_LOADED, _M.COMMITTED),
-        Phase.EVALUATION: (*_STATE, *_DATA, _M.LOSS, _M.COMMITTED),
-        Phase.COLLECTED: _DATA,
+        Phase.IDLE: (*_STATE, *_DATA, m.Committed),
+        # A snapshot is read while the next step runs.
+        Phase.STEP: (*_READING, *_DATA, m.Loss, m.BackwardDone, m.Committed),
+        Phase.EVALUATION: (*_STATE, *_DATA, m.Loss, m.Committed),
+        Phase.COLLECTED: (*_READING, *_DATA, m.Committed),
         Phase.ABORTING: (
+            *_READING,
             *_DATA,
-            _M.LOSS,
-            _M.BACKWARD_DONE,
-            _M.GRADIENT_NORMS,
-            _M.STATE,
-            _M.STATE_LOADED,
-            _M.COMMITTED,
+            m.Loss,
+            m.BackwardDone,
+            m.GradientNorms,
+            m.Committed,
         ),
-        Phase.FLOWING: (*_BOUNDARY, _M.CONTROL),
+        Phase.FLOWING: (*_BOUNDARY, m.Control),
     }
     for phase, table in moves.items():
         table.update(dict.fromkeys(stay.get(phase, ()), phase))
         if phase is Phase.CLOSED:
             continue
         table.update(dict.fromkeys(_ANYTIME, phase))
-        table[_M.BYE] = Phase.CLOSED
+        table[m.Bye] = Phase.CLOSED
         if phase not in (Phase.OPEN, Phase.GREETING, *PEER_PHASES):
             table.update(dict.fromkeys(_AFTER_WELCOME, phase))
     return moves
@@ -120,9 +119,9 @@ ROLES = {COORDINATOR: WORKER, WORKER: COORDINATOR, DIALLER: LISTENER, LISTENER: 
 """Each role on a connection and the role of the other side."""
 
 
-def legal(role: str, phase: Phase) -> list[MessageType]:
+def legal(role: str, phase: Phase) -> list[type[Body]]:
     """What `role` (one of ROLES) may send in this phase."""
-    return [kind for kind in ORDER[phase] if SPEC[kind].sender in (role, EITHER)]
+    return [kind for kind in ORDER[phase] if kind.spec.sender in (role, EITHER)]
 
 
 class Session:
@@ -151,19 +150,21 @@ class Session:
 
     def receive(self, message: Message) -> None:
         """Record that `message` came; ProtocolError when the peer may not send it now."""
-        check_version(message)
+        if isinstance(message.body, OtherVersion):
+            raise message.body.error()
         self._advance(message, self.peer, f"the {self.peer} sent")
 
     def _advance(self, message: Message, sender: str, who: str) -> None:
+        body = message.body
         with self._lock:
             phase = self._phase
-            if message.type not in legal(sender, phase):
-                names = ", ".join(kind.name for kind in legal(sender, phase)) or "nothing"
+            following = ORDER[phase].get(type(body))
+            if following is None or body.spec.sender not in (sender, EITHER):
+                names = ", ".join(kind.spec.name for kind in legal(sender, phase)) or "nothing"
                 raise ProtocolError(
-                    f"{who} {message.type.name} out of order: {phase.name} "
+                    f"{who} {message.name} out of order: {phase.name} "
                     f"({phase.value}) allows {names}"
                 )
-            following = ORDER[phase][message.type]
-            if message.type is MessageType.STEP and not message.meta["train"]:
+            if isinstance(body, m.Step) and not body.train:
                 following = Phase.EVALUATION
             self._phase = following

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hetero_framework.core.frames import Message
+from hetero_framework.core.messages import Boundary, Inputs, Message
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -100,23 +100,25 @@ class Recorder:
         """
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
-            meta = message.meta
-            if "step" not in meta or "micro_batch" not in meta or not self._wants(meta["step"]):
+            body = message.body
+            if not isinstance(body, (Boundary, Inputs)) or not self._wants(body.step):
                 return
+            coded = body.coded if isinstance(body, Boundary) else None
+            dtype = message.tensors[0].dtype if message.tensors else ""
             span = {
                 "kind": direction,
-                "stage": meta["stage"],
-                "micro_batch": meta["micro_batch"],
-                "step": meta["step"],
+                "stage": body.stage,
+                "micro_batch": body.micro_batch,
+                "step": body.step,
                 "began": began,
                 "ended": ended,
-                "what": message.type.name,
+                "what": message.name,
                 "peer": peer,
                 "bytes": message.payload_bytes,
-                "dtype": meta.get("dtype") or (message.tensors[0].dtype if message.tensors else ""),
-                "codec": meta.get("codec", ""),
+                "dtype": coded.dtype if coded is not None else dtype,
+                "codec": coded.codec if coded is not None else "",
             }
-            self._keep(meta["attempt"], span)
+            self._keep(body.attempt, span)
 
         return moved
 

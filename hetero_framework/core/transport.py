@@ -29,14 +29,10 @@ from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.frames import (
     DEFAULT_MAX_FRAME_BYTES,
     PREFIX_BYTES,
-    FrameHeader,
-    Message,
-    MessageType,
     check_start,
-    encode,
-    parse_header,
     parse_prefix,
 )
+from hetero_framework.core.messages import FrameHeader, Heartbeat, Message, encode, read_header
 from hetero_framework.core.send_queue import Buffer, Outgoing, SendQueue, drop_sent
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 
@@ -402,7 +398,7 @@ class Link:
         link that is closed."""
         now = time.perf_counter()
         self._pings.append(now)
-        self._beat({"ping": now})
+        self._beat(Heartbeat(ping=now))
 
     def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
@@ -447,7 +443,7 @@ class Link:
         rest = nbytes - PREFIX_BYTES + 4
         if rest > self.max_frame_bytes:
             raise ProtocolError(
-                f"{message.type.name}: a frame of {rest} bytes is larger than the "
+                f"{message.name}: a frame of {rest} bytes is larger than the "
                 f"{self.max_frame_bytes} bytes agreed with {self.name}"
             )
 
@@ -491,15 +487,15 @@ class Link:
         if self.closed:
             raise self._reason or PeerLostError(f"{self.name}: the link is closed")
 
-    def _beat(self, fields: dict[str, float]) -> None:
-        """Send a HEARTBEAT with these fields, next after the frame that is being written.
+    def _beat(self, body: Heartbeat) -> None:
+        """Send a HEARTBEAT, next after the frame that is being written.
 
         It never waits for room: the reader answers pings. A peer that pings and does not read
         gets one answer at a time.
         """
-        buffers = encode(Message(MessageType.HEARTBEAT, dict(fields)))
+        buffers = encode(Message(body))
         with self._changed:
-            if self.closed or ("pong" in fields and self._pong in self._queue):
+            if self.closed or (body.pong is not None and self._pong in self._queue):
                 return
             began = time.perf_counter()
             sent = self._write_now(buffers)
@@ -509,7 +505,7 @@ class Link:
             beat = Outgoing(buffers)
             if sent:
                 beat.wrote(sent, began)
-            if "pong" in fields:
+            if body.pong is not None:
                 self._pong = beat
             self._queue.add(beat, urgent=True)
             self._changed.notify_all()
@@ -595,7 +591,7 @@ class Link:
                 if left <= 0:
                     quiet_until = time.monotonic() + self._heartbeat_s
                     if outgoing is None:
-                        self._queue.add(Outgoing(encode(Message(MessageType.HEARTBEAT))), True)
+                        self._queue.add(Outgoing(encode(Message(Heartbeat()))), True)
                         continue
                 self._changed.wait(max(left, 0))
         return None
@@ -682,14 +678,14 @@ class Link:
             header = self._take(header_bytes)
             if header is None:
                 return
-            frame = parse_header(prefix, header, payload_bytes)
+            frame = read_header(prefix, header, payload_bytes, self.max_frame_bytes)
             message = self._receive(frame) if payload_bytes else frame.attach()
             self.stats.bytes_in += PREFIX_BYTES + header_bytes + payload_bytes
             self.stats.frames_in += 1
             if message is None:
                 continue
-            if message.type is MessageType.HEARTBEAT:
-                self._heard_beat(message.meta)
+            if isinstance(message.body, Heartbeat):
+                self._heard_beat(message.body)
                 continue
             self._handshake_deadline = None
             if self._closing:
@@ -759,13 +755,13 @@ class Link:
         aim = min(int(bytes_per_s * _SEGMENT_S), self._segment_bytes * 2)
         self._segment_bytes = max(smallest, min(largest, aim))
 
-    def _heard_beat(self, fields: dict[str, float]) -> None:
+    def _heard_beat(self, beat: Heartbeat) -> None:
         now = time.perf_counter()
-        if "ping" in fields:
-            self._beat({"pong": fields["ping"], "at": now})
-        elif fields.get("pong") in self._pings and math.isfinite(fields.get("at", math.nan)):
-            asked = fields["pong"]
-            self._round_trips.append((now - asked, fields["at"] - (asked + now) / 2))
+        asked, at = beat.pong, beat.at
+        if beat.ping is not None:
+            self._beat(Heartbeat(pong=beat.ping, at=now))
+        elif asked is not None and asked in self._pings and at is not None and math.isfinite(at):
+            self._round_trips.append((now - asked, at - (asked + now) / 2))
             self.clock = Clock(*min(self._round_trips))
 
     def _take(self, nbytes: int, at_start: bool = False) -> bytes | None:

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -20,8 +20,8 @@ from hetero_framework.config import WireConfig
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.core.devices import Device, DeviceEvent
-from hetero_framework.core.frames import Message, MessageType
-from hetero_framework.core.tensors import TORCH_DTYPES, from_wire
+from hetero_framework.core.messages import Backward, Boundary, Coded, Forward, Inputs, Message
+from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.executor import Arrival, Executor
@@ -49,27 +49,30 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     For reader threads. Where it can, the message's buffer is given back here. None for every
     other message. Raises ProtocolError for a codec that does not exist or does not fit.
     """
-    if message.type is MessageType.INPUTS:
+    body = message.body
+    if isinstance(body, Inputs):
         inputs = {k: device.copy_in(v) for k, v in messages.inputs_of(message).items()}
         message.release()
         return inputs
-    if message.type not in (MessageType.FORWARD, MessageType.BACKWARD):
+    if not isinstance(body, Boundary):
         return None
     parts = [from_wire(tensor) for tensor in message.tensors]
-    meta = message.meta
-    if "codec" not in meta:
+    coded = body.coded
+    if coded is None:
         if not device.is_async:
             return Arrival(parts[0], message.release)
         moved = device.copy_in(parts[0])
         message.release()
         return Arrival(moved)
-    codec, dtype = CODECS.get(meta["codec"]), TORCH_DTYPES.get(meta.get("dtype", ""))
-    if codec is None or dtype is None or "shape" not in meta:
-        raise ProtocolError(f"{message.type.name}: cannot read codec {meta['codec']!r}")
+    codec, dtype = CODECS.get(coded.codec), TORCH_DTYPES.get(coded.dtype)
+    if codec is None or dtype is None:
+        raise ProtocolError(
+            f"{message.name}: cannot read codec {coded.codec!r} of a {coded.dtype!r} tensor"
+        )
     if device.is_async and can_code(device):
-        decoded = codec.decode([device.copy_in(part) for part in parts], meta["shape"], dtype)
+        decoded = codec.decode([device.copy_in(part) for part in parts], coded.shape, dtype)
     else:
-        decoded = codec.decode(parts, meta["shape"], dtype)
+        decoded = codec.decode(parts, coded.shape, dtype)
         decoded = device.copy_in(decoded.clone() if _shares(decoded, parts) else decoded)
     message.release()
     return Arrival(decoded)
@@ -106,10 +109,7 @@ class BoundaryIO:
         """
         self._runner = runner
         self._device = device
-        self._codecs = {
-            MessageType.FORWARD: _codec(wire.activations),
-            MessageType.BACKWARD: _codec(wire.gradients),
-        }
+        self._codecs = {Forward: _codec(wire.activations), Backward: _codec(wire.gradients)}
         self._post = post
         self._on_loss = on_loss
         self._on_finished = on_finished
@@ -123,13 +123,13 @@ class BoundaryIO:
         if self._runner.owns(stage):
             self._runner.put_hidden(stage, micro_batch, Arrival(hidden_BSD))
         else:
-            self._send(MessageType.FORWARD, stage, micro_batch, hidden_BSD)
+            self._send(Forward, stage, micro_batch, hidden_BSD)
 
     def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor) -> None:
         if self._runner.owns(stage):
             self._runner.put_gradient(stage, micro_batch, Arrival(gradient_BSD))
         else:
-            self._send(MessageType.BACKWARD, stage, micro_batch, gradient_BSD)
+            self._send(Backward, stage, micro_batch, gradient_BSD)
 
     def loss(self, micro_batch: int, loss: Loss) -> None:
         info = self._info
@@ -165,7 +165,9 @@ class BoundaryIO:
         assert self._runner.info is not None
         return self._runner.info
 
-    def _send(self, kind: MessageType, stage: int, k: int, tensor: torch.Tensor) -> None:
+    def _send(
+        self, kind: type[Forward] | type[Backward], stage: int, k: int, tensor: torch.Tensor
+    ) -> None:
         info, codec = self._info, self._codecs[kind]
         if codec is not None and not codec.supports(tensor.dtype):
             codec = None  # it travels as it is; the user was told at the start
@@ -199,7 +201,7 @@ class BoundaryIO:
 class _Packed:
     """What the message of an encoded tensor has to say about it."""
 
-    kind: MessageType
+    kind: type[Boundary]
     info: StepInfo
     stage: int
     micro_batch: int
@@ -211,20 +213,12 @@ class _Packed:
         return [tensor] if self.codec is None else self.codec.encode(tensor)
 
     def message(self, parts: list[torch.Tensor]) -> Message:
-        if self.codec is None:
-            return messages.boundary_message(
-                self.kind, self.info, self.stage, self.micro_batch, parts
-            )
-        return messages.coded_message(
-            self.kind,
-            self.info,
-            self.stage,
-            self.micro_batch,
-            self.codec.name,
-            self.shape,
-            self.dtype,
-            parts,
-        )
+        coded = None
+        if self.codec is not None:
+            coded = Coded(self.codec.name, tuple(self.shape), dtype_name(self.dtype))
+        info = self.info
+        body = self.kind(info.step, info.attempt, self.stage, self.micro_batch, coded)
+        return Message(body, tuple(map(to_wire, parts)))
 
 
 def _codec(name: str) -> Codec | None:
@@ -282,8 +276,9 @@ class ArrivalMeter:
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             record(direction, message, began, ended)
-            if direction == "receive" and message.type in _KINDS:
-                key = (_KINDS[message.type], message.meta["stage"])
+            body = message.body
+            if direction == "receive" and isinstance(body, Boundary):
+                key = ("forward" if isinstance(body, Forward) else "backward", body.stage)
                 with self._lock:
                     seconds, count = self._seconds.get(key, (0.0, 0))
                     self._seconds[key] = (seconds + ended - began, count + 1)
@@ -298,6 +293,3 @@ class ArrivalMeter:
         for (kind, stage), (seconds, count) in taken.items():
             means[kind][stage] = seconds / count
         return means
-
-
-_KINDS: dict[Any, str] = {MessageType.FORWARD: "forward", MessageType.BACKWARD: "backward"}

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hetero_framework.config import StageSpec
-from hetero_framework.core.frames import Message
-
-WorkerId = int | str
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.messages import Message
 
 
 class LinkLost(Exception):

@@ -15,12 +15,33 @@ from typing import Any
 from hetero_framework import control
 from hetero_framework.config import StageSpec, WireConfig
 from hetero_framework.core.devices import Device
-from hetero_framework.core.frames import Message, MessageType
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.messages import (
+    Abort,
+    Aborted,
+    Backward,
+    BackwardDone,
+    Body,
+    Bye,
+    Commit,
+    Committed,
+    Control,
+    Forward,
+    GradientNorms,
+    LoadState,
+    Message,
+    OfStep,
+    State,
+    StateKind,
+    StateLoaded,
+    StateRequest,
+)
+from hetero_framework.core.messages import Loss as LossMessage
 from hetero_framework.core.trace import Recorder, Span
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO
 from hetero_framework.engine.executor import Executor
-from hetero_framework.engine.hosts import Event, Hosts, LinkLost, WorkerId
+from hetero_framework.engine.hosts import Event, Hosts, LinkLost
 from hetero_framework.engine.stage_api import (
     GradientReport,
     Loss,
@@ -96,7 +117,7 @@ class Pipeline:
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._losses: dict[int, Loss] = {}
         self._finished: set[int] = set()
-        self._replies: dict[tuple[WorkerId, MessageType], Message] = {}
+        self._replies: dict[tuple[WorkerId, type[Body]], Message] = {}
         self._aborting: dict[WorkerId, object] = {}
         self._commits: dict[WorkerId, Message] = {}
         self._spans: dict[WorkerId | str, list[Span]] = {}
@@ -158,7 +179,7 @@ class Pipeline:
         reports: dict[int, GradientReport] = {}
         replies = {}
         for worker in self._peers.workers:
-            replies[worker] = self._reply(worker, MessageType.GRADIENT_NORMS)
+            replies[worker] = self._reply(worker, GradientNorms)
             reports.update(messages.reports_of(replies[worker]))
         tied = next(
             (r.tied_gradient for r in reports.values() if r.tied_gradient is not None), None
@@ -237,11 +258,11 @@ class Pipeline:
         for worker in self._peers.workers:
             link = self._peers.generation(worker)
             if self._aborting.get(worker) is not link:
-                self._replies.pop((worker, MessageType.ABORTED), None)
+                self._replies.pop((worker, Aborted), None)
                 self._aborting[worker] = link
-                self._peers.send(worker, self._step_only(MessageType.ABORT))
+                self._peers.send(worker, Message(Abort(*self._key)))
         for worker in [w for w in self._peers.workers if w in self._aborting]:
-            self._reply(worker, MessageType.ABORTED)
+            self._reply(worker, Aborted)
             del self._aborting[worker]
         for message in self._replies.values():
             message.release()
@@ -249,7 +270,7 @@ class Pipeline:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def read_state(self, kind: str) -> Iterator[tuple[int, int, StatePart]]:
+    def read_state(self, kind: StateKind) -> Iterator[tuple[int, int, StatePart]]:
         """(stage, part number, part) of every stage; one part in memory at a time."""
         for spec in self._stages:
             if self._runner.owns(spec.index):
@@ -258,14 +279,8 @@ class Pipeline:
                 continue
             number, last = 0, False
             while not last:
-                self._peers.send(
-                    spec.owner,
-                    Message(
-                        MessageType.STATE_REQUEST,
-                        {"stage": spec.index, "kind": kind, "part": number},
-                    ),
-                )
-                message = self._reply(spec.owner, MessageType.STATE)
+                self._peers.send(spec.owner, Message(StateRequest(spec.index, kind, number)))
+                message = self._reply(spec.owner, State)
                 part = messages.state_part(message)
                 yield spec.index, number, part
                 message.release()
@@ -278,8 +293,10 @@ class Pipeline:
             if self._runner.owns(stage):
                 self._runner.stage(stage).load_state(kind, part)
                 continue
-            self._peers.send(spec.owner, messages.load_state_message(stage, kind, number, part))
-            self._reply(spec.owner, MessageType.STATE_LOADED)
+            self._peers.send(
+                spec.owner, messages.part_message(LoadState, stage, kind, number, part)
+            )
+            self._reply(spec.owner, StateLoaded)
 
     def share_tied_weight(self) -> None:
         """After loading: give the head the embedding's weight where they are one."""
@@ -297,9 +314,9 @@ class Pipeline:
 
     def ask(self, worker: WorkerId, question: Message) -> Message:
         """Send a CONTROL request and wait for its answer, which the caller releases."""
-        self._requests = question.meta["request"]
+        self._requests = question.expect(Control).request or 0
         self._peers.send(worker, question)
-        return self._reply(worker, MessageType.CONTROL)
+        return self._reply(worker, Control)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -337,50 +354,47 @@ class Pipeline:
         self._last_progress = time.monotonic()
         message = event.message
         assert message is not None
-        kind, meta = message.type, message.meta
-        if kind is MessageType.COMMITTED:
-            self._confirmed(event.worker, message)
-        elif "attempt" in meta and (meta["step"], meta["attempt"]) != self._key:
+        body = message.body
+        if isinstance(body, Committed):
+            self._confirmed(event.worker, body)
+        elif isinstance(body, OfStep) and (body.step, body.attempt) != self._key:
             message.release()
-        elif kind is MessageType.FORWARD:
-            self._runner.put_hidden(meta["stage"], meta["micro_batch"], event.arrival)
-        elif kind is MessageType.BACKWARD:
-            self._runner.put_gradient(meta["stage"], meta["micro_batch"], event.arrival)
-        elif kind is MessageType.LOSS:
-            self._note_loss(self._info, meta["micro_batch"], meta["loss"])
-        elif kind is MessageType.BACKWARD_DONE:
-            self._finished.add(meta["micro_batch"])
-        elif kind is MessageType.BYE:
-            raise LinkLost(event.worker, meta["reason"])
-        elif kind is MessageType.CONTROL and meta.get("answers") != self._requests:
+        elif isinstance(body, Forward):
+            self._runner.put_hidden(body.stage, body.micro_batch, event.arrival)
+        elif isinstance(body, Backward):
+            self._runner.put_gradient(body.stage, body.micro_batch, event.arrival)
+        elif isinstance(body, LossMessage):
+            self._note_loss(self._info, body.micro_batch, body.loss)
+        elif isinstance(body, BackwardDone):
+            self._finished.add(body.micro_batch)
+        elif isinstance(body, Bye):
+            raise LinkLost(event.worker, body.reason)
+        elif isinstance(body, Control) and body.answers != self._requests:
             message.release()
         else:
-            self._replies[event.worker, kind] = message
+            self._replies[event.worker, type(body)] = message
 
     def _note_loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         self._losses[micro_batch] = loss
         if not info.train:
             self._finished.add(micro_batch)
 
-    def _confirmed(self, worker: WorkerId, message: Message) -> None:
+    def _confirmed(self, worker: WorkerId, body: Committed) -> None:
         order = self._commits.get(worker)
-        if order is not None and order.meta["step"] == message.meta["step"]:
+        if order is not None and order.expect(Commit).step == body.step:
             del self._commits[worker]
-        if message.meta["spans"]:
-            self._spans.setdefault(worker, []).extend(message.meta["spans"])
+        if body.spans:
+            self._spans.setdefault(worker, []).extend(body.spans)
 
-    def _reply(self, worker: WorkerId, kind: MessageType) -> Message:
+    def _reply(self, worker: WorkerId, kind: type[Body]) -> Message:
         self._last_progress = time.monotonic()
         while (worker, kind) not in self._replies:
-            self._wait(lambda: f"{kind.name} of worker {worker}")
+            self._wait(lambda: f"{kind.spec.name} of worker {worker}")
         return self._replies.pop((worker, kind))
 
     @property
     def _key(self) -> tuple[int, int]:
         return (self._info.step, self._info.attempt)
-
-    def _step_only(self, kind: MessageType) -> Message:
-        return Message(kind, {"step": self._info.step, "attempt": self._info.attempt})
 
     def _open_micro_batches(self, batches: Sequence[Tensors]) -> str:
         return ", ".join(str(k) for k in range(len(batches)) if k not in self._finished)
@@ -399,13 +413,12 @@ class Pipeline:
             for index, times in self._runner.statistics().items()
         }
         for worker, message in replies.items():
-            stats = message.meta["stats"]
-            for index, values in stats["stages"].items():
-                raw[int(index)] = values
-            self._direct_bytes[worker] = stats["direct_bytes"]
-            for other in self._peers.workers:
-                if str(other) in stats["round_trips"]:
-                    self._round_trips[frozenset((worker, other))] = stats["round_trips"][str(other)]
+            norms = message.expect(GradientNorms)
+            for entry in norms.stages:
+                raw[entry.index] = dataclasses.asdict(entry.figures)
+            self._direct_bytes[worker] = norms.direct_bytes
+            for trip in norms.round_trips:
+                self._round_trips[frozenset((worker, trip.worker_id))] = trip.seconds
         found = {}
         for index, values in sorted(raw.items()):
             busy_s = values["forward_s"] + values["backward_s"]

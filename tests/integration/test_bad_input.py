@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from hetero_framework.cli import main
 from hetero_framework.cluster import assembly
 from hetero_framework.core.devices import Device, Memory
-from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType, encode
+from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.messages import Message, Welcome, encode
 from hetero_framework.trainer import checkpoint
 from tests.integration.conftest import Pool
 from tests.samples import free_ports, save_llama
@@ -291,23 +292,19 @@ def test_a_port_that_closes_at_once(run) -> None:
         run(with_workers(LOCAL, port)).expect(2, "is no worker that works", "closed|lost")
 
 
-WELCOME = {
-    "protocol": PROTOCOL_VERSION + 1,
-    "package": "9.9",
-    "worker_id": 1,
-    "torch": "2",
-    "transformers": "5",
-    "device": "cpu",
-    "device_label": "cpu",
-    "memory_total": 1,
-    "memory_free": 1,
-    "run_id": None,
-    "last_step": None,
-}
+WELCOME = Welcome(
+    PROTOCOL_VERSION + 1,
+    "9.9",
+    torch="2",
+    device="cpu",
+    device_label="cpu",
+    memory_total=1,
+    memory_free=1,
+)
 
 
 def test_a_worker_of_another_protocol_version(run) -> None:
-    frame = b"".join(encode(Message(MessageType.WELCOME, WELCOME)))
+    frame = b"".join(encode(Message(WELCOME)))
     with server(lambda sock: sock.sendall(frame)) as port:
         run(with_workers(LOCAL, port)).expect(
             2, f"speaks protocol version {PROTOCOL_VERSION + 1}", "install the same version"

@@ -30,8 +30,10 @@ import pytest
 from hetero_framework.cluster import assembly
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
-from hetero_framework.core.frames import PROTOCOL_VERSION, Message, MessageType, encode
+from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.messages import Message, encode
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import PeerLostError, StoppedEarly
@@ -44,7 +46,6 @@ from tests.samples import free_ports, save_llama
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
-M = MessageType
 TRAINING = {
     "save_strategy": "steps",
     "save_steps": 3,
@@ -100,13 +101,7 @@ def steps_of(output: Path) -> list[tuple]:
     return read_metrics(output) if (output / "metrics.jsonl").exists() else []
 
 
-HELLO = {
-    "protocol": PROTOCOL_VERSION,
-    "package": "0",
-    "run_id": "stranger",
-    "worker_id": 1,
-    "max_frame_bytes": 1 << 20,
-}
+HELLO = m.Hello(PROTOCOL_VERSION, "0", "stranger", 1, 1 << 20)
 
 
 @pytest.fixture
@@ -174,22 +169,22 @@ def assert_equal_runs(output: Path, whole: Path) -> None:
     assert_same(weights(output), weights(whole))
 
 
-UP = [M.STEP, M.INPUTS, M.FORWARD, M.COMMIT, M.STATE_REQUEST, M.ABORT]
-DOWN = [M.LOSS, M.BACKWARD, M.GRADIENT_NORMS, M.COMMITTED, M.STATE, M.ABORTED]
+UP = [m.Step, m.Inputs, m.Forward, m.Commit, m.StateRequest, m.Abort]
+DOWN = [m.Loss, m.Backward, m.GradientNorms, m.Committed, m.State, m.Aborted]
 
 
 def every_cut(reset: bool, first: bool) -> list[FrameCut]:
     """Each frame type of each direction, before, in and after it, for the first or last worker."""
     kinds = [("up", k) for k in UP] + [("down", k) for k in DOWN]
     if first:
-        kinds += [("down", M.FORWARD), ("up", M.BACKWARD)]
-        kinds.remove(("down", M.LOSS))
+        kinds += [("down", m.Forward), ("up", m.Backward)]
+        kinds.remove(("down", m.Loss))
     cuts = []
     for direction, kind in kinds:
         for where in ("before", "middle", "after"):
             cuts.append(FrameCut(direction, kind, where, reset))
-            if kind in (M.ABORT, M.ABORTED):  # there is none without a cut before it
-                cuts.insert(-1, FrameCut("up", M.INPUTS, "after", reset))
+            if kind in (m.Abort, m.Aborted):  # there is none without a cut before it
+                cuts.insert(-1, FrameCut("up", m.Inputs, "after", reset))
     return cuts
 
 
@@ -213,7 +208,7 @@ def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_p
     train(config, progress=Notes())
     proxies[2].cuts.extend(
         FrameCut(direction, kind, where)
-        for direction, kind in (("up", M.STEP), ("up", M.FORWARD), ("down", M.LOSS))
+        for direction, kind in (("up", m.Step), ("up", m.Forward), ("down", m.Loss))
         for where in ("middle", "after")
     )
     proxies[2].cuts.popleft()  # five in one pass are the limit
@@ -227,7 +222,7 @@ def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_pat
         train(make("cut", [3]), progress=SignalAt(5, signal.SIGTERM))
     proxies[1].cuts.extend(
         FrameCut(direction, kind, where)
-        for direction, kind in (("up", M.LOAD_STATE), ("down", M.STATE_LOADED))
+        for direction, kind in (("up", m.LoadState), ("down", m.StateLoaded))
         for where in ("middle", "after")
     )
     train(make("cut", [2, 4], proxies), resume="latest", progress=Notes())
@@ -238,18 +233,18 @@ def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_pat
 @pytest.mark.parametrize(
     "cut",
     [
-        FrameCut("down", M.LOSS, "before"),
-        FrameCut("down", M.GRADIENT_NORMS, "middle"),
-        FrameCut("up", M.COMMIT, "middle"),
-        FrameCut("down", M.COMMITTED, "middle"),
-        FrameCut("up", M.ABORT, "before"),
-        FrameCut("down", M.STATE, "before"),
+        FrameCut("down", m.Loss, "before"),
+        FrameCut("down", m.GradientNorms, "middle"),
+        FrameCut("up", m.Commit, "middle"),
+        FrameCut("down", m.Committed, "middle"),
+        FrameCut("up", m.Abort, "before"),
+        FrameCut("down", m.State, "before"),
     ],
-    ids=lambda cut: cut.kind.name,
+    ids=lambda cut: cut.kind.spec.name,
 )
 def test_both_links_cut_at_once_change_nothing(cut, make, proxies, whole, tmp_path) -> None:
-    if cut.kind is M.ABORT:
-        proxies[2].cuts.append(FrameCut("up", M.STEP, "after"))
+    if cut.kind is m.Abort:
+        proxies[2].cuts.append(FrameCut("up", m.Step, "after"))
     proxies[2].cuts.append(replace(cut, reset=True, also=proxies[1].reset))
     train(make("cut", [2, 4], proxies, adapter=None), progress=Notes())
     assert not proxies[2].cuts
@@ -294,9 +289,9 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x00" * 4096,
         b"\xff" * 4096,
-        b"".join(encode(Message(M.BYE, {"reason": "be gone"}))),
-        b"".join(encode(Message(M.HELLO, HELLO))),
-        b"".join(encode(Message(M.HELLO, {**HELLO, "protocol": 99}))),
+        b"".join(encode(Message(m.Bye("be gone")))),
+        b"".join(encode(Message(HELLO))),
+        b"".join(encode(Message(replace(HELLO, protocol=99)))),
         b"",
     ]
 
@@ -320,7 +315,7 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
 
 def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_path) -> None:
     other = socket.create_connection(("127.0.0.1", pool.machines["workers"][0]["port"]))
-    other.sendall(b"".join(encode(Message(M.HELLO, HELLO))))
+    other.sendall(b"".join(encode(Message(HELLO))))
     assert other.recv(1)
 
     class Patient(Notes):

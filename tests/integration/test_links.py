@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 from hetero_framework.cluster.worker import serve
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
-from hetero_framework.core.frames import PROTOCOL_VERSION, Message, WireTensor, encode
-from hetero_framework.core.frames import MessageType as M
+from hetero_framework.core import messages as m
+from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
+from hetero_framework.core.messages import Message, encode
 from hetero_framework.engine.boundary_io import _Packed
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import NetworkError
@@ -144,12 +146,12 @@ def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize("where", ["before", "middle", "after"])
-@pytest.mark.parametrize("kind", [M.FORWARD, M.BACKWARD], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [m.Forward, m.Backward], ids=lambda kind: kind.spec.name)
 def test_a_direct_link_that_dies_costs_a_repeated_step(
     run, proxy, tmp_path, kind, where, reset
 ) -> None:
     """The proxy also stands before worker 2's link with the coordinator, which carries neither."""
-    direction = "up" if kind is M.FORWARD else "down"
+    direction = "up" if kind is m.Forward else "down"
     proxy.cuts.append(FrameCut(direction, kind, where, reset))
     notes = run("cut", [2, 4], {2: proxy.port})
     assert not proxy.cuts
@@ -250,9 +252,9 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
 
     monkeypatch.setattr(_Packed, "encode", slow)
     with FaultProxy(("127.0.0.1", worker_here)) as proxy:
-        commit = M.COMMIT if direction == "up" else M.COMMITTED
+        commit = m.Commit if direction == "up" else m.Committed
         proxy.cuts.append(FrameCut(direction, commit, "after"))
-        proxy.cuts.append(FrameCut(direction, M.FORWARD, "after"))
+        proxy.cuts.append(FrameCut(direction, m.Forward, "after"))
         notes = run("cut", [2, 4], {1: proxy.port}, **sections)
         assert not proxy.cuts
     assert sum("lost the link to worker 1" in line for line in notes.lines) == 2
@@ -262,25 +264,15 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
 def test_strangers_at_a_workers_port_are_no_peers(run, pool, tmp_path) -> None:
     """Before every step: other runs, other workers, frames without a greeting."""
     address = ("127.0.0.1", pool.machines["workers"][1]["port"])
-    hello = {
-        "protocol": PROTOCOL_VERSION,
-        "package": "0",
-        "run_id": "stranger",
-        "worker_id": 2,
-        "from_id": 1,
-        "max_frame_bytes": 1 << 40,
-    }
+    hello = m.PeerHello(PROTOCOL_VERSION, "0", "stranger", 2, from_id=1, max_frame_bytes=1 << 40)
     tensor = WireTensor("float32", (1,), memoryview(b"1234"))
-    address_of_frame = {"step": 1, "attempt": 99, "stage": 2, "micro_batch": 0}
     greetings = [
-        Message(M.PEER_HELLO, hello),
-        Message(M.PEER_HELLO, {**hello, "worker_id": 3, "from_id": "box"}),
-        Message(M.PEER_HELLO, {**hello, "protocol": 99}),
-        Message(
-            M.PEER_WELCOME, {k: hello[k] for k in ("protocol", "package", "run_id", "worker_id")}
-        ),
-        Message(M.FORWARD, address_of_frame, [tensor]),
-        Message(M.PEER_LOST, {"worker_id": 1, "reason": "none"}),
+        Message(hello),
+        Message(replace(hello, worker_id=3, from_id="box")),
+        Message(replace(hello, protocol=99)),
+        Message(m.PeerWelcome(PROTOCOL_VERSION, "0")),
+        Message(m.Forward(step=1, attempt=99, stage=2, micro_batch=0), [tensor]),
+        Message(m.PeerLost(1, "none")),
     ]
 
     class Strangers(Notes):

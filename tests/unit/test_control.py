@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hetero_framework import control
-from hetero_framework.core.frames import Message, MessageType, WireTensor, decode, encode
+from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.messages import Control, Message, decode, encode
 from hetero_framework.errors import DeviceError, UserError
 
 
@@ -30,8 +31,8 @@ def ask(name: str, data: object, number: int = 7) -> Message:
 def test_request_gets_what_the_handler_returns_for_its_data() -> None:
     control.on("double")(lambda data: {"twice": data * 2, "raw": b"\x00"})
     reply = ask("double", 21, number=3)
-    assert reply.meta["answers"] == 3
-    assert reply.meta["name"] == "double"
+    assert reply.body.answers == 3
+    assert reply.body.name == "double"
     assert control.result(reply) == {"twice": 42, "raw": b"\x00"}
 
 
@@ -90,10 +91,10 @@ def test_answer_that_cannot_travel_is_told_to_the_one_who_asked() -> None:
 def test_notice_reaches_the_handler_and_gets_no_answer() -> None:
     seen: list[object] = []
     control.on("note")(seen.append)
-    notice = Message(MessageType.CONTROL, {"name": "note", "data": "hello"})
+    notice = Message(Control("note", "hello"))
     assert control.answer(notice) is None
     assert seen == ["hello"]
-    assert control.answer(Message(MessageType.CONTROL, {"name": "other", "data": None})) is None
+    assert control.answer(Message(Control("other", None))) is None
 
 
 def test_watchers_see_every_step_in_the_order_of_registration() -> None:

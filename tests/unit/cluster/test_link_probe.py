@@ -8,7 +8,7 @@ import pytest
 
 from hetero_framework import control
 from hetero_framework.cluster import link_probe
-from hetero_framework.core.frames import Message, MessageType, decode, encode
+from hetero_framework.core.messages import Control, Message, decode, encode
 from hetero_framework.errors import NetworkError
 
 MB = 10**6
@@ -28,7 +28,7 @@ class Wire:
         answer = control.answer(sent)
         assert answer is not None
         up, down = size(question), size(answer)
-        self.questions.append((question.meta["name"], up + down))
+        self.questions.append((question.body.name, up + down))
         self.now += 2 * self._delay_s + up / self._up + down / self._down + next(self.jitter, 0.0)
         return over_the_wire(answer)
 
@@ -88,7 +88,7 @@ def test_bytes_cannot_be_compressed_and_have_the_size_asked_for() -> None:
 def test_senseless_sizes_are_refused_where_they_are_asked_for(count: int) -> None:
     answer = control.answer(control.request(1, link_probe.SOURCE, {"bytes": count}))
     assert answer is not None
-    assert f"{count} bytes cannot be asked for" in answer.meta["error"]
+    assert f"{count} bytes cannot be asked for" in answer.body.error
 
 
 def test_worker_measures_its_link_to_another_and_tells(wire: Wire) -> None:
@@ -100,8 +100,8 @@ def test_worker_measures_its_link_to_another_and_tells(wire: Wire) -> None:
         return wire.ask(question)
 
     question = over_the_wire(link_probe.peer_question(5, "box", MB))
-    answer = over_the_wire(link_probe.answer_for_peer(question, ask_peer))
-    assert answer.meta["answers"] == 5
+    answer = over_the_wire(link_probe.answer_for_peer(question.expect(Control), ask_peer))
+    assert answer.body.answers == 5
     found = link_probe.peer_speed(answer)
     assert found.up_bytes_per_s == pytest.approx(10 * MB)
     assert set(asked) == {"box"}
@@ -111,7 +111,9 @@ def test_worker_without_a_link_tells_why() -> None:
     def ask_peer(worker: int | str, question: Message, timeout_s: float) -> Message:
         raise NetworkError(f"there is no link to worker {worker}")
 
-    answer = over_the_wire(link_probe.answer_for_peer(link_probe.peer_question(5, 2, MB), ask_peer))
+    answer = over_the_wire(
+        link_probe.answer_for_peer(link_probe.peer_question(5, 2, MB).expect(Control), ask_peer)
+    )
     with pytest.raises(NetworkError, match="there is no link to worker 2") as caught:
         link_probe.peer_speed(answer)
     assert caught.value.hint is None
@@ -119,7 +121,7 @@ def test_worker_without_a_link_tells_why() -> None:
 
 @pytest.mark.parametrize("data", [None, {}, {"peer": 2, "bytes": 0}, {"peer": 2, "bytes": "x"}])
 def test_question_that_makes_no_sense_is_answered(data: object) -> None:
-    question = Message(MessageType.CONTROL, {"name": link_probe.PEER, "data": data, "request": 9})
+    question = Control(link_probe.PEER, data, request=9)
     answer = link_probe.answer_for_peer(question, lambda *given: pytest.fail("asked"))
-    assert answer.meta["answers"] == 9
-    assert answer.meta["error"]
+    assert answer.body.answers == 9
+    assert answer.body.error

@@ -16,17 +16,24 @@ import torch
 from hetero_framework import control
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
 from hetero_framework.core import transport
-from hetero_framework.core.frames import (
-    HANDSHAKE_MAX_FRAME_BYTES,
+from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, WireTensor
+from hetero_framework.core.messages import (
+    Backward,
+    Body,
+    Control,
+    Forward,
+    Loss,
     Message,
-    MessageType,
-    WireTensor,
+    OtherVersion,
+    PeerAddress,
+    PeerHello,
+    PeerResult,
+    Reject,
 )
 from hetero_framework.core.transport import Link, Listener
-from hetero_framework.engine import messages
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
-from tests.samples import free_ports
+from tests.samples import boundary_message, free_ports
 
 WAIT_S = 10.0
 LARGEST = 1 << 20
@@ -51,8 +58,8 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wait_until(lambda: set(threading.enumerate()) <= threads, "threads ended")
 
 
-def boundary(kind: MessageType = MessageType.FORWARD) -> Message:
-    return messages.boundary_message(kind, INFO, 2, 0, [TENSOR])
+def boundary(kind: type[Body] = Forward) -> Message:
+    return boundary_message(kind, INFO, 2, 0, TENSOR)
 
 
 class Machine:
@@ -83,12 +90,12 @@ class Machine:
         self._listener.close()
         self._acceptor.join(WAIT_S)
 
-    def entry(self, me: int | str, port: int | None = None) -> dict[str, Any]:
-        return {"id": me, "ip": "127.0.0.1", "port": port or self.port}
+    def entry(self, me: int | str, port: int | None = None) -> PeerAddress:
+        return PeerAddress(me, "127.0.0.1", port or self.port)
 
-    def dial(self, *peers: dict[str, Any], timeout_s: float = WAIT_S) -> list[dict[str, Any]]:
+    def dial(self, *peers: PeerAddress, timeout_s: float = WAIT_S) -> tuple[PeerResult, ...]:
         """Dial these and return the answer for the coordinator."""
-        self.links.dial(list(peers), timeout_s, LARGEST)
+        self.links.dial(peers, timeout_s, LARGEST)
         return self.introduced.get(timeout=WAIT_S).results
 
     def _introduced(self, introduced: Introduced) -> None:
@@ -122,9 +129,9 @@ class Machine:
         if message is None:
             if (worker := self.links.lost(link)) is not None:
                 self.lost.put(worker)
-        elif message.type is MessageType.PEER_HELLO:
+        elif isinstance(message.body, (PeerHello, OtherVersion)):
             self._greet(link, message)
-        elif message.type is MessageType.CONTROL:
+        elif isinstance(message.body, Control):
             self.links.answer(link, message)
         elif self.links.receive(link, message):
             self.tensors.put(message)
@@ -137,8 +144,7 @@ class Machine:
             self.links.accept(link, hello)
         except HeteroError as error:
             self.refusals.append(error.message)
-            meta = {"code": "peer", "message": error.message, "hint": error.hint}
-            link.send(Message(MessageType.REJECT, meta))
+            link.send(Message(Reject("peer", error.message, error.hint)))
 
 
 @pytest.fixture
@@ -159,15 +165,15 @@ def pair(machine: Callable[..., Machine]) -> tuple[Machine, Machine]:
 
 
 def link_up(one: Machine, other: Machine, name: int | str = "box") -> None:
-    assert one.dial(other.entry(name)) == [{"id": name, "problem": None}]
+    assert one.dial(other.entry(name)) == (PeerResult(name, None),)
 
 
 # ---- meeting
 
 
-@pytest.mark.parametrize("kind", [MessageType.FORWARD, MessageType.BACKWARD])
+@pytest.mark.parametrize("kind", [Forward, Backward])
 def test_tensors_go_both_ways_over_the_link(
-    pair: tuple[Machine, Machine], kind: MessageType
+    pair: tuple[Machine, Machine], kind: type[Body]
 ) -> None:
     one, other = pair
     link_up(one, other)
@@ -175,7 +181,7 @@ def test_tensors_go_both_ways_over_the_link(
         written = threading.Event()
         sender.links.send(name, boundary(kind), written.set)
         message = receiver.tensors.get(timeout=WAIT_S)
-        assert message.type is kind
+        assert type(message.body) is kind
         assert bytes(message.tensors[0].data) == bytes(boundary().tensors[0].data)
         assert written.wait(WAIT_S)
         assert sender.links.bytes_sent() > TENSOR.nbytes
@@ -187,12 +193,10 @@ def test_frames_up_to_the_agreed_size_pass(pair: tuple[Machine, Machine]) -> Non
     link_up(one, other)
     large = torch.zeros(HANDSHAKE_MAX_FRAME_BYTES)
     for sender, receiver, name in ((one, other, "box"), (other, one, 1)):
-        message = messages.boundary_message(MessageType.FORWARD, INFO, 2, 0, [large])
+        message = boundary_message(Forward, INFO, 2, 0, large)
         sender.links.send(name, message)
         assert receiver.tensors.get(timeout=WAIT_S).payload_bytes == large.nbytes
-        message = messages.boundary_message(
-            MessageType.FORWARD, INFO, 2, 0, [torch.zeros(LARGEST // 4)]
-        )
+        message = boundary_message(Forward, INFO, 2, 0, torch.zeros(LARGEST // 4))
         with pytest.raises(ProtocolError, match="agreed"):
             sender.links.send(name, message)
 
@@ -203,14 +207,14 @@ def test_several_are_dialled_at_once_and_each_has_its_answer(
     one, other, third = machine(1), machine(2), machine(3, "another run")
     [port] = free_ports(1)
     results = one.dial(other.entry(2), third.entry(3), other.entry(4, port), timeout_s=0.5)
-    assert [entry["id"] for entry in results] == [2, 3, 4]
-    assert results[0]["problem"] is None
-    assert "another run" in results[1]["problem"]
-    assert "nothing listens on that port" in results[2]["problem"]
+    assert [entry.id for entry in results] == [2, 3, 4]
+    assert results[0].problem is None
+    assert "another run" in results[1].problem
+    assert "nothing listens on that port" in results[2].problem
 
 
 def test_dialling_nobody_is_answered(machine: Callable[..., Machine]) -> None:
-    assert machine(1).dial() == []
+    assert machine(1).dial() == ()
 
 
 @pytest.mark.parametrize(
@@ -225,7 +229,7 @@ def test_stranger_is_refused_and_both_sides_know_why(
     machine: Callable[..., Machine], other: tuple[Any, ...], name: str, problem: str
 ) -> None:
     one, stranger = machine(1), machine(*other)
-    assert one.dial(stranger.entry(name)) == [{"id": name, "problem": problem}]
+    assert one.dial(stranger.entry(name)) == (PeerResult(name, problem),)
     assert stranger.refusals == [problem]
     one.links.send(name, boundary())  # nobody is there; nothing happens
     assert one.links.bytes_sent() == stranger.links.bytes_sent() == 0
@@ -233,41 +237,39 @@ def test_stranger_is_refused_and_both_sides_know_why(
 
 def test_number_and_text_of_an_id_are_the_same_worker(machine: Callable[..., Machine]) -> None:
     one, other = machine(1), machine(2)
-    assert one.dial(other.entry("2")) == [{"id": "2", "problem": None}]
+    assert one.dial(other.entry("2")) == (PeerResult("2", None),)
 
 
 def test_other_version_is_refused(pair: tuple[Machine, Machine], monkeypatch: Any) -> None:
     one, other = pair
-    monkeypatch.setattr("hetero_framework.cluster.peer_links.PROTOCOL_VERSION", 99)
+    monkeypatch.setattr("hetero_framework.cluster.peer_links._VERSIONS", (99, "9"))
     [entry] = one.dial(other.entry("box"))
-    assert "version 99" in entry["problem"]
+    assert "version 99" in entry.problem
 
 
 def test_one_that_does_not_listen_is_told(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     [port] = free_ports(1)
     [entry] = one.dial(other.entry("box", port), timeout_s=0.3)
-    assert "worker box" in entry["problem"]
-    assert "nothing listens on that port" in entry["problem"]
+    assert "worker box" in entry.problem
+    assert "nothing listens on that port" in entry.problem
 
 
 def test_one_that_does_not_answer_is_told(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     other.answers_hello = False
-    assert one.dial(other.entry("box"), timeout_s=0.3) == [
-        {"id": "box", "problem": "it did not answer"}
-    ]
+    assert one.dial(other.entry("box"), timeout_s=0.3) == (PeerResult("box", "it did not answer"),)
 
 
 def test_one_that_hangs_up_is_told_at_once(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     other.answers_hello = False
-    one.links.dial([other.entry("box")], WAIT_S, LARGEST)
+    one.links.dial((other.entry("box"),), WAIT_S, LARGEST)
     assert other.greeted.wait(WAIT_S)
     began = time.monotonic()
     other.open[0].close(drain_s=0)
     [entry] = one.introduced.get(timeout=WAIT_S).results
-    assert entry["problem"] is not None
+    assert entry.problem is not None
     assert time.monotonic() - began < WAIT_S / 2
 
 
@@ -277,10 +279,10 @@ def test_one_that_cannot_reach_the_other_may_be_reached_by_it(
     one, other = pair
     other.stop_listening()
     [entry] = one.dial(other.entry("box"), timeout_s=0.3)
-    assert entry["problem"] is not None
+    assert entry.problem is not None
     link_up(other, one, 1)
     one.links.send("box", boundary())
-    assert other.tensors.get(timeout=WAIT_S).type is MessageType.FORWARD
+    assert other.tensors.get(timeout=WAIT_S).name == "FORWARD"
 
 
 def test_new_link_takes_the_place_of_the_old_one(pair: tuple[Machine, Machine]) -> None:
@@ -290,7 +292,7 @@ def test_new_link_takes_the_place_of_the_old_one(pair: tuple[Machine, Machine]) 
     link_up(one, other)
     wait_until(lambda: first.closed, "the first link closed")
     one.links.send("box", boundary())
-    assert other.tensors.get(timeout=WAIT_S).type is MessageType.FORWARD
+    assert other.tensors.get(timeout=WAIT_S).name == "FORWARD"
 
 
 # ---- while it lasts
@@ -331,7 +333,7 @@ def test_goodbye_ends_the_link_without_a_report(pair: tuple[Machine, Machine]) -
 def test_message_out_of_order_is_refused(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     link_up(one, other)
-    message = messages.loss_message(INFO, 0, 0.5)
+    message = Message(Loss(INFO.step, INFO.attempt, 0, 0.5))
     with pytest.raises(ProtocolError, match="sent LOSS out of order: FLOWING"):
         other.links.receive(other.open[0], message)
 
@@ -349,7 +351,7 @@ def test_frames_are_watched_with_the_name_of_the_peer(pair: tuple[Machine, Machi
     one, other = pair
     seen: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     for end in pair:
-        end.links.watch = lambda peer: lambda way, m, *_: seen.put((peer, way, m.type.name))
+        end.links.watch = lambda peer: lambda way, m, *_: seen.put((peer, way, m.name))
     link_up(one, other)
     one.links.send("box", boundary())
     found = {seen.get(timeout=WAIT_S), seen.get(timeout=WAIT_S)}
@@ -363,7 +365,7 @@ def test_dialling_stops_when_the_run_is_over(pair: tuple[Machine, Machine]) -> N
     """Nobody hears of it any more: the coordinator that asked is gone."""
     one, other = pair
     other.answers_hello = False
-    one.links.dial([other.entry("box")], 60.0, LARGEST)
+    one.links.dial((other.entry("box"),), 60.0, LARGEST)
     assert other.greeted.wait(WAIT_S)
     one.links.close()
     wait_until(
@@ -384,7 +386,7 @@ def test_welcome_that_comes_when_the_run_is_over_opens_no_link(
         greet(link, hello)
 
     other.links.accept = late  # type: ignore[method-assign]
-    one.links.dial([other.entry("box")], WAIT_S, LARGEST)
+    one.links.dial((other.entry("box"),), WAIT_S, LARGEST)
     wait_until(lambda: bool(one.open) and one.open[0].closed, "the link closed")
     assert not one.links.knows(one.open[0])
 
@@ -415,7 +417,7 @@ def test_peer_answers_with_data_and_bytes(
     link_up(one, other)
     question = control.request(5, "double", 21, (raw(7),))
     answer = one.links.ask("box", question, WAIT_S)
-    assert (control.result(answer), answer.meta["answers"]) == (42, 5)
+    assert (control.result(answer), answer.body.answers) == (42, 5)
     answer.release()
     answer = other.links.ask(1, control.request(6, "bytes", 9), WAIT_S)  # either side may ask
     assert control.result(answer) == "raw"
@@ -439,7 +441,7 @@ def test_peer_that_does_not_answer_is_told_and_its_late_answer_is_nobodys(
     handle = control.answer
 
     def note(message: Message) -> Message | None:
-        handled.append(message.meta["name"])
+        handled.append(message.body.name)
         return handle(message)
 
     monkeypatch.setattr(control, "answer", note)
@@ -448,7 +450,7 @@ def test_peer_that_does_not_answer_is_told_and_its_late_answer_is_nobodys(
     slow.set()
     one.links.send("box", boundary())
     other.tensors.get(timeout=WAIT_S).release()  # so the late answer is on its way, or there
-    other.links.send(1, boundary(MessageType.BACKWARD))
+    other.links.send(1, boundary(Backward))
     one.tensors.get(timeout=WAIT_S).release()
     answer = one.links.ask("box", control.request(2, "double", 4), WAIT_S)
     assert control.result(answer) == 8

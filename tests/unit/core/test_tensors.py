@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetero_framework.core.frames import DTYPES, Message, MessageType, WireTensor, decode, encode
+from hetero_framework.core.frames import DTYPES, WireTensor
+from hetero_framework.core.messages import Control, Message, decode, encode
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.errors import ProtocolError
 
@@ -14,8 +15,7 @@ def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def travel(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    meta = {"name": "x", "data": None}
-    message = Message(MessageType.CONTROL, meta, [to_wire(t) for t in tensors])
+    message = Message(Control("x"), [to_wire(t) for t in tensors])
     return [from_wire(t) for t in decode(bytearray(b"".join(encode(message)))).tensors]
 
 

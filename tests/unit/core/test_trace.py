@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from hetero_framework.core.frames import Message, MessageType, WireTensor
+from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.messages import Bye, Forward, Message
 from hetero_framework.core.trace import FORWARD, RECEIVE, Recorder
 
 
@@ -71,9 +72,8 @@ def test_recorder_is_bounded_and_counts_what_it_drops() -> None:
 
 
 def frame(step: int, attempt: int, micro_batch: int = 2) -> Message:
-    address = {"step": step, "attempt": attempt, "stage": 1, "micro_batch": micro_batch}
     data = memoryview(bytes(24))
-    return Message(MessageType.FORWARD, address, (WireTensor("float32", (2, 3), data),))
+    return Message(Forward(step, attempt, 1, micro_batch), (WireTensor("float32", (2, 3), data),))
 
 
 def test_frames_of_the_step_become_spans() -> None:
@@ -81,7 +81,7 @@ def test_frames_of_the_step_become_spans() -> None:
     moved = recorder.on_moved(1)
     recorder.begin(3, attempt=7)
     moved("receive", frame(3, 6), 1.0, 2.0)  # of an attempt that was given up
-    moved("receive", Message(MessageType.BYE, {"reason": "x"}), 1.0, 2.0)
+    moved("receive", Message(Bye("x")), 1.0, 2.0)
     moved("receive", frame(3, 7), 1.0, 2.0)
     (span,) = recorder.take()
     assert span["step"] == 3

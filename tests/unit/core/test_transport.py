@@ -15,7 +15,8 @@ import pytest
 
 from hetero_framework.core import transport
 from hetero_framework.core.buffers import BufferPool, size_class
-from hetero_framework.core.frames import Message, MessageType, WireTensor, encode
+from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.messages import Control, Heartbeat, Message, encode
 from hetero_framework.core.transport import Clock, Link, Listener, connect
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 from tests.fault_proxy import FaultProxy
@@ -106,7 +107,7 @@ def control(nbytes: int = 0, number: int = 0) -> Message:
     data = bytes((number + i) % 251 for i in range(min(nbytes, 251)))
     payload = (data * (nbytes // 251 + 1))[:nbytes] if nbytes else b""
     tensors = [WireTensor("uint8", (nbytes,), memoryview(payload))] if nbytes else []
-    return Message(MessageType.CONTROL, {"name": "test", "data": number}, tensors)
+    return Message(Control("test", number), tensors)
 
 
 def random_tensor(nbytes: int) -> WireTensor:
@@ -125,9 +126,9 @@ def test_messages_arrive_in_order_both_ways(stack: ExitStack) -> None:
     for number in range(50):
         a.link.send(control(number * 100, number))
         b.link.send(control(7, number))
-    assert [m.meta["data"] for m in b.take(50)] == list(range(50))
-    assert [m.meta["data"] for m in a.take(50)] == list(range(50))
-    assert all(payload_of(m) == payload_of(control(7, m.meta["data"])) for m in a.messages)
+    assert [m.body.data for m in b.take(50)] == list(range(50))
+    assert [m.body.data for m in a.take(50)] == list(range(50))
+    assert all(payload_of(m) == payload_of(control(7, m.body.data)) for m in a.messages)
 
 
 def test_large_frame_arrives_whole_and_is_counted(stack: ExitStack) -> None:
@@ -147,7 +148,7 @@ def test_large_frame_arrives_whole_and_is_counted(stack: ExitStack) -> None:
 def test_many_tensors_pass_the_limit_of_one_system_call(stack: ExitStack) -> None:
     a, b = pair(stack)
     tensors = [WireTensor("uint8", (1,), memoryview(bytes([i % 256]))) for i in range(3000)]
-    a.link.send(Message(MessageType.CONTROL, {"name": "x", "data": None}, tensors))
+    a.link.send(Message(Control("x", None), tensors))
     received = b.take()[0].tensors
     assert [t.data[0] for t in received] == [i % 256 for i in range(3000)]
 
@@ -159,7 +160,7 @@ def test_without_sendmsg_the_same_bytes_travel(
     monkeypatch.setattr(transport, "_CAN_TRY", False)
     a, b = pair(stack)
     tensors = [control(n, n).tensors[0] for n in (10, 200_000, 5, 7, 300_000)]
-    a.link.send(Message(MessageType.CONTROL, {"name": "x", "data": None}, tensors))
+    a.link.send(Message(Control("x", None), tensors))
     assert [bytes(t.data) for t in b.take()[0].tensors] == [bytes(t.data) for t in tensors]
 
 
@@ -241,7 +242,7 @@ def test_slow_reader_holds_the_sender_back(stack: ExitStack) -> None:
     assert a.link.queued_bytes <= 2_100_000
     go.set()
     producer.join(WAIT_S)
-    assert [m.meta["data"] for m in b.take(10)] == list(range(10))
+    assert [m.body.data for m in b.take(10)] == list(range(10))
 
 
 def test_blocked_sender_is_freed_when_the_link_ends(stack: ExitStack) -> None:
@@ -313,18 +314,14 @@ def test_routed_frame_goes_out_before_it_has_come_in(relay: Relay) -> None:
     relay.source_socket.sendall(frame[half:])
     assert early + receive_exactly(relay.target_socket, len(frame) - len(early)) == frame
     assert relay.into.messages == []
-    assert [(m.type, m.meta["data"], m.tensors) for m in relay.announced] == [
-        (MessageType.CONTROL, 5, ())
-    ]
+    assert [(type(m.body), m.body.data, m.tensors) for m in relay.announced] == [(Control, 5, ())]
 
 
 def test_routed_frame_reaches_a_receiver_that_reads_slowly(relay: Relay) -> None:
     for sock in (relay.target_socket, relay.out.link._socket):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 20_000)
-    frame = bytes_of(
-        Message(MessageType.CONTROL, {"name": "x", "data": 1}, [random_tensor(4_000_000)])
-    )
+    frame = bytes_of(Message(Control("x", 1), [random_tensor(4_000_000)]))
     received = b""
     for start in range(0, len(frame), 40_000):
         # More comes in than goes out, so that both threads of the relay write.
@@ -338,7 +335,7 @@ def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
     moved: list[tuple[str, int, float, float]] = []
 
     def note(direction: str, message: Message, began: float, ended: float) -> None:
-        moved.append((direction, message.meta["data"], began, ended))
+        moved.append((direction, message.body.data, began, ended))
 
     relay.into.link.on_moved = relay.out.link.on_moved = note
     frame = bytes_of(control(2_000_000, 7))
@@ -352,14 +349,14 @@ def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
 
 
 def test_what_is_not_routed_is_received_whole(relay: Relay) -> None:
-    relay.to = lambda message: relay.out.link if message.meta["data"] == 2 else None
+    relay.to = lambda message: relay.out.link if message.body.data == 2 else None
     for number in range(4):
         relay.source_socket.sendall(bytes_of(control(10_000, number)))
     relay.source_socket.sendall(bytes_of(control(0, 4)))
-    assert [m.meta["data"] for m in relay.into.take(4)] == [0, 1, 3, 4]
+    assert [m.body.data for m in relay.into.take(4)] == [0, 1, 3, 4]
     assert payload_of(relay.into.messages[2]) == payload_of(control(10_000, 3))
     # A frame without tensor bytes is not asked about.
-    assert [m.meta["data"] for m in relay.announced] == [0, 1, 2, 3]
+    assert [m.body.data for m in relay.announced] == [0, 1, 2, 3]
     frame = bytes_of(control(10_000, 2))
     assert receive_exactly(relay.target_socket, len(frame)) == frame
 
@@ -430,8 +427,8 @@ def test_receiver_that_dies_leaves_the_source_usable(when: str, relay: Relay) ->
     relay.source_socket.sendall(frame[begun:] + bytes_of(control(50, 2)) + frame)
     relay.to = lambda message: None
     relay.source_socket.sendall(bytes_of(control(50, 3)))
-    assert relay.into.take()[-1].meta["data"] in (1, 2, 3)
-    wait_until(lambda: relay.into.messages[-1].meta["data"] == 3, "the last one")
+    assert relay.into.take()[-1].body.data in (1, 2, 3)
+    wait_until(lambda: relay.into.messages[-1].body.data == 3, "the last one")
     assert not relay.into.link.closed
 
 
@@ -482,7 +479,7 @@ def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> No
     assert time.monotonic() - started < 3
     assert relay.out.reason() is None
     relay.source_socket.sendall(frame[200_000:] + bytes_of(control(0, 2)))
-    assert relay.into.take()[0].meta["data"] == 2
+    assert relay.into.take()[0].body.data == 2
 
 
 def test_source_that_closes_in_the_middle_of_a_frame_pads_it(relay: Relay) -> None:
@@ -558,12 +555,12 @@ def test_two_sources_to_one_receiver_keep_their_frames_whole(stack: ExitStack) -
     for sender in senders:
         sender.join(WAIT_S)
     for name, count in ((0, 60), (1000, 60), (2000, 20)):
-        numbers = [m.meta["data"] for m in received if name <= m.meta["data"] < name + 1000]
+        numbers = [m.body.data for m in received if name <= m.body.data < name + 1000]
         assert numbers == list(range(name, name + count))
     for message in received:
         if message.tensors:
             size = message.payload_bytes
-            assert payload_of(message) == payload_of(control(size, message.meta["data"]))
+            assert payload_of(message) == payload_of(control(size, message.body.data))
 
 
 # --------------------------------------------------------------------------------------- ends
@@ -714,7 +711,7 @@ def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
 def test_answers_that_nobody_asked_for_change_nothing(stack: ExitStack) -> None:
     a, b = pair(stack)
     for fields in ({"pong": 1.0, "at": 2.0}, {"pong": float("nan"), "at": 2.0}, {"pong": 1.0}, {}):
-        a.link.send(Message(MessageType.HEARTBEAT, fields))
+        a.link.send(Message(Heartbeat(**fields)))
     a.link.send(control())
     b.take()
     assert b.link.clock == Clock(None, None)
@@ -727,7 +724,7 @@ def test_peer_that_pings_and_does_not_read_is_answered_once_at_a_time(stack: Exi
     b = end(stack, far, max_queue_bytes=1000)
     b.link.send(control(30_000_000))  # nobody reads it
     size = b.link.queued_bytes
-    ping = b"".join(encode(Message(MessageType.HEARTBEAT, {"ping": 1.0})))
+    ping = b"".join(encode(Message(Heartbeat(ping=1.0))))
     near.sendall(ping * 200 + b"".join(encode(control())))
     b.take()
     assert b.link.stats.frames_in == 201
@@ -739,7 +736,7 @@ def test_on_moved_tells_when_tensor_frames_moved(stack: ExitStack) -> None:
     moved: list[tuple[str, Any, float, float]] = []
 
     def note(direction: str, message: Message, began: float, ended: float) -> None:
-        moved.append((direction, message.meta["data"], began, ended))
+        moved.append((direction, message.body.data, began, ended))
 
     a.link.on_moved = b.link.on_moved = note
     before = time.perf_counter()

@@ -7,10 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.core.frames import Message, MessageType, decode, encode
+from hetero_framework.core.messages import (
+    GradientNorms,
+    LoadState,
+    Message,
+    RoundTrip,
+    StageFigures,
+    State,
+    Step,
+    decode,
+    encode,
+)
 from hetero_framework.engine import messages
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, StepSchedule
-from hetero_framework.errors import ProtocolError
 from hetero_framework.planner.tuning import PORTFOLIO
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
@@ -36,16 +45,8 @@ def test_step_tells_how_it_is_run(
     info = StepInfo(7, 2, train, micro_batches=4, num_items=10, loss_scale=0.5)
     orders = StepSchedule(tuple(in_flight), policy, direct)
     message = travelled(messages.step_message(info, orders))
-    assert messages.step_info(message) == info
-    assert messages.step_orders(message) == orders
-
-
-@pytest.mark.parametrize("count", [0, 5, 7])
-def test_step_with_another_kind_of_policy_is_refused(count: int) -> None:
-    message = messages.step_message(INFO, StepSchedule(in_flight_limits=(1,)))
-    message.meta["policy"] = [0.0] * count
-    with pytest.raises(ProtocolError, match=f"a policy has 6 numbers, got {count}"):
-        messages.step_orders(message)
+    assert messages.step_info(message.expect(Step)) == info
+    assert messages.step_schedule(message.expect(Step)) == orders
 
 
 # ---- INPUTS
@@ -61,8 +62,8 @@ def test_inputs_travel_in_half_of_their_bytes_and_masks_of_ones_in_none() -> Non
     }
     message = travelled(messages.inputs_message(INFO, 2, 5, messages.pack_inputs(inputs)))
     assert message.payload_bytes == (6 + 6 + 3) * 4 + 6 * 4
-    assert message.meta["ones"] == {"attention_mask": [2, 3]}
-    assert {key: message.meta[key] for key in ADDRESS} == ADDRESS
+    assert message.body.ones == {"attention_mask": (2, 3)}
+    assert {key: getattr(message.body, key) for key in ADDRESS} == ADDRESS
     found = messages.inputs_of(message)
     assert found.keys() == inputs.keys()
     for name, tensor in inputs.items():
@@ -84,7 +85,7 @@ def test_mask_that_is_not_all_ones_travels(mask: torch.Tensor) -> None:
     message = travelled(
         messages.inputs_message(INFO, 2, 5, messages.pack_inputs({"attention_mask": mask}))
     )
-    assert message.meta["ones"] == {}
+    assert message.body.ones == {}
     found = messages.inputs_of(message)["attention_mask"]
     assert found.dtype == mask.dtype
     assert torch.equal(found, mask)
@@ -95,7 +96,7 @@ def test_tensors_of_ones_that_are_no_mask_travel() -> None:
     message = travelled(
         messages.inputs_message(INFO, 2, 5, messages.pack_inputs({"labels": labels}))
     )
-    assert message.meta["names"] == ["labels"]
+    assert message.body.names == ("labels",)
     assert torch.equal(messages.inputs_of(message)["labels"], labels)
 
 
@@ -112,39 +113,16 @@ def test_inputs_lie_in_memory_of_their_own() -> None:
 # ---- tensors over boundaries, and what comes back
 
 
-@pytest.mark.parametrize("kind", [MessageType.FORWARD, MessageType.BACKWARD])
-def test_boundary_tensor_is_not_copied(kind: MessageType) -> None:
-    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    message = messages.boundary_message(kind, INFO, 2, 5, [tensor])
-    assert message.meta == ADDRESS
-    assert message.type is kind
-    tensor += 1
-    assert bytes(message.tensors[0].data) == b"\x80\x3f" * 6
-
-
-def test_coded_tensor_says_what_it_was() -> None:
-    parts = [torch.zeros(6, dtype=torch.int8), torch.zeros(1, dtype=torch.bfloat16)]
-    message = messages.coded_message(
-        MessageType.BACKWARD, INFO, 2, 5, "int8", torch.Size([2, 3]), torch.float16, parts
-    )
-    coded = {"codec": "int8", "shape": [2, 3], "dtype": "float16"}
-    assert message.meta == {**ADDRESS, **coded}
-    assert [tensor.dtype for tensor in message.tensors] == ["int8", "bfloat16"]
-
-
-@pytest.mark.parametrize("loss", [0.1, float("inf"), float("-inf"), float("nan")])
-def test_loss_travels_with_all_its_bits(loss: float) -> None:
-    found = travelled(messages.loss_message(INFO, 5, loss)).meta["loss"]
-    assert found == loss or (found != found and loss != loss)
-
-
 def test_gradients_bring_norms_bad_micro_batches_and_the_heads_gradient() -> None:
     reports = {
         1: GradientReport(torch.tensor([1.0, 2.0]), nonfinite=(3,)),
         4: GradientReport(torch.tensor([0.5]), tied_gradient=torch.ones(2, 2)),
     }
-    message = travelled(messages.gradient_norms_message(INFO, reports, {"round_trips": {"2": 0.5}}))
-    assert message.meta["stats"] == {"round_trips": {"2": 0.5}}
+    figures = {k: StageFigures(0.5, 0.25, 1, 2, k, 0.0, 0.125) for k in reports}
+    message = travelled(messages.gradient_norms_message(INFO, reports, figures, {2: 0.5}, 7))
+    body = message.expect(GradientNorms)
+    assert [(entry.index, entry.figures) for entry in body.stages] == list(figures.items())
+    assert (body.round_trips, body.direct_bytes) == ((RoundTrip(2, 0.5),), 7)
     found = messages.reports_of(message)
     assert list(found) == [1, 4]
     assert torch.equal(found[1].norms, reports[1].norms)
@@ -157,15 +135,15 @@ def test_gradients_bring_norms_bad_micro_batches_and_the_heads_gradient() -> Non
 @pytest.mark.parametrize("tied", [None, torch.ones(2)])
 def test_commit_carries_the_embedding_only_where_it_is_the_head(tied: torch.Tensor | None) -> None:
     message = travelled(messages.commit_message(INFO, 1e-3, 0.25, tied))
-    assert (message.meta["learning_rate"], message.meta["grad_scale"]) == (1e-3, 0.25)
+    assert (message.body.learning_rate, message.body.grad_scale) == (1e-3, 0.25)
     assert len(message.tensors) == (0 if tied is None else 1)
 
 
-@pytest.mark.parametrize("make", [messages.state_message, messages.load_state_message])
-def test_part_of_a_state_arrives_as_it_was(make: Any) -> None:
+@pytest.mark.parametrize("kind", [State, LoadState])
+def test_part_of_a_state_arrives_as_it_was(kind: Any) -> None:
     part = StatePart({"a": torch.ones(2), "b": torch.zeros(0)}, {"step": 3}, last=True)
-    message = travelled(make(2, "checkpoint", 7, part))
-    assert (message.meta["stage"], message.meta["part"]) == (2, 7)
+    message = travelled(messages.part_message(kind, 2, "checkpoint", 7, part))
+    assert (message.body.stage, message.body.part) == (2, 7)
     found = messages.state_part(message)
     assert (list(found.tensors), found.values, found.last) == (["a", "b"], {"step": 3}, True)
     assert all(torch.equal(found.tensors[name], part.tensors[name]) for name in part.tensors)

@@ -12,7 +12,20 @@ import torch
 
 from hetero_framework.config import StageSpec, WireConfig
 from hetero_framework.core.devices import open_device
-from hetero_framework.core.frames import Message, MessageType
+from hetero_framework.core.messages import (
+    Abort,
+    Aborted,
+    Backward,
+    BackwardDone,
+    Body,
+    Commit,
+    Committed,
+    Inputs,
+    Loss,
+    Message,
+    StageFigures,
+    Step,
+)
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import unpack
 from hetero_framework.engine.hosts import Event, LinkLost
@@ -20,6 +33,7 @@ from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage_api import GradientReport, StepInfo, StepSchedule, Tensors
 from hetero_framework.errors import HeteroError, PeerLostError
 from hetero_framework.models.objective import CausalLM
+from tests.samples import boundary_message
 from tests.unit.engine.test_executor import FakeStage
 
 STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
@@ -28,21 +42,15 @@ ORDERS = StepSchedule(in_flight_limits=(4, 4))
 BATCHES: list[Tensors] = [
     {"input_ids": torch.full((1, 2), k), "labels": torch.full((1, 2), k)} for k in range(4)
 ]
-STATS = {
-    "stages": {
-        "1": {
-            "forward_s": 0.0,
-            "backward_s": 0.5,
-            "queue_peak": 2,
-            "in_flight_peak": 1,
-            "peak_memory_bytes": 9,
-            "arrive_forward_s": 0.25,
-            "arrive_backward_s": 0.0,
-        }
-    },
-    "round_trips": {},
-    "direct_bytes": 5,
-}
+FIGURES = StageFigures(
+    forward_s=0.0,
+    backward_s=0.5,
+    queue_peak=2,
+    in_flight_peak=1,
+    peak_memory_bytes=9,
+    arrive_forward_s=0.25,
+    arrive_backward_s=0.0,
+)
 
 
 class Worker:
@@ -72,36 +80,34 @@ class Worker:
         if self.breaks is not None:
             raise self.breaks
         self.sent.append(message)
-        if message.type is MessageType.STEP:
-            self.info = messages.step_info(message)
-        elif message.type is MessageType.INPUTS:
-            under_way = len(self.kinds(MessageType.INPUTS)) - self.finished()
+        if isinstance(message.body, Step):
+            self.info = messages.step_info(message.body)
+        elif isinstance(message.body, Inputs):
+            under_way = len(self.kinds(Inputs)) - self.finished()
             self.most_under_way = max(self.most_under_way, under_way)
-        elif message.type is MessageType.ABORT:
-            self.tell(Message(MessageType.ABORTED, dict(message.meta)))
+        elif isinstance(message.body, Abort):
+            self.tell(Message(Aborted(message.body.step, message.body.attempt)))
 
     def post(self, stage: int, message: Message, done: Callable[[], None] | None = None) -> None:
-        k = message.meta["micro_batch"]
+        k = message.body.micro_batch
         if not self.answers:
             return
-        self.tell(messages.loss_message(self.info, k, float(10 + k)))
+        self.tell(Message(Loss(self.info.step, self.info.attempt, k, float(10 + k))))
         if self.info.train:
-            gradient = [torch.zeros(1, 2, 3)]
-            self.tell(messages.boundary_message(MessageType.BACKWARD, self.info, 0, k, gradient))
+            self.tell(boundary_message(Backward, self.info, 0, k, torch.zeros(1, 2, 3)))
             if k == self.info.micro_batches - 1:
                 self.report()  # unasked, and before the first stage has finished
 
     def report(self) -> None:
         report = {1: GradientReport(torch.tensor([3.0]), nonfinite=(2,))}
-        self.tell(messages.gradient_norms_message(self.info, report, STATS))
+        self.tell(messages.gradient_norms_message(self.info, report, {1: FIGURES}, {}, 5))
 
     def tell(self, message: Message) -> None:
         arrival = unpack(message, open_device("cpu"))
         self._inbox.put(Event(7, None, message, arrival))  # type: ignore[arg-type]
 
     def confirm(self, info: StepInfo, spans: list[Any] | None = None) -> None:
-        meta = {"step": info.step, "attempt": info.attempt, "spans": spans or []}
-        self.tell(Message(MessageType.COMMITTED, meta))
+        self.tell(Message(Committed(info.step, info.attempt, tuple(spans or ()))))
 
     def receive(self, timeout_s: float) -> Event | None:
         try:
@@ -112,8 +118,8 @@ class Worker:
             raise event
         return event
 
-    def kinds(self, kind: MessageType) -> list[Message]:
-        return [message for message in self.sent if message.type is kind]
+    def kinds(self, kind: type[Body]) -> list[Message]:
+        return [message for message in self.sent if type(message.body) is kind]
 
 
 def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
@@ -163,9 +169,7 @@ def test_run_of_an_evaluation_ends_with_the_losses() -> None:
 def test_stage_is_sent_only_what_it_needs() -> None:
     pipeline, worker, _ = make()
     step(pipeline, INFO)
-    assert [message.meta["names"] for message in worker.kinds(MessageType.INPUTS)] == [
-        ["labels"]
-    ] * 4
+    assert [message.body.names for message in worker.kinds(Inputs)] == [("labels",)] * 4
 
 
 def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
@@ -186,14 +190,14 @@ def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:
     step(pipeline, INFO)
     pipeline.commit(1e-3, 0.5, no_recovery)
     assert stage.calls[-1] == ("commit", 1e-3, 0.5)
-    assert len(worker.kinds(MessageType.COMMIT)) == 1
+    assert len(worker.kinds(Commit)) == 1
     following = replace(INFO, step=1, attempt=1)
     worker.confirm(INFO, [{"kind": "forward"}])
     assert step(pipeline, following) == [10.0, 11.0, 12.0, 13.0]
     assert pipeline.take_spans() == {7: [{"kind": "forward"}], "local": []}
     pipeline.drain_commits()  # nothing is open
     pipeline.repeat_commit(7)
-    assert len(worker.kinds(MessageType.COMMIT)) == 1
+    assert len(worker.kinds(Commit)) == 1
 
 
 def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> None:
@@ -223,18 +227,18 @@ def test_commit_over_a_broken_link_is_repeated_when_it_is_mended() -> None:
     worker.breaks = LinkLost(7, "gone")
     pipeline.commit(1e-3, 0.5, recover)
     assert [error.worker for error in lost] == [7]
-    assert len(worker.kinds(MessageType.COMMIT)) == 1
+    assert len(worker.kinds(Commit)) == 1
     assert [call for call in stage.calls if call[0] == "commit"] == [("commit", 1e-3, 0.5)]
     pipeline.repeat_commit(7)  # a second loss, before it was confirmed
-    assert len(worker.kinds(MessageType.COMMIT)) == 2
+    assert len(worker.kinds(Commit)) == 2
 
 
 def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
     pipeline, worker, _ = make()
     pipeline.begin(INFO, ORDERS, 3)
     for k in range(4):
-        worker.tell(messages.loss_message(replace(INFO, attempt=5), k, 99.0))
-    worker.tell(messages.backward_done_message(replace(INFO, step=4), 3))
+        worker.tell(Message(Loss(INFO.step, 5, k, 99.0)))
+    worker.tell(Message(BackwardDone(4, INFO.attempt, 3)))
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
 
 
@@ -244,7 +248,7 @@ def test_abort_forgets_what_was_reported() -> None:
     pipeline.run(BATCHES)
     pipeline.abort()
     assert stage.calls[-1] == ("abort",)
-    assert len(worker.kinds(MessageType.ABORT)) == 1
+    assert len(worker.kinds(Abort)) == 1
     with pytest.raises(PeerLostError, match="waiting for GRADIENT_NORMS of worker 7"):
         pipeline.report_gradients()
 

@@ -19,7 +19,26 @@ from hetero_framework.cluster.worker import serve
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core.devices import open_device
-from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, Message, MessageType
+from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.core.messages import (
+    Abort,
+    Aborted,
+    Backward,
+    Body,
+    Bye,
+    Committed,
+    Forward,
+    GradientNorms,
+    LoadState,
+    Loss,
+    Message,
+    Ready,
+    Setup,
+    Start,
+    State,
+    StateLoaded,
+    StateRequest,
+)
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.engine import messages
 from hetero_framework.engine.loading import load_stages
@@ -32,7 +51,7 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import CheckpointError, DeviceError
-from tests.samples import free_ports, save_llama
+from tests.samples import boundary_message, free_ports, save_llama
 
 # A Llama of four layers, cut so that the stage under test has layers 1 and 2, or 1 to the head.
 LAYERS = 4
@@ -75,25 +94,14 @@ class RemoteStage:
         self._peers.connect_all()
         self._num_stages = len(config.stages())
         spec = config.stages()[1]
-        entry = {name: getattr(spec, name) for name in ("index", "start", "end")}
-        self._tell(
-            MessageType.SETUP,
-            {
-                "config": config.to_dict(),
-                "stages": [{**entry, "is_first": False, "is_last": spec.is_last}],
-                "num_stages": len(config.stages()),
-                "num_layers": LAYERS,
-                "settings": {},
-            },
-        )
-        [ready] = self._await(MessageType.READY).meta["stages"]
-        self._trainable = [(name, tuple(rank)) for name, rank in ready["trainable"]]
-        entry = {"index": spec.index, "input_requires_grad": True}
-        self._tell(MessageType.START, {"stages": [entry]})
+        self._tell(Setup(config.to_dict(), (spec.index,)))
+        [ready] = self._await(Ready).body.stages
+        self._trainable = [(entry.name, entry.index) for entry in ready.trainable]
+        self._tell(Start((spec.index,)))
         self._info: StepInfo
 
     def close(self) -> None:
-        self._peers.close(Message(MessageType.BYE, {"reason": "the test is over"}))
+        self._peers.close(Message(Bye("the test is over")))
 
     def begin(self, info: StepInfo) -> None:
         self._info = info
@@ -103,36 +111,36 @@ class RemoteStage:
 
     def forward(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> torch.Tensor:
         self._feed(k, inputs, hidden_BSD)
-        return self._boundary(MessageType.FORWARD, 2, k)
+        return self._boundary(Forward, 2, k)
 
     def forward_backward(
         self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor
     ) -> tuple[float, torch.Tensor]:
         self._feed(k, inputs, hidden_BSD)
-        loss = self._await(MessageType.LOSS).meta["loss"]
-        return loss, self._boundary(MessageType.BACKWARD, 0, k)
+        loss = self._await(Loss).body.loss
+        return loss, self._boundary(Backward, 0, k)
 
     def evaluate(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> float:
         self._feed(k, inputs, hidden_BSD)
-        return self._await(MessageType.LOSS).meta["loss"]
+        return self._await(Loss).body.loss
 
     def backward(self, k: int, gradient_BSD: torch.Tensor) -> torch.Tensor:
-        self._cross(MessageType.BACKWARD, k, gradient_BSD)
-        return self._boundary(MessageType.BACKWARD, 0, k)
+        self._cross(Backward, k, gradient_BSD)
+        return self._boundary(Backward, 0, k)
 
     def report_gradients(self) -> GradientReport:
         # A worker reports by itself once all micro-batches are through.
-        return messages.reports_of(self._await(MessageType.GRADIENT_NORMS))[1]
+        return messages.reports_of(self._await(GradientNorms))[1]
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
         order = messages.commit_message(self._info, learning_rate, grad_scale, None)
         self._peers.send(1, order)
-        self._await(MessageType.COMMITTED)
+        self._await(Committed)
 
     def abort(self) -> None:
-        self._tell(MessageType.ABORT, self._address)
+        self._tell(Abort(self._info.step, self._info.attempt))
         # The report of a step that was complete may have been on its way.
-        self._await(MessageType.ABORTED, unread=MessageType.GRADIENT_NORMS)
+        self._await(Aborted, unread=GradientNorms)
 
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._trainable
@@ -140,43 +148,39 @@ class RemoteStage:
     def state(self, kind: str) -> Iterator[StatePart]:
         number, last = 0, False
         while not last:
-            self._tell(MessageType.STATE_REQUEST, {"stage": 1, "kind": kind, "part": number})
-            part = messages.state_part(self._await(MessageType.STATE))
+            self._tell(StateRequest(1, kind, number))
+            part = messages.state_part(self._await(State))
             yield part
             number, last = number + 1, part.last
 
     def load_state(self, kind: str, part: StatePart) -> None:
-        self._peers.send(1, messages.load_state_message(1, kind, 0, part))
-        self._await(MessageType.STATE_LOADED)
-
-    @property
-    def _address(self) -> dict[str, int]:
-        return {"step": self._info.step, "attempt": self._info.attempt}
+        self._peers.send(1, messages.part_message(LoadState, 1, kind, 0, part))
+        self._await(StateLoaded)
 
     def _feed(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> None:
         self._peers.send(1, messages.inputs_message(self._info, 1, k, messages.pack_inputs(inputs)))
-        self._cross(MessageType.FORWARD, k, hidden_BSD)
+        self._cross(Forward, k, hidden_BSD)
 
-    def _cross(self, kind: MessageType, k: int, tensor: torch.Tensor) -> None:
-        self._peers.send(1, messages.boundary_message(kind, self._info, 1, k, [tensor]))
+    def _cross(self, kind: type[Body], k: int, tensor: torch.Tensor) -> None:
+        self._peers.send(1, boundary_message(kind, self._info, 1, k, tensor))
 
-    def _tell(self, kind: MessageType, meta: dict[str, Any]) -> None:
-        self._peers.send(1, Message(kind, meta))
+    def _tell(self, body: Body) -> None:
+        self._peers.send(1, Message(body))
 
-    def _await(self, kind: MessageType, unread: MessageType | None = None) -> Message:
+    def _await(self, kind: type[Body], unread: type[Body] | None = None) -> Message:
         deadline = time.monotonic() + 30
         while True:
             event = self._peers.receive(1.0)
-            assert time.monotonic() < deadline, f"no {kind.name}"
+            assert time.monotonic() < deadline, f"no {kind.spec.name}"
             if event is not None:
                 assert event.message is not None
-                if event.message.type is kind:
+                if type(event.message.body) is kind:
                     return event.message
-                assert event.message.type is unread
+                assert type(event.message.body) is unread
 
-    def _boundary(self, kind: MessageType, stage: int, k: int) -> torch.Tensor:
+    def _boundary(self, kind: type[Body], stage: int, k: int) -> torch.Tensor:
         message = self._await(kind)
-        assert (message.meta["stage"], message.meta["micro_batch"]) == (stage, k)
+        assert (message.body.stage, message.body.micro_batch) == (stage, k)
         [tensor] = message.tensors
         return from_wire(tensor)
 

@@ -1,0 +1,174 @@
+"""The fields of a message: what the annotations of a dataclass say of values on the wire.
+
+A dataclass travels as a map of field names to values, in which a field that is None is left out.
+Its annotations may be int (not negative), float, bool, str, a Literal of strings, WorkerId, Shape,
+tuples (lists on the wire), dicts with string keys, other such dataclasses, and Any for whatever
+msgpack carries unchanged. No sockets, no torch.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hetero_framework.core.frames import MAX_DEPTH, is_int, is_shape, shown
+from hetero_framework.errors import ProtocolError
+
+WorkerId = int | str
+Shape = Annotated[tuple[int, ...], "shape"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of a field: how it is called in errors and documents, what it accepts on the wire,
+    and its forms on the wire (`pack`) and here (`unpack`), where they differ."""
+
+    name: str
+    accepts: Callable[[Any], bool]
+    pack: Callable[[Any], Any] | None = None
+    unpack: Callable[[Any], Any] | None = None
+
+
+def _is_float(value: Any) -> bool:
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float)
+
+
+_SIMPLE = (bool, float, str, bytes, type(None))
+
+
+def _is_plain(value: Any, depth: int = 1) -> bool:
+    """Whether msgpack carries it unchanged; raises ProtocolError that says what it does not."""
+    if isinstance(value, _SIMPLE):
+        return True
+    if depth > MAX_DEPTH:
+        raise ProtocolError(f"fields are nested deeper than {MAX_DEPTH}")
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise ProtocolError("an integer does not fit 64 bits")
+        return True
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ProtocolError(f"map keys must be strings, got {shown(key)}")
+        return all(_is_plain(item, depth + 1) for item in value.values())
+    raise ProtocolError(f"{type(value).__name__} cannot travel in a message's fields")
+
+
+def _as_float(value: Any) -> float:
+    return float(value)
+
+
+_PLAIN_KINDS: dict[Any, Kind] = {
+    int: Kind("int", is_int),
+    float: Kind("float", _is_float, unpack=_as_float),
+    bool: Kind("bool", lambda value: isinstance(value, bool)),
+    str: Kind("string", lambda value: isinstance(value, str)),
+    WorkerId: Kind("int or string", lambda value: is_int(value) or isinstance(value, str)),
+    Shape: Kind("shape", is_shape, unpack=tuple),
+    dict[str, Any]: Kind("map", lambda value: isinstance(value, dict) and _is_plain(value)),
+    Any: Kind("anything", _is_plain),
+}
+
+
+def _kind(hint: Any) -> Kind:
+    """The kind of values that an annotation means."""
+    if hint in _PLAIN_KINDS:
+        return _PLAIN_KINDS[hint]
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return Kind(" or ".join(f'"{value}"' for value in args), lambda value: value in args)
+    if origin is tuple and args[1:] == (...,):
+        return _list_of(_kind(args[0]))
+    if origin is dict and args[0] is str:
+        return _map_to(_kind(args[1]))
+    if is_dataclass(hint):
+        return _record(Fields(hint))
+    raise TypeError(f"no kind of field for {hint!r}")
+
+
+def _list_of(kind: Kind) -> Kind:
+    accepts, pack, unpack = kind.accepts, kind.pack, kind.unpack
+    return Kind(
+        f"list of {kind.name}",
+        lambda value: isinstance(value, (list, tuple)) and all(map(accepts, value)),
+        None if pack is None else lambda value: list(map(pack, value)),
+        tuple if unpack is None else lambda value: tuple(map(unpack, value)),
+    )
+
+
+def _map_to(kind: Kind) -> Kind:
+    unpack = kind.unpack or (lambda value: value)
+    return Kind(
+        f"map to {kind.name}",
+        lambda value: (
+            isinstance(value, dict)
+            and all(isinstance(key, str) for key in value)
+            and all(map(kind.accepts, value.values()))
+        ),
+        unpack=lambda value: {key: unpack(item) for key, item in value.items()},
+    )
+
+
+def _record(record: Fields) -> Kind:
+    name = ", ".join(f"{key}: {kind.name}" for key, (kind, _) in record.kinds.items())
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, dict) and record.problem(value) is None
+
+    return Kind("{" + name + "}", accepts, record.pack, record.unpack)
+
+
+class Fields:
+    """The fields of a dataclass, to and from a map."""
+
+    def __init__(self, cls: Any) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        self._cls = cls
+        self.kinds: dict[str, tuple[Kind, bool]] = {}
+        """By field name: its kind and whether it must be there."""
+        for field in fields(cls):
+            hint, optional = hints[field.name], hints[field.name] is Any
+            if get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint):
+                (hint,), optional = set(get_args(hint)) - {type(None)}, True
+            self.kinds[field.name] = (_kind(hint), not optional)
+        self._converted = [(n, k.unpack) for n, (k, _) in self.kinds.items() if k.unpack]
+        self._packers = [(n, k.pack) for n, (k, _) in self.kinds.items()]
+
+    def problem(self, found: dict[Any, Any]) -> str | None:
+        """What is wrong with a map; None when nothing is."""
+        for name, (kind, required) in self.kinds.items():
+            value = found.get(name)
+            if value is None:
+                if required:
+                    if name in found:
+                        return f"field {name!r} must be {kind.name}, got None"
+                    return f"field {name!r} is missing"
+            elif not kind.accepts(value):
+                return f"field {name!r} must be {kind.name}, got {shown(value)}"
+        for name in found:
+            if name not in self.kinds:
+                known = ", ".join(self.kinds) or "none"
+                return f"unknown field {shown(name)} (known: {known})"
+        return None
+
+    def pack(self, value: Any) -> dict[str, Any]:
+        """The map; fields that are None are left out."""
+        packed = {}
+        for name, pack in self._packers:
+            item = getattr(value, name)
+            if item is not None:
+                packed[name] = item if pack is None else pack(item)
+        return packed
+
+    def unpack(self, found: dict[str, Any]) -> Any:
+        """The dataclass of a map that has no `problem`; the map may be changed."""
+        for name, unpack in self._converted:
+            if found.get(name) is not None:
+                found[name] = unpack(found[name])
+        return self._cls(**found)

@@ -1,0 +1,766 @@
+"""Every message of the protocol: one frozen dataclass each, and the `Message` that carries one.
+
+A class here is the whole specification of a message. Its docstring says who sends it to whom and
+what answers it; its annotations say which values its fields may have. The checks and the form on
+the wire (`fields.py`) and the tables of docs/protocol.md (`protocol_doc.py`) are derived from them.
+`@_message` adds what is no field: number, sender, tensors. To add a message, add a class, and say
+in `session.py` when it is legal.
+
+A message is checked when it is made and when it is received, and everything about a received frame
+is checked before memory for its tensors is taken. Whatever bytes arrive, the only exception that
+leaves this module is ProtocolError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, TypeVar
+
+from hetero_framework.core.fields import Fields, Shape, WorkerId
+from hetero_framework.core.frames import (
+    IMPOSSIBLE_FRAME_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_LONG_HEADER_BYTES,
+    MAX_TENSORS,
+    PREFIX,
+    PREFIX_BYTES,
+    PROTOCOL_VERSION,
+    Shapes,
+    WireTensor,
+    is_int,
+    pack_header,
+    pack_shapes,
+    parse_prefix,
+    shown,
+    split,
+    unpack_header,
+    unpack_shapes,
+)
+from hetero_framework.errors import ProtocolError
+
+COORDINATOR = "coordinator"
+WORKER = "worker"
+DIALLER = "connecting worker"
+LISTENER = "accepting worker"
+EITHER = "either"
+
+RejectCode = Literal["busy", "identity", "peer", "protocol"]
+StateKind = Literal["checkpoint", "export"]
+LoadKind = Literal["checkpoint", "adapter", "tied"]
+
+
+class Spec:
+    """What is known of one message beside its docstring; see `_message`."""
+
+    def __init__(
+        self, cls: type[Body], number: int, sender: str, tensors: tuple[int, int], long: bool
+    ) -> None:
+        words = "".join(f"_{c}" if c.isupper() else c for c in cls.__name__).strip("_")
+        self.name = words.upper()
+        self.number = number
+        self.sender = sender
+        self.tensors = tensors
+        self.long = long
+        self.max_header_bytes = MAX_LONG_HEADER_BYTES if long else MAX_HEADER_BYTES
+        self.is_greeting = issubclass(cls, _Greeting)
+        self._cls = cls
+
+    @cached_property
+    def fields(self) -> Fields:
+        return Fields(self._cls)
+
+    @property
+    def named(self) -> bool:
+        """Whether it has one tensor for each of its `names`."""
+        return "names" in self.fields.kinds
+
+    def check(self, fields: dict[str, Any], num_tensors: int) -> None:
+        """Raise ProtocolError unless these are exactly the fields and tensors it may have."""
+        try:
+            problem = self.fields.problem(fields)
+        except ProtocolError as error:
+            problem = error.message
+        if problem is not None:
+            raise ProtocolError(f"{self.name}: {problem}")
+        low, high = self.tensors
+        if high and self.named:
+            low = high = len(fields["names"])
+        if not low <= num_tensors <= high:
+            wanted = str(low) if low == high else f"{low} to {high}"
+            raise ProtocolError(f"{self.name}: {wanted} tensors expected, got {num_tensors}")
+
+
+class Body:
+    """Base of the fields of every message."""
+
+    __slots__ = ()
+    spec: ClassVar[Spec]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the receiver takes for it beyond those of its tensors."""
+        return 0
+
+
+B = TypeVar("B", bound=Body)
+
+BODIES: dict[int, type[Body]] = {}
+"""All messages by their numbers on the wire, which never change their meaning."""
+
+
+def _message(
+    number: int, sender: str, *, tensors: tuple[int, int] = (0, 0), long: bool = False
+) -> Callable[[type[B]], type[B]]:
+    """Make a dataclass a message.
+
+    `sender` is "coordinator", "worker", on a link between two workers "connecting worker" or
+    "accepting worker", or "either"; the other side receives. `tensors` is the smallest and largest
+    number of tensors; a message with a field `names` has one for each. `long` allows a header up to
+    MAX_LONG_HEADER_BYTES.
+    """
+
+    def register(cls: type[B]) -> type[B]:
+        cls.spec = Spec(cls, number, sender, tensors, long)
+        BODIES[number] = cls
+        return cls
+
+    return register
+
+
+# ------------------------------------------------------------------- a coordinator and a worker
+
+
+@dataclass(frozen=True, slots=True)
+class _Greeting(Body):
+    protocol: int
+    package: str
+
+
+@_message(1, COORDINATOR)
+@dataclass(frozen=True, slots=True)
+class Hello(_Greeting):
+    """Coordinator to worker, the first message of a connection: who I am, which worker I mean, the
+    largest frame either side may send from now on. Answered by WELCOME or REJECT."""
+
+    run_id: str
+    worker_id: WorkerId
+    max_frame_bytes: int
+
+
+@_message(2, WORKER)
+@dataclass(frozen=True, slots=True)
+class Welcome(_Greeting):
+    """Worker to coordinator, accepts HELLO: versions, device and memory (bytes), and the run whose
+    stages it holds ready, if any. Answered by SETUP or REJECT."""
+
+    torch: str
+    device: str
+    device_label: str
+    memory_total: int
+    memory_free: int
+    run_id: str | None = None
+
+
+@_message(3, EITHER)
+@dataclass(frozen=True, slots=True)
+class Reject(Body):
+    """Either side, refuses the handshake: a code for programs, a message and a hint for people. The
+    sender closes the connection."""
+
+    code: RejectCode
+    message: str
+    hint: str | None = None
+
+
+@_message(4, COORDINATOR, long=True)
+@dataclass(frozen=True, slots=True)
+class Setup(Body):
+    """Coordinator to worker: the configuration and the indexes of the stages that the worker holds.
+    Answered by READY when they are loaded, or by ERROR."""
+
+    config: dict[str, Any]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trainable parameter: its name, and its index (place in the order) in the whole model."""
+
+    name: str
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    index: int
+    trainable: tuple[Parameter, ...]
+
+
+@_message(5, WORKER, long=True)
+@dataclass(frozen=True, slots=True)
+class Ready(Body):
+    """Worker to coordinator, answers SETUP: its stages are loaded; the trainable parameters of each
+    with their index in the whole model. Answered by START."""
+
+    stages: tuple[LoadedStage, ...]
+
+
+@_message(6, COORDINATOR)
+@dataclass(frozen=True, slots=True)
+class Start(Body):
+    """Coordinator to worker: all workers are ready; which of its stages need a gradient of their
+    input. No answer; STEP follows."""
+
+    input_requires_grad: tuple[int, ...]
+
+
+@_message(7, WORKER, long=True)
+@dataclass(frozen=True, slots=True)
+class Log(Body):
+    """Worker to coordinator: one line for the coordinator's log. No answer."""
+
+    level: str
+    text: str
+
+
+@_message(8, EITHER, long=True)
+@dataclass(frozen=True, slots=True)
+class Error(Body):
+    """Either side: something failed; `kind` is the class name of the error. The receiver decides
+    whether the step is retried or the run ends."""
+
+    kind: str
+    message: str
+    hint: str | None = None
+
+
+# --------------------------------------------------------------------------------------- a step
+
+
+@dataclass(frozen=True, slots=True)
+class OfStep(Body):
+    """A message of one attempt at one step."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOrder:
+    """The numbers that order the tasks of a process (`planner.simulator.Policy`)."""
+
+    bias: float
+    backward_age: float
+    backward_depth: float
+    forward_age: float
+    forward_depth: float
+    grouped: bool
+
+
+@_message(10, COORDINATOR)
+@dataclass(frozen=True, slots=True)
+class Step(OfStep):
+    """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with so
+    many micro-batches; `num_items` label tokens in all of them together. `attempt` grows with every
+    STEP of a run. `in_flight_limits` says how many forwards each stage of the run may store,
+    `policy` are the numbers that order tasks, `direct` the boundaries (numbers of the stage before
+    each) whose tensors go straight to the other worker."""
+
+    train: bool
+    micro_batches: int
+    num_items: int
+    loss_scale: float
+    in_flight_limits: tuple[int, ...]
+    policy: TaskOrder
+    direct: tuple[int, ...]
+
+
+@_message(11, COORDINATOR, tensors=(0, MAX_TENSORS))
+@dataclass(frozen=True, slots=True)
+class Inputs(OfStep):
+    """Coordinator to worker, ahead of the activations: the batch tensors that a stage needs for one
+    micro-batch, in the order of `names`. Integers travel as int32 and are int64 again at the other
+    end; `ones` are tensors of the value 1, of which only the shape travels."""
+
+    stage: int
+    micro_batch: int
+    names: tuple[str, ...]
+    ones: dict[str, Shape]
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(8 * math.prod(shape) for shape in self.ones.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """What a codec encoded: a tensor of this shape and dtype."""
+
+    codec: str
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary(OfStep):
+    """A tensor that crosses the boundary between two stages."""
+
+    stage: int
+    micro_batch: int
+    coded: Coded | None = None
+
+
+@_message(12, EITHER, tensors=(1, 2))
+@dataclass(frozen=True, slots=True)
+class Forward(Boundary):
+    """To the stage `stage`: its input hidden states. A worker sends it straight to the worker that
+    holds the stage, or to the coordinator, which relays it undecoded. With `coded` the tensors are
+    what a codec made of one of that shape and dtype. On the last stage it is answered by LOSS and
+    BACKWARD."""
+
+
+@_message(13, EITHER, tensors=(1, 2))
+@dataclass(frozen=True, slots=True)
+class Backward(Boundary):
+    """To the stage `stage`: the gradient of its output, on the paths of FORWARD. There is none
+    where nothing before the boundary is trained."""
+
+
+@_message(14, WORKER)
+@dataclass(frozen=True, slots=True)
+class Loss(OfStep):
+    """Worker to coordinator, from the last stage: this micro-batch's part of the loss (the sum of
+    its token losses in an evaluation). It may be infinite or NaN. No answer."""
+
+    micro_batch: int
+    loss: float
+
+
+@_message(15, WORKER)
+@dataclass(frozen=True, slots=True)
+class BackwardDone(OfStep):
+    """Worker to coordinator, from the lowest stage that computes gradients, if that is a worker's:
+    the backward of this micro-batch is done. No answer."""
+
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What a stage took in one step: seconds of its forwards and backwards, the longest queue of
+    arrivals and of stored forwards, its process's peak memory, and the mean seconds on the wire of
+    an activation and of a gradient that arrived."""
+
+    forward_s: float
+    backward_s: float
+    queue_peak: int
+    in_flight_peak: int
+    peak_memory_bytes: int
+    arrive_forward_s: float
+    arrive_backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stage in one step: micro-batches whose output was not finite, whether its tied gradient
+    is among the tensors, and what it took."""
+
+    index: int
+    nonfinite: tuple[int, ...]
+    tied: bool
+    figures: StageFigures
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    worker_id: WorkerId
+    seconds: float
+
+
+@_message(21, WORKER, tensors=(0, MAX_TENSORS), long=True)
+@dataclass(frozen=True, slots=True)
+class GradientNorms(OfStep):
+    """Worker to coordinator, when all micro-batches of a training step are through its stages: for
+    each stage a float32 vector of per-parameter norms, followed by the head's gradient where `tied`
+    (head and embedding are one weight), and what the step took. `round_trips` are those of its
+    links to other workers, `direct_bytes` what it has sent over them. Answered by COMMIT or
+    ABORT."""
+
+    stages: tuple[StageReport, ...]
+    round_trips: tuple[RoundTrip, ...]
+    direct_bytes: int
+
+
+@_message(22, COORDINATOR, tensors=(0, 1))
+@dataclass(frozen=True, slots=True)
+class Commit(OfStep):
+    """Coordinator to worker: change the weights with this learning rate, after multiplying the
+    gradients by `grad_scale`. The tensor is the embedding's new weight for a head that is one with
+    it. It is sent again after a lost link; a worker that has committed this step already changes
+    nothing. Answered by COMMITTED, which need not be awaited before STEP."""
+
+    learning_rate: float
+    grad_scale: float
+
+
+@_message(23, WORKER, long=True)
+@dataclass(frozen=True, slots=True)
+class Committed(OfStep):
+    """Worker to coordinator, answers COMMIT: the weights are changed; the recorded times of the
+    step, if any."""
+
+    spans: tuple[dict[str, Any], ...]
+
+
+@_message(24, COORDINATOR)
+@dataclass(frozen=True, slots=True)
+class Abort(OfStep):
+    """Coordinator to worker: forget this attempt at the step. Answered by ABORTED, after which
+    nothing of the attempt comes from this worker any more."""
+
+
+@_message(25, WORKER)
+@dataclass(frozen=True, slots=True)
+class Aborted(OfStep):
+    """Worker to coordinator, answers ABORT: weights and optimizer are as before the attempt."""
+
+
+# ---------------------------------------------------------------------------------------- state
+
+
+@_message(30, COORDINATOR)
+@dataclass(frozen=True, slots=True)
+class StateRequest(Body):
+    """Coordinator to worker: send part `part` (from 0, in order) of a stage's state. Answered by
+    STATE. Legal while a step runs, too."""
+
+    stage: int
+    kind: StateKind
+    part: int
+
+
+@_message(31, WORKER, tensors=(0, MAX_TENSORS), long=True)
+@dataclass(frozen=True, slots=True)
+class State(Body):
+    """Worker to coordinator, answers STATE_REQUEST: the part, one tensor for each name, and in
+    `info` the named values that are no tensors; `last` marks the last part. No answer."""
+
+    stage: int
+    kind: StateKind
+    part: int
+    last: bool
+    names: tuple[str, ...]
+    info: dict[str, Any]
+
+
+@_message(32, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
+@dataclass(frozen=True, slots=True)
+class LoadState(Body):
+    """Coordinator to worker: part `part` of what a stage shall take over: a `checkpoint` as STATE
+    gave it, the tensors of an `adapter` file, or the embedding's weight for a head that is one with
+    it (`tied`). Answered by STATE_LOADED."""
+
+    stage: int
+    kind: LoadKind
+    part: int
+    last: bool
+    names: tuple[str, ...]
+    info: dict[str, Any]
+
+
+@_message(33, WORKER)
+@dataclass(frozen=True, slots=True)
+class StateLoaded(Body):
+    """Worker to coordinator, answers LOAD_STATE: the part is in place."""
+
+    stage: int
+    part: int
+
+
+# ---------------------------------------------------------------------------------------- links
+
+
+@_message(40, EITHER)
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Body):
+    """Either side, when it has sent nothing for a while: I am alive. With `ping`, the sender's
+    clock in seconds, the peer answers at once with the same number in `pong` and its own clock in
+    `at`. The link sends and swallows them."""
+
+    ping: float | None = None
+    pong: float | None = None
+    at: float | None = None
+
+
+@_message(41, EITHER)
+@dataclass(frozen=True, slots=True)
+class Bye(Body):
+    """Either side: I close the connection on purpose. No answer."""
+
+    reason: str
+
+
+@_message(50, EITHER, tensors=(0, MAX_TENSORS), long=True)
+@dataclass(frozen=True, slots=True)
+class Control(Body):
+    """Either side: the extension point. `name` says what `data` and the tensors mean. With
+    `request`, a number of the sender's choice, it is answered by a CONTROL of the same name with
+    that number in `answers`, and with `error` if it failed or the name is not known there. Without
+    `request`, a receiver that does not know the name ignores it."""
+
+    name: str
+    data: Any = None
+    request: int | None = None
+    answers: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    id: WorkerId
+    ip: str
+    port: int
+
+
+@_message(60, COORDINATOR)
+@dataclass(frozen=True, slots=True)
+class Connect(Body):
+    """Coordinator to worker: open links to these other workers. Answered by CONNECTED."""
+
+    peers: tuple[PeerAddress, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResult:
+    id: WorkerId
+    problem: str | None = None
+
+
+@_message(61, WORKER)
+@dataclass(frozen=True, slots=True)
+class Connected(Body):
+    """Worker to coordinator, answers CONNECT: for each of them why there is no link, if so."""
+
+    peers: tuple[PeerResult, ...]
+
+
+@_message(62, DIALLER)
+@dataclass(frozen=True, slots=True)
+class PeerHello(_Greeting):
+    """First message of a link between two workers: the run, which worker I mean, and which one I
+    am. Answered by PEER_WELCOME or REJECT."""
+
+    run_id: str
+    worker_id: WorkerId
+    from_id: WorkerId
+    max_frame_bytes: int
+
+
+@_message(63, LISTENER)
+@dataclass(frozen=True, slots=True)
+class PeerWelcome(_Greeting):
+    """Accepts PEER_HELLO; FORWARD and BACKWARD follow in both directions."""
+
+
+@_message(64, WORKER)
+@dataclass(frozen=True, slots=True)
+class PeerLost(Body):
+    """Worker to coordinator: the link to that worker is gone. No answer; the coordinator has the
+    step done again without it."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+class OtherVersion(Body):
+    """Instead of a greeting of another protocol version, which may have other fields. It is never
+    sent; `error` is the readable refusal."""
+
+    __slots__ = ("package", "protocol", "spec")
+
+    def __init__(self, greeting: type[Body], protocol: int, package: Any) -> None:
+        self.spec = greeting.spec  # type: ignore[misc]  # of an instance: what it stands for
+        self.protocol = protocol
+        self.package = package
+
+    def error(self) -> ProtocolError:
+        older = "the peer" if self.protocol < PROTOCOL_VERSION else "this machine"
+        return ProtocolError(
+            f"the peer speaks protocol version {self.protocol} (package {self.package!r}), "
+            f"this machine speaks {PROTOCOL_VERSION}",
+            hint=f"install the same version of hetero-framework on both; {older} is the older one",
+        )
+
+
+# -------------------------------------------------------------------------------------- messages
+
+
+class Message:
+    """The fields of one message (`body`) and its tensors.
+
+    Making one checks it and raises ProtocolError. A received message also keeps the bytes it came
+    as, so that a relay can pass them on undecoded, and the buffer that holds its tensors, which
+    `release` gives back.
+    """
+
+    __slots__ = ("_buffer_release", "_fields", "_raw", "body", "tensors")
+
+    def __init__(self, body: Body, tensors: Sequence[WireTensor] = ()) -> None:
+        self.body = body
+        self.tensors = tuple(tensors)
+        self._fields = body.spec.fields.pack(body)
+        self._raw: tuple[bytes, memoryview] | None = None
+        self._buffer_release: Callable[[], None] | None = None
+        body.spec.check(self._fields, len(self.tensors))
+
+    @property
+    def name(self) -> str:
+        return self.body.spec.name
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum([tensor.nbytes for tensor in self.tensors]) if self.tensors else 0
+
+    def expect(self, kind: type[B]) -> B:
+        """The body, if it is a `kind`; ProtocolError otherwise."""
+        if not isinstance(self.body, kind):
+            raise ProtocolError(f"{kind.spec.name} was expected, {self.name} came")
+        return self.body
+
+    def forward_buffers(self) -> list[bytes | memoryview]:
+        """The very bytes that were received, for a relay. ProtocolError after `release`."""
+        if self._raw is None:
+            raise ProtocolError(f"{self.name} was not received or is released already")
+        head, payload = self._raw
+        return [head, payload] if payload.nbytes else [head]
+
+    def release(self) -> None:
+        """Give the receive buffer back for the next frame; calling it again does nothing.
+
+        Tensors made from this message must not be used afterwards. A message that is never
+        released is safe: its buffer is simply not reused.
+        """
+        release, self._buffer_release = self._buffer_release, None
+        self._raw = None
+        self.tensors = ()
+        if release is not None:
+            release()
+
+    def __repr__(self) -> str:
+        shapes = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in self.tensors]
+        return f"Message({self.body!r}, tensors={shapes})"
+
+
+def encode(
+    message: Message, max_frame_bytes: int = IMPOSSIBLE_FRAME_BYTES
+) -> list[bytes | memoryview]:
+    """The frame as buffers to write one after the other; tensor bytes are not copied.
+
+    Raises ProtocolError when the header or the frame is larger than what may be sent.
+    """
+    spec, tensors = message.body.spec, message.tensors
+    header = pack_header(spec.name, spec.number, message._fields, pack_shapes(tensors))
+    _check_header_bytes(spec, header)
+    rest = 4 + len(header) + message.payload_bytes
+    if rest > max_frame_bytes:
+        raise ProtocolError(
+            f"{spec.name}: a frame of {rest} bytes is larger than the "
+            f"{max_frame_bytes} bytes agreed with the peer"
+        )
+    payload = [tensor.data for tensor in tensors if tensor.nbytes]
+    return [PREFIX.pack(rest, len(header)) + header, *payload]
+
+
+def _check_header_bytes(spec: Spec, header: bytes) -> None:
+    if len(header) > spec.max_header_bytes:
+        raise ProtocolError(
+            f"{spec.name}: a header of {len(header)} bytes is larger than {spec.max_header_bytes}"
+        )
+
+
+@dataclass(slots=True)
+class FrameHeader:
+    """A checked header; `attach` completes the message with the tensor bytes."""
+
+    body: Body
+    shapes: Shapes
+    payload_bytes: int
+    raw: bytes
+
+    def attach(
+        self,
+        payload: bytes | bytearray | memoryview = b"",
+        release: Callable[[], None] | None = None,
+    ) -> Message:
+        """The message whose tensors are views of `payload`; `release` gives the buffer back."""
+        view = memoryview(payload)
+        if view.nbytes != self.payload_bytes:
+            raise ProtocolError(
+                f"{self.body.spec.name}: {self.payload_bytes} tensor bytes expected, "
+                f"got {view.nbytes}"
+            )
+        message = self.announced()
+        message.tensors = split(self.shapes, view)
+        message._raw = (self.raw, view)
+        message._buffer_release = release
+        return message
+
+    def announced(self) -> Message:
+        """The message without its tensors, for decisions before they have come."""
+        message = Message.__new__(Message)  # read_header has checked it already
+        message.body = self.body
+        message.tensors = ()
+        message._raw = message._buffer_release = None
+        return message
+
+
+def read_header(
+    prefix: bytes, header: bytes, payload_bytes: int, max_frame_bytes: int = IMPOSSIBLE_FRAME_BYTES
+) -> FrameHeader:
+    """Decode and check a header; `prefix` is kept in front of it for relaying.
+
+    `payload_bytes` is what `parse_prefix` returned. Raises ProtocolError, naming what came, when
+    the header is not exactly a known message whose tensors fill exactly that many bytes, or when
+    the receiver would need more than `max_frame_bytes` of memory for it.
+    """
+    found = unpack_header(header)
+    number, fields = found["t"], found["m"]
+    if not is_int(number) or number not in BODIES:
+        raise ProtocolError(
+            f"unknown message type {shown(number)}",
+            hint="the peer may run a later version of hetero-framework",
+        )
+    spec = BODIES[number].spec
+    _check_header_bytes(spec, header)
+    shapes = unpack_shapes(spec.name, found["x"], payload_bytes)
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"{spec.name}: the fields must be a map, got {shown(fields)}")
+    body: Body
+    version: Any = fields.get("protocol")
+    if spec.is_greeting and is_int(version) and version != PROTOCOL_VERSION:
+        body = OtherVersion(BODIES[number], version, fields.get("package"))
+    else:
+        spec.check(fields, len(shapes))
+        body = spec.fields.unpack(fields)
+        if body.memory_bytes > max_frame_bytes:
+            raise ProtocolError(
+                f"{spec.name}: it asks for {body.memory_bytes} bytes of memory; at most "
+                f"{max_frame_bytes} are agreed"
+            )
+    return FrameHeader(body, shapes, payload_bytes, bytes(prefix) + bytes(header))
+
+
+def decode(frame: bytes | bytearray | memoryview) -> Message:
+    """The message of one whole frame (tests, tools; a link reads it in segments instead)."""
+    view = memoryview(frame)
+    prefix = bytes(view[:PREFIX_BYTES])
+    header_bytes, payload_bytes = parse_prefix(prefix, IMPOSSIBLE_FRAME_BYTES)
+    if len(view) != PREFIX_BYTES + header_bytes + payload_bytes:
+        raise ProtocolError(f"a frame of {len(view)} bytes announces another length")
+    rest = view[PREFIX_BYTES:]
+    header = read_header(prefix, bytes(rest[:header_bytes]), payload_bytes)
+    return header.attach(rest[header_bytes:])
