@@ -12,12 +12,15 @@ loss and the gradients that they give in padded rows. A model in which they meet
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import itertools
+import json
 import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +29,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.batches import MicroBatch, collate, num_items, pack
 from hetero_framework.data.examples import Examples, ExamplesBuilder
@@ -176,9 +180,16 @@ def _fits(config: PretrainedConfig) -> bool:
 
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
-    """Compare before training. Raises ArchitectureError when the cut changes the result."""
+    """Compare before training, or remember that it passed. Raises ArchitectureError when the cut
+    changes the result.
+    """
+    question = _question("cut", config, ranges)
+    if verdict := recall("verdicts", question):
+        return Result(config.model_type, verdict, stages=tuple(ranges))
     result = compare(shrink(config), ranges)
-    if not result.passed:
+    if result.passed:
+        remember("verdicts", question, result.verdict)
+    else:
         raise ArchitectureError(
             f"A {result.model_type} model cannot be cut this way: {result.reason}",
             hint="Hold the layers named here on one stage, or choose another architecture"
@@ -189,10 +200,16 @@ def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
 
 def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str | None:
     """The attention implementation for training with `data.padding_free` (None: the model's own
-    choice). Raises ArchitectureError where samples of one row would see each other.
+    choice). Remembered like `admit`. Raises ArchitectureError where samples of one row would see
+    each other.
     """
+    question = _question("packing", config, ranges)
+    if answer := recall("verdicts", question):
+        return answer["attention"]
     packing = try_packing(config, ranges)
-    if packing.reason:
+    if not packing.reason:
+        remember("verdicts", question, {"attention": packing.attention})
+    else:
         raise ArchitectureError(
             f"A {config.model_type} model cannot be trained with data.padding_free:"
             f" {packing.reason}",
@@ -200,6 +217,30 @@ def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str
             " that can do without padding).",
         )
     return packing.attention
+
+
+def _question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
+    """Everything that an answer about a tiny copy depends on, this package's own code included."""
+    return json.dumps(
+        [
+            what,
+            {k: v for k, v in config.to_dict().items() if k != "_name_or_path"},
+            config._attn_implementation,
+            [astuple(rng) for rng in ranges],
+            [torch.__version__, transformers.__version__, _own_code()],
+            [platform.system(), platform.machine(), torch.get_num_threads()],
+        ],
+        sort_keys=True,
+        default=str,
+    )
+
+
+@functools.cache
+def _own_code() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def verify_all(

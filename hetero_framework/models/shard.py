@@ -36,6 +36,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hetero_framework.errors import ModelError
+from hetero_framework.models.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.partition import (
     STAND_INS,
@@ -113,9 +114,11 @@ def load_shard(
         config.quantization_config, quantization = stored, None
     source = resolve_model_path(str(model.name_or_path), base_dir)
     checkpoint = Checkpoint(source, model.revision)
-    return build_shard(
+    shard = build_shard(
         config, checkpoint, rng, dtype=dtype, device=device.torch_device, quantization=quantization
     )
+    shard.fingerprint = fingerprint(checkpoint, checkpoint.used)
+    return shard
 
 
 def build_shard(
@@ -269,6 +272,8 @@ class Shard:
         self.range = rng
         self.on_enter: Callable[[str | int], None] | None = None
         self.adapter: AttachedAdapter | None = None
+        # Of the files that it was read from; empty for random weights.
+        self.fingerprint: Fingerprint = {}
         self.embedding_name = whole.embedding
         self.head_name = whole.head
         self.tied = whole.head is not None

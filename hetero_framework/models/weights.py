@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.utils.hub import cached_file
 
@@ -22,6 +23,8 @@ from hetero_framework.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"(?!\.)[^/\\:\0]+")
+_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
@@ -71,35 +74,41 @@ def _unknown_type(source: str, model_type: object, remote_code: bool) -> str:
 class Checkpoint:
     """The safetensors files of a model, by tensor name.
 
-    `fetch` gives the local path of a file of the model (downloading it when it is on the hub), or
-    None when there is no such file.
+    `local` looks at what this machine has and downloads nothing. `used` are the names of all
+    tensors that `slices` has handed out. Raises ModelError for a file that is absent or is not
+    what its name says.
     """
 
-    def __init__(self, source: str, revision: str | None = None) -> None:
+    def __init__(self, source: str, revision: str | None = None, *, local: bool = False) -> None:
         self.source = source
         self.revision = revision
-        index = self._fetch(INDEX_FILE)
-        if index is not None:
-            self.files: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+        self.used: set[str] = set()
+        self._local = local
+        self.index = self.path(INDEX_FILE)
+        if self.index is not None:
+            self.files = _weight_map(self.index)
             return
-        single = self._fetch(SINGLE_FILE)
-        if single is None:
+        self.index = self.path(SINGLE_FILE)
+        if self.index is None:
             raise ModelError(
                 f"{platform.node()} finds neither {SINGLE_FILE} nor {INDEX_FILE} in model"
                 f" {source!r}.",
                 hint="Only safetensors are read. Convert .bin files once with"
                 " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
             )
-        with _open(single) as file:
+        with _open(self.index) as file:
             self.files = dict.fromkeys(file.keys(), SINGLE_FILE)
 
-    def _fetch(self, filename: str) -> Path | None:
+    def path(self, filename: str) -> Path | None:
+        """Where a file of the model is on this machine, downloaded if need be; None without it."""
         try:
             found = cached_file(
                 self.source,
                 filename,
                 revision=self.revision,
+                local_files_only=self._local,
                 _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=not self._local,
             )
         except OSError as error:
             raise ModelError(
@@ -107,24 +116,82 @@ class Checkpoint:
             ) from error
         return None if found is None else Path(found)
 
+    def checked(self, filename: str) -> Path:
+        """The path of a weight file whose header is in order."""
+        path = self._there(filename)
+        with _open(path):
+            return path
+
+    def _there(self, filename: str) -> Path:
+        path = self.path(filename)
+        if path is None:
+            raise ModelError(
+                f"Model {self.source!r} lacks its file {filename}.",
+                hint="Copy or download the model again.",
+            )
+        return path
+
     @contextmanager
     def slices(self, wanted: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
         """Unread slices of the wanted tensors; only files that hold one are fetched and opened."""
         names = [name for name in self.files if wanted(name)]
+        self.used.update(names)
         with ExitStack() as stack:
             opened = {}
             for filename in sorted({self.files[name] for name in names}):
-                path = self._fetch(filename)
-                if path is None:
-                    raise ModelError(f"Model {self.source!r} lacks its file {filename}.")
-                opened[filename] = stack.enter_context(_open(path))
-            yield {name: opened[self.files[name]].get_slice(name) for name in names}
+                opened[filename] = stack.enter_context(_open(self._there(filename)))
+            with _damage(self.source):
+                found = {name: opened[self.files[name]].get_slice(name) for name in names}
+            yield found
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index says it."""
+    try:
+        files = json.loads(index.read_text("utf-8"))["weight_map"]
+        names = set(files.values())
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(index, f"it has no weight_map ({type(error).__name__})") from error
+    for name in names:
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise _damaged(index, f"its weight_map names {name!r}, which is no file beside it")
+    return dict(files)
 
 
 def _open(path: Path) -> Any:
     """A safetensors file, mapped into memory."""
-    if sys.platform == "win32":
-        # There a mapped file cannot be deleted or replaced, and its size is charged at once.
-        with suppress(TypeError):  # safetensors without a choice of backend
-            return safe_open(str(path), framework="pt", backend="pread")
-    return safe_open(str(path), framework="pt")
+    with _damage(path):
+        if sys.platform == "win32":
+            # There a mapped file cannot be deleted or replaced, and its size is charged at once.
+            with suppress(TypeError):  # safetensors without a choice of backend
+                return safe_open(str(path), framework="pt", backend="pread")
+        return safe_open(str(path), framework="pt")
+
+
+@contextmanager
+def _damage(path: Path | str) -> Iterator[None]:
+    """Say which file is meant when the library cannot read it."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        if isinstance(path, Path) and _is_pointer(path):
+            raise ModelError(
+                f"{path} is a Git LFS pointer and not the weights themselves.",
+                hint="Run `git lfs pull` there, or download the model with `hf download`.",
+            ) from error
+        raise _damaged(path, str(error)) from error
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS)) == _LFS
+    except OSError:
+        return False
+
+
+def _damaged(path: Path | str, why: str) -> ModelError:
+    return ModelError(
+        f"{path} cannot be read: {why}.",
+        hint="The file is incomplete or was changed; copy or download it again.",
+    )

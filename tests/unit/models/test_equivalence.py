@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from hetero_framework.config import Config
+from hetero_framework.core.cache import cache_directory
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models import equivalence
 from hetero_framework.models.equivalence import (
@@ -290,3 +291,50 @@ def test_verify_takes_the_configured_weights_where_they_fit(tmp_path: Path) -> N
     )
     result = verify_model(config)
     assert (result.subject, result.verdict) == ("the model itself", "bit-equal")
+
+
+# -- what is remembered ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[ShardRange, ...]]:
+    """The cuts that were compared; what passed is kept in a directory of the test."""
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    asked: list[tuple[ShardRange, ...]] = []
+    real = equivalence.compare
+
+    def counted(config: PretrainedConfig, ranges: Any, *more: Any) -> Result:
+        asked.append(tuple(ranges))
+        return real(config, ranges, *more)
+
+    monkeypatch.setattr(equivalence, "compare", counted)
+    return asked
+
+
+def test_verdict_is_computed_once_for_an_architecture_and_a_cut(
+    compared: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, cut = tiny_config("llama"), ranges_from_cuts([3], 6)
+    assert admit(config, cut).verdict == admit(config, cut).verdict == "bit-equal"
+    assert len(compared) == 1
+    admit(config, ranges_from_cuts([2], 6))
+    assert len(compared) == 2
+    config.hidden_act = "gelu"
+    admit(config, cut)
+    assert len(compared) == 3
+    monkeypatch.setattr(equivalence.transformers, "__version__", "9.9")
+    admit(config, cut)
+    assert len(compared) == 4
+    verify_model(model_type="llama", cuts=[3])
+    assert len(compared) == 5
+
+
+def test_refusal_is_never_remembered(compared: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = Result("llama", "refused", "it leaks")
+    monkeypatch.setattr(equivalence, "compare", lambda *_: refused)
+    for _ in range(2):
+        with pytest.raises(ArchitectureError, match="it leaks"):
+            admit(tiny_config("llama"), ranges_from_cuts([3], 6))
+    directory = cache_directory()
+    assert directory is not None
+    assert not directory.exists()

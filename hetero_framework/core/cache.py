@@ -1,0 +1,66 @@
+"""Small answers kept between runs, in the user's cache directory.
+
+Nothing depends on it: without a directory that can be written, or with a damaged file, every
+question is answered anew. Several processes may write at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def cache_directory() -> Path | None:
+    """HETERO_CACHE, else the platform's place for caches; None where HETERO_CACHE is empty."""
+    chosen = os.environ.get("HETERO_CACHE")
+    if chosen is not None:
+        return Path(chosen).expanduser() if chosen else None
+    try:
+        if sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        elif sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # nobody's home
+        return None
+    return base / "hetero_framework"
+
+
+def recall(kind: str, question: str) -> Any:
+    """The answer (JSON data) that `remember` was given; None where there is none."""
+    place = _place(kind, question)
+    if place is None:
+        return None
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+        kept = json.loads(place.read_text("utf-8"))
+        if kept["question"] == question:
+            return kept["answer"]
+    return None
+
+
+def remember(kind: str, question: str, answer: Any) -> None:
+    """Keep an answer where that is possible."""
+    place = _place(kind, question)
+    if place is None:
+        return
+    unfinished = place.with_name(f"{place.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    text = json.dumps({"question": question, "answer": answer})
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            os.replace(unfinished, place)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def _place(kind: str, question: str) -> Path | None:
+    directory = cache_directory()
+    digest = hashlib.sha256(question.encode()).hexdigest()
+    return None if directory is None else directory / kind / f"{digest}.json"

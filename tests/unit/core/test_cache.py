@@ -1,0 +1,91 @@
+"""What is kept between runs, and that nothing depends on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hetero_framework.core.cache import cache_directory, recall, remember
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_answer_is_there_in_the_next_run_and_for_its_question_only(cache: Path) -> None:
+    assert recall("verdicts", "q") is None
+    remember("verdicts", "q", {"passed": True})
+    assert recall("verdicts", "q") == {"passed": True}
+    assert recall("verdicts", "other") is None
+    assert recall("digests", "q") is None
+    remember("verdicts", "q", [1])
+    assert recall("verdicts", "q") == [1]
+    assert len(list((cache / "verdicts").iterdir())) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"question": "x"}', "\udcff", "[" * 9999])
+def test_damaged_file_is_no_answer_and_is_replaced(cache: Path, text: str) -> None:
+    remember("verdicts", "q", 1)
+    (file,) = (cache / "verdicts").iterdir()
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert recall("verdicts", "q") is None
+    remember("verdicts", "q", 2)
+    assert recall("verdicts", "q") == 2
+
+
+def test_directory_that_cannot_be_written_is_no_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("a file is in the way")
+    remember("verdicts", "q", 1)
+    assert recall("verdicts", "q") is None
+    cache.unlink()
+
+    def refuse(*args: object) -> None:
+        raise PermissionError(13, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    remember("verdicts", "q", 1)
+    assert recall("verdicts", "q") is None
+    assert list((cache / "verdicts").iterdir()) == []
+    monkeypatch.setenv("HETERO_CACHE", "")
+    remember("verdicts", "q", 1)
+    assert recall("verdicts", "q") is None
+
+
+def test_writers_at_once_leave_one_whole_answer(cache: Path) -> None:
+    answers = [list(range(n, n + 2000)) for n in range(8)]
+    threads = [threading.Thread(target=remember, args=("v", "q", a)) for a in answers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recall("v", "q") in answers
+    assert len(list((cache / "v").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "place"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/hetero_framework"),
+        ("linux", {"XDG_CACHE_HOME": ""}, "/h/.cache/hetero_framework"),
+        ("darwin", {}, "/h/Library/Caches/hetero_framework"),
+        ("win32", {"LOCALAPPDATA": "/l"}, "/l/hetero_framework"),
+        ("linux", {"HETERO_CACHE": "/c"}, "/c"),
+    ],
+)
+def test_place_is_the_platforms_unless_it_is_chosen(
+    platform: str, variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HETERO_CACHE")
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(Path, "home", lambda: Path("/h"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache_directory() == Path(place)
