@@ -21,7 +21,11 @@ from __future__ import annotations
 
 import errno
 
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_NO_MEMORY = (
+    *("out of memory", "can't allocate memory", "not enough memory"),
+    # cuBLAS and cuDNN when torch's allocator holds everything; Intel's runtime.
+    *("alloc_failed", "out_of_device_memory", "out_of_host_memory", "out_of_resources"),
+)
 _NO_DISK = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 

@@ -75,6 +75,7 @@ class Cluster:
         self._goodbye = Message(Bye("the run is over"))
         self.run_id = secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
+        self.device.use()
         torch.set_num_threads(threads_for(config, "local"))
         used = {entry.id for entry in config.shard_plan}
         self._local = LocalWorkers(

@@ -188,6 +188,7 @@ class Worker:
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         entry = self._entry
+        self._device.use()
         listener = Listener(entry.ip, entry.port)
         acceptor = threading.Thread(
             target=self._accept, args=(listener,), name="accept", daemon=True
@@ -207,7 +208,8 @@ class Worker:
                         f"{type(error).__name__}: {error}"
                     )
                     self._report(known)
-                    if not self._keep:
+                    # A process whose device is broken would fail every later run as well.
+                    if not self._keep or not self._device.works():
                         raise
                     self._say(f"the run failed here: {known}")
                     self._leave()

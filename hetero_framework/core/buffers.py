@@ -28,7 +28,7 @@ def allocate_bytes(nbytes: int) -> memoryview:
 
 
 class BufferPool:
-    """Free buffers by size class, at most `max_bytes` of them together.
+    """Free buffers by size class, at most `max_bytes` of them together (None: all).
 
     `allocate(nbytes)` makes a new one. A buffer that is taken and never given back is simply
     freed when its last user forgets it; the pool holds free buffers only. Thread-safe.
@@ -37,7 +37,7 @@ class BufferPool:
     def __init__(
         self,
         allocate: Callable[[int], memoryview] | None = None,
-        max_bytes: int = DEFAULT_POOL_BYTES,
+        max_bytes: int | None = DEFAULT_POOL_BYTES,
     ) -> None:
         self._allocate = allocate or allocate_bytes
         self._max_bytes = max_bytes
@@ -65,7 +65,7 @@ class BufferPool:
 
     def _give_back(self, size: int, buffer: memoryview) -> None:
         with self._lock:
-            if self._free_bytes + size > self._max_bytes:
+            if self._max_bytes is not None and self._free_bytes + size > self._max_bytes:
                 return
             self._free.setdefault(size, []).append(buffer)
             self._free_bytes += size

@@ -3,7 +3,8 @@
 `CODECS` has all of them by the names of the configuration's `wire` section. A codec turns a tensor
 into parts (contiguous tensors on the same device, so that only they are copied to the host) and
 back; the parts' types and shapes follow from the tensor's alone. Same input, same bits, in any
-process and with any number of threads; only operations that IEEE 754 rounds exactly are used.
+process and with any number of threads; only operations that IEEE 754 rounds exactly are used. An
+Intel GPU may round the reciprocal of a scale otherwise: int8 may differ there in a last bit.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ BLOCK = 64
 _LARGEST = 127  # of the int8 values; -128 is not used, so that both signs reach equally far
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # its reciprocal is finite
 # Elements that are worked on at once. On a CPU two float32 scratch buffers of this size stay in
-# the cache. Smaller pieces are as fast alone, but each call takes Python's lock again, for which
-# the threads that compute compete. Elsewhere a piece only bounds the scratch memory.
+# the cache. Smaller runs are as fast alone, but each call takes Python's lock again, for which
+# the threads that compute compete. Elsewhere a run only bounds the scratch memory.
 _CPU_RUN = 2**17
 _DEVICE_RUN = 2**24
 
@@ -198,7 +199,7 @@ class Int8(Codec):
 def _block_runs(
     flat: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views of the three, [blocks, 64], [blocks, 64] and [blocks, 1], piece by piece; at last those
+    """Views of the three, [blocks, 64], [blocks, 64] and [blocks, 1], run by run; at last those
     of a block that is short."""
     whole = flat.numel() // BLOCK
     step = (_CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN) // BLOCK
@@ -216,7 +217,7 @@ def _block_runs(
 
 
 def _scratch(flat: torch.Tensor) -> torch.Tensor:
-    """Float32 room for the largest piece of `flat`. One for all pieces: fresh memory costs a page
+    """Float32 room for the largest run of `flat`. One for all runs: fresh memory costs a page
     fault per 4 KiB."""
     run = _CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN
     return torch.empty(min(flat.numel(), run), device=flat.device)

@@ -9,7 +9,9 @@ ROCm build of torch the name "cuda:0" is accepted for "rocm:0".
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
+import logging
 import platform
 import queue
 import re
@@ -32,6 +34,11 @@ _POLL_S = 0.0002
 _CLOCK_AGE_S = 5.0
 _CLOCK_TRIES = 3
 _CLOCK_WIDTH_S = 100e-6
+# torch rounds pinned memory up to a power of two and never gives it back: one part of a large state
+# would lock gigabytes for good. A copy of this size from plain memory costs little beside it.
+_MOST_PINNED_BYTES = 64 * 1024 * 1024
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something works on a device, and why."""
+    """Whether something works on a device, and why. What is `emulated` does not, but torch computes
+    it all the same, many times slower."""
 
     ok: bool
     reason: str
+    emulated: bool = False
 
     def __bool__(self) -> bool:
         return self.ok
@@ -126,15 +135,33 @@ class Device:
     def _four_bit(self) -> Support:
         return Support(True, "bitsandbytes on the CPU; slow, for trying out")
 
+    def use(self) -> None:
+        """Make this the calling thread's current device, for libraries that ask for that instead of
+        looking at their tensors (bitsandbytes, Triton kernels). For the computing thread."""
+
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""
+
+    def works(self) -> bool:
+        """Whether the device can still be used: after an illegal access or a failed assertion in a
+        kernel, every further call of this process fails."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in CPU memory, complete on return; itself when it is there already."""
         return tensor.detach().to("cpu")
 
     def allocate_host(self, nbytes: int) -> memoryview:
-        """CPU memory for transfers with this device, pinned where that makes them faster."""
+        """CPU memory for transfers with this device, pinned where that makes them faster and is no
+        more than 64 MiB."""
+        return memoryview(bytearray(nbytes))
+
+    def allocate_pinned(self, nbytes: int) -> memoryview:
+        """The same of any size, for memory that is used in every step."""
         return memoryview(bytearray(nbytes))
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
@@ -209,7 +236,29 @@ class Device:
         """Begin a new measurement of `peak_memory`, where the device has one."""
 
     def empty_cache(self) -> None:
-        """Give cached, unused memory back to the system."""
+        """Give cached, unused memory back to the system, and first what only the garbage collector
+        can free: libraries leave models in reference cycles."""
+        gc.collect()
+
+
+class HostCopy:
+    """The CPU copy of a tensor that is copied in every step, in memory that is kept.
+
+    A copy is valid until the next one is asked for: by then the peer has confirmed it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pool = BufferPool(device.allocate_pinned, max_bytes=None)
+        self._release: Callable[[], None] = _nothing
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in CPU memory, complete on return."""
+        self._release()
+        tensor = tensor.detach().contiguous()
+        event = self._device.record_event(tensor)
+        host, self._release = self._device.copy_out(tensor, event, self._pool)
+        return host
 
 
 class _QueuedMark(DeviceEvent):
@@ -259,9 +308,12 @@ class _Watcher:
 
     def _run(self) -> None:
         while True:
-            # No name for the mark: it would keep the last one alive.
-            with contextlib.suppress(RuntimeError):  # the computing thread hears it as well
+            try:
+                # No name for the event: it would keep the last one alive.
                 self._marks.get().wait()
+            except Exception as error:
+                # The computing thread meets it as well; this one goes on with the next event.
+                _log.debug("a device event cannot be waited for: %s", error)
 
 
 class _EventMark(_QueuedMark):
@@ -306,7 +358,15 @@ class _StreamDevice(Device):
     def _namespace(self) -> Any:
         raise NotImplementedError
 
+    def use(self) -> None:
+        self._namespace.set_device(self.torch_device)
+
     def allocate_host(self, nbytes: int) -> memoryview:
+        if nbytes > _MOST_PINNED_BYTES:
+            return super().allocate_host(nbytes)
+        return self.allocate_pinned(nbytes)
+
+    def allocate_pinned(self, nbytes: int) -> memoryview:
         """Pinned memory: copies run at the bus's speed and beside the computing. Plain memory
         where the system gives no more that is pinned."""
         # Without the device set, a thread's first pinned buffer could wake device 0 as well.
@@ -314,7 +374,7 @@ class _StreamDevice(Device):
             with self._namespace.device(self.torch_device):
                 pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
-            return super().allocate_host(nbytes)
+            return super().allocate_pinned(nbytes)
         return memoryview(pinned.numpy().data)  # the view keeps the tensor alive
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
@@ -456,7 +516,9 @@ class CudaDevice(_StreamDevice):
             if major >= 8:
                 return Support(True, f"native (compute capability {major}.{minor})")
             return Support(
-                False, f"compute capability {major}.{minor}; bfloat16 needs 8.0; use float16"
+                False,
+                f"compute capability {major}.{minor}; bfloat16 needs 8.0; use float16",
+                emulated=True,
             )
         return Support(False, f"{dtype} is not a training type")
 
@@ -489,6 +551,7 @@ class CudaDevice(_StreamDevice):
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def empty_cache(self) -> None:
+        super().empty_cache()
         torch.cuda.empty_cache()
 
 
@@ -616,6 +679,7 @@ class MpsDevice(Device):
         return int(torch.mps.driver_allocated_memory())
 
     def empty_cache(self) -> None:
+        super().empty_cache()
         torch.mps.empty_cache()
 
 
@@ -679,6 +743,7 @@ class XpuDevice(_StreamDevice):
         torch.xpu.reset_peak_memory_stats(self.torch_device)
 
     def empty_cache(self) -> None:
+        super().empty_cache()
         torch.xpu.empty_cache()
 
 

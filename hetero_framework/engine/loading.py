@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,9 @@ from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import DeviceError
 from hetero_framework.models.adapters import attach_adapter
 from hetero_framework.models.introspect import LIBRARY_ERRORS, one_line
-from hetero_framework.models.shard import ShardRange, load_shard
+from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
+
+_log = logging.getLogger(__name__)
 
 
 def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> list[Stage]:
@@ -25,6 +28,7 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
     assert config.model is not None
     quiet_libraries(config.training.log_level)
     seed = config.training.seed
+    check_types(config, device)
     if config.training.compiles:
         check_compiler(config.training, device)
     plan = None
@@ -35,6 +39,31 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
         plan = attach_adapter(shard, config.adapter, config.base_dir, seed, plan)
         stages.append(Stage(spec, shard, config, device))
     return stages
+
+
+def check_types(config: Config, device: Device) -> None:
+    """Say what the device only emulates. Raises DeviceError for a type that it does not have: else
+    that is a bare error of torch's in the middle of loading, or of step 1."""
+    assert config.model is not None
+    training, wanted = config.training, {}
+    name = config.model.dtype
+    if name == "auto":
+        stored = load_model_config(config.model, config.base_dir).dtype
+        name = str(stored or torch.float32).removeprefix("torch.")  # type: ignore[assignment]
+    wanted["model.dtype"] = getattr(torch, name)
+    if training.bf16 or training.fp16:
+        setting = "training.bf16" if training.bf16 else "training.fp16"
+        wanted[setting] = torch.bfloat16 if training.bf16 else torch.float16
+    for setting, dtype in wanted.items():
+        support = device.supports(dtype)
+        if support.emulated:
+            _log.warning("%s is emulated on %s: %s", setting, device.label, support.reason)
+        elif not support:
+            raise DeviceError(
+                f"{device.label} cannot compute in {str(dtype).removeprefix('torch.')}"
+                f" ({setting}): {support.reason}",
+                hint="choose another model.dtype, or training.fp16 instead of bf16",
+            )
 
 
 def check_compiler(training: TrainingConfig, device: Device) -> None:

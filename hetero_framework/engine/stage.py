@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core.devices import Device
+from hetero_framework.core.devices import Device, HostCopy
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.engine.seeds import Place, forward_seed
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
@@ -63,6 +63,9 @@ class Stage:
         by_name = dict(named)
         self._tied_head = by_name.get(tied_head) if tied_head else None
         self._tied_embedding = by_name.get(shard.embedding_name or "")
+        # The two cross the wire in every step, and may be a gigabyte each.
+        self._tied_gradient_copy = HostCopy(device)
+        self._tied_weight_copy = HostCopy(device)
         self._names = {p: name for name, p in self._parameters}
         self._optimizer = (
             build_optimizer(training, shard.model, list(self._names)) if self._names else None
@@ -160,7 +163,7 @@ class Stage:
             if self._tied_embedding is not None:
                 tied_gradient = self._tied_head.grad
             else:
-                outgoing = self._device.to_host(self._tied_head.grad)
+                outgoing = self._tied_gradient_copy.of(self._tied_head.grad)
         norms = []
         for _, parameter in self._parameters:
             if parameter.grad is not None:
@@ -174,8 +177,7 @@ class Stage:
                 else torch.zeros((), device=parameter.device)
             )
         stacked = torch.stack(norms) if norms else torch.zeros(0)
-        nonfinite = tuple(k for k, finite in sorted(self._finite.items()) if not finite)
-        return GradientReport(self._device.to_host(stacked), nonfinite, outgoing)
+        return GradientReport(self._device.to_host(stacked), self._nonfinite(), outgoing)
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
         """Clip by the factor that the coordinator derived from all stages, and step."""
@@ -278,7 +280,7 @@ class Stage:
         """The embedding's weight, where its tied head lives on another stage."""
         if self._tied_embedding is None or self._tied_head is not None:
             return None
-        return self._device.to_host(self._tied_embedding.detach())
+        return self._tied_weight_copy.of(self._tied_embedding)
 
     def set_tied_weight(self, weight: torch.Tensor) -> None:
         if self._tied_head is not None:
@@ -328,6 +330,13 @@ class Stage:
         # Kept on the device and read once per step: a look at it now would stall a GPU.
         if self._info.train:
             self._finite[micro_batch] = torch.isfinite(tensor.detach()).all()
+
+    def _nonfinite(self) -> tuple[int, ...]:
+        """Micro-batches whose output was not finite; one read, since each waits for the device."""
+        if not self._finite:
+            return ()
+        finite = self._device.to_host(torch.stack(list(self._finite.values()))).tolist()
+        return tuple(sorted(k for k, ok in zip(self._finite, finite, strict=True) if not ok))
 
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:

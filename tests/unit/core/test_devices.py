@@ -304,6 +304,7 @@ def test_cuda_support_follows_the_compute_capability(
     assert bool(device.supports(torch.bfloat16)) == bfloat16
     assert bool(device.four_bit()) == four_bit
     assert f"{capability[0]}.{capability[1]}" in device.supports(torch.bfloat16).reason
+    assert device.supports(torch.bfloat16).emulated == (not bfloat16)
     assert (device.memory().total, device.memory().free) == (8, 3)
 
 
@@ -657,6 +658,88 @@ def test_host_memory_is_pinned_and_plain_where_there_is_no_more(
         view[nbytes - 1] = 1
         assert (view.nbytes, view.readonly) == (nbytes, False)
     assert asked == [(64, device.torch_device), (128, device.torch_device)]
+
+
+def test_large_host_memory_is_not_pinned_unless_it_is_kept(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = streams
+    pinned: list[int] = []
+    empty = torch.empty
+
+    def allocate(nbytes: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        pinned.append(nbytes)
+        return empty(nbytes, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    limit = 64 * 2**20
+    assert device.allocate_host(limit).nbytes == limit
+    assert device.allocate_host(limit + 1).nbytes == limit + 1
+    assert pinned == [limit]
+    assert device.allocate_pinned(limit + 1).nbytes == limit + 1
+    assert pinned == [limit, limit + 1]
+
+
+def test_the_computing_thread_makes_its_device_the_current_one(
+    streams: tuple[Device, FakeStreams],
+) -> None:
+    device, fake = streams
+    fake.set_device = fake.devices.append  # type: ignore[attr-defined]
+    device.use()
+    assert fake.devices == [device.torch_device]
+
+
+def test_a_device_with_a_broken_context_does_not_work(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = streams
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(device, "synchronize", lambda: None)
+    assert device.works()
+    monkeypatch.setattr(device, "synchronize", broken)
+    assert not device.works()
+
+
+def test_a_copy_that_is_made_every_step_keeps_its_memory(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = streams
+    allocated: list[int] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        allocated.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    monkeypatch.setattr(device, "allocate_pinned", allocate)
+    copy = devices.HostCopy(device)
+    for step in range(3):
+        assert torch.equal(copy.of(torch.full((5,), step)), torch.full((5,), step))
+    assert len(allocated) == 1
+
+
+def test_a_copy_of_what_the_cpu_has_is_no_copy() -> None:
+    tensor = torch.ones(5)
+    assert devices.HostCopy(Device()).of(tensor).data_ptr() == tensor.data_ptr()
+
+
+def test_empty_cache_frees_what_only_the_collector_can() -> None:
+    class Model:
+        pass
+
+    model = Model()
+    model.itself = model  # type: ignore[attr-defined]
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is not None
+        Device().empty_cache()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 class FakeMps:

@@ -1,0 +1,29 @@
+"""What other libraries' errors mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_framework.errors import ResourceError, as_hetero_error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: out of memory",
+        "HIP out of memory",
+        "MPS backend out of memory (MPS allocated: 17.9 GB)",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        "Native API failed. Native API returns: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory",
+    ],
+)
+def test_memory_that_ran_out_is_recognised(text: str) -> None:
+    assert isinstance(as_hetero_error(RuntimeError(text)), ResourceError)
+
+
+def test_another_error_of_a_device_is_a_bug() -> None:
+    assert as_hetero_error(RuntimeError("CUDA error: device-side assert triggered")) is None
