@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import statistics
 import sys
@@ -173,6 +174,7 @@ def make_config(
                 "connect_timeout_s": 30.0,
                 "step_timeout_s": 60.0,
                 "max_in_flight": engine.max_in_flight,
+                "log_level": "ERROR",
             },
         }
     )
@@ -180,25 +182,32 @@ def make_config(
 
 def work(connection: Connection, config: dict[str, Any], worker: int, load: Load) -> None:
     """A worker process: serves one run after the other until it is ended."""
-    told = False
+    logging.getLogger("hetero_framework").addHandler(_FirstLine(connection))
+    serve(Config.from_dict(config), worker, build=load.build, keep=True)
 
-    def say(text: str) -> None:
-        nonlocal told
-        if not told:
-            told = True
-            connection.send(text)
 
-    serve(Config.from_dict(config), worker, build=load.build, keep=True, say=say)
+class _FirstLine(logging.Handler):
+    """Sends the first line of the log, which says that the worker listens."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection: Connection | None = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._connection is not None:
+            self._connection.send(record.getMessage())
+            self._connection = None
 
 
 def coordinate(connection: Connection, load: Load, counters: Counters, verbose: bool) -> None:
     """The coordinator's process: one run after the other, as it is told."""
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
     while True:
         raw, steps, leak_bytes = connection.recv()
         with Cluster(
             Config.from_dict(raw),
             max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
-            note=lambda text: print(text, file=sys.stderr) if verbose else None,
             build=load.build,
         ) as cluster:
             cluster.connect()

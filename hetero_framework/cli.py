@@ -17,6 +17,7 @@ from typing import Any
 
 from hetero_framework._version import __version__
 from hetero_framework.errors import HeteroError, StoppedEarly, UserError, as_hetero_error
+from hetero_framework.log import Lines, log_to, one_line, set_level, to_stderr
 
 DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        code = arguments.run(arguments)
+        with log_to("INFO", Lines(to_stderr)):
+            code = arguments.run(arguments)
         sys.stdout.flush()
         return int(code or 0)
     except BrokenPipeError:  # `hetero ... | head`
@@ -255,10 +257,18 @@ def _run_worker(arguments: argparse.Namespace) -> int:
 
     role = decide_role(config, role="worker", worker_id=arguments.worker_id)
     _import_files(arguments)
-    return _serve(config, role.worker_ids, keep=arguments.keep, debug=arguments.debug)
+    logs = config.output_dir / "logs" if arguments.supervised else None
+    return _serve(config, role.worker_ids, keep=arguments.keep, debug=arguments.debug, logs=logs)
 
 
-def _serve(config: Any, worker_ids: Sequence[int | str], *, keep: bool = False, debug: bool) -> int:
+def _serve(
+    config: Any,
+    worker_ids: Sequence[int | str],
+    *,
+    keep: bool = False,
+    debug: bool,
+    logs: Path | None = None,
+) -> int:
     if len(worker_ids) > 1:
         from hetero_framework.cluster.local_workers import run_workers
 
@@ -270,7 +280,7 @@ def _serve(config: Any, worker_ids: Sequence[int | str], *, keep: bool = False, 
     from hetero_framework.cluster.worker import serve
     from hetero_framework.engine.loading import load_stages
 
-    serve(config, worker_ids[0], build=load_stages, keep=keep)
+    serve(config, worker_ids[0], build=load_stages, keep=keep, logs=logs)
     return 0
 
 
@@ -312,7 +322,7 @@ def _run_diagram(arguments: argparse.Namespace) -> int:
     if form is None and arguments.output is None:
         form = config.training.visualization_format
     output = arguments.output or f"architecture.{form}"
-    print(draw(config, output, form, notify=_note))
+    print(draw(config, output, form))
     return 0
 
 
@@ -357,7 +367,7 @@ def _run_timeline(arguments: argparse.Namespace) -> int:
     place = Path(arguments.place)
     folder = place if place.is_dir() else place.parent
     output = arguments.output or folder / f"timeline.{arguments.format or 'png'}"
-    file = draw(picture(trace, step - 1, found.bound_s), output, arguments.format, notify=_note)
+    file = draw(picture(trace, step - 1, found.bound_s), output, arguments.format)
     if not arguments.json:
         print(f"\ndrawn: step {step} in {file}")
     return 0
@@ -547,7 +557,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         )
     from hetero_framework.commands.bench import bench, text
 
-    found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6, note=_tell)
+    found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6)
     print(json.dumps(found, indent=2) if arguments.json else text(found))
     return 0
 
@@ -643,7 +653,9 @@ def _load(arguments: argparse.Namespace) -> Any:
         # A path on the command line starts at the current directory, one in the file at the file.
         path = Path(arguments.output_dir).absolute()
         overrides.append(f"training.output_dir={json.dumps(str(path))}")
-    return load_config(arguments.config, overrides, getattr(arguments, "base_dir", None))
+    config = load_config(arguments.config, overrides, getattr(arguments, "base_dir", None))
+    set_level(config.training.log_level)
+    return config
 
 
 def _resume_step(text: str) -> int | str:
@@ -664,16 +676,8 @@ def _cuts(text: str) -> tuple[int, ...]:
     return cuts
 
 
-def _note(text: str) -> None:
-    print(f"hetero: note: {text}", file=sys.stderr, flush=True)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _say_error(message: str, kind: str = "error") -> None:
-    lines = message.splitlines() or [""]
+    lines = [one_line(line) for line in message.splitlines()] or [""]
     if len(lines) > _MAX_MESSAGE_LINES:
         lines = [*lines[: _MAX_MESSAGE_LINES - 1], "  ... (all of it with --debug)"]
     with contextlib.suppress(OSError):

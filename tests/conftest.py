@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
+
+from hetero_framework.log import Lines, log_to
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread per process: parity to the last bit is promised for equal thread counts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is remembered between tests; those of what is remembered choose a directory.
 os.environ.setdefault("HETERO_CACHE", "")
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The package's log lines, as they come."""
+    lines: list[str] = []
+    with log_to("INFO", Lines(lambda level, text: lines.append(text))):
+        yield lines

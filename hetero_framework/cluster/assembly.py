@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -30,10 +31,12 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.stage_api import StageInterface, StepInfo, StepSchedule
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError
+from hetero_framework.log import event
 from hetero_framework.models.objective import objective_of
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner
 
+_log = logging.getLogger(__name__)
 _RECONNECT_S = 60.0
 _MAX_RECOVERIES = 5
 _LOAD_POLL_S = 0.5
@@ -64,13 +67,11 @@ class Cluster:
         config: Config,
         *,
         max_frame_bytes: int,
-        note: Callable[[str], None],
         build: BuildStages = load_stages,
         debug: bool = False,
     ) -> None:
         """`build` makes this process's stages."""
         self._config = config
-        self._note = note
         self._build = build
         self._goodbye = Message(Bye("the run is over"))
         self.run_id = secrets.token_hex(8)
@@ -81,7 +82,6 @@ class Cluster:
         self._local = LocalWorkers(
             config,
             [worker for worker in local_worker_ids(config) if worker in used],
-            note=note,
             debug=debug,
         )
         self._meter = ArrivalMeter(Recorder(config.training.timeline_steps))
@@ -89,7 +89,6 @@ class Cluster:
             config,
             self.run_id,
             max_frame_bytes,
-            note=note,
             allocate=self.device.allocate_host,
             exit_text=self._exit_text,
             unpack=lambda message: unpack(message, self.device),
@@ -137,10 +136,15 @@ class Cluster:
                 said.device, said.device_label, said.memory_total, said.memory_free
             )
             if said.torch.split("+")[0] != torch.__version__.split("+")[0]:
-                self._note(
-                    f"worker {worker} has torch {said.torch}, the coordinator "
-                    f"{torch.__version__}: equal to the last bit only with equal versions"
+                _log.warning(
+                    "worker %s has torch %s, the coordinator %s: equal to the last bit only with "
+                    "equal versions",
+                    worker,
+                    said.torch,
+                    torch.__version__,
                 )
+            connected = event("worker connected", worker=worker, device=said.device_label)
+            _log.info("", extra=connected)
         return facts
 
     def load(
@@ -208,6 +212,8 @@ class Cluster:
             if self._may_be_direct(before, after)
         ]
         problems = self._peers.connect_workers(pairs, _PEER_S) if pairs else {}
+        for one, other in {pair for pair in pairs if frozenset(pair) in self._peers.direct}:
+            _log.info("", extra=event("direct link opened", workers=f"{one}, {other}"))
         told = set()
         for before, after in pairwise(specs):
             pair = frozenset((before.owner, after.owner))
@@ -220,7 +226,13 @@ class Cluster:
                 )
             if pair not in told:
                 told.add(pair)
-                self._note(f"{problems[pair]}; their tensors go through the coordinator")
+                _log.warning(
+                    "%s; their tensors go through the coordinator",
+                    problems[pair],
+                    extra=event(
+                        "no direct link", "relay", workers=", ".join(sorted(map(str, pair)))
+                    ),
+                )
 
     def _links(self, after: StageSpec) -> str:
         """The mode of the boundary in front of a stage."""
@@ -257,7 +269,7 @@ class Cluster:
             elif time.monotonic() - told > 60:
                 told = time.monotonic()
                 absent = [str(w) for w in self._peers.workers if w not in ready]
-                self._note(f"still loading: worker {', '.join(absent)}")
+                _log.info("still loading: worker %s", ", ".join(absent))
         return ready
 
     # -- steps ----------------------------------------------------------------------------------
@@ -267,6 +279,7 @@ class Cluster:
     ) -> None:
         """Announce a step, or announce it again after a lost link, to every stage."""
         self._attempt += 1
+        _log.debug("step %d, attempt %d: %d micro-batches", step + 1, self._attempt, micro_batches)
         info = StepInfo(step, self._attempt, train, micro_batches, num_items, loss_scale)
         direct = self.direct
         choice = self._pace.choice(micro_batches, direct)
@@ -345,6 +358,7 @@ class Cluster:
         while True:
             try:
                 if broken:
+                    _log.info("", extra=event("step repeated"))
                     self.pipeline.abort()
                     broken = False
                 result = action()
@@ -355,9 +369,13 @@ class Cluster:
                 broken = True
                 self._peers.drop_direct(lost.pair)
                 one, other = sorted(lost.pair, key=str)
-                self._note(
-                    f"lost the link between workers {one} and {other} ({lost.reason}); their "
-                    "tensors go through the coordinator now"
+                _log.warning(
+                    "lost the link between workers %s and %s (%s); their tensors go through the "
+                    "coordinator now",
+                    one,
+                    other,
+                    lost.reason,
+                    extra=event("direct link lost", "relay", workers=f"{one}, {other}"),
                 )
             else:
                 self._recoveries.clear()
@@ -377,7 +395,12 @@ class Cluster:
             raise PeerLostError(
                 f"worker {lost.worker} is gone: {ended}", hint="continue with --resume latest"
             ) from lost
-        self._note(f"lost the link to worker {lost.worker} ({lost.reason}); connecting again")
+        _log.warning(
+            "lost the link to worker %s (%s); connecting again",
+            lost.worker,
+            lost.reason,
+            extra=event("worker lost", "connecting again", worker=lost.worker),
+        )
         timeout_s = min(_RECONNECT_S, self._config.training.connect_timeout_s)
         self._peers.reconnect(lost.worker, timeout_s)
         try:
@@ -385,7 +408,8 @@ class Cluster:
         except LinkLost as again:
             self.recover(again)
             return
-        self._note(f"worker {lost.worker} is back")
+        back = event("worker back", worker=lost.worker)
+        _log.info("worker %s is back", lost.worker, extra=back)
 
     def why(self, lost: LinkLost) -> str:
         """How the worker of a lost link ended, if it was started here; else what broke the link."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -27,10 +28,12 @@ from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.errors import PeerLostError, ResourceError
+from hetero_framework.log import one_line
 
 WorkerId = int | str
 GRACE_S = 10.0
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
+_log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
@@ -91,13 +94,11 @@ class LocalWorkers:
         config: Config,
         worker_ids: Iterable[WorkerId],
         *,
-        note: Callable[[str], None] = lambda text: None,
         debug: bool = False,
         program: Sequence[str] = PROGRAM,
     ) -> None:
         self._config = config
         self._ids = tuple(worker_ids)
-        self._note = note
         self._debug = debug
         self._program = program
         self._children: dict[WorkerId, _Child] = {}
@@ -136,9 +137,11 @@ class LocalWorkers:
         if addresses.is_local_address(worker.ip) and not addresses.port_is_free(
             worker.ip, worker.port
         ):
-            self._note(
-                f"worker {worker_id}: something already listens at {worker.ip} port"
-                f" {worker.port}; using it"
+            _log.info(
+                "worker %s: something already listens at %s port %d; using it",
+                worker_id,
+                worker.ip,
+                worker.port,
             )
             return
         log = spawner.log_dir / f"worker-{worker_id}.log"
@@ -146,7 +149,7 @@ class LocalWorkers:
             begin = output.tell()
             process = spawner.spawn(worker_id, output)
         self._children[worker_id] = _Child(process, log, begin)
-        self._note(f"worker {worker_id}: started as process {process.pid}; its log is {log}")
+        _log.info("worker %s: started as process %d; its log is %s", worker_id, process.pid, log)
 
     def pids(self) -> dict[WorkerId, int]:
         """Process ids of the workers that run now."""
@@ -265,9 +268,9 @@ def _print_lines(process: subprocess.Popen[bytes], prefix: str) -> threading.Thr
 
     def copy() -> None:
         for line in lines:
-            text = line.decode("utf-8", "replace").rstrip()
+            text = one_line(line.decode("utf-8", "replace").rstrip())
             # One write per line keeps the lines of several workers whole.
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError, ValueError):
                 sys.stdout.write(f"{prefix}{text}\n")
                 sys.stdout.flush()
 

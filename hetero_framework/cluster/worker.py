@@ -8,18 +8,20 @@ another run's HELLO replaces them. Links to other workers are in meeting.py.
 
 from __future__ import annotations
 
+import logging
 import queue
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hetero_framework import control
+from hetero_framework import control, log
 from hetero_framework._version import __version__
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
@@ -80,11 +82,12 @@ from hetero_framework.errors import (
     as_hetero_error,
 )
 
-Say = Callable[[str], None]
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 
+_log = logging.getLogger(__name__)
 _HELLO_S = 10.0
 _POLL_S = 0.5
+_MAX_LINES = 100  # that wait for the coordinator
 # Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 
@@ -137,21 +140,27 @@ def serve(
     *,
     build: BuildStages,
     keep: bool = False,
-    say: Say | None = None,
+    logs: Path | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
 
-    `build` makes the stages: `loading.load_stages` loads real ones.
+    `build` makes the stages: `loading.load_stages` loads real ones. Log lines go to standard error
+    and to the coordinator, events to `logs`/events.jsonl if there is such a directory.
 
     Raises NetworkError when the port is taken, DeviceError when the device is not there, and the
     run's own error when it fails here; the coordinator has been told the same.
     """
-    Worker(config, worker_id, keep=keep, build=build, say=say or _print).serve(should_stop)
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    worker = Worker(config, worker_id, keep=keep, build=build)
+    to_coordinator = log.Lines(worker.show_to_coordinator)
+    to_coordinator.addFilter(lambda record: not hasattr(record, "peer"))  # no stranger's words
+    handlers: list[logging.Handler] = [log.Lines(log.to_stderr), to_coordinator]
+    if logs is not None:
+        events = log.Events(logs / log.EVENTS_FILE, f"worker {worker_id}")
+        events.open()
+        handlers.append(events)
+    with log.log_to(config.training.log_level, *handlers):
+        worker.serve(should_stop)
 
 
 class Worker:
@@ -164,17 +173,16 @@ class Worker:
         *,
         keep: bool,
         build: BuildStages,
-        say: Say,
     ) -> None:
         self._entry = config.worker(worker_id)
         self._base_dir = config.base_dir
         self._liveness_s = config.training.liveness_timeout_s
         self._keep = keep
         self._build = build
-        self._say = say
         self._device = open_device(self._entry.device)
         self._events: queue.SimpleQueue[_Event | Introduced | _Failure] = queue.SimpleQueue()
         self._link: Link | None = None
+        self._lines: deque[tuple[str, str]] = deque(maxlen=_MAX_LINES)
         self._peers = PeerLinks(
             self._entry.id,
             self._greet_peer,
@@ -194,9 +202,13 @@ class Worker:
             target=self._accept, args=(listener,), name="accept", daemon=True
         )
         acceptor.start()
-        self._say(
-            f"worker {entry.id} listens on {entry.ip}:{entry.port} "
-            f"({self._device.name}, {self._device.label})"
+        _log.info(
+            "worker %s listens on %s:%d (%s, %s)",
+            entry.id,
+            entry.ip,
+            entry.port,
+            self._device.name,
+            self._device.label,
         )
         try:
             while not self._done and not should_stop():
@@ -211,7 +223,7 @@ class Worker:
                     # A process whose device is broken would fail every later run as well.
                     if not self._keep or not self._device.works():
                         raise
-                    self._say(f"the run failed here: {known}")
+                    _log.error("the run failed here: %s", known.message)
                     self._leave()
         except KeyboardInterrupt:
             # Without this the coordinator would wait for a link that cannot come back.
@@ -226,6 +238,7 @@ class Worker:
 
     def _turn(self) -> None:
         """Handle what has arrived; then one task; wait only when there is neither."""
+        self._send_lines()
         while (event := self._next_event(0)) is not None:
             self._handle(event)
         runner = self._run.runner if self._run is not None else None
@@ -276,7 +289,11 @@ class Worker:
         if message is None:
             self._link = None
             if self._run is not None:
-                self._say(f"lost the coordinator ({event.lost}); waiting for it to come back")
+                _log.warning(
+                    "lost the coordinator (%s); waiting for it to come back",
+                    event.lost,
+                    extra=log.event("coordinator lost", "waiting for it"),
+                )
             return
         self._session.receive(message)
         with suppress(LinkGone):
@@ -308,10 +325,12 @@ class Worker:
             case Control():
                 self._on_control(message, body)
             case Bye():
-                self._say(f"the coordinator says goodbye: {body.reason}")
+                ended = log.event("run ended", reason=body.reason)
+                _log.info("the coordinator left: %s", body.reason, extra=ended)
                 self._leave()
             case Error() | Reject():
-                self._say(f"the coordinator stopped: {body.message}")
+                failed = log.event("run failed", reason=body.message)
+                _log.warning("the coordinator stopped: %s", body.message, extra=failed)
                 self._leave()
 
     def _from_peer(self, event: _Event) -> None:
@@ -326,7 +345,12 @@ class Worker:
             return
         worker = self._peers.lost(event.link)
         if worker is not None and self._run is not None:
-            self._say(f"lost the link to worker {worker} ({event.lost})")
+            _log.warning(
+                "lost the link to worker %s (%s)",
+                worker,
+                event.lost,
+                extra=log.event("direct link lost", worker=worker),
+            )
             with suppress(LinkGone):  # then the next step finds out
                 self._tell_lost(worker, event.lost or "closed")
 
@@ -432,7 +456,8 @@ class Worker:
         if run.meter is not None:
             link.on_moved = run.meter.watch("local")
         memory = self._device.memory()
-        self._say(f"serving the run of {link.name}")
+        _log.info("serving the run of %s", link.name, extra=log.event("coordinator connected"))
+        self._lines.clear()  # what was said before is not for this coordinator
         self._send(
             Message(
                 Welcome(
@@ -449,7 +474,9 @@ class Worker:
         )
 
     def _refuse(self, link: Link, code: RejectCode, message: str, hint: str | None) -> None:
-        self._say(f"refused {link.name}: {message}")
+        # A stranger's host, not its port: each of its connections has another one.
+        peer = link.name.rpartition(":")[0]
+        _log.warning("refused %s: %s", link.name, message, extra=log.said_by(peer))
         with suppress(HeteroError):
             link.send(Message(Reject(code, message, hint)))
         # Not here: closing waits for the peer, and a run may be going on.
@@ -464,11 +491,12 @@ class Worker:
         config = Config.from_dict(setup.config, self._base_dir)
         specs = [spec for spec in config.stages() if spec.index in setup.stages]
         layers = ", ".join(spec.layers for spec in specs)
-        self._tell(f"loading {layers}")
+        _log.info("loading %s", layers)
+        self._send_lines()
         began = time.monotonic()
         stages = self._build(config, specs, self._device)
         seconds = time.monotonic() - began
-        self._tell(f"loaded {layers} onto {self._device.name} in {seconds:.0f} s")
+        _log.info("loaded %s onto %s in %.0f s", layers, self._device.name, seconds)
         self._install(run, config, stages)
         loaded = [
             LoadedStage(stage.index, tuple(Parameter(*entry) for entry in stage.trainable()))
@@ -517,11 +545,13 @@ class Worker:
         for stage in self._runner.stages:
             stage.input_requires_grad = stage.index in start.input_requires_grad
         self._current.started = True
-        self._say("ready")
+        _log.info("ready")
 
     def _on_step(self, step: Step) -> None:
         run = self._current
         info, run.orders = messages.step_info(step), messages.step_schedule(step)
+        log.set_step(info.step + 1)
+        _log.debug("step %d, attempt %d", info.step + 1, info.attempt)
         self._device.reset_peak_memory()
         self._peers.ping()
         run.last_attempt, run.reported = info.attempt, False
@@ -688,10 +718,14 @@ class Worker:
                 raise  # a frame that is too large
             raise LinkGone from error
 
-    def _tell(self, text: str) -> None:
-        """A line here and on the coordinator's screen."""
-        self._say(text)
-        self._send(Message(Log("INFO", text)))
+    def show_to_coordinator(self, level: str, text: str) -> None:
+        """Have the main thread send a line of the log, once a coordinator is there. Callable from
+        any thread."""
+        self._lines.append((level, text))
+
+    def _send_lines(self) -> None:
+        while self._lines and self._link is not None:
+            self._pass(Message(Log(*self._lines.popleft())))
 
     def _report(self, error: HeteroError) -> None:
         """Tell the coordinator why this worker ends."""

@@ -6,6 +6,7 @@ threads, while they come in. Everything else lands in one inbox, which the train
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -39,8 +40,11 @@ from hetero_framework.errors import (
     ProtocolError,
     error_from_peer,
 )
+from hetero_framework.log import said_by
 
 Watch = Callable[[str, Message, float, float], None]
+_log = logging.getLogger(__name__)
+_LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 _HANDSHAKE_S = 60.0
 _QUIET_S = 20.0
@@ -79,23 +83,21 @@ class WorkerLinks:
         run_id: str,
         max_frame_bytes: int,
         *,
-        note: Callable[[str], None],
         allocate: Callable[[int], memoryview] | None = None,
         exit_text: Callable[[WorkerId], str | None] = lambda worker: None,
         unpack: Callable[[Message], Any] = lambda message: None,
         watch: Callable[[WorkerId], Watch] | None = None,
     ) -> None:
-        """`note` shows a line to the user; `allocate` makes receive buffers (pinned on GPUs);
-        `exit_text` says how a local worker process ended, None while it lives. `unpack` makes of
-        a message for this process, in a reader thread, what its Event has as `arrival`;
-        `watch(worker)` gives the function that hears of every frame on its link.
+        """`allocate` makes receive buffers (pinned on GPUs); `exit_text` says how a local worker
+        process ended, None while it lives. `unpack` makes of a message for this process, in a
+        reader thread, what its Event has as `arrival`; `watch(worker)` gives the function that
+        hears of every frame on its link.
         """
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
         self._run_id = run_id
         self._max_frame_bytes = max_frame_bytes
-        self._note = note
         self._allocate = allocate
         self._exit_text = exit_text
         self._unpack = unpack
@@ -204,7 +206,7 @@ class WorkerLinks:
                     ) from None
                 if not told:
                     told = True
-                    self._note(f"worker {worker.id}: {busy}; waiting up to {left:.0f} s for it")
+                    _log.info("worker %s: %s; waiting up to %.0f s for it", worker.id, busy, left)
             self._stop.wait(_BUSY_PAUSE_S)
 
     def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> Welcome:
@@ -224,9 +226,13 @@ class WorkerLinks:
             # A worker of this machine is still importing torch; that is not worth a line.
             if not told and elapsed_s > _QUIET_S:
                 told = True
-                self._note(
-                    f"waiting for worker {worker.id} at {worker.ip}:{worker.port} ({reason}; "
-                    f"up to {timeout_s - elapsed_s:.0f} s more)"
+                _log.info(
+                    "waiting for worker %s at %s:%d (%s; up to %.0f s more)",
+                    worker.id,
+                    worker.ip,
+                    worker.port,
+                    reason,
+                    timeout_s - elapsed_s,
                 )
 
         sock = connect(
@@ -430,7 +436,9 @@ class WorkerLinks:
                 raise lost
             return None  # the other end has told it already
         if isinstance(body, Log):
-            self._note(f"worker {event.worker}: {body.text}")
+            peer = f"worker {event.worker}"
+            level = _LEVELS.get(body.level, logging.INFO)
+            _log.log(level, "%s: %s", peer, body.text, extra=said_by(peer))
             return None
         return event
 

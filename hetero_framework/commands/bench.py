@@ -6,10 +6,11 @@ training would use. Steps are computed and then forgotten: no weight changes and
 
 from __future__ import annotations
 
+import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,14 +31,14 @@ from hetero_framework.trainer import setup
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.visualizer.text import table
 
-Note = Callable[[str], None]
+_log = logging.getLogger(__name__)
 
 _FRAME_HEADER_BYTES = 4096
 _UNEXPLAINED = 1.15
 _REQUEST = 1 << 31
 
 
-def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20, note: Note) -> dict[str, Any]:
+def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20) -> dict[str, Any]:
     """Measure the machines of `config`; JSON types, times in seconds and sizes in bytes.
 
     `steps` training steps are computed (at least two; the first does not count). Messages of
@@ -50,16 +51,16 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20, note: Note) 
     check_optimizer(config.training)
     # The workers' logs go into the folder; output_dir stays as it is.
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
-        parts = setup.prepare(config.with_changes(training={"output_dir": folder}), note)
-        with Cluster(parts.config, max_frame_bytes=parts.max_frame_bytes, note=note) as cluster:
+        parts = setup.prepare(config.with_changes(training={"output_dir": folder}))
+        with Cluster(parts.config, max_frame_bytes=parts.max_frame_bytes) as cluster:
             facts = cluster.connect()
-            parts = setup.fit_devices(parts, facts, note)
+            parts = setup.fit_devices(parts, facts)
             cluster.load(parts.config, parts.memory_limits)
             most = min(parts.max_frame_bytes - _FRAME_HEADER_BYTES, link_probe.MOST_BYTES)
             nbytes = min(nbytes, most)
             with _losses_told(cluster):
-                links = _links(cluster, config, nbytes, note)
-                taken = _steps(cluster, parts, max(2, steps), note)
+                links = _links(cluster, config, nbytes)
+                taken = _steps(cluster, parts, max(2, steps))
             profile = cluster.profile()
     micro_batches = taken[-1].micro_batches
     return {
@@ -92,14 +93,14 @@ def _losses_told(cluster: Cluster) -> Iterator[None]:
         ) from lost
 
 
-def _links(cluster: Cluster, config: Config, nbytes: int, note: Note) -> list[dict[str, Any]]:
+def _links(cluster: Cluster, config: Config, nbytes: int) -> list[dict[str, Any]]:
     found = []
     for worker in cluster.workers:
-        note(f"measuring the link to worker {worker}")
+        _log.info("measuring the link to worker %s", worker)
         speed = link_probe.measure(partial(cluster.pipeline.ask, worker), nbytes)
         found.append({"from": "coordinator", "to": worker, **asdict(speed)})
     for one, other in _direct_pairs(cluster, config.stages()):
-        note(f"measuring the link between workers {one} and {other}")
+        _log.info("measuring the link between workers %s and %s", one, other)
         question = link_probe.peer_question(_REQUEST, other, nbytes)
         answer = cluster.pipeline.ask(one, question)
         found.append({"from": one, "to": other, **asdict(link_probe.peer_speed(answer))})
@@ -129,7 +130,7 @@ class _Taken:
     micro_batches: int
 
 
-def _steps(cluster: Cluster, parts: setup.Prepared, steps: int, note: Note) -> list[_Taken]:
+def _steps(cluster: Cluster, parts: setup.Prepared, steps: int) -> list[_Taken]:
     """Compute steps and forget them; what all but the first took.
 
     An epoch's last step may be a short one, so it is left out where there are others.
@@ -148,7 +149,7 @@ def _steps(cluster: Cluster, parts: setup.Prepared, steps: int, note: Note) -> l
         cluster.observe(len(batches), found)
         cluster.pipeline.abort()
         taken.append(_Taken(seconds, sum(map(token_count, batches)), len(batches)))
-        note(f"step {number + 1} of {steps}: {_time(seconds)}")
+        _log.info("step %d of %d: %s", number + 1, steps, _time(seconds))
     return taken[1:]
 
 

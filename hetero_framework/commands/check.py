@@ -48,7 +48,7 @@ def check(config: Config) -> dict[str, Any]:
         model_config = load_model_config(config.model, config.base_dir)
         config.plan.covers(num_layers(model_config))
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
-        config = resolve_loss_chunk(config, model_config, tokens, notes.append)
+        config = resolve_loss_chunk(config, model_config, tokens)
         memory = estimate_memory(config, model_config, in_flight=schedule["held"])
         if any(config.checkpointing(spec.index) == "auto" for spec in config.stages()):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")

@@ -497,7 +497,10 @@ class TrainingConfig(Section):
         " output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all.",
         json_schema_extra={"unit": "steps"},
     )
-    log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    log_level: str = Field(
+        default="INFO",
+        description="Lines of this level and above are shown: DEBUG, INFO, WARNING or ERROR.",
+    )
     connect_timeout_s: float = Field(
         default=300.0,
         gt=0,

@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ class Wait:
 class Timeline:
     """Gathers the spans of a run and writes output_dir/timeline.json.
 
-    A file that cannot be written is reported once through `note` and ends no run.
+    A file that cannot be written is reported once and ends no run.
     """
 
     def __init__(
@@ -149,12 +150,10 @@ class Timeline:
         config: Config,
         *,
         devices: Mapping[WorkerId, str] | None = None,
-        note: Callable[[str], None],
     ) -> None:
         labels = devices or {}
         owners = list(dict.fromkeys(["local", *(spec.owner for spec in config.stages())]))
         self.path = config.output_dir / TIMELINE_FILE
-        self._note = note
         self._numbers = {owner: number for number, owner in enumerate(owners)}
         self._processes = tuple(
             Process(owner, process_name(owner), labels.get(owner, "")) for owner in owners
@@ -207,7 +206,7 @@ class Timeline:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             self._failed = True
-            self._note(f"no timeline: cannot write {self.path}: {error.strerror}")
+            _log.warning("no timeline: cannot write %s: %s", self.path, error.strerror)
 
     def trace(self) -> Trace:
         """What has been gathered, on one clock that begins with the first event."""
@@ -270,6 +269,7 @@ def _settings(config: Config) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- one clock
 
 
+_log = logging.getLogger(__name__)
 _Frame = tuple[int, str, int, int]  # step, type, stage, micro-batch
 
 

@@ -23,7 +23,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,16 +59,14 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     `save_total_limit` is how many complete ones are kept (None: all); the one just written is never
-    among those deleted. `notify` gets one line of text about everything that happens unasked: a
-    leftover removed, an old checkpoint that could not be deleted, a damaged one passed over.
+    among those deleted. Everything that happens unasked is logged: a leftover removed, an old
+    checkpoint that could not be deleted, a damaged one passed over.
     """
 
     def __init__(
         self,
         root: str | os.PathLike[str],
         save_total_limit: int | None = None,
-        *,
-        notify: Callable[[str], None] | None = None,
     ) -> None:
         if save_total_limit is not None and save_total_limit < 1:
             raise CheckpointError(
@@ -76,7 +74,6 @@ class CheckpointStore:
             )
         self.root = Path(root)
         self.save_total_limit = save_total_limit
-        self._notify = notify or _log.warning
         self._verified: set[tuple[str, int, int]] = set()
 
     def begin(self, step: int) -> CheckpointWriter:
@@ -117,7 +114,7 @@ class CheckpointStore:
             except OSError as error:
                 raise _cannot_write(error, path) from error
         for line in done:
-            self._notify(line)
+            _log.warning("%s", line)
         return done
 
     def complete_steps(self) -> list[int]:
@@ -132,7 +129,7 @@ class CheckpointStore:
     def resolve(self, which: int | str) -> int:
         """The step that `which` ("latest" or a number) means, after reading and hashing all of it.
 
-        "latest" passes over damaged checkpoints and says so through `notify`; a number never falls
+        "latest" passes over damaged checkpoints and logs a warning; a number never falls
         back. Raises CheckpointError that lists the complete steps.
         """
         if which == "latest":
@@ -158,7 +155,7 @@ class CheckpointStore:
                 problems.append(error.message)
                 continue
             for problem in problems:
-                self._notify(f"{problem} Using checkpoint {step}.")
+                _log.warning("%s Using checkpoint %s.", problem, step)
             return step
         if problems:
             raise CheckpointError(" ".join(problems), hint=f"No valid checkpoint in {self.root}.")
@@ -199,7 +196,7 @@ class CheckpointStore:
             shutil.rmtree(trash)
         except OSError as error:
             # Disk is lost, not state: a file held open elsewhere (Windows) must not end a run.
-            self._notify(f"Could not delete the old checkpoint {directory}: {error}.")
+            _log.warning("Could not delete the old checkpoint %s: %s.", directory, error)
 
     def _directory(self, step: int) -> Path:
         directory = self.root / f"step_{step}"

@@ -6,8 +6,11 @@ It computes its own stages as a worker computes its own, through the same class.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,20 @@ from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.errors import (
     ConfigError,
+    HeteroError,
     NumericError,
     ResourceError,
     StoppedEarly,
+)
+from hetero_framework.log import (
+    EVENTS_FILE,
+    Events,
+    Lines,
+    event,
+    file_lines,
+    log_to,
+    set_step,
+    with_level,
 )
 from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.timeline import Timeline
@@ -41,6 +55,7 @@ from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,24 +82,26 @@ def train(
     config.require("model", "data")
     check_optimizer(config.training)
     show = progress or Progress()
+    events = Events(config.output_dir / EVENTS_FILE, "coordinator")
     if resume is None:
         resume = config.resume_step
-    with StopRequest() as stop, _OutputLock(config):
+    with StopRequest() as stop, _OutputLock(config), _log_of_run(config, show, events):
         try:
             if resume is not None:
-                _checkpoint_store(config, show).resolve(resume)  # before anything is loaded
-            parts = setup.prepare(config, note=show.message)
+                _checkpoint_store(config).resolve(resume)  # before anything is loaded
+            parts = setup.prepare(config)
             with Cluster(
-                parts.config, max_frame_bytes=parts.max_frame_bytes, note=show.message, debug=debug
+                parts.config, max_frame_bytes=parts.max_frame_bytes, debug=debug
             ) as cluster:
                 facts = cluster.connect()
-                parts = setup.fit_devices(parts, facts, show.message)
+                parts = setup.fit_devices(parts, facts)
                 cluster.load(parts.config, parts.memory_limits)
                 with MetricsWriter(
                     config.output_dir, config.training.report_to, logging_dir=config.logging_dir
                 ) as metrics:
                     run = Coordinator(config, parts, cluster, metrics, show, stop)
                     run.start(resume, facts)
+                    events.open()
                     with stop.waiting():
                         run.loop()
                         return run.finish()
@@ -119,7 +136,7 @@ class Coordinator:
         self._stop = stop
         self._order = ModelOrder(cluster.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
-        self._store = _checkpoint_store(config, progress)
+        self._store = _checkpoint_store(config)
         self._metrics = metrics
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(parts.model_config)
@@ -137,7 +154,7 @@ class Coordinator:
         if resume is not None:
             self._restore(resume)
         else:
-            setup.set_aside(self._config, self._progress.message)
+            setup.set_aside(self._config)
             self._cluster.retrying(lambda: setup.load_initial_adapter(self._parts, self._pipeline))
         self._metrics.resume(self._state.step)
         rows = [
@@ -150,11 +167,14 @@ class Coordinator:
             for spec in self._config.stages()
         ]
         labels = {owner: fact.label for owner, fact in facts.items()}
-        self._timeline = Timeline(self._config, devices=labels, note=self._progress.message)
-        setup.draw_diagram(self._parts, facts, self._cluster.direct, self._progress.message)
+        self._timeline = Timeline(self._config, devices=labels)
+        setup.draw_diagram(self._parts, facts, self._cluster.direct)
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
         self._progress.start(total, rows, self._state.step, logging_steps)
+        what, step = "run started" if resume is None else "run resumed", self._state.step
+        run_id = self._cluster.run_id
+        _log.info("", extra=event(what, step=step, run_id=run_id, total_steps=total))
 
     def loop(self) -> None:
         """All steps that are left, with what comes between them."""
@@ -174,6 +194,7 @@ class Coordinator:
         """One step: all micro-batches through all stages, one decision, one commit."""
         started = time.perf_counter()
         state = self._state
+        set_step(state.step + 1)
         batches = self._data.step_batches(state.step)
         tokens = sum(map(token_count, batches))
         num_items = self._replicas.num_items(self._count_items(batches))
@@ -255,6 +276,7 @@ class Coordinator:
         }
         self._metrics.evaluation(metrics)
         self._progress.evaluation(metrics)
+        _log.info("", extra=event("evaluation", step=self._state.step, eval_loss=loss))
 
     def save(self) -> None:
         """A checkpoint of this step. A full disk does not end the run the first times."""
@@ -269,11 +291,16 @@ class Coordinator:
             self._state = replace(self._state, failed_saves=self._state.failed_saves + 1)
             if self._state.failed_saves >= _MAX_FAILED_SAVES:
                 raise
-            self._progress.message(f"checkpoint {state.step} could not be written: {error}")
+            _log.warning(
+                "checkpoint %d could not be written: %s",
+                state.step,
+                error.message,
+                extra=event("checkpoint failed", "the run goes on", step=state.step),
+            )
             return
         self._state = state
         self._saved_step = state.step
-        self._progress.message(f"checkpoint: {path}")
+        _log.info("checkpoint: %s", path, extra=event("checkpoint written", step=state.step))
 
     def finish(self) -> RunSummary:
         """Gather what was trained, write it, and say where everything is."""
@@ -289,6 +316,7 @@ class Coordinator:
         self._timeline.write()
         files = setup.result_files(self._config, result, self._metrics.path)
         self._progress.close(files)
+        _log.info("", extra=event("run finished", step=self._state.step))
         return RunSummary(self._state.step, tuple(self._losses), files)
 
     def _keep_spans(self) -> None:
@@ -326,9 +354,11 @@ class Coordinator:
         """Say where the first non-finite value arose; stop when it keeps happening."""
         step, in_a_row = self._state.step, self._state.skipped_in_a_row
         if overflow:
-            self._progress.message(
-                f"step {step}: gradients overflow; step skipped, loss scale lowered to "
-                f"{self._state.loss_scale.value:g}"
+            _log.warning(
+                "step %d: gradients overflow; step skipped, loss scale lowered to %g",
+                step,
+                self._state.loss_scale.value,
+                extra=event("step skipped", "loss scale lowered"),
             )
             return
         where = first_nonfinite(losses, reports)
@@ -340,7 +370,9 @@ class Coordinator:
                 f"non-finite values in micro-batch {where[1]}, first out of stage {stage.index} "
                 f"({owner}, {stage.layers})"
             )
-        self._progress.message(f"step {step}: {text}; step skipped")
+        _log.warning(
+            "step %d: %s; step skipped", step, text, extra=event("step skipped", reason=text)
+        )
         limit = self._config.training.max_skipped_steps
         if in_a_row > limit:
             raise NumericError(
@@ -372,7 +404,7 @@ class Coordinator:
             )
         )
         self._saved_step = self._state.step
-        setup.set_later_aside(self._config, self._store, step, self._progress.message)
+        setup.set_later_aside(self._config, self._store, step)
 
     def _record(self, metrics: dict[str, Any], stages: dict[int, StageStatistics]) -> None:
         """The step's line in metrics.jsonl and on the screen."""
@@ -425,9 +457,24 @@ def first_nonfinite(losses: list[float], reports: list[GradientReport]) -> tuple
     return stage, micro_batch
 
 
-def _checkpoint_store(config: Config, progress: Progress) -> CheckpointStore:
-    limit = config.training.save_total_limit
-    return CheckpointStore(config.checkpoints, limit, notify=progress.message)
+def _checkpoint_store(config: Config) -> CheckpointStore:
+    return CheckpointStore(config.checkpoints, config.training.save_total_limit)
+
+
+@contextmanager
+def _log_of_run(config: Config, progress: Progress, events: Events) -> Iterator[None]:
+    """The run's lines go above the display and to logs/coordinator.log; its end is an event."""
+    screen = Lines(lambda level, text: progress.message(with_level(level, text)))
+    file = file_lines(config.output_dir / "logs" / "coordinator.log")
+    with log_to(config.training.log_level, screen, file, events):
+        try:
+            yield
+        except BaseException as error:
+            reason = error.message if isinstance(error, HeteroError) else repr(error)
+            _log.info("", extra=event("run stopped", kind=type(error).__name__, reason=reason))
+            raise
+        finally:
+            set_step(None)
 
 
 class _OutputLock:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hetero_framework.engine.loading import quiet_libraries
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError
+from hetero_framework.log import EVENTS_FILE
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.adapters import (
     explicit_settings,
@@ -48,8 +50,8 @@ from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.visualizer.diagram import DiagramDetails, draw
 
 Facts = Mapping[str | int, MachineFacts]
-Note = Callable[[str], None]
 
+_log = logging.getLogger(__name__)
 _FRAME_MARGIN = 1 << 20
 _MAX_STREAMS = 8
 
@@ -73,7 +75,7 @@ class Prepared:
     memory_limits: tuple[int, ...] | None = None
 
 
-def prepare(config: Config, note: Note) -> Prepared:
+def prepare(config: Config) -> Prepared:
     """Read the model's configuration, the tokenizer and the data, and check the plan on them.
 
     Raises the UserError that fits what is wrong; no process has been started and no weight read.
@@ -81,16 +83,16 @@ def prepare(config: Config, note: Note) -> Prepared:
     assert config.model is not None
     quiet_libraries(config.training.log_level)
     for warning in config.warnings():
-        note(f"warning: {warning}")
+        _log.warning("%s", warning)
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
-        note(line)
+        _log.info("%s", line)
     config.plan.covers(num_layers(model_config))
     tokenizer = load_tokenizer(config)
     vocab_size = model_config.get_text_config().vocab_size
     data = load_data(config, tokenizer, vocab_size=vocab_size)
     for line in data.report:
-        note(line)
+        _log.info("%s", line)
     check_positions(model_config, data.row_tokens)
     adapter_plan = None
     if config.adapter is not None:
@@ -99,10 +101,10 @@ def prepare(config: Config, note: Note) -> Prepared:
         config = config.with_changes(adapter=explicit)
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
-        note(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
+        _log.info("a tiny %s cut this way equals the whole: %s", result.model_type, result.verdict)
     if data.padding_free:
-        config = without_padding(config, model_config, note)
-    config = resolve_loss_chunk(config, model_config, data.row_tokens, note)
+        config = without_padding(config, model_config)
+    config = resolve_loss_chunk(config, model_config, data.row_tokens)
     max_in_flight = config.training.max_in_flight or default_max_in_flight(len(config.shard_plan))
     memory = estimate_memory(
         config, model_config, max_in_flight=max_in_flight, tokens=data.row_tokens, plan=adapter_plan
@@ -118,7 +120,7 @@ def prepare(config: Config, note: Note) -> Prepared:
     )
 
 
-def without_padding(config: Config, model_config: PretrainedConfig, note: Note) -> Config:
+def without_padding(config: Config, model_config: PretrainedConfig) -> Config:
     """`config` with the attention that keeps samples of one row apart.
 
     Raises ArchitectureError where the model has none.
@@ -126,13 +128,13 @@ def without_padding(config: Config, model_config: PretrainedConfig, note: Note) 
     assert config.model is not None
     attention = admit_packing(model_config, shard_ranges(config))
     cost = "takes each sample by itself" if attention == VARLEN else "is the model's own"
-    note(f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}")
+    _log.info(
+        "a tiny %s trains alike without padding; its attention %s", model_config.model_type, cost
+    )
     return config.with_changes(model={"attn_implementation": attention})
 
 
-def resolve_loss_chunk(
-    config: Config, model_config: PretrainedConfig, tokens: int, note: Note
-) -> Config:
+def resolve_loss_chunk(config: Config, model_config: PretrainedConfig, tokens: int) -> Config:
     """`config` with the tokens of a piece of the loss written out; null where it stays whole.
 
     `tokens` is the longest row. What follows the layers must work token by token: a tiny copy of
@@ -146,10 +148,10 @@ def resolve_loss_chunk(
     if limit is not None and rows * tokens <= limit:
         limit = None
     if limit is not None and (reason := why_not_chunked(model_config)) is not None:
-        note(f"the logits of all tokens of a micro-batch exist at once: {reason}")
+        _log.info("the logits of all tokens of a micro-batch exist at once: %s", reason)
         limit = None
     elif limit is not None:
-        note(f"the logits of {limit} tokens exist at once")
+        _log.info("the logits of %d tokens exist at once", limit)
     return config.with_changes(training={"loss_chunk_tokens": limit})
 
 
@@ -211,7 +213,7 @@ def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -
     return max(boundary, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
 
 
-def fit_devices(parts: Prepared, facts: Facts, note: Note) -> Prepared:
+def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
     """Decide what depends on the devices' free memory, before anything is loaded.
 
     Which stages with checkpointing "auto" compute their layers again, and how many micro-batches
@@ -231,7 +233,7 @@ def fit_devices(parts: Prepared, facts: Facts, note: Note) -> Prepared:
         chosen = recompute_stages(memory, recomputing, optional, devices)
         config = _with_checkpointing(config, {k: k in chosen for k in optional})
         memory = [recomputing[m.index] if m.index in chosen else m for m in memory]
-        note(_checkpointing_line(chosen))
+        _log.info("%s", _checkpointing_line(chosen))
     memory_limits = None
     if config.training.max_in_flight is None:
         limit = config.training.gradient_accumulation_steps
@@ -307,26 +309,31 @@ def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
         pipeline.load_state(spec.index, "adapter", in_parts(named))
 
 
-def set_aside(config: Config, note: Note) -> None:
+def set_aside(config: Config) -> None:
     """Move what an earlier run left in the output directory into `previous-<n>`; delete nothing."""
     output = config.output_dir
     old = [
         path
-        for path in (config.checkpoints, output / METRICS_FILE, config.logging_dir)
+        for path in (
+            config.checkpoints,
+            output / METRICS_FILE,
+            output / EVENTS_FILE,
+            config.logging_dir,
+        )
         if path.exists() and (path.is_file() or any(path.iterdir()))
     ]
     if not old:
         return
     target = _move_aside(output, old)
-    note(f"moved an earlier run's checkpoints and metrics to {target}")
+    _log.info("moved an earlier run's checkpoints and metrics to %s", target)
 
 
-def set_later_aside(config: Config, store: CheckpointStore, step: int, note: Note) -> None:
+def set_later_aside(config: Config, store: CheckpointStore, step: int) -> None:
     """Move the checkpoints after `step` aside: the run goes on from there, maybe otherwise."""
     later = [config.checkpoints / f"step_{n}" for n in store.complete_steps() if n > step]
     if later:
         target = _move_aside(config.output_dir, later)
-        note(f"moved the checkpoints after step {step} to {target}")
+        _log.info("moved the checkpoints after step %d to %s", step, target)
 
 
 def _move_aside(output: Path, paths: list[Path]) -> Path:
@@ -347,7 +354,7 @@ def _move_aside(output: Path, paths: list[Path]) -> Path:
     return target
 
 
-def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int], note: Note) -> None:
+def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
     """`architecture.<format>` in the output directory, if the configuration wants it. `direct` has
     the boundaries with a link from worker to worker."""
     config = parts.config
@@ -363,7 +370,7 @@ def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int], note: No
         direct=direct,
     )
     chosen = config.training.visualization_format
-    draw(config, config.output_dir / f"architecture.{chosen}", chosen, details, notify=note)
+    draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
 
 
 def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Path:

@@ -10,7 +10,7 @@ import logging
 import os
 import subprocess
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
@@ -21,8 +21,9 @@ import graphviz
 
 from hetero_framework.config import Config, Machine, StageSpec
 from hetero_framework.errors import UserError
+from hetero_framework.log import printable
 from hetero_framework.visualizer.render import write_picture
-from hetero_framework.visualizer.text import bytes_text, count_text, printable
+from hetero_framework.visualizer.text import bytes_text, count_text
 
 Format = Literal["png", "svg", "pdf", "mmd"]
 How = Literal["inside", "direct", "relay", "auto"]
@@ -487,14 +488,12 @@ def draw(
     path: str | os.PathLike[str],
     format: str | None = None,
     details: DiagramDetails | None = None,
-    *,
-    notify: Callable[[str], None] = _log.warning,
 ) -> Path:
     """Write the picture to `path` and return the file that was written.
 
     `format` is png, svg, pdf or mmd (Mermaid); None takes it from the file's name. PNG and PDF need
-    Graphviz; without it an SVG and a Mermaid file are written beside and `notify` says so (the
-    SVG is returned). Raises UserError for an unknown format or a file that cannot be written.
+    Graphviz; without it an SVG and a Mermaid file are written instead, with a warning (the SVG is
+    returned). Raises UserError for an unknown format or a file that cannot be written.
     """
     target = Path(path)
     chosen = (format or target.suffix.removeprefix(".")).lower()
@@ -519,8 +518,12 @@ def draw(
     if chosen == "svg":
         return svg
     other = write_picture(target.with_suffix(".mmd"), to_mermaid(diagram).encode())
-    notify(
-        f"{problem}, so no {chosen.upper()} was drawn; wrote {svg} and {other} instead. "
-        "Install Graphviz (the program dot on PATH) for PNG and PDF."
+    _log.warning(
+        "%s, so no %s was drawn; wrote %s and %s instead. Install Graphviz (the program dot on "
+        "PATH) for PNG and PDF.",
+        problem,
+        chosen.upper(),
+        svg,
+        other,
     )
     return svg

@@ -24,7 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_framework.config import layers_text
-from hetero_framework.visualizer.text import bytes_text, duration_text, printable
+from hetero_framework.log import printable
+from hetero_framework.visualizer.text import bytes_text, duration_text
 
 REDRAW_INTERVAL_S = 0.1
 RECENT_STEPS = 20  # the speed and the remaining time are means over so many steps

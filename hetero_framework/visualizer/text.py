@@ -28,13 +28,6 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def printable(text: str) -> str:
-    """`text` with control characters escaped: a peer's text must not steer the terminal."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else ascii(char)[1:-1] for char in text
-    )
-
-
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
 ) -> list[str]:

@@ -7,6 +7,7 @@ carries its micro-batch's.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ FAINT = "#5f6670"
 GRID = "#d9d8d3"
 BOUND = "#a3195b"
 
+_log = logging.getLogger(__name__)
 _MARGIN = 28.0
 _TASK = 26.0
 _STRIP = 7.0
@@ -91,13 +93,11 @@ def draw(
     picture: StepPicture,
     path: str | os.PathLike[str],
     form: str | None = None,
-    *,
-    notify: Callable[[str], None],
 ) -> Path:
     """Write the picture to `path` and return the file that was written.
 
     `form` is svg, png or pdf; None takes it from the file's name. PNG and PDF need Graphviz;
-    without it an SVG is written beside, and `notify` says so. Raises UserError for an unknown
+    without it an SVG is written instead, with a warning. Raises UserError for an unknown
     format or a file that cannot be written.
     """
     target = Path(path)
@@ -111,9 +111,12 @@ def draw(
         return write_picture(target, render(scene, chosen))
     except NoGraphvizError as error:
         svg = write_picture(target.with_suffix(".svg"), render(scene, "svg"))
-        notify(
-            f"{error}, so no {chosen.upper()} was drawn; wrote {svg} instead. Install Graphviz "
-            "(the programs dot and neato on PATH) for PNG and PDF."
+        _log.warning(
+            "%s, so no %s was drawn; wrote %s instead. Install Graphviz (the programs dot and "
+            "neato on PATH) for PNG and PDF.",
+            error,
+            chosen.upper(),
+            svg,
         )
         return svg
 

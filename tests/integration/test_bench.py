@@ -60,7 +60,7 @@ def test_measures_every_link_and_stage_and_leaves_no_trace(
     assert found["tokens_per_s"] > 0
     assert found["predicted"]["bound_s"] <= found["predicted"]["step_s"] * 1.000001
     assert len(found["predicted"]["held"]) == 5
-    assert captured.err.count("hetero: note: step ") == 3
+    assert captured.err.count("step ") == 3
     assert {path.name for path in tmp_path.iterdir()} == {"run", "c.json"}
     assert [path.name for path in output.iterdir()] == ["metrics.jsonl"]
     assert (output / "metrics.jsonl").read_text() == "an earlier run's\n"
@@ -79,7 +79,7 @@ def test_lost_worker_and_interruption_end_it(
 
     monkeypatch.setattr(link_probe, "measure", lost)
     with pytest.raises(PeerLostError, match="lost worker 2: closed"):
-        bench.bench(config, note=lambda text: None)
+        bench.bench(config)
     monkeypatch.setattr(link_probe, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        bench.bench(config, note=lambda text: None)
+        bench.bench(config)

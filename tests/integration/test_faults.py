@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import signal
 import socket
@@ -39,7 +38,7 @@ from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import PeerLostError, StoppedEarly
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
-from tests.integration.conftest import Notes, Pool, read_metrics
+from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
 from tests.samples import free_ports, save_llama
@@ -403,12 +402,13 @@ def slow_worker(pool: Pool) -> Iterator[Callable[[Callable[[], object]], int]]:
             return stages
 
         def run() -> None:
-            serve(config, 1, build=build, say=said.put, should_stop=over.is_set)
+            serve(config, 1, build=build, should_stop=over.is_set)
 
-        said: queue.SimpleQueue[str] = queue.SimpleQueue()
         serving.append(threading.Thread(target=run, name="slow worker"))
         serving[0].start()
-        assert "listens" in said.get(timeout=30)
+        while not is_listening(port):
+            serving[0].join(0.05)
+            assert serving[0].is_alive()
         return port
 
     yield start

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -354,8 +355,8 @@ def test_bench_prints_json_and_nothing_else(
 
     calls: list[Any] = []
 
-    def measure(config: Any, *, note: Any, **given: Any) -> dict[str, Any]:
-        note("measuring")
+    def measure(config: Any, **given: Any) -> dict[str, Any]:
+        logging.getLogger("hetero_framework.commands.bench").info("measuring")
         calls.append(given)
         return {"step_s": 0.5}
 

@@ -16,8 +16,9 @@ PACKAGE = ROOT / "hetero_framework"
 LAYERS = {
     "_version": 0,
     "errors": 0,
-    "core": 1,
-    "control": 2,
+    "log": 1,
+    "core": 2,
+    "control": 3,
     "config": 3,
     "data": 4,
     "planner": 4,

@@ -53,7 +53,7 @@ def record(
     `clock_error_s` is by how much the measured offset of each worker's clock is wrong.
     """
     owners = [device or "local" for device in settings["devices"]]
-    timeline = Timeline(config_of(owners, layers, output_dir=str(output), **training), note=print)
+    timeline = Timeline(config_of(owners, layers, output_dir=str(output), **training))
     start = 0.0
     for step in steps:
         spans = step_spans(**settings, step=step, start=start)

@@ -84,11 +84,10 @@ def says_hello(log: Path) -> bool:
 
 
 def test_workers_start_with_their_threads_and_stop(
-    config: Config, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    notes: list[str] = []
-    workers = LocalWorkers(config, (1, 2), note=notes.append, program=program("wait"))
+    workers = LocalWorkers(config, (1, 2), program=program("wait"))
     with workers:
         workers.start()
         pids = workers.pids()
@@ -103,7 +102,7 @@ def test_workers_start_with_their_threads_and_stop(
         assert workers.pids() == pids
         assert workers.exited() == []
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
-    assert [note.split(":")[0] for note in notes] == ["worker 1", "worker 2"]
+    assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
 
 
 def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(
@@ -131,19 +130,20 @@ def test_killed_worker_is_reported_with_its_signal(config: Config, program: Any)
             assert "signal SIGKILL" in str(workers.exited()[0])
 
 
-def test_worker_that_already_listens_is_used(config: Config, program: Any) -> None:
+def test_worker_that_already_listens_is_used(
+    config: Config, program: Any, logged: list[str]
+) -> None:
     from hetero_framework.core.transport import Listener
 
-    notes: list[str] = []
     listener = Listener("127.0.0.1", config.worker(1).port)
     try:
-        workers = LocalWorkers(config, (1, 2), note=notes.append, program=program("wait"))
+        workers = LocalWorkers(config, (1, 2), program=program("wait"))
         with workers:
             workers.start()
             assert set(workers.pids()) == {2}
     finally:
         listener.close()
-    assert f"already listens at 127.0.0.1 port {config.worker(1).port}; using it" in notes[0]
+    assert f"already listens at 127.0.0.1 port {config.worker(1).port}; using it" in logged[0]
 
 
 def test_stubborn_worker_is_killed_after_the_grace(config: Config, program: Any) -> None:

@@ -198,22 +198,24 @@ class FakeData:
         return 7
 
 
-def test_steps_are_forgotten_and_the_first_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, notes = FakeCluster([9.0, 1.0, 2.0, 3.0], monkeypatch), list[str]()
-    taken = bench._steps(cluster, SimpleNamespace(data=FakeData()), 4, notes.append)  # type: ignore[arg-type]
+def test_steps_are_forgotten_and_the_first_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    cluster = FakeCluster([9.0, 1.0, 2.0, 3.0], monkeypatch)
+    taken = bench._steps(cluster, SimpleNamespace(data=FakeData()), 4)  # type: ignore[arg-type]
     assert [step.seconds for step in taken] == [1.0, 2.0, 3.0]
     # Padding does not count, and of the epoch's four steps not the short one.
     assert [step.tokens for step in taken] == [8, 12, 4]
     assert {step.micro_batches for step in taken} == {2}
     assert cluster.calls[:3] == [(0, 2, True, 7), "observe", "abort"]
     assert cluster.calls.count("abort") == 4
-    assert notes[1:3] == ["step 2 of 4: 1.00 s", "step 3 of 4: 2.00 s"]
+    assert logged[1:3] == ["step 2 of 4: 1.00 s", "step 3 of 4: 2.00 s"]
 
 
 def test_run_of_one_step_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = FakeCluster([1.0] * 3, monkeypatch)
     parts = SimpleNamespace(data=FakeData(total_steps=1))
-    taken = bench._steps(cluster, parts, 3, lambda text: None)  # type: ignore[arg-type]
+    taken = bench._steps(cluster, parts, 3)  # type: ignore[arg-type]
     assert [step.tokens for step in taken] == [4, 4]
 
 

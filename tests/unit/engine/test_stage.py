@@ -88,9 +88,7 @@ class RemoteStage:
     """Stage 1 of a plan in a worker behind a socket, asked with the product's own messages."""
 
     def __init__(self, config: Config) -> None:
-        self._peers = WorkerLinks(
-            config, "contract", DEFAULT_MAX_FRAME_BYTES, note=lambda text: None
-        )
+        self._peers = WorkerLinks(config, "contract", DEFAULT_MAX_FRAME_BYTES)
         self._peers.connect_all()
         self._num_stages = len(config.stages())
         spec = config.stages()[1]
@@ -198,7 +196,7 @@ def remote_stage(config: Config) -> Iterator[Any]:
 
     def work() -> None:
         try:
-            serve(config, 1, build=load_stages, say=lambda text: None)
+            serve(config, 1, build=load_stages)
             ended.put(None)
         except BaseException as error:
             ended.put(error)

@@ -142,7 +142,7 @@ def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
 
 
 def test_spans_that_overlap_on_a_link_get_rows_of_their_own(tmp_path: Path) -> None:
-    timelines = Timeline(config_of(["local", 1], output_dir=str(tmp_path)), note=print)
+    timelines = Timeline(config_of(["local", 1], output_dir=str(tmp_path)))
     send: Span = {
         "kind": "send", "stage": 1, "micro_batch": 0, "step": 1, "began": 1.0, "ended": 3.0,
         "what": "FORWARD", "peer": 1, "bytes": 8, "dtype": "float32", "codec": "",
@@ -174,14 +174,14 @@ def test_waits_are_the_rest_of_the_time_and_say_for_what(tmp_path: Path) -> None
 
 
 def test_a_last_stage_that_says_forward_has_done_both(tmp_path: Path) -> None:
-    timelines = Timeline(config_of(["local"], output_dir=str(tmp_path)), note=print)
+    timelines = Timeline(config_of(["local"], output_dir=str(tmp_path)))
     span: Span = {"kind": "forward", "stage": 0, "micro_batch": 0, "step": 1}
     timelines.add("local", [{**span, "began": 1.0, "ended": 2.0}])
     assert [event.kind for event in timelines.trace().events] == ["forward_backward"]
 
 
 def test_bytes_that_only_one_end_knew_are_everywhere(tmp_path: Path) -> None:
-    timelines = Timeline(config_of(["local", 1], output_dir=str(tmp_path)), note=print)
+    timelines = Timeline(config_of(["local", 1], output_dir=str(tmp_path)))
     for process, spans in step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1]).items():
         for span in spans:
             if span["kind"] == "send":
@@ -197,7 +197,7 @@ def test_bytes_that_only_one_end_knew_are_everywhere(tmp_path: Path) -> None:
 def test_file_is_written_once_when_all_steps_are_there(tmp_path: Path) -> None:
     """A worker's spans of a step come when the coordinator has done the next one."""
     config = config_of(["local", 1], output_dir=str(tmp_path), timeline_steps=2)
-    timelines = Timeline(config, note=print)
+    timelines = Timeline(config)
     late: list[Span] = []
     written = []
     for step in range(1, 5):
@@ -216,7 +216,7 @@ def test_file_is_written_once_when_all_steps_are_there(tmp_path: Path) -> None:
 
 def test_rest_is_written_at_the_end(tmp_path: Path) -> None:
     config = config_of(["local"], output_dir=str(tmp_path), timeline_steps=-1)
-    timelines = Timeline(config, note=print)
+    timelines = Timeline(config)
     for step in range(7):
         spans = step_spans([0], 1, forward_s=[1], backward_s=[1], step=step)
         timelines.add("local", spans[0])
@@ -227,7 +227,7 @@ def test_rest_is_written_at_the_end(tmp_path: Path) -> None:
 
 
 def test_no_spans_make_no_file(tmp_path: Path) -> None:
-    timelines = Timeline(config_of(["local"], output_dir=str(tmp_path)), note=print)
+    timelines = Timeline(config_of(["local"], output_dir=str(tmp_path)))
     timelines.add("local", [])
     timelines.step_done()
     timelines.write()
@@ -238,7 +238,7 @@ def test_timeline_is_bounded_and_says_what_it_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeline, "MAX_EVENTS", 5)
-    timelines = Timeline(config_of(["local"], output_dir=str(tmp_path)), note=print)
+    timelines = Timeline(config_of(["local"], output_dir=str(tmp_path)))
     spans = step_spans([0], 8, forward_s=[1], backward_s=[1])[0]
     timelines.add("local", spans)
     timelines.add("local", spans)
@@ -247,16 +247,15 @@ def test_timeline_is_bounded_and_says_what_it_dropped(
     assert (len(trace.events), trace.dropped) == (5, 11)
 
 
-def test_a_disk_that_refuses_ends_no_run(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_ends_no_run(tmp_path: Path, logged: list[str]) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
-    said: list[str] = []
     config = config_of(["local"], output_dir=str(tmp_path / "file"), timeline_steps=-1)
-    timelines = Timeline(config, note=said.append)
+    timelines = Timeline(config)
     for step in range(3):
         timelines.add("local", step_spans([0], 1, forward_s=[1], backward_s=[1], step=step)[0])
         timelines.step_done()
-    assert len(said) == 1
-    assert "no timeline: cannot write" in said[0]
+    assert len(logged) == 1
+    assert "no timeline: cannot write" in logged[0]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +266,7 @@ def test_a_disk_that_refuses_ends_no_run(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_spans_that_no_recorder_made_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    timelines = Timeline(config_of(["local", 1], output_dir=str(tmp_path)), note=print)
+    timelines = Timeline(config_of(["local", 1], output_dir=str(tmp_path)))
     span = step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1])[1][0]
     with pytest.raises(ProtocolError, match="worker 1 sent a span that is none"):
         timelines.add(1, [{**span, **change}])

@@ -47,13 +47,8 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def store(tmp_path: Path, said: list[str]) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", notify=said.append)
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
 
 
 def test_read_returns_every_tensor_bit_for_bit(store: CheckpointStore) -> None:
@@ -164,9 +159,9 @@ def test_commit_deletes_the_lowest_beyond_the_limit(tmp_path: Path) -> None:
 
 
 def test_rotation_that_fails_is_said_and_does_not_end_the_run(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(tmp_path, save_total_limit=1, notify=said.append)
+    store = CheckpointStore(tmp_path, save_total_limit=1)
     save(store, 1)
     replace = os.replace
 
@@ -178,8 +173,8 @@ def test_rotation_that_fails_is_said_and_does_not_end_the_run(
     monkeypatch.setattr(os, "replace", busy)
     save(store, 2)
     assert store.complete_steps() == [1, 2]
-    assert len(said) == 1
-    assert "Could not delete the old checkpoint" in said[0]
+    assert len(logged) == 1
+    assert "Could not delete the old checkpoint" in logged[0]
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -255,7 +250,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damaged_number_is_refused_and_latest_falls_back(
-    store: CheckpointStore, said: list[str], kind: str
+    store: CheckpointStore, logged: list[str], kind: str
 ) -> None:
     name, damage, text = DAMAGES[kind]
     for step in (1, 2):
@@ -266,13 +261,13 @@ def test_damaged_number_is_refused_and_latest_falls_back(
         store.resolve(2)
     assert re.search(text, str(caught.value))
     assert "Complete in" in str(caught.value)
-    assert said == []
+    assert logged == []
     assert store.resolve("latest") == 1
     if kind == "no manifest":
         return  # such a directory does not exist, so nothing was passed over
-    assert len(said) == 1
-    assert said[0].startswith("Checkpoint 2 ")
-    assert said[0].endswith("Using checkpoint 1.")
+    assert len(logged) == 1
+    assert logged[0].startswith("Checkpoint 2 ")
+    assert logged[0].endswith("Using checkpoint 1.")
 
 
 def test_all_damaged_names_each(store: CheckpointStore) -> None:
@@ -309,7 +304,7 @@ def test_manifest_cannot_name_a_file_elsewhere(store: CheckpointStore) -> None:
         store.open(1)
 
 
-def test_leftovers_are_removed_and_said(store: CheckpointStore, said: list[str]) -> None:
+def test_leftovers_are_removed_and_said(store: CheckpointStore, logged: list[str]) -> None:
     save(store, 1)
     for name in ("step_2.tmp", "step_3.trash"):
         (store.root / name).mkdir()
@@ -318,17 +313,17 @@ def test_leftovers_are_removed_and_said(store: CheckpointStore, said: list[str])
     assert store.complete_steps() == [1]
     save(store, 4)
     assert sorted(p.name for p in store.root.iterdir()) == ["notes.tmp", "step_1", "step_4"]
-    assert [line.split(",")[0] for line in said] == ["Removed step_2.tmp", "Removed step_3.trash"]
+    assert [line.split(",")[0] for line in logged] == ["Removed step_2.tmp", "Removed step_3.trash"]
 
 
 def test_interrupted_replacement_is_found_and_put_back(
-    store: CheckpointStore, said: list[str]
+    store: CheckpointStore, logged: list[str]
 ) -> None:
     save(store, 5).rename(store.root / "step_5.old")
     assert store.resolve("latest") == 5
     store.clean()
     assert [p.name for p in store.root.iterdir()] == ["step_5"]
-    assert "Put checkpoint 5 back" in said[0]
+    assert "Put checkpoint 5 back" in logged[0]
 
 
 def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -454,7 +449,7 @@ _KILL_SCRIPT = """
         return wrapper
 
     def save(root, step, value):
-        store = CheckpointStore(root, save_total_limit=2, notify=lambda text: None)
+        store = CheckpointStore(root, save_total_limit=2)
         with store.begin(step) as writer:
             writer.add(0, 0, {"weights/a": torch.full((64,), float(value))})
             writer.add(1, 0, {"weights/b": torch.full((64,), float(value))})
@@ -502,7 +497,7 @@ def test_kill_at_every_file_operation_leaves_old_or_new(tmp_path: Path) -> None:
     outcomes = set()
     for written, count in cases.items():
         for number in range(1, count):
-            store = CheckpointStore(tmp_path / f"{written}-{number}", notify=lambda text: None)
+            store = CheckpointStore(tmp_path / f"{written}-{number}")
             for step in store.complete_steps():
                 store.open(step).verify()
             step = store.resolve("latest")

@@ -66,17 +66,16 @@ def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
     assert limit > 64 * 16 * 4
 
 
-def test_without_padding_every_process_is_told_the_attention() -> None:
-    notes: list[str] = []
-    told = without_padding(config(), LLAMA, notes.append)
+def test_without_padding_every_process_is_told_the_attention(logged: list[str]) -> None:
+    told = without_padding(config(), LLAMA)
     assert told.model is not None
     assert told.model.attn_implementation == "per_sample"
-    assert "takes each sample by itself" in notes[0]
+    assert "takes each sample by itself" in logged[0]
 
 
 def test_without_padding_is_refused_where_samples_meet() -> None:
     with pytest.raises(ArchitectureError, match="do not stay apart") as caught:
-        without_padding(config(), BloomConfig(n_layer=4), print)
+        without_padding(config(), BloomConfig(n_layer=4))
     assert "data.padding_free to false" in str(caught.value)
 
 
@@ -104,25 +103,24 @@ def fact(device: str, free: int) -> MachineFacts:
     return MachineFacts(device, "a device", free, free)
 
 
-def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it() -> None:
+def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it(logged: list[str]) -> None:
     training = {"gradient_accumulation_steps": 4, "max_in_flight": 4}
     cfg = config(**training, gradient_checkpointing="auto")
     parts = prepared(cfg, 512)
     need = [m.total for m in parts.memory]
-    notes: list[str] = []
     enough = {"local": fact("cuda:0", need[0]), 1: fact("cuda:1", need[1])}
-    fitted = fit_devices(parts, enough, notes.append)
+    fitted = fit_devices(parts, enough)
     assert [fitted.config.checkpointing(k) for k in range(2)] == [False, False]
     little = {"local": fact("cuda:0", need[0] - 1), 1: fact("cuda:1", need[1])}
-    fitted = fit_devices(parts, little, notes.append)
+    fitted = fit_devices(parts, little)
     assert [fitted.config.checkpointing(k) for k in range(2)] == [True, False]
     assert fitted.memory[0].total < need[0]
     assert fitted.memory[1].total == need[1]
-    assert notes[0] == "gradient checkpointing: no stage needs it"
-    assert notes[1].endswith("to fit the memory: stage 0")
+    assert logged[0] == "gradient checkpointing: no stage needs it"
+    assert logged[1].endswith("to fit the memory: stage 0")
     nothing = {"local": fact("cuda:0", 1000), 1: fact("cuda:1", 1000)}
     with pytest.raises(PlanError, match="the coordinator has"):
-        fit_devices(parts, nothing, notes.append)
+        fit_devices(parts, nothing)
 
 
 def test_a_stage_keeps_its_own_checkpointing_under_auto() -> None:
@@ -131,7 +129,7 @@ def test_a_stage_keeps_its_own_checkpointing_under_auto() -> None:
     cfg = cfg.model_copy(update={"shard_plan": (own, cfg.shard_plan[1])})
     parts = prepared(cfg, 512)
     with pytest.raises(PlanError, match="stage 0"):
-        fit_devices(parts, {"local": fact("cuda:0", 1000), 1: fact("cuda:1", 1 << 40)}, print)
+        fit_devices(parts, {"local": fact("cuda:0", 1000), 1: fact("cuda:1", 1 << 40)})
 
 
 def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
@@ -139,35 +137,36 @@ def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
     first, last = parts.memory
     assert first.in_flight == 4
     room = {"local": fact("cuda:0", first.holding(3).total), 1: fact("cuda:1", last.total)}
-    fitted = fit_devices(parts, room, print)
+    fitted = fit_devices(parts, room)
     assert fitted.memory_limits is not None
     assert fitted.memory_limits[0] == 3
     assert fitted.memory[0] == first.holding(3)
     chosen = prepared(config(gradient_accumulation_steps=8, max_in_flight=4), 512)
     with pytest.raises(PlanError, match="the coordinator has"):
-        fit_devices(chosen, room, print)
+        fit_devices(chosen, room)
 
 
-def test_pieces_of_the_loss_are_settled_before_any_process_starts() -> None:
-    notes: list[str] = []
+def test_pieces_of_the_loss_are_settled_before_any_process_starts(logged: list[str]) -> None:
 
     def settled(model_config: PretrainedConfig, tokens: int, **training: Any) -> int | None:
         cfg = config(per_device_train_batch_size=2, **training)
         return resolve_loss_chunk(
-            cfg, model_config, tokens, notes.append
+            cfg,
+            model_config,
+            tokens,
         ).training.loss_chunk_tokens  # type: ignore[return-value]
 
     assert settled(LLAMA, 12) is None
     assert settled(LLAMA, 12, loss_chunk_tokens=24) is None
     assert settled(LLAMA, 12, loss_chunk_tokens=None) is None
-    assert notes == []
+    assert logged == []
     assert settled(LLAMA, 12, loss_chunk_tokens=23) == 23
     assert settled(LLAMA, 1 << 20) == (1 << 26) // 64
     evaluating = {"per_device_eval_batch_size": 4, "eval_strategy": "epoch"}
     assert settled(LLAMA, 12, loss_chunk_tokens=24, **evaluating) == 24
-    assert notes == [f"the logits of {n} tokens exist at once" for n in (23, 1 << 20, 24)]
+    assert logged == [f"the logits of {n} tokens exist at once" for n in (23, 1 << 20, 24)]
     assert settled(tiny_config("xlm"), 64, loss_chunk_tokens=8) is None
-    assert "the loss would differ" in notes[-1]
+    assert "the loss would differ" in logged[-1]
 
 
 @pytest.mark.parametrize(

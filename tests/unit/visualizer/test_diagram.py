@@ -315,7 +315,7 @@ def test_with_dot_its_picture_is_written(
         return b"picture"
 
     monkeypatch.setattr(graphviz.Digraph, "pipe", pipe)
-    path = draw(THREE, tmp_path / f"a.{format}", notify=pytest.fail)
+    path = draw(THREE, tmp_path / f"a.{format}")
     assert path.read_bytes() == b"picture"
     assert asked["format"] == format
 
@@ -324,37 +324,40 @@ def test_with_dot_its_picture_is_written(
 @pytest.mark.parametrize(("format", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_dot_draws_every_plan(tmp_path: Path, format: str, magic: bytes) -> None:
     for number, config in enumerate((ALONE, EIGHT, INTERLEAVED, LONG, *NASTY)):
-        path = draw(config, tmp_path / f"{number}.{format}", details=DETAILS, notify=pytest.fail)
+        path = draw(config, tmp_path / f"{number}.{format}", details=DETAILS)
         assert path.read_bytes().startswith(magic)
 
 
 @pytest.mark.usefixtures("no_dot")
 @pytest.mark.parametrize("format", ["png", "pdf"])
-def test_without_dot_svg_and_mermaid_are_written(tmp_path: Path, format: str) -> None:
-    said: list[str] = []
-    path = draw(THREE, tmp_path / f"picture.{format}", format, notify=said.append)
+def test_without_dot_svg_and_mermaid_are_written(
+    tmp_path: Path, format: str, logged: list[str]
+) -> None:
+    path = draw(THREE, tmp_path / f"picture.{format}", format)
     assert path == tmp_path / "picture.svg"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["picture.mmd", "picture.svg"]
     assert path.read_text(encoding="utf-8") == to_svg(Diagram.of(THREE))
-    assert len(said) == 1
-    assert "Graphviz is not installed" in said[0]
-    assert "picture.svg" in said[0]
-    assert "picture.mmd" in said[0]
+    assert len(logged) == 1
+    assert "Graphviz is not installed" in logged[0]
+    assert "picture.svg" in logged[0]
+    assert "picture.mmd" in logged[0]
 
 
-def test_dot_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dot_that_fails_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
     replace_pipe(monkeypatch, subprocess.CalledProcessError(1, "dot"))
-    said: list[str] = []
-    assert draw(THREE, tmp_path / "a.png", notify=said.append).suffix == ".svg"
-    assert "Graphviz failed" in said[0]
+    assert draw(THREE, tmp_path / "a.png").suffix == ".svg"
+    assert "Graphviz failed" in logged[0]
 
 
 @pytest.mark.usefixtures("no_dot")
-def test_svg_and_mermaid_need_no_dot(tmp_path: Path) -> None:
-    svg = draw(THREE, tmp_path / "new folder" / "a.svg", notify=pytest.fail)
+def test_svg_and_mermaid_need_no_dot(tmp_path: Path, logged: list[str]) -> None:
+    svg = draw(THREE, tmp_path / "new folder" / "a.svg")
     assert svg.read_text(encoding="utf-8") == to_svg(Diagram.of(THREE))
-    text = draw(THREE, tmp_path / "new folder" / "a.txt", "MMD", notify=pytest.fail)
+    text = draw(THREE, tmp_path / "new folder" / "a.txt", "MMD")
     assert text.read_text(encoding="utf-8") == to_mermaid(Diagram.of(THREE))
+    assert logged == []
 
 
 def test_unknown_format_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from hetero_framework.visualizer.text import (
     bytes_text,
     count_text,
     duration_text,
-    printable,
 )
 
 ROWS = [
@@ -332,4 +331,3 @@ def test_texts() -> None:
         "100:00:00",
     ]
     assert [count_text(n) for n in (7, 1500, 2_000_000, 8.03e9)] == ["7", "1.5 K", "2.0 M", "8.0 B"]
-    assert printable("ü\t\n\r\x00") == "ü\t\n\\r\\x00"

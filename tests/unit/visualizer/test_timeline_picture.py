@@ -152,7 +152,7 @@ def test_picture_without_transfers_has_no_strips() -> None:
 @needs_graphviz
 @pytest.mark.parametrize(("form", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_draw_through_graphviz(tmp_path: Path, form: str, magic: bytes) -> None:
-    path = draw(step_of(tmp_path, TWO), tmp_path / f"a.{form}", notify=pytest.fail)
+    path = draw(step_of(tmp_path, TWO), tmp_path / f"a.{form}")
     assert path.read_bytes().startswith(magic)
 
 
@@ -160,25 +160,26 @@ def test_draw_through_graphviz(tmp_path: Path, form: str, magic: bytes) -> None:
 def test_large_picture_stays_within_a_screens_reach(tmp_path: Path) -> None:
     bars = [Bar("forward", 0.0, 0.001, 0), Bar("forward", 0.999, 1.0, 1)]
     wide = StepPicture("t", "s", [Row("a", "stage 0", bars)])
-    path = draw(wide, tmp_path / "a.png", notify=pytest.fail)
+    path = draw(wide, tmp_path / "a.png")
     width = int.from_bytes(path.read_bytes()[16:20], "big")
     assert 3000 < width <= 4200
 
 
-def test_without_graphviz_svg_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_graphviz_svg_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
     shown = step_of(tmp_path, TWO)
     monkeypatch.setenv("PATH", str(tmp_path))
-    said: list[str] = []
-    path = draw(shown, tmp_path / "a.png", notify=said.append)
+    path = draw(shown, tmp_path / "a.png")
     assert path == tmp_path / "a.svg"
     assert path.read_text(encoding="utf-8") == to_svg(layout(shown))
-    assert "Graphviz is not installed, so no PNG was drawn" in said[0]
+    assert "Graphviz is not installed, so no PNG was drawn" in logged[0]
 
 
 def test_wrong_format_and_place_are_refused(tmp_path: Path) -> None:
     shown = step_of(tmp_path, TWO)
     with pytest.raises(UserError, match=r"(?s)no picture format 'jpg'.*svg, png, pdf"):
-        draw(shown, tmp_path / "a.jpg", notify=pytest.fail)
+        draw(shown, tmp_path / "a.jpg")
     (tmp_path / "b.svg").mkdir()
     with pytest.raises(UserError, match="Cannot write the picture"):
-        draw(shown, tmp_path / "b.svg", notify=pytest.fail)
+        draw(shown, tmp_path / "b.svg")

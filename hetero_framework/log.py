@@ -1,0 +1,224 @@
+"""Where the package's log lines go, and what a line may look like.
+
+Modules log with `logging.getLogger(__name__)`. Two things may be added to a line as `extra`:
+`event(...)` makes it an event of events.jsonl too (with an empty message, an event alone), and
+`said_by(...)` names the peer whose words it holds, which limits how many such lines appear.
+
+Nothing here ends a process: a line that cannot be written is dropped, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+MAX_LINE_BYTES = 1024
+MAX_PEER_LINES_PER_S = 10
+_MAX_TRACEBACK_LINES = 40
+_CUT = " ..."
+
+_package = logging.getLogger("hetero_framework")
+_handlers: tuple[logging.Handler, ...] = ()  # those of the innermost `log_to`
+_step: int | None = None
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """`text` with everything escaped that could steer a terminal or hide text: control characters
+    other than `kept`, marks that change the direction of writing, halves of surrogate pairs."""
+    return "".join(
+        char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text
+    )
+
+
+def one_line(text: str) -> str:
+    """`text` as one printable line of at most MAX_LINE_BYTES bytes of UTF-8."""
+    shown = printable(text[: MAX_LINE_BYTES + 1], kept="").encode()
+    if len(shown) <= MAX_LINE_BYTES:
+        return shown.decode()
+    return shown[: MAX_LINE_BYTES - len(_CUT)].decode("utf-8", "ignore") + _CUT
+
+
+def event(what: str, action: str = "", **fields: Any) -> dict[str, Any]:
+    """`extra` for a line that is an event: what happened, what is done about it, and plain
+    fields. Its step is the run's current one unless `fields` has another."""
+    return {"event": {"step": _step, "what": what, "action": action, **fields}}
+
+
+def said_by(peer: str) -> dict[str, Any]:
+    """`extra` for a line that holds a peer's words."""
+    return {"peer": peer}
+
+
+def set_step(step: int | None) -> None:
+    """Set the step that events belong to from now on."""
+    global _step
+    _step = step
+
+
+class Lines(logging.Handler):
+    """Hands each record to `write(level, line)`, with its traceback if it has one."""
+
+    def __init__(self, write: Callable[[str, str], object]) -> None:
+        super().__init__()
+        self._write = write
+        self._counts: dict[str, tuple[float, int]] = {}  # by peer: when its second began, lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        self._report_suppressed(now - 1.0)
+        peer = getattr(record, "peer", None)
+        if peer is not None:
+            began, count = self._counts.get(peer, (now, 0))
+            self._counts[peer] = (began, count + 1)
+            if count >= MAX_PEER_LINES_PER_S:
+                return
+        lines = [record.getMessage()]
+        if record.exc_info:
+            lines += "".join(traceback.format_exception(*record.exc_info)).splitlines()
+        for text in filter(None, lines[:_MAX_TRACEBACK_LINES]):
+            self._write_line(record.levelname, text)
+
+    def close(self) -> None:
+        self._report_suppressed(math.inf)
+        super().close()
+
+    def _report_suppressed(self, before: float) -> None:
+        for peer, (began, count) in list(self._counts.items()):
+            if began <= before:
+                del self._counts[peer]
+                if count > MAX_PEER_LINES_PER_S:
+                    more = count - MAX_PEER_LINES_PER_S
+                    self._write_line("INFO", f"{peer}: ... {more} more suppressed")
+
+    def _write_line(self, level: str, text: str) -> None:
+        with suppress(OSError, ValueError):  # ValueError: the stream is closed
+            self._write(level, one_line(text))
+
+
+def with_level(level: str, text: str) -> str:
+    """A line for a screen: the level stands in front unless it is INFO."""
+    return text if level == "INFO" else f"{level.lower()}: {text}"
+
+
+def to_stderr(level: str, text: str) -> None:
+    """What `Lines` calls in a process without a display."""
+    print(with_level(level, text), file=sys.stderr, flush=True)
+
+
+def file_lines(path: Path) -> Lines:
+    """A handler that appends lines with their time to a file."""
+
+    def write(level: str, text: str) -> None:
+        append_line(path, f"{datetime.now():%Y-%m-%d %H:%M:%S} {level} {text}")
+
+    return Lines(write)
+
+
+class Events(logging.Handler):
+    """Appends each record that is an event to `path`, as one JSON object.
+
+    Nothing is written before `open` (a fresh run moves an earlier run's file away first); `close`
+    writes what has waited until then.
+    """
+
+    def __init__(self, path: Path, process: str) -> None:
+        super().__init__()
+        self._path = path
+        self._process = process
+        self._waiting: list[str] | None = []
+        self._torn = False  # the last line was cut off by a crash or a full disk
+
+    def open(self) -> None:
+        waiting, self._waiting = self._waiting or (), None
+        self._torn = _ends_within_a_line(self._path)
+        for line in waiting:
+            self._append(line)
+
+    def close(self) -> None:
+        self.open()
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (fields := getattr(record, "event", None)) is None:
+            return
+        when = datetime.fromtimestamp(record.created, timezone.utc)
+        line = {"time": when.isoformat(timespec="milliseconds"), "process": self._process}
+        line |= {name: _plain(value) for name, value in fields.items()}
+        if text := record.getMessage():
+            line["text"] = one_line(text)
+        if self._waiting is None:
+            self._append(json.dumps(line))
+        else:
+            self._waiting.append(json.dumps(line))
+
+    def _append(self, line: str) -> None:
+        with suppress(OSError):
+            self._torn = not append_line(self._path, "\n" * self._torn + line)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int)) else one_line(str(value))
+
+
+def append_line(path: Path, line: str) -> bool:
+    """Append a line in one write, so that several processes may share the file. False when the
+    disk had room for a part of it only. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = line.encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        return file.write(data) == len(data)
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # there is none yet, or an empty one
+        return False
+
+
+def set_level(level: str) -> None:
+    """Show lines of this level and above. Events are recorded at every level."""
+    _package.setLevel(min(logging.INFO, logging.getLevelName(level)))
+    for handler in _handlers:
+        handler.setLevel(logging.NOTSET if isinstance(handler, Events) else level)
+
+
+@contextmanager
+def log_to(level: str, *handlers: logging.Handler) -> Iterator[None]:
+    """Within the block, the package's lines go to these handlers alone: not to those of a
+    surrounding `log_to`, nor to the root logger's. They are closed at its end."""
+    global _handlers
+    outer, outer_level, outer_propagate = _handlers, _package.level, _package.propagate
+    _replace(outer, handlers)
+    _handlers, _package.propagate = handlers, False
+    set_level(level)
+    try:
+        yield
+    finally:
+        _replace(handlers, outer)
+        _handlers, _package.propagate = outer, outer_propagate
+        _package.setLevel(outer_level)
+        for handler in handlers:
+            handler.close()
+
+
+def _replace(old: Iterable[logging.Handler], new: Iterable[logging.Handler]) -> None:
+    for handler in old:
+        _package.removeHandler(handler)
+    for handler in new:
+        _package.addHandler(handler)
