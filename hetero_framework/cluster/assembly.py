@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import logging
+import platform
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,21 +26,26 @@ from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
-from hetero_framework.core.messages import Bye, Message, Ready, Setup, Start
+from hetero_framework.core.messages import Bye, Error, Message, Ready, Setup, Start
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import DirectLost, LinkLost, WorkerId
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.stage_api import StageInterface, StepInfo, StepSchedule
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError
+from hetero_framework.errors import (
+    HeteroError,
+    NetworkError,
+    PeerLostError,
+    StoppedEarly,
+    UserError,
+)
 from hetero_framework.log import event
 from hetero_framework.models.objective import objective_of
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner
 
 _log = logging.getLogger(__name__)
-_RECONNECT_S = 60.0
 _MAX_RECOVERIES = 5
 _LOAD_POLL_S = 0.5
 _IN_ORDER_S = 10.0
@@ -69,12 +77,12 @@ class Cluster:
         max_frame_bytes: int,
         build: BuildStages = load_stages,
         debug: bool = False,
+        run_id: str | None = None,
     ) -> None:
-        """`build` makes this process's stages."""
+        """`build` makes this process's stages; `run_id` is a lasting one (`run_id_of`)."""
         self._config = config
         self._build = build
-        self._goodbye = Message(Bye("the run is over"))
-        self.run_id = secrets.token_hex(8)
+        self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         self.device.use()
         torch.set_num_threads(threads_for(config, "local"))
@@ -109,10 +117,11 @@ class Cluster:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        goodbye = self._goodbye
-        if error is not None:
-            text = error.message if isinstance(error, HeteroError) else type(error).__name__
-            goodbye = Message(Bye(f"the run stopped: {text}"[:2000]))
+        goodbye = Message(Bye("the run is over"))
+        if isinstance(error, (KeyboardInterrupt, StoppedEarly)):
+            goodbye = Message(Bye(f"the run was stopped: {error}"[:2000]))
+        elif error is not None:
+            goodbye = _failure(error)
         at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
         try:
             if hasattr(self, "pipeline"):
@@ -280,6 +289,7 @@ class Cluster:
         """Announce a step, or announce it again after a lost link, to every stage."""
         self._attempt += 1
         _log.debug("step %d, attempt %d: %d micro-batches", step + 1, self._attempt, micro_batches)
+        self._peers.dial_again(_PEER_S)
         info = StepInfo(step, self._attempt, train, micro_batches, num_items, loss_scale)
         direct = self.direct
         choice = self._pace.choice(micro_batches, direct)
@@ -348,8 +358,9 @@ class Cluster:
         }
 
     def retrying(self, action: Callable[[], T]) -> T:
-        """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. A link
-        between workers is not mended: what it carried goes through the coordinator from then on.
+        """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. For a
+        link between workers nobody waits: what it carried goes through the coordinator until they
+        have opened another one.
 
         Nothing in `action` may have changed a weight before the break. Raises PeerLostError when
         the worker or its state is gone.
@@ -371,7 +382,7 @@ class Cluster:
                 one, other = sorted(lost.pair, key=str)
                 _log.warning(
                     "lost the link between workers %s and %s (%s); their tensors go through the "
-                    "coordinator now",
+                    "coordinator until it is back",
                     one,
                     other,
                     lost.reason,
@@ -401,8 +412,7 @@ class Cluster:
             lost.reason,
             extra=event("worker lost", "connecting again", worker=lost.worker),
         )
-        timeout_s = min(_RECONNECT_S, self._config.training.connect_timeout_s)
-        self._peers.reconnect(lost.worker, timeout_s)
+        self._peers.reconnect(lost.worker)
         try:
             self.pipeline.repeat_commit(lost.worker)
         except LinkLost as again:
@@ -420,6 +430,28 @@ class Cluster:
             if ended.worker_id == worker:
                 return str(ended)
         return None
+
+
+def run_id_of(output_dir: Path) -> str:
+    """The id of the run that writes into `output_dir`. A coordinator that is started again has the
+    same one, so that the workers give up what they keep for the dead one. The caller holds the
+    directory's lock. Raises OSError.
+    """
+    file = output_dir / ".run"
+    here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
+    with suppress(OSError, ValueError):
+        run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
+        if place == here:
+            return run_id
+    run_id = secrets.token_hex(8)
+    file.write_text(f"{run_id}\n{here}", encoding="utf-8")
+    return run_id
+
+
+def _failure(error: BaseException) -> Message:
+    """What a worker is told of a run that failed; it stays for the next one."""
+    known = error if isinstance(error, HeteroError) else HeteroError(type(error).__name__)
+    return Message(Error(type(known).__name__, known.message[:2000], known.hint))
 
 
 def gradient_needs(trainable: Trainable) -> list[bool]:

@@ -86,7 +86,6 @@ class PeerLinks:
     def dial(self, peers: tuple[PeerAddress, ...], timeout_s: float, max_frame_bytes: int) -> None:
         """Open a link to each of these workers; `tell` hears when all is done, unless `close` comes
         first."""
-        self._stop = threading.Event()
         args = (peers, timeout_s, max_frame_bytes, self._stop)
         threading.Thread(target=self._dial_all, args=args, name="dial peers", daemon=True).start()
 
@@ -100,11 +99,21 @@ class PeerLinks:
         results: dict[WorkerId, str | None] = {}
 
         def dial(peer: PeerAddress) -> None:
-            results[peer.id] = self._dial(peer, timeout_s, max_frame_bytes, stop)
+            try:
+                problem = self._dial(peer, timeout_s, max_frame_bytes, stop)
+            except Exception as error:  # whatever it is, the coordinator waits for the answer
+                problem = f"{type(error).__name__}: {error}"
+            results[peer.id] = problem
 
-        threads = [threading.Thread(target=dial, args=(peer,), daemon=True) for peer in peers]
-        for thread in threads:
-            thread.start()
+        threads = []
+        for peer in peers:
+            thread = threading.Thread(target=dial, args=(peer,), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                results[peer.id] = str(error)
+            else:
+                threads.append(thread)
         for thread in threads:
             thread.join()
         if not stop.is_set():

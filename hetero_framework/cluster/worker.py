@@ -2,12 +2,13 @@
 
 Kinds of threads: one accepts connections, the links' readers unpack and queue what arrives, one may
 send what has to be waited for, and the main thread, alone, touches the stages. When the
-coordinator's link breaks the stages stay as they are, and the same run may come back and go on;
-another run's HELLO replaces them. Links to other workers are in meeting.py.
+coordinator's link breaks the stages stay as they are for `reconnect_timeout_s`: the same run may
+come back and go on, and another one is refused. Links to other workers are in peer_links.py.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
@@ -88,6 +89,9 @@ _log = logging.getLogger(__name__)
 _HELLO_S = 10.0
 _POLL_S = 0.5
 _MAX_LINES = 100  # that wait for the coordinator
+_STAY_S = 1800.0
+"""How long a worker without --keep waits for its coordinator to be started again."""
+_BUSY_HINT = "wait, stop that run, or start this worker again"
 # Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 
@@ -104,8 +108,18 @@ class _Event:
 
 
 @dataclass(frozen=True)
+class _Joining:
+    """A coordinator has said HELLO; `welcomed`: and it has its answer."""
+
+    link: Link
+    session: Session
+    hello: Hello
+    welcomed: bool
+
+
+@dataclass(frozen=True)
 class _Failure:
-    """What the thread that sends could not do for a run."""
+    """What another thread could not do for a run."""
 
     run: _Run
     error: Exception
@@ -113,9 +127,14 @@ class _Failure:
 
 @dataclass
 class _Run:
-    """One run's stages and how far they have come; outlives its link."""
+    """One run's stages and how far they have come; outlives its link by `grace_s`."""
 
     run_id: str
+    host: str
+    began: float = field(default_factory=time.monotonic)
+    lost: float | None = None
+    # Nothing is lost with a run that has no stages yet.
+    grace_s: float = 0.0
     runner: Executor | None = None
     exchange: BoundaryIO | None = None
     meter: ArrivalMeter | None = None
@@ -133,6 +152,30 @@ class _Run:
         if self.exchange is not None:
             self.exchange.close()
 
+    def afresh(self, grace_s: float) -> _Run:
+        """The same run before it has loaded anything here."""
+        return _Run(self.run_id, self.host, self.began, grace_s=grace_s)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its coordinator is there or may come back."""
+        return self.lost is None or time.monotonic() < self.lost + self.grace_s
+
+    def __str__(self) -> str:
+        """Since when it has this worker, for one that has to wait."""
+        now = time.monotonic()
+        if self.lost is None:
+            return f"it works for the run of {self.host}, for {_duration(now - self.began)} now"
+        left = max(0.0, self.lost + self.grace_s - now)
+        return (
+            f"it keeps the stages of the run of {self.host}, whose link was lost "
+            f"{_duration(now - self.lost)} ago, for {_duration(left)} more"
+        )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
 
 def serve(
     config: Config,
@@ -148,8 +191,9 @@ def serve(
     `build` makes the stages: `loading.load_stages` loads real ones. Log lines go to standard error
     and to the coordinator, events to `logs`/events.jsonl if there is such a directory.
 
-    Raises NetworkError when the port is taken, DeviceError when the device is not there, and the
-    run's own error when it fails here; the coordinator has been told the same.
+    Raises NetworkError when the port is taken, DeviceError when the device is not there,
+    PeerLostError when a run was lost and nobody took it up again, and the run's own error when it
+    fails here; the coordinator has been told the same.
     """
     worker = Worker(config, worker_id, keep=keep, build=build)
     to_coordinator = log.Lines(worker.show_to_coordinator)
@@ -177,10 +221,13 @@ class Worker:
         self._entry = config.worker(worker_id)
         self._base_dir = config.base_dir
         self._liveness_s = config.training.liveness_timeout_s
+        self._gone_since: float | None = None
         self._keep = keep
         self._build = build
         self._device = open_device(self._entry.device)
-        self._events: queue.SimpleQueue[_Event | Introduced | _Failure] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event | _Joining | Introduced | _Failure] = (
+            queue.SimpleQueue()
+        )
         self._link: Link | None = None
         self._lines: deque[tuple[str, str]] = deque(maxlen=_MAX_LINES)
         self._peers = PeerLinks(
@@ -214,6 +261,7 @@ class Worker:
             while not self._done and not should_stop():
                 try:
                     self._turn()
+                    continue
                 except Exception as error:
                     # Whatever it is, the coordinator hears of it before this process may end.
                     known = as_hetero_error(error) or HeteroError(
@@ -224,7 +272,8 @@ class Worker:
                     if not self._keep or not self._device.works():
                         raise
                     _log.error("the run failed here: %s", known.message)
-                    self._leave()
+                    del known
+                self._leave()  # not in the handler: the traceback holds the stages
         except KeyboardInterrupt:
             # Without this the coordinator would wait for a link that cannot come back.
             self._report(PeerLostError("it was stopped on its own machine (Ctrl-C)"))
@@ -241,19 +290,41 @@ class Worker:
         self._send_lines()
         while (event := self._next_event(0)) is not None:
             self._handle(event)
-        runner = self._run.runner if self._run is not None else None
-        if runner is not None and self._link is not None and self._session.phase in _WORKING:
-            try:
-                if runner.run_next():
-                    self._report_when_done()
-                    return
-            except LinkGone:
-                return
+        if self._compute():
+            return
         event = self._next_event(_POLL_S)
         if event is not None:
             self._handle(event)
+        elif self._link is None:
+            self._give_up()
 
-    def _next_event(self, timeout_s: float) -> _Event | Introduced | None:
+    def _compute(self) -> bool:
+        """Do one task, if one is ready."""
+        runner = self._run.runner if self._run is not None else None
+        if runner is None or self._link is None or self._session.phase not in _WORKING:
+            return False
+        with suppress(LinkGone):
+            if not runner.run_next():
+                return False
+            self._report_when_done()
+        return True
+
+    def _give_up(self) -> None:
+        """Without a coordinator: free what it will not come back for, and at last end."""
+        if self._run is not None and not self._run.is_kept:
+            _log.warning(
+                "the coordinator did not come back; its stages are freed",
+                extra=log.event("coordinator gone", "freed its stages"),
+            )
+            self._forget_run()
+        since = self._gone_since
+        if since is not None and not self._keep and time.monotonic() > since + _STAY_S:
+            raise PeerLostError(
+                f"no coordinator has come for {_duration(_STAY_S)} after the run was lost",
+                hint="hetero worker --keep waits for ever",
+            )
+
+    def _next_event(self, timeout_s: float) -> _Event | _Joining | Introduced | None:
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
         except queue.Empty:
@@ -264,15 +335,13 @@ class Worker:
             raise event.error
         return None
 
-    def _handle(self, event: _Event | Introduced) -> None:
+    def _handle(self, event: _Event | _Joining | Introduced) -> None:
         if isinstance(event, Introduced):
-            if self._session.phase is not Phase.READY:
-                return  # the coordinator that asked is gone
             with suppress(LinkGone):
                 self._send(Message(Connected(event.results)))
-        elif event.message is not None and isinstance(event.message.body, (Hello, OtherVersion)):
+        elif isinstance(event, _Joining):
             with suppress(LinkGone):
-                self._on_hello(event.link, event.message)
+                self._join(event)
         elif event.message is not None and isinstance(event.message.body, PeerHello):
             self._on_peer_hello(event.link, event.message)
         elif event.link is self._link:
@@ -289,6 +358,7 @@ class Worker:
         if message is None:
             self._link = None
             if self._run is not None:
+                self._run.lost = self._gone_since = time.monotonic()
                 _log.warning(
                     "lost the coordinator (%s); waiting for it to come back",
                     event.lost,
@@ -331,7 +401,10 @@ class Worker:
             case Error() | Reject():
                 failed = log.event("run failed", reason=body.message)
                 _log.warning("the coordinator stopped: %s", body.message, extra=failed)
-                self._leave()
+                # It may be started again soon.
+                self._leave(stay=True)
+                if not self._keep:
+                    _log.info("waiting %s for the run to be started again", _duration(_STAY_S))
 
     def _from_peer(self, event: _Event) -> None:
         """A tensor of another worker, or the news that its link is gone."""
@@ -401,7 +474,17 @@ class Worker:
             made.wait()  # the link's threads may be faster than its constructor
             if self._peers.answers(links[0], message):
                 return
-            arrival = unpack(message, self._device) if message is not None else None
+            if message is not None and isinstance(message.body, (Hello, OtherVersion)):
+                self._on_hello(links[0], message)
+                return
+            try:
+                arrival = unpack(message, self._device) if message is not None else None
+            except ProtocolError:
+                raise
+            except Exception as error:  # memory, as a rule: not the link's failure but the run's
+                if (run := self._run) is not None:
+                    self._events.put(_Failure(run, error))
+                return
             self._events.put(_Event(links[0], message, arrival, lost))
 
         links.append(
@@ -420,6 +503,8 @@ class Worker:
         return links[0]
 
     def _on_hello(self, link: Link, message: Message) -> None:
+        """In the reader thread, for the main thread may compute for minutes: refuse who is wrong
+        here, welcome who comes back. Who is new waits until the main thread has made room."""
         session = Session("worker")
         try:
             session.receive(message)
@@ -435,43 +520,62 @@ class Worker:
                 "two workers have exchanged their addresses in the configuration",
             )
             return
+        run = self._run
+        if run is not None and run.run_id == hello.run_id:
+            self._welcome(link, session, run)
+            self._events.put(_Joining(link, session, hello, welcomed=True))
+        elif run is not None and run.is_kept:
+            self._refuse(link, "busy", str(run), _BUSY_HINT)
+        else:
+            self._events.put(_Joining(link, session, hello, welcomed=False))
+
+    def _join(self, joining: _Joining) -> None:
+        """Serve the coordinator of this link from now on."""
+        link, hello = joining.link, joining.hello
         same_run = self._run is not None and self._run.run_id == hello.run_id
-        if self._link is not None and not same_run:
-            self._refuse(link, "busy", "it is working for another run", "wait, or stop that run")
+        if joining.welcomed and not same_run:
+            link.close(drain_s=0)  # given up a moment ago; when it comes again it is told so
+            return
+        if not same_run and self._run is not None and self._run.is_kept:
+            self._refuse(link, "busy", str(self._run), _BUSY_HINT)
             return
         if self._link is not None:
             self._link.close(drain_s=0)
             self._link = None
-        if same_run and self._run is not None and self._run.exchange is not None:
-            # What the sending thread still has goes to the old link, where it is lost.
-            self._run.exchange.flush()
         if not same_run:
             self._forget_run()
-            self._run = _Run(hello.run_id)
-            self._device.empty_cache()
-        run = self._run
-        assert run is not None
-        self._link, self._session = link, session
+            self._run = _Run(hello.run_id, link.name)
+        run = self._current
+        if run.exchange is not None:
+            # What the sending thread still has goes to the old link, where it is lost.
+            run.exchange.flush()
+        self._link, self._session = link, joining.session
+        self._gone_since = run.lost = None
         link.max_frame_bytes = hello.max_frame_bytes
         if run.meter is not None:
             link.on_moved = run.meter.watch("local")
-        memory = self._device.memory()
         _log.info("serving the run of %s", link.name, extra=log.event("coordinator connected"))
         self._lines.clear()  # what was said before is not for this coordinator
-        self._send(
-            Message(
-                Welcome(
-                    PROTOCOL_VERSION,
-                    __version__,
-                    torch=torch.__version__,
-                    device=self._device.name,
-                    device_label=self._device.label,
-                    memory_total=memory.total,
-                    memory_free=memory.free,
-                    run_id=run.run_id if run.started else None,
-                )
+        if not joining.welcomed:
+            self._welcome(link, joining.session, run)
+
+    def _welcome(self, link: Link, session: Session, run: _Run) -> None:
+        memory = self._device.memory()
+        message = Message(
+            Welcome(
+                PROTOCOL_VERSION,
+                __version__,
+                torch=torch.__version__,
+                device=self._device.name,
+                device_label=self._device.label,
+                memory_total=memory.total,
+                memory_free=memory.free,
+                run_id=run.run_id if run.started else None,
             )
         )
+        session.send(message)
+        with suppress(HeteroError):  # if it is gone already, its reader says so
+            link.send(message)
 
     def _refuse(self, link: Link, code: RejectCode, message: str, hint: str | None) -> None:
         # A stranger's host, not its port: each of its connections has another one.
@@ -485,10 +589,10 @@ class Worker:
     # -- a run ----------------------------------------------------------------------------------
 
     def _on_setup(self, setup: Setup) -> None:
-        run = self._current
-        run.close()
-        run.runner, run.exchange, run.started = None, None, False
         config = Config.from_dict(setup.config, self._base_dir)
+        run = self._current.afresh(config.training.reconnect_timeout_s)
+        self._forget_run()
+        self._run = run
         specs = [spec for spec in config.stages() if spec.index in setup.stages]
         layers = ", ".join(spec.layers for spec in specs)
         _log.info("loading %s", layers)
@@ -507,7 +611,6 @@ class Worker:
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
         run.meter = ArrivalMeter(Recorder(config.training.timeline_steps))
         run.owners = {spec.index: spec.owner for spec in config.stages()}
-        run.last_step = None
         devices = len(set(run.owners.values()))
         run.runner = Executor(stages, self._device, run.meter.recorder, num_devices=devices)
         run.exchange = BoundaryIO(
@@ -530,10 +633,15 @@ class Worker:
             self._link.on_moved = run.meter.watch("local")
 
     def _forget_run(self) -> None:
-        if self._run is not None:
-            self._run.close()
-        self._run = None
+        """Free what a run has here. Stages and shards refer to each other; whoever comes next is
+        told how much memory is free."""
+        run, self._run = self._run, None
         self._peers.close()
+        if run is not None:
+            run.close()
+            del run
+            gc.collect()
+            self._device.empty_cache()
 
     def _on_peer_hello(self, link: Link, message: Message) -> None:
         try:
@@ -662,12 +770,13 @@ class Worker:
         if reply is not None:
             self._send(reply)
 
-    def _leave(self) -> None:
+    def _leave(self, *, stay: bool = False) -> None:
         if self._link is not None:
             self._link.close()
         self._link = None
+        self._gone_since = time.monotonic()
         self._forget_run()
-        self._done = not self._keep
+        self._done = not (self._keep or stay)
 
     # -- what stages hand on --------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ threads, while they come in. Everything else lands in one inbox, which the train
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from hetero_framework._version import __version__
@@ -40,7 +42,7 @@ from hetero_framework.errors import (
     ProtocolError,
     error_from_peer,
 )
-from hetero_framework.log import said_by
+from hetero_framework.log import event, said_by
 
 Watch = Callable[[str, Message, float, float], None]
 _log = logging.getLogger(__name__)
@@ -49,16 +51,29 @@ _WORKING = (Phase.STEP, Phase.EVALUATION)
 _HANDSHAKE_S = 60.0
 _QUIET_S = 20.0
 _BUSY_PAUSE_S = 1.0
-_RECONNECT_TRIES = 3
-_QUICK_S = 2.0
 # A process that lost its link still listens; so long a refusal means that it has ended.
 _REFUSED_S = 5.0
 _GOODBYE_S = 5.0
 _SLICE_S = 0.2
+_REDIAL_S = 60.0
 
 
 class _Busy(Exception):
     """The worker serves another run at present."""
+
+
+class _Silent(NetworkError):
+    """Something accepts the connection and gives no answer, or hangs up."""
+
+
+@dataclass
+class _Redial:
+    """A link between workers that was lost: who dials whom next, and when. One that is lost again
+    and again is tried more and more seldom, for every loss costs a repeated step."""
+
+    way: tuple[WorkerId, WorkerId]
+    at: float = 0.0
+    pause_s: float = 0.0
 
 
 class _Wire:
@@ -103,6 +118,9 @@ class WorkerLinks:
         self._unpack = unpack
         self._watch = watch
         self._direct: set[frozenset[WorkerId]] = set()
+        self._back: set[frozenset[WorkerId]] = set()
+        self._redials: dict[frozenset[WorkerId], _Redial] = {}
+        self._dialled: dict[tuple[WorkerId, WorkerId], str | None] = {}
         self._wires: dict[WorkerId, _Wire] = {}
         self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._owners: dict[int, WorkerId] = {}
@@ -138,12 +156,12 @@ class WorkerLinks:
         be reached in `connect_timeout_s`, ProtocolError for another protocol version.
         """
         welcomes: dict[WorkerId, Welcome] = {}
-        errors: dict[WorkerId, HeteroError] = {}
+        errors: dict[WorkerId, Exception] = {}
 
         def dial(worker: WorkerConfig) -> None:
             try:
                 welcomes[worker.id] = self._open_when_free(worker)
-            except HeteroError as error:
+            except Exception as error:
                 errors[worker.id] = error
 
         self._dialling = [
@@ -161,24 +179,22 @@ class WorkerLinks:
                 raise errors[worker_id]
         return welcomes
 
-    def reconnect(self, worker_id: WorkerId, timeout_s: float) -> None:
-        """Dial a lost worker again. Raises PeerLostError when its process or state is gone."""
-        deadline = time.monotonic() + timeout_s
-        for tries_left in reversed(range(_RECONNECT_TRIES)):
-            began = time.monotonic()
+    def reconnect(self, worker_id: WorkerId) -> None:
+        """Dial a lost worker for `reconnect_timeout_s`. Raises PeerLostError when its process or
+        state is gone, or when it does not come back in time."""
+        deadline = time.monotonic() + self._config.training.reconnect_timeout_s
+        while True:
             try:
-                welcome = self._open(
-                    self._workers[worker_id], max(0.1, deadline - time.monotonic()), again=True
-                )
+                left = max(0.1, deadline - time.monotonic())
+                welcome = self._open(self._workers[worker_id], left, again=True)
                 break
-            except (NetworkError, ProtocolError, _Busy) as error:
-                # A link may break in the handshake too. Silence is another matter: it hangs.
-                quick = time.monotonic() - began < _QUICK_S
+            except (HeteroError, _Busy) as error:
                 # A process that is being killed may accept and reset; a moment later it has ended.
                 self._stop.wait(_SLICE_S)
                 ended = self._exit_text(worker_id)
-                if tries_left and quick and ended is None:
-                    continue
+                last = time.monotonic() > deadline or self._stop.is_set()
+                if isinstance(error, _Silent) and ended is None and not last:
+                    continue  # an outage may begin in the handshake too
                 text = ended or (error.message if isinstance(error, HeteroError) else str(error))
                 raise PeerLostError(
                     f"worker {worker_id} does not come back: {text}",
@@ -211,7 +227,6 @@ class WorkerLinks:
 
     def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> Welcome:
         """Connect and shake hands once. `again`: the worker has been there before."""
-        deadline = time.monotonic() + timeout_s
         told = False
 
         def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
@@ -251,7 +266,7 @@ class WorkerLinks:
             route=lambda message: self._carrier(wire, message),
             max_frame_bytes=self._max_frame_bytes,
             liveness_s=self._config.training.liveness_timeout_s,
-            handshake_s=max(_HANDSHAKE_S, timeout_s),
+            handshake_s=_HANDSHAKE_S,
             allocate=self._allocate,
         )
         if self._watch is not None:
@@ -266,12 +281,11 @@ class WorkerLinks:
         )
         with suppress(LinkLost):
             self.send(worker.id, Message(hello))
-        # A worker may be in the middle of a long computation; its heartbeats show that it lives.
-        answer = self._answer(answers, max(deadline, time.monotonic() + _HANDSHAKE_S))
+        answer = self._answer(answers, time.monotonic() + _HANDSHAKE_S)
         if answer is None or isinstance(answer, HeteroError):
             wire.close(drain_s=0)
             why = answer.message if answer is not None else "it accepts, but says nothing"
-            raise NetworkError(
+            raise _Silent(
                 f"what answers at {worker.ip}:{worker.port} is no worker that works: {why}",
                 hint=(answer.hint if isinstance(answer, ProtocolError) else None)
                 or "is it another program that has this port? Else look at the worker's own "
@@ -303,8 +317,13 @@ class WorkerLinks:
         return set(self._direct)
 
     def drop_direct(self, pair: frozenset[WorkerId]) -> None:
-        """Use the link of this pair no more."""
+        """Use the link of this pair no more; `dial_again` has it opened again."""
         self._direct.discard(pair)
+        self._back.discard(pair)
+        one, other = sorted(pair, key=str)
+        redial = self._redials.setdefault(pair, _Redial((other, one)))
+        redial.at = time.monotonic() + redial.pause_s
+        redial.pause_s = min(_REDIAL_S, 2 * redial.pause_s + 1)
 
     def connect_workers(
         self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
@@ -314,44 +333,68 @@ class WorkerLinks:
         A pair whose first worker cannot reach the second one is tried the other way round.
         Raises LinkLost.
         """
-        wanted = list(dict.fromkeys(pairs))
-        problems: dict[frozenset[WorkerId], str] = {}
+        # A pair that meets at two boundaries needs one link: of two that cross on the way, each
+        # end would take the other's for the newer one and close its own.
+        wanted = list({frozenset(pair): pair for pair in pairs}.values())
+        problems: dict[frozenset[WorkerId], list[str]] = {}
         for way in (wanted, [(b, a) for a, b in wanted]):
             left = [(a, b) for a, b in way if frozenset((a, b)) not in self._direct]
-            for (dialler, other), problem in self._dial_peers(left, timeout_s).items():
-                pair = frozenset((dialler, other))
-                if problem is None:
-                    self._direct.add(pair)
-                    problems.pop(pair, None)
-                else:
+            self._dialled.clear()
+            self._order_dials(left, timeout_s)
+            deadline = time.monotonic() + timeout_s + _HANDSHAKE_S
+            while set(left) - self._dialled.keys() and time.monotonic() < deadline:
+                try:
+                    self.receive(_SLICE_S)
+                except DirectLost as lost:
+                    self.drop_direct(lost.pair)  # one of those that were opened before
+            for dialler, other in left:
+                problem = self._dialled.get((dialler, other), "it does not say why")
+                if problem is not None:
                     text = f"worker {dialler} cannot reach worker {other}: {problem}"
-                    problems[pair] = f"{problems[pair]}; {text}" if pair in problems else text
-        return problems
+                    problems.setdefault(frozenset((dialler, other)), []).append(text)
+        return {p: "; ".join(texts) for p, texts in problems.items() if p not in self._direct}
 
-    def _dial_peers(
-        self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
-    ) -> dict[tuple[WorkerId, WorkerId], str | None]:
+    def dial_again(self, timeout_s: float) -> None:
+        """Between steps: have links between workers that were lost opened again, without waiting
+        for it, and use those that are back. Raises LinkLost.
+        """
+        # Not before: the other end's news of the old link's loss may come after the news of the
+        # new link.
+        self._direct |= self._back
+        self._back.clear()
+        now = time.monotonic()
+        for redial in self._redials.values():
+            if now >= redial.at:
+                redial.at = now + timeout_s + redial.pause_s
+                redial.way = redial.way[::-1]
+                self._order_dials([redial.way], timeout_s)
+
+    def _order_dials(self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float) -> None:
         by_dialler: dict[WorkerId, list[PeerAddress]] = {}
         for dialler, other in pairs:
             to = self._workers[other]
             by_dialler.setdefault(dialler, []).append(PeerAddress(other, to.ip, to.port))
         for dialler, addresses in by_dialler.items():
             self.send(dialler, Message(Connect(tuple(addresses), timeout_s)))
-        results: dict[tuple[WorkerId, WorkerId], str | None] = {}
-        waiting = set(by_dialler)
-        while waiting:
-            try:
-                event = self.receive(_SLICE_S)
-            except DirectLost as lost:
-                self._direct.discard(lost.pair)  # one of those that were opened before
+
+    def _note_dials(self, dialler: WorkerId, connected: Connected) -> None:
+        """A worker has dialled others: which links there are now."""
+        for entry in connected.peers:
+            pair = frozenset((dialler, entry.id))
+            self._dialled[dialler, entry.id] = entry.problem
+            if entry.problem is not None:
                 continue
-            if event is None or event.message is None:
-                continue
-            if isinstance(event.message.body, Connected):
-                waiting.discard(event.worker)
-                for entry in event.message.body.peers:
-                    results[event.worker, entry.id] = entry.problem
-        return results
+            if (redial := self._redials.get(pair)) is None:
+                self._direct.add(pair)
+            else:
+                redial.at = math.inf
+                self._back.add(pair)
+                _log.info(
+                    "the link between workers %s and %s is back",
+                    dialler,
+                    entry.id,
+                    extra=event("direct link back", workers=f"{dialler}, {entry.id}"),
+                )
 
     # -- traffic --------------------------------------------------------------------------------
 
@@ -435,6 +478,9 @@ class WorkerLinks:
             if lost.pair in self._direct:
                 raise lost
             return None  # the other end has told it already
+        if isinstance(body, Connected):
+            self._note_dials(event.worker, body)
+            return None
         if isinstance(body, Log):
             peer = f"worker {event.worker}"
             level = _LEVELS.get(body.level, logging.INFO)

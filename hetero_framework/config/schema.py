@@ -507,6 +507,13 @@ class TrainingConfig(Section):
         description="How long the coordinator tries to reach all workers.",
         json_schema_extra=_SECONDS,
     )
+    reconnect_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Longest outage of a worker's link that a run survives: the coordinator dials"
+        " for so long, and the worker keeps its stages for it.",
+        json_schema_extra=_SECONDS,
+    )
     step_timeout_s: float = Field(
         default=600.0,
         gt=0,

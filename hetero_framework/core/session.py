@@ -47,7 +47,7 @@ class Phase(Enum):
 
 
 _ANYTIME = (m.Error, m.Heartbeat)
-_AFTER_WELCOME = (m.Log, m.Control, m.PeerLost)
+_AFTER_WELCOME = (m.Log, m.Control, m.PeerLost, m.Connect, m.Connected)
 _READING = (m.StateRequest, m.State, m.StateLoaded)
 _STATE = (*_READING, m.LoadState)
 _BOUNDARY = (m.Forward, m.Backward)
@@ -85,7 +85,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.CLOSED: {},
     }
     stay: dict[Phase, tuple[type[Body], ...]] = {
-        Phase.READY: (*_STATE, m.Connect, m.Connected),
+        Phase.READY: _STATE,
         # Old activations may still be relayed to a worker that has aborted already.
         Phase.IDLE: (*_STATE, *_DATA, m.Committed),
         # A snapshot is read while the next step runs.

@@ -100,7 +100,7 @@ def connect(
         elapsed = time.monotonic() - started
         try:
             return _connect_once(host, port, min(10.0, max(0.1, timeout_s - elapsed)))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             reason, advice = _explain_connect(error, host, port)
         elapsed = time.monotonic() - started
         pause = min(5.0, 0.1 * 1.6 ** min(attempt, 20)) * random.uniform(0.5, 1.0)
@@ -127,9 +127,9 @@ def _connect_once(host: str, port: int, timeout_s: float) -> socket.socket:
     return sock
 
 
-def _explain_connect(error: OSError, host: str, port: int) -> tuple[str, str]:
+def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tuple[str, str]:
     """(what happened, what to check) for a failed connection attempt."""
-    if isinstance(error, socket.gaierror):
+    if isinstance(error, (socket.gaierror, UnicodeError)):  # "box..lan" is no name at all
         return (
             f"the name {host!r} is not known here",
             "check the spelling, or give the machine's IP address in the configuration",

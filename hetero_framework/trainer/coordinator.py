@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hetero_framework import control
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.assembly import Cluster, run_id_of
 from hetero_framework.config import Config, interval
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.data.batches import MicroBatch
@@ -91,7 +91,10 @@ def train(
                 _checkpoint_store(config).resolve(resume)  # before anything is loaded
             parts = setup.prepare(config)
             with Cluster(
-                parts.config, max_frame_bytes=parts.max_frame_bytes, debug=debug
+                parts.config,
+                max_frame_bytes=parts.max_frame_bytes,
+                debug=debug,
+                run_id=run_id_of(config.output_dir),
             ) as cluster:
                 facts = cluster.connect()
                 parts = setup.fit_devices(parts, facts)

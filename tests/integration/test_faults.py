@@ -51,6 +51,7 @@ TRAINING = {
     "eval_steps": 4,
     "verify_architecture": False,
     "liveness_timeout_s": 3.0,
+    "reconnect_timeout_s": 10.0,
 }
 
 
@@ -275,7 +276,7 @@ def test_a_link_that_stays_silent_ends_the_run(make, proxies) -> None:
             proxies[1].up.blackhole = proxies[1].down.blackhole = True
 
     started = time.monotonic()
-    with pytest.raises(PeerLostError, match=r"worker 1 does not come back: .*silent") as raised:
+    with pytest.raises(PeerLostError, match=r"worker 1 does not come back: ") as raised:
         train(make("cut", [2, 4], proxies), progress=Hole(3))
     assert "--resume latest" in str(raised.value)
     assert time.monotonic() - started < 30
@@ -320,7 +321,7 @@ def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_pat
     class Patient(Notes):
         def message(self, text: str) -> None:
             super().message(text)
-            if "it is working for another run; waiting" in text:
+            if "it works for the run of" in text:
                 other.close()
 
     notes = Patient()

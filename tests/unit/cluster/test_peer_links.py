@@ -485,3 +485,34 @@ def test_end_of_the_run_ends_the_question(
         one.links.ask("box", control.request(1, "slow", None), WAIT_S)
     slow.set()
     end.join()
+
+
+@pytest.mark.parametrize("error", [OSError(22, "Invalid argument"), KeyError("x")])
+def test_dialling_that_fails_in_any_way_is_answered(
+    pair: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    one, other = pair
+
+    def start(*args: Any) -> Link:
+        raise error
+
+    monkeypatch.setattr(one.links, "_start_link", start)
+    [entry] = one.dial(other.entry("box"))
+    assert type(error).__name__ in entry["problem"]
+
+
+def test_dialling_without_a_thread_to_be_had_is_answered(
+    pair: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "dial peers":
+            real(thread)
+        else:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    [entry] = one.dial(other.entry("box"))
+    assert entry["problem"] == "can't start new thread"

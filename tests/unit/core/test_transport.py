@@ -855,6 +855,12 @@ def test_connect_failures_have_different_texts(monkeypatch: pytest.MonkeyPatch) 
     assert len(texts) == 5
 
 
+@pytest.mark.parametrize("host", ["box..lan", "x" * 64 + ".lan"])
+def test_connect_to_a_name_that_cannot_be_encoded_says_it_is_not_known(host: str) -> None:
+    with pytest.raises(NetworkError, match="is not known here"):
+        connect(host, 9999, 0.05)
+
+
 def test_connect_can_be_stopped() -> None:
     with Listener("127.0.0.1", 0) as probe:
         port = probe.port

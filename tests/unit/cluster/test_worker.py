@@ -1,0 +1,296 @@
+"""One worker in a thread, with stages that only count, and coordinators that are bare links."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from hetero_framework import log
+from hetero_framework.cluster import worker as worker_module
+from hetero_framework.cluster.worker import Worker
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.devices import Device
+from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.messages import (
+    Abort,
+    Aborted,
+    Body,
+    Bye,
+    Error,
+    Hello,
+    Log,
+    Loss,
+    Message,
+    Ready,
+    Reject,
+    Setup,
+    Start,
+    Welcome,
+)
+from hetero_framework.core.transport import Link, connect
+from hetero_framework.engine.stage_api import GradientReport, StepInfo
+from hetero_framework.errors import HeteroError, PeerLostError
+from tests.samples import free_ports
+
+WAIT_S = 10.0
+B = TypeVar("B", bound=Body)
+
+
+class StandIn:
+    """A stage that refers to itself, as real ones and their shards do."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        self.index, self.is_first, self.is_last = spec.index, spec.is_first, spec.is_last
+        self.input_requires_grad = self.differentiates = True
+        self.weights = torch.zeros(8)
+        self.itself = self
+
+    def begin(self, info: StepInfo) -> None: ...
+    def abort(self) -> None: ...
+    def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [("w", (0,))]
+
+    def report_gradients(self, tied: Any = None) -> GradientReport:
+        return GradientReport(torch.zeros(1))
+
+
+class Served:
+    """A worker that serves in a thread; `say` and the stages that it has made are kept."""
+
+    def __init__(self, stack: ExitStack, *, keep: bool = False, reconnect_s: float = 60.0) -> None:
+        (self.port,) = free_ports(1)
+        self.config = Config.from_dict(
+            {
+                "coordinator": {"ip": "127.0.0.1", "port": 1},
+                "workers": [{"id": 1, "ip": "127.0.0.1", "port": self.port, "device": "cpu"}],
+                "shard_plan": [
+                    {"id": "local", "start": 0, "end": 1},
+                    {"id": 1, "start": 1, "end": 2},
+                ],
+                "training": {"reconnect_timeout_s": reconnect_s},
+            }
+        )
+        self.said: list[str] = []
+        lines = log.Lines(lambda level, text: self.said.append(text))
+        stack.enter_context(log.log_to("INFO", lines))
+        self.weights: list[weakref.ref[torch.Tensor]] = []
+        self.loading: Callable[[], object] = lambda: None
+        self.error: BaseException | None = None
+        self._stack = stack
+        self._over = threading.Event()
+        self._worker = Worker(self.config, 1, keep=keep, build=self._build)
+        self._thread = threading.Thread(target=self._serve, name="served")
+        self._thread.start()
+        stack.callback(self.stop)
+
+    def _serve(self) -> None:
+        try:
+            self._worker.serve(self._over.is_set)
+        except BaseException as error:
+            self.error = error
+
+    def _build(self, config: Config, specs: Sequence[StageSpec], device: Device) -> list[Any]:
+        self.loading()
+        stages = [StandIn(spec) for spec in specs]
+        self.weights += [weakref.ref(stage.weights) for stage in stages]
+        return stages
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+    def ended(self) -> bool:
+        self._thread.join(WAIT_S)
+        return not self._thread.is_alive()
+
+    def dial(self, run_id: str = "run") -> Coordinator:
+        made = Coordinator(self, run_id)
+        self._stack.callback(made.link.close, 0)
+        return made
+
+
+class Coordinator:
+    """The other end of a worker's link, without a run behind it."""
+
+    def __init__(self, served: Served, run_id: str) -> None:
+        self._config = served.config
+        self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
+        sock = connect("127.0.0.1", served.port, WAIT_S)
+        self.link = Link(sock, "worker", self.inbox.put, self.inbox.put)
+        self.send(Hello(PROTOCOL_VERSION, "0", run_id, 1, 1 << 20))
+
+    def send(self, body: Body) -> None:
+        self.link.send(Message(body))
+
+    def next(self, timeout_s: float = WAIT_S) -> Message:
+        """What comes next, lines for the screen aside."""
+        while True:
+            message = self.inbox.get(timeout=timeout_s)
+            assert isinstance(message, Message), message
+            if not isinstance(message.body, Log):
+                return message
+
+    def expect(self, kind: type[B]) -> B:
+        return self.next().expect(kind)
+
+    def set_up(self) -> Coordinator:
+        self.expect(Welcome)
+        self.send(Setup(self._config.to_dict(), (1,)))
+        self.expect(Ready)
+        self.send(Start((1,)))
+        return self
+
+    def hang_up(self) -> None:
+        self.link.close(drain_s=0)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
+    monkeypatch.setattr(worker_module, "_POLL_S", 0.02)
+    threads = set(threading.enumerate())
+    with ExitStack() as stack:
+        yield lambda **options: Served(stack, **options)
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        pause.wait(0.005)
+
+
+def lost(served: Served) -> Callable[[], bool]:
+    return lambda: any("lost the coordinator" in line for line in served.said)
+
+
+# ---- whose worker it is
+
+
+def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve: Any) -> None:
+    served = serve(keep=True)
+    first = served.dial("first").set_up()
+    busy = served.dial("second").expect(Reject)
+    assert busy.code == "busy"
+    assert "it works for the run of coordinator 127.0.0.1" in busy.message
+    first.hang_up()
+    wait_until(lost(served))
+    busy = served.dial("second").expect(Reject)
+    assert busy.code == "busy"
+    assert "it keeps the stages of the run of coordinator 127.0.0.1" in busy.message
+    assert "60 s more" in busy.message
+    assert served.dial("first").expect(Welcome).run_id == "first"
+    assert served.weights[0]() is not None
+
+
+def test_run_that_has_no_stages_yet_does_not_reserve_the_worker(serve: Any) -> None:
+    served = serve(keep=True)
+    stranger = served.dial("stranger")
+    stranger.expect(Welcome)
+    stranger.hang_up()
+    wait_until(lost(served))
+    assert served.dial("run").expect(Welcome).run_id is None
+
+
+def test_coordinator_that_does_not_come_back_in_time_loses_its_stages(serve: Any) -> None:
+    served = serve(keep=True, reconnect_s=0.2)
+    served.dial("first").set_up().hang_up()
+    wait_until(lambda: served.weights[0]() is None)
+    assert "the coordinator did not come back; its stages are freed" in served.said
+    assert served.dial("second").expect(Welcome).run_id is None
+
+
+def test_worker_without_keep_ends_when_nobody_takes_the_run_up_again(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_STAY_S", 0.3)
+    served = serve(reconnect_s=0.1)
+    served.dial().set_up().hang_up()
+    assert served.ended()
+    assert isinstance(served.error, PeerLostError)
+
+
+def test_coordinator_that_was_started_again_takes_its_worker_at_once(serve: Any) -> None:
+    """It has the id of the one that died, whose link may still stand for all the worker knows."""
+    served = serve(keep=True)
+    served.dial("run").set_up()
+    served.dial("run").set_up()
+    assert len(served.weights) == 2
+    assert served.weights[0]() is None
+
+
+def test_hello_is_answered_while_the_worker_is_busy(serve: Any) -> None:
+    served = serve(keep=True)
+    go_on = threading.Event()
+    first = served.dial("first")
+    first.set_up()
+    served.loading = lambda: go_on.wait(WAIT_S)
+    first.send(Abort(0, 0))
+    first.expect(Aborted)
+    first.send(Setup(served.config.to_dict(), ()))
+    wait_until(lambda: served.said[-1].startswith("loading"))
+    try:
+        assert served.dial("second").expect(Reject).code == "busy"
+        assert served.dial("first").expect(Welcome)
+    finally:
+        go_on.set()
+
+
+# ---- the end of a run
+
+
+@pytest.mark.parametrize("how", ["goodbye", "failure"])
+def test_stages_of_a_run_are_freed_before_the_next_one_is_told_of_the_memory(
+    serve: Any, how: str
+) -> None:
+    served = serve(keep=True)
+    first = served.dial("first").set_up()
+    if how == "goodbye":
+        first.send(Bye("the run is over"))
+    else:
+        first.send(Loss(0, 0, 0, 0.0))  # out of order
+        first.expect(Error)
+    wait_until(lambda: first.link.closed)
+    served.dial("second").expect(Welcome)
+    assert served.weights[0]() is None
+
+
+def test_goodbye_ends_a_worker_and_a_failed_run_leaves_it_for_the_next(serve: Any) -> None:
+    served = serve()
+    served.dial("first").set_up().send(Error("PeerLostError", "worker 2 is gone"))
+    wait_until(lambda: served.weights[0]() is None)
+    assert "the coordinator stopped: worker 2 is gone" in served.said
+    served.dial("second").set_up().send(Bye("the run is over"))
+    assert served.ended()
+    assert served.error is None
+
+
+# ---- what must not end it
+
+
+def test_failure_to_take_a_message_in_is_told_as_it_is(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that runs out in a reader thread is no broken link."""
+
+    def unpack(message: Message, device: Device) -> None:
+        if isinstance(message.body, Abort):
+            raise MemoryError("out of memory")
+
+    monkeypatch.setattr(worker_module, "unpack", unpack)
+    served = serve(keep=True)
+    coordinator = served.dial().set_up()
+    coordinator.send(Abort(0, 0))
+    error = coordinator.expect(Error)
+    assert error.kind == "ResourceError"
+    assert "memory ran out" in error.message

@@ -1,0 +1,89 @@
+"""The coordinator's links to workers, without workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_framework.cluster import worker_links
+from hetero_framework.cluster.worker_links import WorkerLinks
+from hetero_framework.config import Config
+from hetero_framework.core.messages import Connected, PeerResult
+from tests.samples import free_ports
+
+
+def links(**training: Any) -> WorkerLinks:
+    config = Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1", "port": 1},
+            "workers": [{"id": 1, "ip": "127.0.0.1", "port": free_ports(1)[0]}],
+            "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
+            "training": {"connect_timeout_s": 0.3, **training},
+        }
+    )
+    return WorkerLinks(config, "run", 1 << 20)
+
+
+def test_no_error_of_dialling_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = links()
+
+    def broken(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(made, "_open", broken)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        made.connect_all()
+
+
+def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both workers dialling each other at once would each close the link that the other kept."""
+    made = links()
+    dialled: list[list[Any]] = []
+
+    def dial(pairs: Any, timeout_s: float) -> None:
+        dialled.append(list(pairs))
+        made._note_dials(1, connected(2))
+        made._note_dials(2, connected(3))
+
+    monkeypatch.setattr(made, "_order_dials", dial)
+    assert made.connect_workers([(1, 2), (2, 1), (2, 3)], 1.0) == {}
+    assert sorted(map(sorted, dialled[0])) == [[1, 2], [2, 3]]
+    assert dialled[1] == []
+    assert made.direct == {frozenset((1, 2)), frozenset((2, 3))}
+
+
+def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = links()
+    ordered: list[Any] = []
+    now = 0.0
+    monkeypatch.setattr(made, "_order_dials", lambda pairs, timeout_s: ordered.extend(pairs))
+    monkeypatch.setattr(worker_links.time, "monotonic", lambda: now)
+    pair = frozenset((1, 2))
+    made._direct.add(pair)
+    made.drop_direct(pair)
+    assert made.direct == set()
+    made.dial_again(5.0)
+    made.dial_again(5.0)  # the first attempt may still be on its way
+    assert ordered == [(1, 2)]
+    now = 6.0
+    made.dial_again(5.0)  # nobody answered
+    assert ordered == [(1, 2), (2, 1)]
+    made._note_dials(2, connected(1))
+    assert made.direct == set()  # in this step
+    now = 100.0
+    made.dial_again(5.0)
+    assert made.direct == {pair}
+    assert len(ordered) == 2
+    made.drop_direct(pair)
+    made.dial_again(5.0)  # lost again: not at once
+    assert len(ordered) == 2
+    now = 101.0
+    made.dial_again(5.0)
+    assert len(ordered) == 3
+
+
+def connected(other: int, problem: str | None = None) -> Connected:
+    return Connected((PeerResult(other, problem),))
