@@ -15,10 +15,10 @@ from hetero_framework.commands.doctor import gib
 from hetero_framework.config import Config, Machine
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
-from hetero_framework.engine.loading import quiet_libraries
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
+from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import load_model_config, num_layers
 from hetero_framework.planner.tuner import assumed_profile
 from hetero_framework.planner.tuning import tune

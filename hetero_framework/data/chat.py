@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from hetero_framework.data.sources import check_unicode, json_type
 from hetero_framework.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"human": "user", "gpt": "assistant"}  # the names of the from/value (ShareGPT) layout

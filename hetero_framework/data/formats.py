@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from hetero_framework.data.chat import ChatRenderer, check_messages, template_arguments
 from hetero_framework.data.sources import Record, check_unicode, json_type
 from hetero_framework.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # The prompts of tatsu-lab/stanford_alpaca, train.py; the output follows without a space.
 ALPACA_WITH_INPUT = (

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.data.batches import MicroBatch, StepOrder, collate, pack
@@ -18,6 +18,9 @@ from hetero_framework.data.formats import Formatter, Options, detect_format
 from hetero_framework.data.sources import Record, Source, batched, find_sources, read_records
 from hetero_framework.data.tokenizer import choose_pad_token
 from hetero_framework.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1000  # records tokenised in one call
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import Config
 from hetero_framework.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _HINT = "Set model.tokenizer to a folder or hub name that has one."
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
@@ -78,6 +79,8 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub repository. Raises DataError, also where it is code."""
     if Path(name).is_dir():
         _check_folder(Path(name))
+    from transformers import AutoTokenizer  # slow; who only looks for data needs none
+
     try:
         with _TokenizersErrors():
             tokenizer = AutoTokenizer.from_pretrained(

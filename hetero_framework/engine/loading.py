@@ -6,15 +6,15 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from transformers import logging as transformers_logging
 
 from hetero_framework.config import Config, StageSpec, TrainingConfig
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import DeviceError
-from hetero_framework.models.adapters import attach_adapter
 from hetero_framework.models.introspect import LIBRARY_ERRORS, one_line
+from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
+from hetero_framework.models.trainable import attach_adapter
 
 _log = logging.getLogger(__name__)
 
@@ -82,10 +82,3 @@ def check_compiler(training: TrainingConfig, device: Device) -> None:
             hint="install a compiler (g++ or clang for a CPU, Triton for a GPU), choose another"
             " training.torch_compile_backend, or set training.torch_compile to false",
         ) from error
-
-
-def quiet_libraries(log_level: str) -> None:
-    """Show the libraries' own progress bars and notices with log level DEBUG only."""
-    if log_level != "DEBUG":
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()

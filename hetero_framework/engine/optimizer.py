@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments, get_scheduler
-from transformers.training_args import OptimizerNames
+from transformers.trainer_pt_utils import get_parameter_names
 
 from hetero_framework.config import TrainingConfig
 from hetero_framework.errors import ConfigError
+
+# transformers' Trainer brings PEFT, bitsandbytes, datasets and pandas with it, half the time that
+# importing torch takes, in every process. So what it does for the usual optimizers stands here too;
+# tests hold it to the Trainer's own.
+_TORCH_ADAMW: dict[str, dict[str, Any]] = {"adamw_torch": {}, "adamw_torch_fused": {"fused": True}}
+_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 # Why each of these cannot run stage by stage.
 _WHOLE_MODEL_OPTIMIZERS = {
@@ -30,6 +35,10 @@ _WHOLE_MODEL_OPTIMIZERS = {
 
 def check_optimizer(training: TrainingConfig) -> None:
     """Raise ConfigError for an optimizer that is unknown or needs more than its own stage."""
+    if training.optim in _TORCH_ADAMW:
+        return
+    from transformers.training_args import OptimizerNames
+
     known = sorted(name.value for name in OptimizerNames)
     if training.optim not in known:
         raise ConfigError(
@@ -59,6 +68,27 @@ def build_optimizer(
     `model` is the stage's module; the Trainer decides from its parameter names and layer types
     which parameters are decayed.
     """
+    decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
+    decayed = {id(p) for name, p in model.named_parameters() if name in decayed_names}
+    groups = [
+        {
+            "params": [p for p in parameters if id(p) in decayed],
+            "weight_decay": training.weight_decay,
+        },
+        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
+    ]
+    cls, kwargs = _class_and_settings(training)
+    return cls([group for group in groups if group["params"]], **kwargs)
+
+
+def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
+    own = _TORCH_ADAMW.get(training.optim)
+    if own is not None and training.optim_args is None:
+        betas = (training.adam_beta1, training.adam_beta2)
+        settings = {"lr": training.learning_rate, "betas": betas, "eps": training.adam_epsilon}
+        return torch.optim.AdamW, settings | own
+    from transformers import Trainer, TrainingArguments
+
     arguments = TrainingArguments(
         output_dir="unused",
         report_to="none",
@@ -70,23 +100,12 @@ def build_optimizer(
         adam_beta2=training.adam_beta2,
         adam_epsilon=training.adam_epsilon,
     )
-    # Unbound on purpose: the method reads nothing of the Trainer, and a Trainer needs a data set.
-    decayed_names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    decayed = {id(p) for name, p in model.named_parameters() if name in decayed_names}
-    groups = [
-        {
-            "params": [p for p in parameters if id(p) in decayed],
-            "weight_decay": training.weight_decay,
-        },
-        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
-    ]
     try:
-        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        return Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"training.optim: {training.optim!r} is not usable here: {error}"
         ) from error
-    return cls([group for group in groups if group["params"]], **kwargs)
 
 
 class Schedule:
@@ -112,6 +131,8 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _start(self) -> None:
+        from transformers import get_scheduler  # slow, and for the coordinator alone
+
         training, total_steps = self._training, self._total_steps
         self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
         try:

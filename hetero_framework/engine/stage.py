@@ -22,14 +22,9 @@ from hetero_framework.engine.optimizer import build_optimizer, load_state_tensor
 from hetero_framework.engine.seeds import Place, forward_seed
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
 from hetero_framework.errors import CheckpointError
-from hetero_framework.models.adapters import (
-    check_adapter_complete,
-    export_parts,
-    load_adapter_tensors,
-    trainable_parameters,
-)
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.shard import Shard
+from hetero_framework.models.trainable import export_parts, trainable_parameters
 
 STATE_PART_BYTES = 64 << 20
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -237,6 +232,11 @@ class Stage:
         if kind == "tied":
             self.set_tied_weight(part.tensors["tied"])
         elif kind == "adapter":
+            from hetero_framework.models.adapters import (
+                check_adapter_complete,
+                load_adapter_tensors,
+            )
+
             self._loaded_keys |= load_adapter_tensors(self._shard, part.tensors)
             if part.last:
                 check_adapter_complete(self._shard, self._loaded_keys)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from peft import LoraConfig
-from peft.tuners.lora import LoraModel
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
 
 # PEFT's names: of its weight file, and what it puts before a model's own parameter names.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

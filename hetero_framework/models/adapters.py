@@ -21,7 +21,7 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,8 @@ from hetero_framework.models.adapter_plan import (
     AdapterPlan,
     AttachedAdapter,
 )
-from hetero_framework.models.export import export_layers
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.trainable import is_quantized, refuse_float16
 
 if TYPE_CHECKING:
     from hetero_framework.config import AdapterConfig
@@ -175,30 +175,6 @@ def expected_adapter_keys(model_config: PretrainedConfig, adapter: AdapterConfig
     return set(plan_adapter(model_config, adapter).tensors)
 
 
-def attach_adapter(
-    shard: Shard,
-    adapter: AdapterConfig | None,
-    base_dir: Path | None,
-    seed: int,
-    plan: AdapterPlan | None = None,
-) -> AdapterPlan | None:
-    """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight.
-
-    `plan` saves planning again when several shards of one model are built in one process.
-    Raises ConfigError for full training of a quantised model, for weights to train that are
-    float16, and as `plan_adapter`.
-    """
-    if adapter is None and plan is None:
-        _train_everything(shard.model)
-        _refuse_float16(shard.model)
-        return None
-    if plan is None:
-        assert adapter is not None
-        plan = plan_adapter(shard.config, adapter, base_dir)
-    attach_plan(shard, plan, seed)
-    return plan
-
-
 def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
     """Give `shard` its part of a planned adapter, in place, with the plan's or new weights."""
     tuner = _inject(shard.model, _local_config(plan, shard.model), seed)
@@ -208,13 +184,7 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
         load_adapter_tensors(shard, saved_tensors(plan, own.__contains__))
     if is_quantized(shard.model):
         _cast_trainable_to_bf16(shard.model)
-    _refuse_float16(shard.model)
-
-
-def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
-    """(canonical name, parameter) of what this shard trains, in the whole model's order."""
-    named = [(n, p) for n, p in shard.model.named_parameters() if p.requires_grad]
-    return sorted(named, key=lambda item: shard.parameter_index(item[0]))
+    refuse_float16(shard.model)
 
 
 def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
@@ -224,27 +194,6 @@ def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
     """
     assert shard.adapter is not None
     return _file_tensors(shard.model, shard.adapter.plan.embedding_tensors)
-
-
-def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
-    """(key, CPU tensor) of the finished artefact's part in this shard.
-
-    The adapter file's tensors where an adapter is attached, else those of a Hugging Face
-    checkpoint, layer by layer, so that never more than one layer is copied.
-    """
-    if shard.adapter is not None:
-        for key, tensor in adapter_tensors(shard).items():
-            yield key, tensor.detach().to("cpu").contiguous()
-        return
-    for tensors in export_layers(shard):
-        yield from tensors.items()
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Whether the model holds bitsandbytes weights, as TRL asks it."""
-    return bool(
-        getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
-    )
 
 
 # -- settings -------------------------------------------------------------------------------------
@@ -493,27 +442,6 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
     except AttributeError:
         return False
     return next(module.parameters(), None) is not None
-
-
-def _train_everything(model: nn.Module) -> None:
-    if is_quantized(model):
-        raise ConfigError(
-            "a quantised model cannot be trained in full",
-            hint='set "adapter" (QLoRA), or "model.quantization": null with a full-precision model',
-        )
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-
-
-def _refuse_float16(model: nn.Module) -> None:
-    """Adam's epsilon is zero in float16: weights without a gradient would become NaN at once."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise ConfigError(
-                f"{name} would be trained in float16, whose range is too small for an optimizer",
-                hint='set "model.dtype": "float32" (with "training.fp16": true for float16 '
-                'products) or "bfloat16"; an adapter alone can train over float16 weights',
-            )
 
 
 def _cast_trainable_to_bf16(model: nn.Module) -> None:

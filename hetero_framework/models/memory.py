@@ -37,7 +37,6 @@ from transformers.pytorch_utils import Conv1D
 from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapter_plan import AdapterPlan
-from hetero_framework.models.adapters import plan_adapter
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.objective import objective_of
@@ -125,6 +124,8 @@ def estimate_memory(
     assert config.model is not None
     stages = config.stages()
     if config.adapter is not None and plan is None:
+        from hetero_framework.models.adapters import plan_adapter
+
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
     if tokens is None:
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS

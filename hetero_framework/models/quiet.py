@@ -20,3 +20,10 @@ def quiet_library() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def quiet_libraries(log_level: str) -> None:
+    """Show the libraries' own progress bars and notices with log level DEBUG only."""
+    if log_level != "DEBUG":
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()

@@ -17,17 +17,11 @@ from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
-from hetero_framework.engine.loading import quiet_libraries
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.log import EVENTS_FILE
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
-from hetero_framework.models.adapters import (
-    explicit_settings,
-    plan_adapter,
-    saved_tensors,
-)
 from hetero_framework.models.chunked_loss import chunk_tokens, why_not_chunked
 from hetero_framework.models.equivalence import admit, admit_packing
 from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
@@ -40,6 +34,7 @@ from hetero_framework.models.memory import (
     recompute_stages,
 )
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.models.weights import resolve_model_path
@@ -96,6 +91,8 @@ def prepare(config: Config) -> Prepared:
     check_positions(model_config, data.row_tokens)
     adapter_plan = None
     if config.adapter is not None:
+        from hetero_framework.models.adapters import explicit_settings, plan_adapter
+
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
         explicit = explicit_settings(config.adapter, adapter_plan)
         config = config.with_changes(adapter=explicit)
@@ -294,6 +291,8 @@ def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
     plan = parts.adapter_plan
     if plan is None or plan.weights is None:
         return
+    from hetero_framework.models.adapters import saved_tensors
+
     blocks = f"{PEFT_PREFIX}{introspect(parts.model_config).blocks}."
     for spec in parts.config.stages():
         own = {str(layer) for layer in range(spec.start, spec.end)}

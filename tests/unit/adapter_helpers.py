@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.core.devices import open_device
-from hetero_framework.models.adapters import attach_adapter, trainable_parameters
 from hetero_framework.models.shard import Shard, ShardRange, load_shard
+from hetero_framework.models.trainable import attach_adapter, trainable_parameters
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},

@@ -72,6 +72,26 @@ def test_help_and_schema_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_run_without_adapter_imports_neither_peft_nor_datasets() -> None:
+    """They bring bitsandbytes, torch's compiler and pandas: half of what torch itself takes."""
+    program = (
+        "import sys\n"
+        "import hetero_framework.cluster.worker, hetero_framework.commands.check\n"
+        "import hetero_framework.trainer.coordinator\n"
+        "from hetero_framework.config import TrainingConfig\n"
+        "from hetero_framework.engine.optimizer import build_optimizer, check_optimizer\n"
+        "from torch.nn import Linear\n"
+        "check_optimizer(TrainingConfig())\n"
+        "model = Linear(1, 1)\n"
+        "build_optimizer(TrainingConfig(), model, list(model.parameters()))\n"
+        "slow = {'peft', 'bitsandbytes', 'datasets', 'pandas', 'pyarrow', 'tensorboard'}\n"
+        "slow |= {'transformers.trainer', 'torch._inductor.compile_fx'}\n"
+        "sys.exit(f'imported: {slow & set(sys.modules)}' if slow & set(sys.modules) else 0)\n"
+    )
+    done = run_process("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command_has_examples(
     command: str, capsys: pytest.CaptureFixture[str]

@@ -17,14 +17,13 @@ from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.adapters import (
     adapter_tensors,
     expected_adapter_keys,
-    export_parts,
     plan_adapter,
     resolve_targets,
-    trainable_parameters,
 )
 from hetero_framework.models.export import OutputDirectory, write_adapter
 from hetero_framework.models.shard import Shard
 from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.trainable import export_parts, trainable_parameters
 from tests.unit.adapter_helpers import (
     batch,
     chain_backward,

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from hetero_framework.config import AdapterConfig
 from hetero_framework.errors import CheckpointError, DataError, ModelError, ResourceError
 from hetero_framework.models import export
-from hetero_framework.models.adapters import export_parts
 from hetero_framework.models.export import (
     OutputDirectory,
     expected_checkpoint_tensors,
@@ -26,6 +25,7 @@ from hetero_framework.models.export import (
 )
 from hetero_framework.models.merge import merge_adapter
 from hetero_framework.models.shard import Shard
+from hetero_framework.models.trainable import export_parts
 from tests.unit.adapter_helpers import (
     chain_logits,
     randomise,

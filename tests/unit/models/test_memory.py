@@ -15,7 +15,6 @@ from torch import nn
 from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.errors import PlanError
-from hetero_framework.models.adapters import trainable_parameters
 from hetero_framework.models.chunked_loss import chunked_loss, spans
 from hetero_framework.models.memory import (
     GIB,
@@ -26,6 +25,7 @@ from hetero_framework.models.memory import (
     recompute_stages,
 )
 from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.trainable import trainable_parameters
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
 from tests.unit.peak import Peak
 

@@ -14,11 +14,6 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from hetero_framework.config import AdapterConfig
 from hetero_framework.core.devices import Device, Support, open_device
 from hetero_framework.errors import ConfigError, DeviceError, ModelError
-from hetero_framework.models.adapters import (
-    attach_adapter,
-    export_parts,
-    trainable_parameters,
-)
 from hetero_framework.models.export import OutputDirectory, write_adapter
 from hetero_framework.models.quantization import (
     modules_left_alone,
@@ -26,6 +21,7 @@ from hetero_framework.models.quantization import (
     stored_quantization,
     stored_quantization_config,
 )
+from hetero_framework.models.trainable import attach_adapter, export_parts, trainable_parameters
 from tests.unit.adapter_helpers import (
     batch,
     chain_backward,
