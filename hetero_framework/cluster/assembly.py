@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import logging
-import platform
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -79,7 +76,7 @@ class Cluster:
         debug: bool = False,
         run_id: str | None = None,
     ) -> None:
-        """`build` makes this process's stages; `run_id` is a lasting one (`run_id_of`)."""
+        """`build` makes this process's stages; `run_id` is a lasting one."""
         self._config = config
         self._build = build
         self.run_id = run_id or secrets.token_hex(8)
@@ -399,13 +396,11 @@ class Cluster:
         if times > _MAX_RECOVERIES:
             raise PeerLostError(
                 f"the link to worker {lost.worker} broke {times} times in one step: {lost.reason}",
-                hint="check the network; continue with --resume latest",
+                hint="check the network",
             ) from lost
         ended = self._exit_text(lost.worker)
         if ended is not None:
-            raise PeerLostError(
-                f"worker {lost.worker} is gone: {ended}", hint="continue with --resume latest"
-            ) from lost
+            raise PeerLostError(f"worker {lost.worker} is gone: {ended}") from lost
         _log.warning(
             "lost the link to worker %s (%s); connecting again",
             lost.worker,
@@ -430,22 +425,6 @@ class Cluster:
             if ended.worker_id == worker:
                 return str(ended)
         return None
-
-
-def run_id_of(output_dir: Path) -> str:
-    """The id of the run that writes into `output_dir`. A coordinator that is started again has the
-    same one, so that the workers give up what they keep for the dead one. The caller holds the
-    directory's lock. Raises OSError.
-    """
-    file = output_dir / ".run"
-    here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
-    with suppress(OSError, ValueError):
-        run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
-        if place == here:
-            return run_id
-    run_id = secrets.token_hex(8)
-    file.write_text(f"{run_id}\n{here}", encoding="utf-8")
-    return run_id
 
 
 def _failure(error: BaseException) -> Message:

@@ -196,14 +196,10 @@ class WorkerLinks:
                 if isinstance(error, _Silent) and ended is None and not last:
                     continue  # an outage may begin in the handshake too
                 text = ended or (error.message if isinstance(error, HeteroError) else str(error))
-                raise PeerLostError(
-                    f"worker {worker_id} does not come back: {text}",
-                    hint="start it again, then continue with --resume latest",
-                ) from error
+                raise PeerLostError(f"worker {worker_id} does not come back: {text}") from error
         if welcome.run_id != self._run_id:
             raise PeerLostError(
-                f"worker {worker_id} came back without its stages (it was started again?)",
-                hint="continue with --resume latest",
+                f"worker {worker_id} came back without its stages (it was started again?)"
             )
 
     def _open_when_free(self, worker: WorkerConfig) -> Welcome:

@@ -6,6 +6,8 @@ no process.
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -22,6 +24,7 @@ from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import load_model_config, num_layers
 from hetero_framework.planner.tuner import assumed_profile
 from hetero_framework.planner.tuning import tune
+from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import resolve_loss_chunk
 from hetero_framework.visualizer.text import table
 
@@ -39,6 +42,7 @@ def check(config: Config) -> dict[str, Any]:
     check_optimizer(config.training)
     quiet_libraries(config.training.log_level)
     notes = [f"warning: {warning}" for warning in config.warnings()]
+    resolved = Resolved.start(config)
     model_config: PretrainedConfig | None = None
     memory: list[StageMemory] = []
     schedule = forecast(config)
@@ -48,7 +52,8 @@ def check(config: Config) -> dict[str, Any]:
         model_config = load_model_config(config.model, config.base_dir)
         config.plan.covers(num_layers(model_config))
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
-        config = resolve_loss_chunk(config, model_config, tokens)
+        resolved = resolve_loss_chunk(resolved, model_config, tokens)
+        config = resolved.config
         memory = estimate_memory(config, model_config, in_flight=schedule["held"])
         if any(config.checkpointing(spec.index) == "auto" for spec in config.stages()):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")
@@ -68,6 +73,7 @@ def check(config: Config) -> dict[str, Any]:
         "processes": processes,
         "schedule": schedule,
         "this_machine": _this_machine(config, role, processes, notes),
+        "decisions": [asdict(decision) for decision in resolved.decisions],
         "notes": notes,
     }
 
@@ -129,6 +135,9 @@ def text(found: dict[str, Any]) -> str:
     lines += _forecast_lines(found["schedule"], count)
     lines += ["", f"This machine: {found['this_machine']['role']}."]
     lines += [f"  {line}" for line in found["this_machine"]["devices"]]
+    for decision in found["decisions"]:
+        value = json.dumps(decision["value"])
+        lines.append(f"Decided: {decision['setting']} = {value}: {decision['reason']}")
     lines += [f"Note: {note}" for note in found["notes"]]
     return "\n".join(lines)
 

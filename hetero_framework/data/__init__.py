@@ -17,11 +17,12 @@ Example:
 
 from __future__ import annotations
 
-from hetero_framework.data.batches import MicroBatch, StepOrder, num_items, token_count
+from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, num_items, token_count
 from hetero_framework.data.load import TrainData, load_data, step_order
 from hetero_framework.data.tokenizer import load_tokenizer
 
 __all__ = [
+    "LazyBatches",
     "MicroBatch",
     "StepOrder",
     "TrainData",

@@ -13,8 +13,9 @@ Shapes: B examples of a micro-batch, S tokens of its longest example, T tokens o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 import torch
@@ -24,6 +25,28 @@ from hetero_framework.data.examples import IGNORE_INDEX, Examples
 from hetero_framework.errors import DataError
 
 MicroBatch = dict[str, torch.Tensor]
+
+
+class LazyBatches(Sequence[MicroBatch]):
+    """`count` micro-batches, each made by `make(index)` when it is asked for, and not kept."""
+
+    def __init__(self, count: int, make: Callable[[int], MicroBatch]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | Sequence[MicroBatch]:
+        if isinstance(index, slice):
+            return [self._make(k) for k in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._make(index)
 
 
 @dataclass

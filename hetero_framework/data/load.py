@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hetero_framework.config import Config, DataConfig, TrainingConfig
-from hetero_framework.data.batches import MicroBatch, StepOrder, collate, pack
+from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, collate, pack
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.formats import Formatter, Options, detect_format
 from hetero_framework.data.sources import Record, Source, batched, find_sources, read_records
@@ -79,16 +79,20 @@ class TrainData:
         """The micro-batches of `step` (from 0): a pure function of it."""
         return [self._collate(self.examples, rows) for rows in self.order.step_indices(step)]
 
-    def eval_batches(self) -> Iterator[MicroBatch]:
+    def eval_batches(self) -> LazyBatches:
         """All evaluation examples in order; the last micro-batch may be smaller.
 
         For a loss per token add the micro-batches' loss sums and divide by their `num_items`.
         """
-        if self.eval_examples is None:
-            return
-        for start in range(0, len(self.eval_examples), self.eval_batch_size):
-            stop = min(start + self.eval_batch_size, len(self.eval_examples))
-            yield self._collate(self.eval_examples, np.arange(start, stop))
+        return LazyBatches(
+            math.ceil(self.num_eval_examples / self.eval_batch_size), self._eval_batch
+        )
+
+    def _eval_batch(self, index: int) -> MicroBatch:
+        assert self.eval_examples is not None
+        start = index * self.eval_batch_size
+        stop = min(start + self.eval_batch_size, len(self.eval_examples))
+        return self._collate(self.eval_examples, np.arange(start, stop))
 
     def _collate(self, examples: Examples, rows: np.ndarray) -> MicroBatch:
         if self.padding_free:

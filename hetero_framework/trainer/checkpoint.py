@@ -77,16 +77,16 @@ class CheckpointStore:
         self._verified: set[tuple[str, int, int]] = set()
 
     def begin(self, step: int) -> CheckpointWriter:
-        """Open a new checkpoint for writing. Raises CheckpointError if `root` cannot be written."""
+        """Open a new checkpoint for writing.
+
+        Raises ResourceError if that cannot be done; so do all methods of the writer.
+        """
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _cannot_write(error, self.root) from error
-        self.clean()
         directory = self.root / f"step_{step}.tmp"
         try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.clean()
             directory.mkdir()
         except OSError as error:
             raise _cannot_write(error, directory) from error
@@ -100,27 +100,29 @@ class CheckpointStore:
             if match is None:
                 continue
             if path.is_symlink() or not path.is_dir():
-                raise CheckpointError(
-                    f"{path} is in the way of a checkpoint: it is not a directory.",
-                    hint="Move it away.",
-                )
+                raise _in_the_way(path)
             final = self.root / f"step_{match[1]}"
-            try:
-                if match[2] == "old" and put_back(final, path):
-                    done.append(f"Put checkpoint {match[1]} back: its replacement was interrupted.")
-                else:
-                    shutil.rmtree(path)
-                    done.append(f"Removed {path.name}, left by an interrupted write.")
-            except OSError as error:
-                raise _cannot_write(error, path) from error
+            if match[2] == "old" and put_back(final, path):
+                done.append(f"Put checkpoint {match[1]} back: its replacement was interrupted.")
+            else:
+                shutil.rmtree(path)
+                done.append(f"Removed {path.name}, left by an interrupted write.")
         for line in done:
             _log.warning("%s", line)
         return done
 
+    def paths(self) -> list[Path]:
+        """All that checkpoints are and left: complete ones, incomplete ones, leftovers."""
+        return [
+            path
+            for path in self._read_entries()
+            if _STEP_NAME.fullmatch(path.name) or _LEFTOVER_NAME.fullmatch(path.name)
+        ]
+
     def complete_steps(self) -> list[int]:
         """Steps that have a manifest, ascending. Looks at names only; `resolve` looks inside."""
         steps = set()
-        for path in self._entries():
+        for path in self._read_entries():
             match = _STEP_NAME.fullmatch(path.name.removesuffix(".old"))
             if match and not path.is_symlink() and (path / MANIFEST).is_file():
                 steps.add(int(match[1]))
@@ -183,7 +185,11 @@ class CheckpointStore:
         """Delete the lowest steps beyond `save_total_limit`, but never `newest`."""
         if self.save_total_limit is None:
             return
-        others = [step for step in self.complete_steps() if step != newest]
+        try:
+            others = [step for step in self.complete_steps() if step != newest]
+        except CheckpointError as error:  # the new one is there; that alone matters
+            _log.warning("%s", error.message)
+            return
         for step in others[: max(0, len(others) + 1 - self.save_total_limit)]:
             self._delete(step)
 
@@ -208,6 +214,10 @@ class CheckpointStore:
             return sorted(self.root.iterdir())
         except FileNotFoundError:
             return []
+
+    def _read_entries(self) -> list[Path]:
+        try:
+            return self._entries()
         except NotADirectoryError as error:
             raise CheckpointError(
                 f"The checkpoint directory {self.root} is a file.",
@@ -253,8 +263,8 @@ class CheckpointWriter:
     def add(self, stage_index: int, part: int, tensors: dict[str, torch.Tensor]) -> None:
         """Write CPU tensors as `stage-<stage_index>.<part>.safetensors` and force it to the disk.
 
-        Raises ResourceError when the disk is full (the checkpoint is then aborted) and
-        CheckpointError when a name was added before.
+        Raises ResourceError when that fails (the checkpoint is then aborted) and CheckpointError
+        when a name was added before.
         """
         self._check_open()
         twice = sorted(self._names.intersection(tensors))
@@ -321,10 +331,7 @@ class CheckpointWriter:
         final, replaced = root / f"step_{self.step}", root / f"step_{self.step}.old"
         if final.is_symlink() or (final.exists() and not final.is_dir()):
             self.abort()
-            raise CheckpointError(
-                f"{final} is in the way of a checkpoint: it is not a directory.",
-                hint="Move it away.",
-            )
+            raise _in_the_way(final)
         replace_directory(self._directory, final, replaced)
         return final
 
@@ -345,10 +352,13 @@ class CheckpointWriter:
             code = int(found[1]) if found else None
         if code in _NO_SPACE:
             # The files written so far are gone by now, so both numbers are about the whole of it.
-            free = shutil.disk_usage(self._store.root).free
+            try:
+                free = f"{_size(shutil.disk_usage(self._store.root).free)} are free"
+            except OSError as problem:
+                free = f"what is free cannot be told ({problem.strerror})"
             return ResourceError(
                 f"No space for checkpoint {self.step} in {self._store.root}: it needs at least "
-                f"{_size(self._bytes + needed_bytes)}, {_size(free)} are free.",
+                f"{_size(self._bytes + needed_bytes)}, {free}.",
                 hint="Free some space, lower save_total_limit or set another checkpoint_dir. "
                 "Earlier checkpoints are intact.",
             )
@@ -506,14 +516,20 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _cannot_write(error: Exception, path: Path) -> CheckpointError:
+def _in_the_way(path: Path) -> ResourceError:
+    return ResourceError(
+        f"{path} is in the way of a checkpoint: it is not a directory.", hint="Move it away."
+    )
+
+
+def _cannot_write(error: Exception, path: Path) -> ResourceError:
     if isinstance(error, (FileExistsError, NotADirectoryError)):
-        return CheckpointError(
+        return ResourceError(
             f"Cannot write a checkpoint to {path}: a file is in the way.",
             hint="Move it away or set another checkpoint_dir.",
         )
     reason = getattr(error, "strerror", None) or str(error)
-    return CheckpointError(
+    return ResourceError(
         f"Cannot write a checkpoint to {path}: {reason}.",
         hint="Make the directory writable or set another checkpoint_dir.",
     )

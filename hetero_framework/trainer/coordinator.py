@@ -6,8 +6,10 @@ It computes its own stages as a worker computes its own, through the same class.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,24 +17,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from hetero_framework import control
-from hetero_framework.cluster.assembly import Cluster, run_id_of
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.roles import local_worker_ids
 from hetero_framework.config import Config, interval
-from hetero_framework.data import TrainData, token_count
-from hetero_framework.data.batches import MicroBatch
+from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule, check_optimizer
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.errors import (
-    ConfigError,
     HeteroError,
     NumericError,
+    PeerLostError,
     ResourceError,
     StoppedEarly,
+    UserError,
+    as_hetero_error,
 )
 from hetero_framework.log import (
     EVENTS_FILE,
@@ -46,15 +48,17 @@ from hetero_framework.log import (
 )
 from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.timeline import Timeline
-from hetero_framework.trainer import run_checkpoint, setup
+from hetero_framework.trainer import outputs, run_checkpoint, setup
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import MetricsWriter
+from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
-from hetero_framework.trainer.signals import StopRequest, wants_checkpoint
+from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3
+_EXPORT_PAUSES_S = (1.0, 5.0, 15.0, 30.0)
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +69,24 @@ class RunSummary:
     steps: int
     losses: tuple[float, ...]
     files: dict[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run writes."""
+
+    directories: RunDirectories
+    store: CheckpointStore
+    metrics: MetricsWriter
+    events: Events
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The last checkpoint of a run: its step, and the directory of checkpoints that it is in."""
+
+    step: int
+    root: Path
 
 
 def train(
@@ -83,31 +105,39 @@ def train(
     check_optimizer(config.training)
     show = progress or Progress()
     events = Events(config.output_dir / EVENTS_FILE, "coordinator")
+    store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
+    directories = RunDirectories(config, store)
     if resume is None:
         resume = config.resume_step
-    with StopRequest() as stop, _OutputLock(config), _log_of_run(config, show, events):
+    with StopRequest() as stop, directories, _log_of_run(config, show, events):
         try:
             if resume is not None:
-                _checkpoint_store(config).resolve(resume)  # before anything is loaded
+                resume = store.resolve(resume)
+            else:
+                directories.check_fresh()
             parts = setup.prepare(config)
+            if resume is not None:
+                run_checkpoint.check_identity(
+                    store.open(resume), parts.resolved, parts.data.fingerprint
+                )
             with Cluster(
                 parts.config,
                 max_frame_bytes=parts.max_frame_bytes,
                 debug=debug,
-                run_id=run_id_of(config.output_dir),
+                run_id=directories.run_id,
             ) as cluster:
                 facts = cluster.connect()
                 parts = setup.fit_devices(parts, facts)
                 cluster.load(parts.config, parts.memory_limits)
                 with MetricsWriter(
-                    config.output_dir, config.training.report_to, logging_dir=config.logging_dir
+                    config.output_dir,
+                    config.training.report_to,
+                    logging_dir=config.logging_dir,
+                    run_id=directories.run_id,
                 ) as metrics:
-                    run = Coordinator(config, parts, cluster, metrics, show, stop)
-                    run.start(resume, facts)
-                    events.open()
-                    with stop.waiting():
-                        run.loop()
-                        return run.finish()
+                    files = RunFiles(directories, store, metrics, events)
+                    run = Coordinator(parts, cluster, files, show, stop)
+                    return run.run(resume, facts)
         except KeyboardInterrupt:
             raise StoppedEarly(
                 f"stopped at once by {stop.requested or 'Ctrl-C'}",
@@ -122,42 +152,55 @@ class Coordinator:
 
     def __init__(
         self,
-        config: Config,
         parts: setup.Prepared,
         cluster: Cluster,
-        metrics: MetricsWriter,
+        files: RunFiles,
         progress: Progress,
         stop: StopRequest,
         replicas: ReplicaGroup | None = None,
     ) -> None:
-        self._config = config
         self._parts = parts
+        self._config = config = parts.config
         self._data: TrainData = parts.data
         self._cluster = cluster
         self._pipeline = cluster.pipeline
+        self._directories = files.directories
+        self._store = files.store
+        self._metrics = files.metrics
         self._progress = progress
         self._stop = stop
+        self._replicas: ReplicaGroup = replicas or Single()
         self._order = ModelOrder(cluster.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
-        self._store = _checkpoint_store(config)
-        self._metrics = metrics
+        self._events = files.events
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(parts.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
-        self._replicas: ReplicaGroup = replicas or Single()
+        self._saved: Saved | None = None
         self._losses: list[float] = []
-        self._saved_step: int | None = None
         self._traffic = cluster.traffic()
         self._timeline: Timeline
 
     # -- the run --------------------------------------------------------------------------------
 
-    def start(self, resume: int | str | None, facts: setup.Facts) -> None:
+    def run(self, resume: int | None, facts: setup.Facts) -> RunSummary:
+        """All of it; `resume` is the step of the checkpoint to go on from."""
+        try:
+            self.start(resume, facts)
+            with self._stop.waiting():
+                self.loop()
+                return self.finish()
+        except PeerLostError as error:
+            # What broke is the cluster's to say; how to go on depends on what has been saved.
+            hint = ". ".join(filter(None, [error.hint, self._advice()]))
+            raise PeerLostError(error.message, hint=hint) from error
+
+    def start(self, resume: int | None, facts: setup.Facts) -> None:
         """Take up a checkpoint or begin afresh, and show what will run where."""
         if resume is not None:
             self._restore(resume)
         else:
-            setup.set_aside(self._config)
+            self._directories.set_aside()
             self._cluster.retrying(lambda: setup.load_initial_adapter(self._parts, self._pipeline))
         self._metrics.resume(self._state.step)
         rows = [
@@ -171,10 +214,11 @@ class Coordinator:
         ]
         labels = {owner: fact.label for owner, fact in facts.items()}
         self._timeline = Timeline(self._config, devices=labels)
-        setup.draw_diagram(self._parts, facts, self._cluster.direct)
+        outputs.draw_diagram(self._parts, facts, self._cluster.direct)
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
         self._progress.start(total, rows, self._state.step, logging_steps)
+        self._events.open()
         what, step = "run started" if resume is None else "run resumed", self._state.step
         run_id = self._cluster.run_id
         _log.info("", extra=event(what, step=step, run_id=run_id, total_steps=total))
@@ -258,17 +302,31 @@ class Coordinator:
     def evaluate(self) -> None:
         """Mean token loss and perplexity over the evaluation data, through the same pipeline.
 
-        Training's random numbers are functions of the step, so this cannot disturb them.
+        Training's random numbers are functions of the step, so this cannot disturb them. A request
+        to stop ends it without a result.
         """
-        batches = list(self._data.eval_batches())
-        tokens = self._objective.num_predictions(batches)
+        batches = self._data.eval_batches()
+        items = [0] * len(batches)
         started = time.perf_counter()
+
+        def batch(index: int) -> MicroBatch:
+            if self._stop.requested is not None:
+                raise _Interrupted
+            made = batches[index]
+            items[index] = self._objective.num_predictions([made])
+            return made
 
         def losses() -> list[float]:
             self._cluster.begin(self._state.step, len(batches), train=False, num_items=1)
-            return self._pipeline.run(batches)
+            return self._pipeline.run(LazyBatches(len(batches), batch))
 
-        loss = math.fsum(self._cluster.retrying(losses)) / tokens
+        try:
+            total = math.fsum(self._cluster.retrying(losses))
+        except _Interrupted:
+            self._cluster.retrying(self._pipeline.abort)
+            return
+        tokens = sum(items)
+        loss = total / tokens
         metrics = {
             "step": self._state.step,
             "epoch": self._data.epoch_of(self._state.step - 1) if self._state.step else 0.0,
@@ -283,44 +341,79 @@ class Coordinator:
 
     def save(self) -> None:
         """A checkpoint of this step. A full disk does not end the run the first times."""
+        error = self._try_to_save(self._store)
+        if error is not None and self._state.failed_saves >= _MAX_FAILED_SAVES:
+            self._keep_work()
+            raise ResourceError(error.message, hint=f"{error.hint} Then {self._resume_advice()}")
+
+    def _try_to_save(self, store: CheckpointStore) -> ResourceError | None:
+        """Save, say where or why not; the error of the latter."""
         state = replace(self._state, failed_saves=0)
         try:
             path = self._cluster.retrying(
                 lambda: run_checkpoint.save(
-                    self._store, self._pipeline, self._config, state, self._data.fingerprint
+                    store, self._pipeline, self._parts.resolved, state, self._data.fingerprint
                 )
             )
         except ResourceError as error:
             self._state = replace(self._state, failed_saves=self._state.failed_saves + 1)
-            if self._state.failed_saves >= _MAX_FAILED_SAVES:
-                raise
             _log.warning(
                 "checkpoint %d could not be written: %s",
                 state.step,
                 error.message,
                 extra=event("checkpoint failed", "the run goes on", step=state.step),
             )
-            return
+            return error
         self._state = state
-        self._saved_step = state.step
+        self._saved = Saved(state.step, store.root)
         _log.info("checkpoint: %s", path, extra=event("checkpoint written", step=state.step))
+        return None
+
+    def _keep_work(self) -> bool:
+        """Save this step before the run ends; among temporary files if `checkpoint_dir` fails."""
+        if not self._is_saved:
+            self._try_to_save(self._store)
+        if not self._is_saved:
+            with contextlib.suppress(OSError):
+                self._try_to_save(CheckpointStore(tempfile.mkdtemp(prefix="hetero-checkpoint-")))
+        return self._is_saved
+
+    @property
+    def _is_saved(self) -> bool:
+        return self._saved is not None and self._saved.step == self._state.step
 
     def finish(self) -> RunSummary:
         """Gather what was trained, write it, and say where everything is."""
-        if self._config.training.save_strategy != "no" and self._saved_step != self._state.step:
-            self.save()
-        result = self._cluster.retrying(
-            lambda: setup.export(
-                self._parts, (part.tensors for _, _, part in self._pipeline.read_state("export"))
-            )
-        )
+        if self._config.training.save_strategy != "no" and not self._is_saved:
+            self._try_to_save(self._store)  # the result matters more than the checkpoint
+        result = self._export()
         self._cluster.retrying(self._pipeline.drain_commits)
         self._keep_spans()
         self._timeline.write()
-        files = setup.result_files(self._config, result, self._metrics.path)
+        files = outputs.result_files(self._config, result, self._metrics.path)
         self._progress.close(files)
         _log.info("", extra=event("run finished", step=self._state.step))
         return RunSummary(self._state.step, tuple(self._losses), files)
+
+    def _export(self) -> Path:
+        """Write the result. Where that fails, a checkpoint keeps the work; while neither can be
+        written, the work exists in memory only, and both are tried again."""
+        for pause_s in (*_EXPORT_PAUSES_S, None):
+            try:
+                return self._cluster.retrying(
+                    lambda: outputs.export(
+                        self._parts,
+                        (part.tensors for _, _, part in self._pipeline.read_state("export")),
+                    )
+                )
+            except (OSError, UserError, ResourceError) as error:
+                problem = as_hetero_error(error) or ResourceError(f"cannot write: {error}")
+            if self._keep_work() or self._stop.requested or pause_s is None:
+                break
+            _log.warning("%s. Free space; next try in %.0f s", problem.message, pause_s)
+            self._stop.wait(pause_s)
+        hint = f"{problem.hint or 'mend this'}. Then {self._resume_advice()}"
+        raise type(problem)(f"the result could not be written: {problem.message}", hint=hint)
 
     def _keep_spans(self) -> None:
         """Put what has been recorded into the timeline. A worker's part of a step comes with its
@@ -347,7 +440,9 @@ class Coordinator:
         else:
             strategy, steps = training.save_strategy, training.save_steps
         if strategy == "steps":
-            return self._state.step % interval(steps, total) == 0
+            # As the Trainer: evaluated at the end, too. What is saved then is finish()'s business.
+            at_end = what == "eval" and self._state.step == total
+            return at_end or self._state.step % interval(steps, total) == 0
         ends_epoch = self._state.step % self._data.steps_per_epoch == 0 or self._state.step == total
         return strategy == "epoch" and ends_epoch
 
@@ -385,29 +480,40 @@ class Coordinator:
             )
 
     def _stop_early(self) -> None:
-        """Ctrl-C or SIGTERM came: offer a checkpoint, then leave in order."""
+        """A signal came: save, unless a person at the terminal says no, then leave in order."""
         where = f"stopped by {self._stop.requested} after step {self._state.step}"
-        hint = "run the same command again to start over"
-        if self._state.step > 0:
+        if self._state.step > 0 and not self._is_saved:
             self._progress.close()
-            saved = self._saved_step == self._state.step
-            if not saved and wants_checkpoint(f"{where}. Save a checkpoint?"):
-                self.save()
-            if self._saved_step is not None:
-                hint = "continue with --resume latest"
-        raise StoppedEarly(where, hint=hint)
+            if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
+                self._keep_work()
+        raise StoppedEarly(where, hint=self._resume_advice())
 
-    def _restore(self, resume: int | str) -> None:
-        step = self._store.resolve(resume)
+    def _resume_advice(self) -> str:
+        """How to go on from what this run has saved."""
+        if self._saved is None:
+            return "run the same command again to start over: there is no checkpoint yet"
+        advice = f"continue after step {self._saved.step} with --resume latest"
+        if self._saved.root != self._store.root:
+            advice += f" --set checkpoint_dir={self._saved.root}"
+        return advice
+
+    def _advice(self) -> str:
+        """What to do once a worker was lost: all processes of this run have ended."""
+        here = local_worker_ids(self._config)
+        away = [str(w.id) for w in self._config.planned_workers if w.id not in here]
+        if not away:
+            return self._resume_advice()
+        workers = f"worker{'s' * (len(away) > 1)} {', '.join(away)}"
+        return f"start {workers} again where --keep does not keep them; {self._resume_advice()}"
+
+    def _restore(self, step: int) -> None:
         reader = self._store.open(step)
-        trainable, fingerprint = self._cluster.trainable, self._data.fingerprint
         self._state = self._cluster.retrying(
-            lambda: run_checkpoint.load(
-                reader, self._pipeline, trainable, self._config, fingerprint
-            )
+            lambda: run_checkpoint.load(reader, self._pipeline, self._cluster.trainable)
         )
-        self._saved_step = self._state.step
-        setup.set_later_aside(self._config, self._store, step)
+        self._saved = Saved(step, self._store.root)
+        self._directories.own_checkpoints()
+        self._directories.set_later_aside(step)
 
     def _record(self, metrics: dict[str, Any], stages: dict[int, StageStatistics]) -> None:
         """The step's line in metrics.jsonl and on the screen."""
@@ -460,10 +566,6 @@ def first_nonfinite(losses: list[float], reports: list[GradientReport]) -> tuple
     return stage, micro_batch
 
 
-def _checkpoint_store(config: Config) -> CheckpointStore:
-    return CheckpointStore(config.checkpoints, config.training.save_total_limit)
-
-
 @contextmanager
 def _log_of_run(config: Config, progress: Progress, events: Events) -> Iterator[None]:
     """The run's lines go above the display and to logs/coordinator.log; its end is an event."""
@@ -480,34 +582,8 @@ def _log_of_run(config: Config, progress: Progress, events: Events) -> Iterator[
             set_step(None)
 
 
-class _OutputLock:
-    """Two runs must not write into one directory."""
-
-    def __init__(self, config: Config) -> None:
-        self._directory = config.output_dir
-        self._lock: FileLock | None = None
-
-    def __enter__(self) -> None:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self._directory / ".lock")
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise ConfigError(
-                f"another run is writing into {self._directory}",
-                hint="wait for it, stop it, or choose another training.output_dir",
-            ) from None
-        except OSError as error:
-            is_file = isinstance(error, FileExistsError)
-            raise ConfigError(
-                f"training.output_dir: cannot write into {self._directory}: "
-                + ("it is a file" if is_file else str(error.strerror)),
-                hint="choose another one: --output-dir DIR",
-            ) from error
-
-    def __exit__(self, *exc: object) -> None:
-        if self._lock is not None:
-            self._lock.release()
+class _Interrupted(Exception):
+    """An evaluation was ended by a request to stop."""
 
 
 __all__ = ["Coordinator", "RunSummary", "train"]

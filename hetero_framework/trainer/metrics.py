@@ -5,33 +5,29 @@ learning_rate, tokens, tokens_per_second, step_seconds, stages: [{index, owner, 
 forward_s, backward_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory}, ...]) and one
 per evaluation (step, eval_loss, eval_perplexity, ...). JSON has no NaN: a value that is not finite
 is written as null, and a training step that has one as its loss or gradient norm gets
-"skipped": true.
+"skipped": true. TensorBoard gets the numbers of each line as train/<name> and eval/<name>, without
+those of single stages.
+
+A line that cannot be written is lost, and the run goes on: work is worth more than its record.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
-from hetero_framework.errors import DataError, HeteroError, ResourceError, UserError
+from hetero_framework.errors import DataError, ResourceError, UserError
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_TAGS = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate",
-    "tokens_per_second": "train/tokens_per_second",
-    "eval_loss": "eval/loss",
-}
-
-_NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +36,8 @@ class MetricsWriter:
     """Writes the metrics of one run into `output_dir`.
 
     `report_to` is transformers' setting: "tensorboard", "all" or "none", or a list of such names.
-    TensorBoard events go to `logging_dir` (default `<output_dir>/tensorboard`), if it is installed.
+    TensorBoard events go to `logging_dir` (default `<output_dir>/tensorboard`), if it is installed;
+    the names of their files end in `run_id`.
     A new writer appends; call `resume(step)` first in a run that starts after step `step`
     (0 for a fresh run), so that the file is what an uninterrupted run would have written.
     """
@@ -51,13 +48,17 @@ class MetricsWriter:
         report_to: str | Iterable[str] | None = None,
         *,
         logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str = "",
     ) -> None:
         self.path = Path(output_dir) / METRICS_FILE
         self._logging_dir = Path(logging_dir) if logging_dir else Path(output_dir) / "tensorboard"
-        self._wants_tensorboard = bool({"tensorboard", "all"}.intersection(_names(report_to)))
-        self._file: IO[str] | None = None
+        self._wants_tensorboard = wants_tensorboard(report_to)
+        self._run_id = run_id
+        self._file: RawIOBase | None = None
+        self._bytes: int | None = None  # of complete lines, once the file was opened
+        self._num_lost = 0
         self._board: Any = None
-        self._resumed_step: int | None = None
+        self._resumed_step = 0
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -113,44 +114,95 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the files. Safe to call twice."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            self._close_file()
         if self._board is not None:
-            self._board.close()
-            self._board = None
+            board, self._board = self._board, None
+            with _tolerated("the last TensorBoard events"):
+                board.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         if not isinstance(line.get("step"), int):
             raise ValueError("a line of metrics needs its step")
         try:
-            if self._file is None:
-                self._open()
-            assert self._file is not None
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            self._file.flush()
+            self._append((json.dumps(line, allow_nan=False) + "\n").encode())
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
-        if self._board is not None:
-            for key, tag in TENSORBOARD_TAGS.items():
-                if line.get(key) is not None:
-                    self._board.add_scalar(tag, line[key], line["step"])
+            if not self._num_lost:
+                _log.warning(
+                    "cannot write %s: %s. Training goes on; its lines are lost until there is room",
+                    self.path,
+                    error.strerror,
+                )
+            self._num_lost += 1
+            self._close_file()
+        else:
+            if self._num_lost:
+                _log.warning("%s is written again; %d lines are lost", self.path, self._num_lost)
+            self._num_lost = 0
+        self._show(line)
 
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
-        if self._wants_tensorboard:
-            self._board = _open_tensorboard(self._logging_dir, self._resumed_step)
+    def _append(self, data: bytes) -> None:
+        """Add `data` whole; what an attempt that failed left of it is cut off first."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+            if self._bytes is None:
+                self._bytes = self.path.stat().st_size
+            self._file.truncate(self._bytes)
+        assert self._bytes is not None
+        if self._file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._bytes += len(data)
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what was written so far is there
+                file.close()
+
+    def _show(self, line: Mapping[str, Any]) -> None:
+        """Give a line's numbers to TensorBoard, which gets no more once it has failed."""
+        if self._wants_tensorboard and self._board is None:
+            self._wants_tensorboard = False
+            with _tolerated("TensorBoard events"):
+                self._board = _open_tensorboard(self._logging_dir, self._resumed_step, self._run_id)
+        if self._board is None:
+            return
+        is_evaluation = "eval_loss" in line
+        board, self._board = self._board, None
+        with _tolerated("TensorBoard events"):
+            for key, value in line.items():
+                if key != "step" and type(value) in (int, float):
+                    name = key.removeprefix("eval_")
+                    group = "eval" if is_evaluation else "train"
+                    board.add_scalar(f"{group}/{name}", value, line["step"])
+            self._board = board
 
 
-def _open_tensorboard(directory: Path, resumed_step: int | None) -> Any:
+@contextlib.contextmanager
+def _tolerated(what: str) -> Iterator[None]:
+    """Say that `what` could not be written, and go on."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: its file is closed
+        _log.warning("cannot write %s: %s", what, error)
+
+
+def _open_tensorboard(directory: Path, resumed_step: int, run_id: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         _log.warning("report_to asks for tensorboard, which is not installed: no event files.")
         return None
-    # purge_step hides the events of steps that a crash left behind and this run repeats.
-    purge = None if resumed_step is None else resumed_step + 1
-    return SummaryWriter(str(directory), purge_step=purge)
+    # purge_step hides the events of steps that a crash left behind and this run repeats; also other
+    # runs' in this directory, so a fresh run, whose own former events have gone, does without.
+    purge = resumed_step + 1 if resumed_step else None
+    suffix = f".{run_id}" if run_id else ""
+    return SummaryWriter(str(directory), purge_step=purge, filename_suffix=suffix)
+
+
+def wants_tensorboard(report_to: str | Iterable[str] | None) -> bool:
+    """Whether transformers' setting `report_to` asks for TensorBoard."""
+    return bool({"tensorboard", "all"}.intersection(_names(report_to)))
 
 
 def _names(report_to: str | Iterable[str] | None) -> set[str]:
@@ -193,12 +245,7 @@ def _replace_file(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> HeteroError:
-    kind = ResourceError if error.errno in _NO_SPACE else UserError
-    return kind(
-        f"Cannot write {path}: {error.strerror}.",
-        hint="Free the place or set another training.output_dir, then resume.",
-    )
+        raise ResourceError(
+            f"Cannot write {path}: {error.strerror}.",
+            hint="Free some space or set another training.output_dir, then resume.",
+        ) from error

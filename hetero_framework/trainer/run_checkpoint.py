@@ -16,12 +16,12 @@ import transformers
 
 from hetero_framework._version import __version__
 from hetero_framework.cluster.assembly import Trainable
-from hetero_framework.config import Config
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
+from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.train_state import TrainState
 
 # What must be the same for a resumed run to be the continuation of the first one.
@@ -42,13 +42,13 @@ _SAME_TRAINING = (
 def save(
     store: CheckpointStore,
     pipeline: Pipeline,
-    config: Config,
+    resolved: Resolved,
     state: TrainState,
     data_fingerprint: str,
 ) -> str:
     """Gather every stage's state into `step_<n>`; returns its path.
 
-    Raises ResourceError when the disk is full; what was written of it is removed.
+    Raises ResourceError when it cannot be written; what was written of it is removed.
     """
     values: dict[str, Any] = {}
     with store.begin(state.step) as writer:
@@ -57,9 +57,9 @@ def save(
                 writer.add(stage, number, part.tensors)
             values.update(part.values)
         manifest = {
-            "identity": identity(config, data_fingerprint),
+            "identity": identity(resolved, data_fingerprint),
             "position": state.state_dict(),
-            "plan": [entry.model_dump(mode="json") for entry in config.shard_plan],
+            "plan": [entry.model_dump(mode="json") for entry in resolved.config.shard_plan],
             "values": values,
             "versions": {
                 "hetero_framework": __version__,
@@ -70,19 +70,12 @@ def save(
         return str(writer.commit(manifest))
 
 
-def load(
-    reader: CheckpointReader,
-    pipeline: Pipeline,
-    trainable: Trainable,
-    config: Config,
-    data_fingerprint: str,
-) -> TrainState:
+def load(reader: CheckpointReader, pipeline: Pipeline, trainable: Trainable) -> TrainState:
     """Give every stage its part of a checkpoint, whatever plan wrote it.
 
-    Raises CheckpointError when the checkpoint belongs to another run, is damaged, or lacks
-    anything.
+    The caller has had `check_identity` look at it. Raises CheckpointError when it is damaged or
+    lacks anything.
     """
-    check_identity(reader, config, data_fingerprint)
     states = _names_by_parameter(reader.names())
     values: dict[str, Any] = reader.manifest["values"]
     value_names = _names_by_parameter(values)
@@ -95,8 +88,9 @@ def load(
     return TrainState.load_state_dict(reader.manifest["position"])
 
 
-def identity(config: Config, data_fingerprint: str) -> dict[str, Any]:
-    """The settings that make a run what it is; machines and plan are not among them."""
+def identity(resolved: Resolved, data_fingerprint: str) -> dict[str, Any]:
+    """The settings, as given, that make a run what it is; machines and plan are not among them."""
+    config = resolved.given
     assert config.model is not None
     model, training = config.model.model_dump(mode="json"), config.training.model_dump(mode="json")
     adapter = config.adapter.model_dump(mode="json") if config.adapter is not None else None
@@ -108,9 +102,9 @@ def identity(config: Config, data_fingerprint: str) -> dict[str, Any]:
     }
 
 
-def check_identity(reader: CheckpointReader, config: Config, data_fingerprint: str) -> None:
+def check_identity(reader: CheckpointReader, resolved: Resolved, data_fingerprint: str) -> None:
     """Raise CheckpointError that names the first setting that differs from the checkpoint's."""
-    ours, theirs = identity(config, data_fingerprint), reader.manifest["identity"]
+    ours, theirs = identity(resolved, data_fingerprint), reader.manifest["identity"]
     if theirs == ours:
         return
     if theirs["data"] != ours["data"]:

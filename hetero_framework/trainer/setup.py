@@ -1,16 +1,14 @@
-"""What happens once, before and after the steps: read and check everything, write the results."""
+"""What happens once, before the steps: read and check everything, decide what is left open."""
 
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.cluster.roles import machine_of
@@ -19,12 +17,10 @@ from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import STATE_PART_BYTES, in_parts
-from hetero_framework.errors import ConfigError, DataError
-from hetero_framework.log import EVENTS_FILE
+from hetero_framework.errors import DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.chunked_loss import chunk_tokens, why_not_chunked
 from hetero_framework.models.equivalence import admit, admit_packing
-from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import (
     StageMemory,
@@ -37,12 +33,8 @@ from hetero_framework.models.meta import meta_model
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
 from hetero_framework.models.varlen_attention import VARLEN
-from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.tuning import default_max_in_flight
-from hetero_framework.profiling.timeline import TIMELINE_FILE
-from hetero_framework.trainer.checkpoint import CheckpointStore
-from hetero_framework.trainer.metrics import METRICS_FILE
-from hetero_framework.visualizer.diagram import DiagramDetails, draw
+from hetero_framework.trainer.resolved import Resolved
 
 Facts = Mapping[str | int, MachineFacts]
 
@@ -55,12 +47,10 @@ _MAX_STREAMS = 8
 class Prepared:
     """Everything that a run needs to know before any process is started.
 
-    `config` is what the processes are given: settings that a file on this machine brought along
-    (`adapter.init_from`) are written out in it, and so is what was decided here ("auto").
-    `most_held` is how many micro-batches each stage has memory for, once the devices are known.
+    `memory_limits` is how many micro-batches each stage has memory for, once the devices are known.
     """
 
-    config: Config
+    resolved: Resolved
     model_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     data: TrainData
@@ -68,6 +58,11 @@ class Prepared:
     memory: list[StageMemory]
     max_frame_bytes: int
     memory_limits: tuple[int, ...] | None = None
+
+    @property
+    def config(self) -> Config:
+        """What all processes are given."""
+        return self.resolved.config
 
 
 def prepare(config: Config) -> Prepared:
@@ -89,25 +84,30 @@ def prepare(config: Config) -> Prepared:
     for line in data.report:
         _log.info("%s", line)
     check_positions(model_config, data.row_tokens)
-    adapter_plan = None
+    resolved, adapter_plan = Resolved.start(config), None
     if config.adapter is not None:
         from hetero_framework.models.adapters import explicit_settings, plan_adapter
 
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
         explicit = explicit_settings(config.adapter, adapter_plan)
-        config = config.with_changes(adapter=explicit)
+        if explicit != config.adapter:
+            said = f"adapter: the settings are those of {config.adapter.init_from}"
+            resolved = resolved.decide("adapter", explicit, said)
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
         _log.info("a tiny %s cut this way equals the whole: %s", result.model_type, result.verdict)
     if data.padding_free:
-        config = without_padding(config, model_config)
-    config = resolve_loss_chunk(config, model_config, data.row_tokens)
+        resolved = without_padding(resolved, model_config)
+    resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
+    for decision in resolved.decisions:
+        _log.info("%s", decision.reason)
+    config = resolved.config
     max_in_flight = config.training.max_in_flight or default_max_in_flight(len(config.shard_plan))
     memory = estimate_memory(
         config, model_config, max_in_flight=max_in_flight, tokens=data.row_tokens, plan=adapter_plan
     )
     return Prepared(
-        config=config,
+        resolved=resolved,
         model_config=model_config,
         tokenizer=tokenizer,
         data=data,
@@ -117,39 +117,43 @@ def prepare(config: Config) -> Prepared:
     )
 
 
-def without_padding(config: Config, model_config: PretrainedConfig) -> Config:
-    """`config` with the attention that keeps samples of one row apart.
+def without_padding(resolved: Resolved, model_config: PretrainedConfig) -> Resolved:
+    """With the attention decided that keeps samples of one row apart.
 
     Raises ArchitectureError where the model has none.
     """
-    assert config.model is not None
-    attention = admit_packing(model_config, shard_ranges(config))
+    attention = admit_packing(model_config, shard_ranges(resolved.config))
     cost = "takes each sample by itself" if attention == VARLEN else "is the model's own"
-    _log.info(
-        "a tiny %s trains alike without padding; its attention %s", model_config.model_type, cost
+    return resolved.decide(
+        "model.attn_implementation",
+        attention,
+        f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}",
     )
-    return config.with_changes(model={"attn_implementation": attention})
 
 
-def resolve_loss_chunk(config: Config, model_config: PretrainedConfig, tokens: int) -> Config:
-    """`config` with the tokens of a piece of the loss written out; null where it stays whole.
+def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, tokens: int) -> Resolved:
+    """With the tokens of a loss chunk decided; null where the loss stays whole.
 
     `tokens` is the longest row. What follows the layers must work token by token: a tiny copy of
     the model shows it.
     """
-    training = config.training
+    training = resolved.config.training
     rows = training.per_device_train_batch_size
     if training.evaluation != "no" or training.eval_on_start:
         rows = max(rows, training.per_device_eval_batch_size)
-    limit = chunk_tokens(training.loss_chunk_tokens, model_config)
+    limit, said = chunk_tokens(training.loss_chunk_tokens, model_config), ""
     if limit is not None and rows * tokens <= limit:
-        limit = None
-    if limit is not None and (reason := why_not_chunked(model_config)) is not None:
-        _log.info("the logits of all tokens of a micro-batch exist at once: %s", reason)
-        limit = None
+        limit, said = (
+            None,
+            f"the logits of a whole micro-batch, {rows * tokens} tokens, fit at once",
+        )
+    elif limit is not None and (reason := why_not_chunked(model_config)) is not None:
+        limit, said = None, f"the logits of all tokens of a micro-batch exist at once: {reason}"
     elif limit is not None:
-        _log.info("the logits of %d tokens exist at once", limit)
-    return config.with_changes(training={"loss_chunk_tokens": limit})
+        said = f"the logits of {limit} tokens exist at once"
+    if limit == training.loss_chunk_tokens:
+        return resolved
+    return resolved.decide("training.loss_chunk_tokens", limit, said)
 
 
 def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
@@ -216,34 +220,38 @@ def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
     Which stages with checkpointing "auto" compute their layers again, and how many micro-batches
     each stage may hold. Raises PlanError if a stage does not fit its device even so.
     """
-    config, memory = parts.config, parts.memory
+    resolved, memory = parts.resolved, parts.memory
+    config = resolved.config
     devices = _devices(config, facts)
     optional = {s.index for s in config.stages() if config.checkpointing(s.index) == "auto"}
     if optional:
         recomputing = estimate_memory(
-            _with_checkpointing(config, dict.fromkeys(optional, True)),
+            _checkpointing(resolved, dict.fromkeys(optional, True), "").config,
             parts.model_config,
             tokens=parts.data.row_tokens,
             plan=parts.adapter_plan,
             in_flight=[m.in_flight for m in memory],
         )
         chosen = recompute_stages(memory, recomputing, optional, devices)
-        config = _with_checkpointing(config, {k: k in chosen for k in optional})
+        said = _checkpointing_line(chosen)
+        resolved = _checkpointing(resolved, {k: k in chosen for k in sorted(optional)}, said)
         memory = [recomputing[m.index] if m.index in chosen else m for m in memory]
-        _log.info("%s", _checkpointing_line(chosen))
+        _log.info("%s", said)
     memory_limits = None
     if config.training.max_in_flight is None:
         limit = config.training.gradient_accumulation_steps
         memory_limits = in_flight_limits(memory, limit, devices)
         memory = [m.holding(min(m.in_flight, memory_limits[m.index])) for m in memory]
-    fitted = replace(parts, config=config, memory=memory, memory_limits=memory_limits)
+    fitted = replace(parts, resolved=resolved, memory=memory, memory_limits=memory_limits)
     check_memory(fitted, facts)
     return fitted
 
 
-def _with_checkpointing(config: Config, chosen: Mapping[int, bool]) -> Config:
-    """`config` with gradient_checkpointing of these stages written into the plan."""
-    return config.with_changes(shard_plan=config.plan.with_checkpointing(chosen).entries)
+def _checkpointing(resolved: Resolved, chosen: Mapping[int, bool], reason: str) -> Resolved:
+    """With gradient_checkpointing of these stages decided."""
+    for stage, value in chosen.items():
+        resolved = resolved.decide(f"shard_plan[{stage}].gradient_checkpointing", value, reason)
+    return resolved
 
 
 def _checkpointing_line(chosen: Collection[int]) -> str:
@@ -306,104 +314,3 @@ def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
             (key, tensor, {}) for key, tensor in tensors.items()
         ]
         pipeline.load_state(spec.index, "adapter", in_parts(named))
-
-
-def set_aside(config: Config) -> None:
-    """Move what an earlier run left in the output directory into `previous-<n>`; delete nothing."""
-    output = config.output_dir
-    old = [
-        path
-        for path in (
-            config.checkpoints,
-            output / METRICS_FILE,
-            output / EVENTS_FILE,
-            config.logging_dir,
-        )
-        if path.exists() and (path.is_file() or any(path.iterdir()))
-    ]
-    if not old:
-        return
-    target = _move_aside(output, old)
-    _log.info("moved an earlier run's checkpoints and metrics to %s", target)
-
-
-def set_later_aside(config: Config, store: CheckpointStore, step: int) -> None:
-    """Move the checkpoints after `step` aside: the run goes on from there, maybe otherwise."""
-    later = [config.checkpoints / f"step_{n}" for n in store.complete_steps() if n > step]
-    if later:
-        target = _move_aside(config.output_dir, later)
-        _log.info("moved the checkpoints after step %d to %s", step, target)
-
-
-def _move_aside(output: Path, paths: list[Path]) -> Path:
-    number = 1
-    while (output / f"previous-{number}").exists():
-        number += 1
-    target = output / f"previous-{number}"
-    try:
-        target.mkdir()
-        for path in paths:
-            # Not a rename: checkpoint_dir may be on another disk than output_dir.
-            shutil.move(path, target / path.name)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot move what an earlier run left in {output} aside: {error.strerror}",
-            hint="choose another training.output_dir",
-        ) from error
-    return target
-
-
-def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
-    """`architecture.<format>` in the output directory, if the configuration wants it. `direct` has
-    the boundaries with a link from worker to worker."""
-    config = parts.config
-    if not config.training.visualize:
-        return
-    assert config.model is not None
-    details = DiagramDetails(
-        model=config.model.name_or_path or parts.model_config.model_type,
-        num_layers=num_layers(parts.model_config),
-        parameters={m.index: m.parameters for m in parts.memory},
-        memory_bytes={m.index: m.total for m in parts.memory},
-        devices={owner: fact.label for owner, fact in facts.items()},
-        direct=direct,
-    )
-    chosen = config.training.visualization_format
-    draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
-
-
-def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Path:
-    """Write the finished artefact from what the stages gave; returns its directory.
-
-    `output_dir/adapter` where an adapter was trained, else the Hugging Face checkpoint
-    `output_dir/model`; complete, or an error that lists what is missing.
-    """
-    config, model = parts.config, parts.config.model
-    assert model is not None
-    if parts.adapter_plan is not None:
-        target = config.output_dir / "adapter"
-        base = model.name_or_path
-        if base is not None:
-            base = resolve_model_path(base, config.base_dir)
-        output = OutputDirectory(target, overwrite=True)
-        write_adapter(
-            output, tensors, parts.adapter_plan, base, model.revision, tokenizer=parts.tokenizer
-        )
-        return target
-    target = config.output_dir / "model"
-    output = OutputDirectory(target, overwrite=True)
-    generation = GenerationConfig.from_model_config(parts.model_config)
-    write_checkpoint(output, tensors, parts.model_config, generation, parts.tokenizer)
-    return target
-
-
-def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:
-    """Label and place of everything that a run leaves."""
-    found = {result.name: result, "metrics": metrics, "checkpoints": config.checkpoints}
-    found["timeline"] = config.output_dir / TIMELINE_FILE
-    for chosen in (config.training.visualization_format, "svg"):
-        picture = config.output_dir / f"architecture.{chosen}"
-        if config.training.visualize and picture.exists():
-            found["diagram"] = picture
-            break
-    return {label: path for label, path in found.items() if path.exists()}

@@ -1,5 +1,10 @@
-"""Ctrl-C and SIGTERM. Between steps they are a request: finish the step, offer a checkpoint, stop.
-Before the first step, and the second time, they stop at once, as KeyboardInterrupt.
+"""Ctrl-C and the signals that end a process, and when they may ask.
+
+Between steps they are a request: finish the step, save, stop. Before the first step, and the second
+time, they stop at once, as KeyboardInterrupt.
+
+Only Ctrl-C (SIGINT) on a terminal asks whether to save. SIGTERM, SIGHUP and Windows' SIGBREAK come
+from a shutdown, a batch system or a lost connection, where nobody is there to answer.
 """
 
 from __future__ import annotations
@@ -9,11 +14,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
 _ONCE_MORE = b"\nhetero: stopping after this step; once more stops at once\n"
+_POLL_S = 0.2
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 
 
 class StopRequest:
@@ -24,13 +32,19 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested: str | None = None
         self._waiting = False
+        self._asking = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         # Only the main thread may set handlers; elsewhere (a notebook, a test) signals stay as is.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+            for name in _NAMES:
+                number = getattr(signal, name, None)
+                # `nohup` has SIGHUP ignored, and means it.
+                if number is not None and not (
+                    name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
+                ):
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -52,20 +66,43 @@ class StopRequest:
         finally:
             self._waiting = False
 
+    def wait(self, seconds: float) -> None:
+        """Sleep so long, or until a stop is requested."""
+        deadline = time.monotonic() + seconds
+        while self.requested is None and time.monotonic() < deadline:
+            time.sleep(min(_POLL_S, seconds))
+
+    def wants_checkpoint(self, question: str) -> bool:
+        """Whether to save: asked after Ctrl-C on a terminal, otherwise yes.
+
+        A signal that asks nobody ends the question with yes, a second Ctrl-C with no.
+        """
+        if self.requested != "SIGINT" or not _is_interactive():
+            return True
+        self._asking = True
+        try:
+            return input(f"{question} [Y/n] ").strip().lower() not in ("n", "no")
+        except EOFError:
+            return True
+        except KeyboardInterrupt:
+            return self.requested != "SIGINT"
+        finally:
+            self._asking = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again, self.requested = self.requested is not None, signal.Signals(number).name
-        if again or not self._waiting:
+        name, before = signal.Signals(number).name, self.requested
+        self.requested = name
+        # SIGTERM after Ctrl-C is the first of its kind: it takes the question back.
+        is_first = before is None or (before == "SIGINT" and name != "SIGINT")
+        if self._asking or not self._waiting or not is_first:
             raise KeyboardInterrupt
         # Not print: the signal may have come in the middle of one.
         with contextlib.suppress(OSError):
             os.write(2, _ONCE_MORE)
 
 
-def wants_checkpoint(question: str) -> bool:
-    """Ask on a terminal whether to save; without one, or without an answer, yes."""
-    if not (sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()):
-        return True
+def _is_interactive() -> bool:
     try:
-        return input(f"{question} [Y/n] ").strip().lower() not in ("n", "no")
-    except (EOFError, KeyboardInterrupt):
+        return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    except ValueError:  # closed
         return False

@@ -330,7 +330,7 @@ def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
         store = CheckpointStore(root)
-        with pytest.raises(CheckpointError, match=r"a file is in the way"):
+        with pytest.raises(ResourceError, match=r"a file is in the way"):
             store.begin(1)
         with pytest.raises(CheckpointError, match=r"is a file"):
             store.complete_steps()
@@ -343,9 +343,7 @@ def test_root_that_cannot_be_written_is_refused(
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(
-        CheckpointError, match=r"(?s)Permission denied.*Make the directory writable"
-    ):
+    with pytest.raises(ResourceError, match=r"(?s)Permission denied.*Make the directory writable"):
         store.begin(1)
 
 
@@ -360,10 +358,10 @@ def test_symbolic_links_in_the_way_are_refused_and_untouched(
     assert store.complete_steps() == [1]
     with pytest.raises(CheckpointError, match="symbolic link"):
         store.open(2)
-    with pytest.raises(CheckpointError, match="in the way"):
+    with pytest.raises(ResourceError, match="in the way"):
         save(store, 2)
     (store.root / "step_3.tmp").symlink_to(elsewhere)
-    with pytest.raises(CheckpointError, match="in the way"):
+    with pytest.raises(ResourceError, match="in the way"):
         store.begin(3)
     assert CheckpointStore(elsewhere).resolve(2) == 2
 

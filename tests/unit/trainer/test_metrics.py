@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import math
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.errors import DataError, ResourceError, UserError
+from hetero_framework.errors import DataError, ResourceError
 from hetero_framework.trainer import metrics as metrics_module
 from hetero_framework.trainer.metrics import MetricsWriter
 
@@ -124,10 +125,54 @@ def test_resume_that_fails_leaves_the_file_as_it_was(
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_output_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x", encoding="utf-8")
-    with MetricsWriter(tmp_path / "file") as writer, pytest.raises(UserError, match="Cannot"):
+class Disk:
+    """Files whose writes end after `room` bytes, as on a full disk; the rest is the real thing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room = room
+        disk, opened = self, Path.open
+
+        class File(io.FileIO):
+            def write(self, data: Any) -> int:
+                if disk.room <= 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                written = super().write(data[: disk.room])
+                disk.room -= written
+                return written
+
+        def open_(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            return File(path, "ab") if mode == "ab" else opened(path, mode, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", open_)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_a_line_without_room_is_lost_and_later_ones_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    disk = Disk(monkeypatch, room=10_000)
+    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path) as writer:
         writer.step(metrics_of(1))
+        disk.room = cut  # the line of step 2 is cut off after so many bytes
+        for step in (2, 3, 4):
+            writer.step(metrics_of(step))
+        disk.room = 10_000
+        for step in (5, 6):
+            writer.step(metrics_of(step))
+    assert lines_of(tmp_path) == [metrics_of(1), metrics_of(5), metrics_of(6)]
+    assert [record.getMessage().count("No space left") for record in caplog.records] == [1, 0]
+    assert "3 lines are lost" in caplog.records[1].getMessage()
+    assert MetricsWriter(tmp_path).resume(5) == 1
+
+
+def test_output_dir_that_becomes_a_file_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path / "file") as writer:
+        writer.step(metrics_of(1))
+        writer.step(metrics_of(2))
+    assert len(caplog.records) == 1
 
 
 def test_line_without_step_is_a_bug(tmp_path: Path) -> None:
@@ -154,9 +199,29 @@ def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
     found = read_events(tmp_path / "events")
     assert found["train/loss"] == [(1, 1.0)]
     assert found["train/grad_norm"] == [(1, 0.1), (2, 0.2)]
-    assert found["train/learning_rate"] == [(1, 0.0001), (2, 0.0001)]
-    assert found["train/tokens_per_second"] == [(1, 50.0), (2, 50.0)]
+    numbers = {"epoch", "loss", "grad_norm", "learning_rate", "tokens"}
+    numbers |= {"tokens_per_second", "step_seconds"}
+    assert {tag.removeprefix("train/") for tag in found if tag.startswith("train/")} == numbers
+    assert found["train/tokens"] == [(1, 100.0), (2, 100.0)]
     assert found["eval/loss"] == [(2, 3.0)]
+    assert found["eval/perplexity"] == [(2, round(math.exp(3.0), 5))]
+
+
+def test_tensorboard_files_carry_the_run(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, "tensorboard", run_id="5eed") as writer:
+        writer.step(metrics_of(1))
+    assert [path.name[-5:] for path in (tmp_path / "tensorboard").iterdir()] == [".5eed"]
+
+
+def test_tensorboard_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tensorboard").write_text("a file", encoding="utf-8")
+    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path, "tensorboard") as writer:
+        writer.step(metrics_of(1))
+        writer.step(metrics_of(2))
+    assert lines_of(tmp_path) == [metrics_of(1), metrics_of(2)]
+    assert caplog.text.count("cannot write TensorBoard events") == 1
 
 
 @pytest.mark.parametrize("report_to", [None, "none", [], ["wandb"]])

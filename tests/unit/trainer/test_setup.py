@@ -11,6 +11,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError, DataError, PlanError
 from hetero_framework.models.memory import estimate_memory
 from hetero_framework.models.tiny import tiny_config
+from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     Prepared,
     check_memory,
@@ -66,23 +67,23 @@ def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
     assert limit > 64 * 16 * 4
 
 
-def test_without_padding_every_process_is_told_the_attention(logged: list[str]) -> None:
-    told = without_padding(config(), LLAMA)
-    assert told.model is not None
-    assert told.model.attn_implementation == "per_sample"
-    assert "takes each sample by itself" in logged[0]
+def test_without_padding_every_process_is_told_the_attention() -> None:
+    told = without_padding(Resolved.start(config()), LLAMA)
+    assert told.config.model is not None
+    assert told.config.model.attn_implementation == "per_sample"
+    assert "takes each sample by itself" in told.decisions[0].reason
 
 
 def test_without_padding_is_refused_where_samples_meet() -> None:
     with pytest.raises(ArchitectureError, match="do not stay apart") as caught:
-        without_padding(config(), BloomConfig(n_layer=4))
+        without_padding(Resolved.start(config()), BloomConfig(n_layer=4))
     assert "data.padding_free to false" in str(caught.value)
 
 
 def test_check_memory_counts_processes_on_one_device_together() -> None:
     cfg = config()
     memory = estimate_memory(cfg, LLAMA, tokens=8)
-    parts = Prepared(cfg, LLAMA, None, None, None, memory, 0)  # type: ignore[arg-type]
+    parts = Prepared(Resolved.start(cfg), LLAMA, None, None, None, memory, 0)  # type: ignore[arg-type]
     total = sum(m.total for m in memory)
     enough = MachineFacts("cpu", "a processor", total, total)
     check_memory(parts, {"local": enough, 1: enough})
@@ -96,7 +97,7 @@ def test_check_memory_counts_processes_on_one_device_together() -> None:
 def prepared(cfg: Config, tokens: int) -> Prepared:
     memory = estimate_memory(cfg, LLAMA, tokens=tokens)
     data = SimpleNamespace(row_tokens=tokens)
-    return Prepared(cfg, LLAMA, None, data, None, memory, 0)  # type: ignore[arg-type]
+    return Prepared(Resolved.start(cfg), LLAMA, None, data, None, memory, 0)  # type: ignore[arg-type]
 
 
 def fact(device: str, free: int) -> MachineFacts:
@@ -125,8 +126,8 @@ def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it(logged: l
 
 def test_a_stage_keeps_its_own_checkpointing_under_auto() -> None:
     cfg = config(gradient_checkpointing="auto")
-    own = cfg.shard_plan[0].model_copy(update={"gradient_checkpointing": False})
-    cfg = cfg.model_copy(update={"shard_plan": (own, cfg.shard_plan[1])})
+    first, second = cfg.to_dict()["shard_plan"]
+    cfg = cfg.with_changes(shard_plan=[{**first, "gradient_checkpointing": False}, second])
     parts = prepared(cfg, 512)
     with pytest.raises(PlanError, match="stage 0"):
         fit_devices(parts, {"local": fact("cuda:0", 1000), 1: fact("cuda:1", 1 << 40)})
@@ -146,27 +147,27 @@ def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
         fit_devices(chosen, room)
 
 
-def test_pieces_of_the_loss_are_settled_before_any_process_starts(logged: list[str]) -> None:
-
-    def settled(model_config: PretrainedConfig, tokens: int, **training: Any) -> int | None:
+def test_the_loss_chunk_is_decided_before_any_process_starts() -> None:
+    def decided(model_config: PretrainedConfig, tokens: int, **training: Any) -> tuple[Any, str]:
         cfg = config(per_device_train_batch_size=2, **training)
-        return resolve_loss_chunk(
-            cfg,
-            model_config,
-            tokens,
-        ).training.loss_chunk_tokens  # type: ignore[return-value]
+        resolved = resolve_loss_chunk(Resolved.start(cfg), model_config, tokens)
+        reasons = [decision.reason for decision in resolved.decisions]
+        return resolved.config.training.loss_chunk_tokens, "".join(reasons)
 
-    assert settled(LLAMA, 12) is None
-    assert settled(LLAMA, 12, loss_chunk_tokens=24) is None
-    assert settled(LLAMA, 12, loss_chunk_tokens=None) is None
-    assert logged == []
-    assert settled(LLAMA, 12, loss_chunk_tokens=23) == 23
-    assert settled(LLAMA, 1 << 20) == (1 << 26) // 64
+    assert decided(LLAMA, 12) == (
+        None,
+        "the logits of a whole micro-batch, 24 tokens, fit at once",
+    )
+    assert decided(LLAMA, 12, loss_chunk_tokens=24)[0] is None
+    assert decided(LLAMA, 12, loss_chunk_tokens=None) == (None, "")
+    assert decided(LLAMA, 12, loss_chunk_tokens=23) == (23, "")
+    most = (1 << 26) // 64
+    assert decided(LLAMA, 1 << 20) == (most, f"the logits of {most} tokens exist at once")
     evaluating = {"per_device_eval_batch_size": 4, "eval_strategy": "epoch"}
-    assert settled(LLAMA, 12, loss_chunk_tokens=24, **evaluating) == 24
-    assert logged == [f"the logits of {n} tokens exist at once" for n in (23, 1 << 20, 24)]
-    assert settled(tiny_config("xlm"), 64, loss_chunk_tokens=8) is None
-    assert "the loss would differ" in logged[-1]
+    assert decided(LLAMA, 12, loss_chunk_tokens=24, **evaluating) == (24, "")
+    chunk, reason = decided(tiny_config("xlm"), 64, loss_chunk_tokens=8)
+    assert chunk is None
+    assert "the loss would differ" in reason
 
 
 @pytest.mark.parametrize(

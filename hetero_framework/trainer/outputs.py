@@ -1,0 +1,285 @@
+"""What a run writes: its directories, what an earlier run left in them, and the results.
+
+A run owns its `output_dir` and all that lies in it, and has its id from there (`.run`).
+`checkpoint_dir` and `logging_dir` may lie elsewhere and may be named by other runs too, so what is
+a run's own there carries that id: the file `.hetero-run` in a directory of checkpoints, the end of
+the name of a TensorBoard event file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from transformers import GenerationConfig
+
+from hetero_framework.config import Config
+from hetero_framework.errors import ConfigError
+from hetero_framework.log import EVENTS_FILE
+from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
+from hetero_framework.models.shard import num_layers
+from hetero_framework.models.weights import resolve_model_path
+from hetero_framework.profiling.timeline import TIMELINE_FILE
+from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.metrics import METRICS_FILE, wants_tensorboard
+from hetero_framework.trainer.setup import Facts, Prepared
+from hetero_framework.visualizer.diagram import DiagramDetails, draw
+
+_log = logging.getLogger(__name__)
+OWNER_FILE = ".hetero-run"
+_HINTS = {
+    "training.output_dir": "choose another one: --output-dir DIR",
+    "checkpoint_dir": "set checkpoint_dir to a directory that can be written, or to null",
+    "training.logging_dir": "set training.logging_dir to a directory that can be written, or to"
+    " null",
+}
+
+
+class RunDirectories:
+    """The directories of one run. Inside `with` they are locked, and writing there works.
+
+    Entering raises ConfigError, which names the setting, for a directory that cannot be written
+    or that another run is writing into.
+    """
+
+    def __init__(self, config: Config, store: CheckpointStore) -> None:
+        self._config = config
+        self._store = store
+        self._output = config.output_dir
+        self._locks = contextlib.ExitStack()
+        self.run_id = ""
+
+    def __enter__(self) -> RunDirectories:
+        places = {
+            "training.output_dir": self._output,
+            "checkpoint_dir": self._config.checkpoints,
+            "training.logging_dir": self._config.logging_dir,
+        }
+        if not wants_tensorboard(self._config.training.report_to):
+            del places["training.logging_dir"]
+        with contextlib.ExitStack() as locks:
+            done = set()
+            for setting, directory in places.items():
+                is_outside = directory == self._output or not self._is_inside(directory)
+                if directory in done or not (is_outside or directory.exists()):
+                    continue
+                done.add(directory)
+                _probe(setting, directory)
+                # What lies in output_dir is locked with it, unless another run uses it, too.
+                if is_outside or (directory / OWNER_FILE).exists():
+                    locks.enter_context(_locked(setting, directory))
+            self.run_id = run_id_of(self._output)
+            self._locks = locks.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._locks.close()
+
+    def check_fresh(self) -> None:
+        """Raise ConfigError if a run that starts afresh would write among another's checkpoints."""
+        directory = self._config.checkpoints
+        owner = _owner(directory)
+        is_own = owner["run"] == self.run_id if owner else self._is_inside(directory)
+        if self._store.paths() and not is_own:
+            whose = f"the run whose output_dir is {owner['output_dir']}" if owner else "another run"
+            raise ConfigError(
+                f"checkpoint_dir: {directory} holds checkpoints of {whose}",
+                hint="choose another checkpoint_dir or move them away; --resume continues that run",
+            )
+
+    def set_aside(self) -> None:
+        """Move what this run left earlier into `previous-<n>`, then own `checkpoint_dir`.
+
+        Nothing is deleted, and nothing of another run is touched.
+        """
+        self.check_fresh()
+        old = {path: Path("checkpoints", path.name) for path in self._store.paths()}
+        old |= {path: Path("tensorboard", path.name) for path in self._events()}
+        for name in (METRICS_FILE, EVENTS_FILE):
+            if (self._output / name).exists():
+                old[self._output / name] = Path(name)
+        if old:
+            target = self._move(old)
+            _log.info("moved an earlier run's checkpoints and metrics to %s", target)
+        self.own_checkpoints()
+
+    def set_later_aside(self, step: int) -> None:
+        """Move the checkpoints after `step` aside: the run goes on from there, maybe otherwise."""
+        later = [self._config.checkpoints / f"step_{n}" for n in self._store.complete_steps()]
+        later = [path for path in later if int(path.name.removeprefix("step_")) > step]
+        if later:
+            target = self._move({path: Path(path.name) for path in later})
+            _log.info("moved the checkpoints after step %d to %s", step, target)
+
+    def own_checkpoints(self) -> None:
+        """Mark `checkpoint_dir` as this run's, where it lies outside `output_dir`."""
+        directory = self._config.checkpoints
+        if not self._is_inside(directory) or _owner(directory) is not None:
+            owner = {"run": self.run_id, "output_dir": str(self._output)}
+            (directory / OWNER_FILE).write_text(json.dumps(owner) + "\n", encoding="utf-8")
+
+    def _events(self) -> Iterator[Path]:
+        directory = self._config.logging_dir
+        end = "" if self._is_inside(directory) else self.run_id
+        yield from sorted(directory.glob(f"events.out.tfevents.*{end}"))
+
+    def _is_inside(self, directory: Path) -> bool:
+        return directory.resolve().is_relative_to(self._output.resolve())
+
+    def _move(self, paths: Mapping[Path, Path]) -> Path:
+        """Move each path to its place below a new `previous-<n>`, which is returned."""
+        number = 1
+        while (self._output / f"previous-{number}").exists():
+            number += 1
+        target = self._output / f"previous-{number}"
+        try:
+            for path, place in paths.items():
+                (target / place).parent.mkdir(parents=True, exist_ok=True)
+                # Not a rename: checkpoint_dir may be on another disk than output_dir.
+                shutil.move(path, target / place)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot move what an earlier run left in {self._output} aside: {error.strerror}",
+                hint="choose another training.output_dir",
+            ) from error
+        return target
+
+
+def run_id_of(output_dir: Path) -> str:
+    """The id of the run that writes into `output_dir`. A coordinator that is started again has the
+    same one, so that the workers give up what they keep for the dead one. The caller holds the
+    directory's lock. Raises OSError.
+    """
+    file = output_dir / ".run"
+    here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
+    with contextlib.suppress(OSError, ValueError):
+        run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
+        if place == here:
+            return run_id
+    run_id = secrets.token_hex(8)
+    file.write_text(f"{run_id}\n{here}", encoding="utf-8")
+    return run_id
+
+
+def _owner(directory: Path) -> dict[str, str] | None:
+    """Whose directory it is; None where no run has said."""
+    try:
+        owner = json.loads((directory / OWNER_FILE).read_text(encoding="utf-8"))
+        return {"run": str(owner["run"]), "output_dir": str(owner["output_dir"])}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cannot read {directory / OWNER_FILE}: {error}",
+            hint="delete it if this directory is this run's own, or choose another directory",
+        ) from error
+
+
+def _probe(setting: str, directory: Path) -> None:
+    """Create, write, rename and delete a file there, as the run will."""
+    name = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".hetero-probe-", dir=directory)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(b"\0" * 512)
+        os.replace(name, name + "-renamed")
+        name += "-renamed"
+        os.unlink(name)
+    except OSError as error:
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        is_file = isinstance(error, (FileExistsError, NotADirectoryError))
+        raise ConfigError(
+            f"{setting}: cannot write into {directory}: "
+            + ("it is a file" if is_file else str(error.strerror)),
+            hint=_HINTS[setting],
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(setting: str, directory: Path) -> Iterator[None]:
+    """Two runs must not write into one directory."""
+    lock = FileLock(directory / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"{setting}: another run is writing into {directory}",
+            hint=f"wait for it, stop it, or choose another {setting}",
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}: cannot lock {directory}: {error.strerror}", hint=_HINTS[setting]
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
+    """`architecture.<format>` in the output directory, if the configuration wants it. `direct` has
+    the boundaries with a link from worker to worker."""
+    config = parts.config
+    if not config.training.visualize:
+        return
+    assert config.model is not None
+    details = DiagramDetails(
+        model=config.model.name_or_path or parts.model_config.model_type,
+        num_layers=num_layers(parts.model_config),
+        parameters={m.index: m.parameters for m in parts.memory},
+        memory_bytes={m.index: m.total for m in parts.memory},
+        devices={owner: fact.label for owner, fact in facts.items()},
+        direct=direct,
+    )
+    chosen = config.training.visualization_format
+    draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
+
+
+def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Path:
+    """Write the finished artefact from what the stages gave; returns its directory.
+
+    `output_dir/adapter` where an adapter was trained, else the Hugging Face checkpoint
+    `output_dir/model`; complete, or an error that lists what is missing.
+    """
+    config, model = parts.config, parts.config.model
+    assert model is not None
+    if parts.adapter_plan is not None:
+        target = config.output_dir / "adapter"
+        base = model.name_or_path
+        if base is not None:
+            base = resolve_model_path(base, config.base_dir)
+        output = OutputDirectory(target, overwrite=True)
+        write_adapter(
+            output, tensors, parts.adapter_plan, base, model.revision, tokenizer=parts.tokenizer
+        )
+        return target
+    target = config.output_dir / "model"
+    output = OutputDirectory(target, overwrite=True)
+    generation = GenerationConfig.from_model_config(parts.model_config)
+    write_checkpoint(output, tensors, parts.model_config, generation, parts.tokenizer)
+    return target
+
+
+def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:
+    """Label and place of everything that a run leaves."""
+    found = {result.name: result, "metrics": metrics, "checkpoints": config.checkpoints}
+    found["timeline"] = config.output_dir / TIMELINE_FILE
+    for chosen in (config.training.visualization_format, "svg"):
+        picture = config.output_dir / f"architecture.{chosen}"
+        if config.training.visualize and picture.exists():
+            found["diagram"] = picture
+            break
+    return {label: path for label, path in found.items() if path.exists()}

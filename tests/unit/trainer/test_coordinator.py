@@ -1,0 +1,312 @@
+"""What the coordinator does when the disk, a signal or a person interferes: real runs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.core import files
+from hetero_framework.data import TrainData
+from hetero_framework.errors import CheckpointError, ResourceError, StoppedEarly
+from hetero_framework.trainer import checkpoint, coordinator, metrics, outputs, run_checkpoint
+from hetero_framework.trainer.coordinator import Coordinator, train
+from hetero_framework.visualizer.progress import Progress
+from tests.samples import save_texts
+from tests.unit.trainer.conftest import Alone
+
+
+class Notes(Progress):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def lines_of(config: Config) -> list[dict[str, Any]]:
+    text = (config.output_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def steps_saved(config: Config) -> list[str]:
+    return sorted(path.name for path in config.checkpoints.glob("step_*"))
+
+
+class Failing:
+    """An operation that fails so many times, then works; only below `directory`."""
+
+    def __init__(self, real: Any, times: int, code: int, directory: Path) -> None:
+        self.real, self.times, self.code, self.directory = real, times, code, directory
+
+    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.times and Path(path).is_relative_to(self.directory):
+            self.times -= 1
+            raise OSError(self.code, os.strerror(self.code), str(path))
+        return self.real(path, *args, **kwargs)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("operation", ["mkdir", "rename"])
+def test_a_save_that_fails_twice_does_not_end_the_run(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, operation: str, code: int
+) -> None:
+    config, notes = alone(training=SAVING), Notes()
+    if operation == "mkdir":
+        real = Path.mkdir
+        failing = Failing(real, 2, code, config.checkpoints)
+        monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+    else:
+        failing = Failing(os.replace, 2, code, config.checkpoints)
+        monkeypatch.setattr(files.os, "replace", failing)
+    summary = train(config, progress=notes)
+    assert summary.steps == 4
+    assert steps_saved(config) == ["step_3", "step_4"]
+    assert sum("could not be written" in line for line in notes.lines) == 2
+
+
+def test_the_third_failed_save_in_a_row_ends_the_run_with_code_6(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = alone(training=SAVING)
+    real = Path.mkdir
+    failing = Failing(real, 100, errno.EIO, config.checkpoints)
+    monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+    with pytest.raises(ResourceError, match="Cannot write a checkpoint") as raised:
+        train(config)
+    assert raised.value.exit_code == 6
+    assert [line["step"] for line in lines_of(config)] == [1, 2, 3]
+
+
+def test_metrics_that_cannot_be_written_do_not_end_the_run(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = alone()
+    real = metrics.MetricsWriter._append
+
+    def append(writer: metrics.MetricsWriter, data: bytes) -> None:
+        if json.loads(data)["step"] in (2, 3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(writer, data)
+
+    monkeypatch.setattr(metrics.MetricsWriter, "_append", append)
+    assert train(config).steps == 4
+    assert [line["step"] for line in lines_of(config)] == [1, 4]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of temporary files."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(coordinator.tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary"
+
+
+def advised(config: Config, error: Exception) -> tuple[Config, str]:
+    """What to run next, taken from the error's text word for word."""
+    found = re.search(r"--resume (\w+)(?: --set checkpoint_dir=(\S+))?", str(error))
+    assert found, str(error)
+    changes = {"checkpoint_dir": found[2]} if found[2] else {}
+    return config.with_changes(**changes), found[1]
+
+
+@pytest.mark.parametrize("checkpoints_fail", [False, True])
+def test_an_export_that_fails_leaves_a_checkpoint_and_the_advice_works(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, temporary: Path, checkpoints_fail: bool
+) -> None:
+    config = alone()
+
+    def refuse(*args: Any) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outputs, "export", refuse)
+        if checkpoints_fail:
+            failing = Failing(Path.mkdir, 100, errno.ENOSPC, config.checkpoints)
+            patch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+        with pytest.raises(ResourceError, match="the result could not be written") as raised:
+            train(config)
+    assert len(list(temporary.glob("*/step_4"))) == checkpoints_fail
+    again, resume = advised(config, raised.value)
+    summary = train(again, resume=resume)
+    assert (summary.files["model"] / "model.safetensors").is_file()
+
+
+def test_an_export_is_tried_again_while_nothing_can_be_written(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    config, notes, real, tries = alone(), Notes(), outputs.export, []
+
+    def refuse(*args: Any) -> Path:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(outputs, "export", refuse)
+    monkeypatch.setattr(coordinator, "_EXPORT_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(
+        run_checkpoint.CheckpointStore,
+        "begin",
+        lambda *args: (_ for _ in ()).throw(ResourceError("full", hint="free some")),
+    )
+    assert train(config, progress=notes).files["model"].is_dir()
+    assert len(tries) == 3
+    assert sum("next try in" in line for line in notes.lines) == 2
+
+
+def test_a_failed_last_checkpoint_does_not_keep_the_result_from_being_written(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = alone(training={"save_strategy": "epoch", "max_steps": 2})
+    failing = Failing(Path.mkdir, 100, errno.ENOSPC, config.checkpoints)
+    monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+    assert train(config).files["model"].is_dir()
+
+
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
+
+
+def with_evaluation(alone: Alone, tmp_path: Path, **training: Any) -> Config:
+    texts = str(save_texts(tmp_path / "eval.jsonl", 6, seed=1))
+    data = {"train": str(tmp_path / "texts.jsonl"), "eval": texts, "max_length": 32}
+    return alone(data=data, training={**EVALUATING, **training})
+
+
+def test_evaluation_by_steps_comes_at_the_end_too(alone: Alone, tmp_path: Path) -> None:
+    config = with_evaluation(alone, tmp_path)
+    train(config)
+    assert [line["step"] for line in lines_of(config) if "eval_loss" in line] == [3, 4]
+
+
+def test_evaluation_keeps_no_batch_that_is_done(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    finished: list[int] = []
+    real = TrainData._eval_batch
+
+    def make(data: TrainData, index: int) -> Any:
+        made.append(index)
+        return real(data, index)
+
+    monkeypatch.setattr(TrainData, "_eval_batch", make)
+    run = Coordinator.evaluate
+
+    def evaluate(self: Coordinator) -> None:
+        launch = self._pipeline._launch  # the oracle: when a batch is made, how many were launched
+
+        def launching(index: int, inputs: Any) -> None:
+            finished.append(len(made))
+            launch(index, inputs)
+
+        monkeypatch.setattr(self._pipeline, "_launch", launching)
+        run(self)
+
+    monkeypatch.setattr(Coordinator, "evaluate", evaluate)
+    train(with_evaluation(alone, tmp_path, max_steps=1))
+    assert made == list(range(6))
+    assert finished == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_stop_is_heard_between_evaluation_batches_and_saves(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = TrainData._eval_batch, []
+
+    def make(data: TrainData, index: int) -> Any:
+        made.append(index)
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(data, index)
+
+    monkeypatch.setattr(TrainData, "_eval_batch", make)
+    config = with_evaluation(alone, tmp_path)
+    with pytest.raises(StoppedEarly, match="SIGTERM after step 3") as raised:
+        train(config)
+    assert "--resume latest" in str(raised.value)
+    assert made == [0, 1, 2]
+    assert steps_saved(config) == ["step_3"]
+    assert not any("eval_loss" in line for line in lines_of(config))
+
+
+def test_a_stop_with_a_full_disk_saves_elsewhere_and_the_advice_works(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    real = Coordinator.train_step
+
+    def step(self: Coordinator) -> None:
+        real(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Coordinator, "train_step", step)
+    config = alone()
+    failing = Failing(Path.mkdir, 100, errno.ENOSPC, config.checkpoints)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+        with pytest.raises(StoppedEarly, match="SIGTERM after step 1") as raised:
+            train(config)
+    monkeypatch.undo()
+    again, resume = advised(config, raised.value)
+    assert train(again, resume=resume).steps == 4
+
+
+def test_a_stop_before_anything_is_saved_says_so(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(self: Coordinator) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Coordinator, "evaluate", evaluate)
+    with pytest.raises(StoppedEarly, match="there is no checkpoint yet"):
+        train(with_evaluation(alone, tmp_path, eval_on_start=True))
+
+
+@pytest.mark.parametrize("changed", ["data", "adapter"])
+def test_a_changed_run_is_refused_before_anything_is_loaded(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    saving, adapter = {**SAVING, "max_steps": 1}, {"r": 4, "target_modules": "all-linear"}
+    train(alone(training=saving, adapter=adapter))
+    if changed == "data":
+        save_texts(tmp_path / "texts.jsonl", 9)
+    else:
+        adapter["r"] = 8
+    monkeypatch.setattr(coordinator, "Cluster", None)
+    with pytest.raises(CheckpointError, match=r"other training data|adapter\.r was 4"):
+        train(alone(training=saving, adapter=adapter), resume="latest")
+
+
+def test_logging_dir_may_be_output_dir(alone: Alone) -> None:
+    config = alone()
+    training = {"logging_dir": str(config.output_dir), "report_to": "tensorboard", "max_steps": 1}
+    for _ in range(2):
+        train(alone(training=training))
+    assert (config.output_dir / "previous-1" / "metrics.jsonl").is_file()
+    assert len(list(config.output_dir.glob("events.out.tfevents.*"))) == 1
+
+
+def test_checkpoints_of_a_former_version_are_continued(alone: Alone) -> None:
+    """The position as it was written before TrainState; everything else is unchanged."""
+    config = alone(training={**SAVING, "max_steps": 2})
+    train(config)
+    manifest = config.checkpoints / "step_1" / checkpoint.MANIFEST
+    content = json.loads(manifest.read_text())
+    del content["digest"], content["position"]["failed_saves"]
+    content["digest"] = checkpoint._digest(content)
+    manifest.write_text(json.dumps(content))
+    before = lines_of(config)[1]
+    train(config, resume=1)
+    after = lines_of(config)[1]
+    assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])

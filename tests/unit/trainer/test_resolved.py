@@ -1,0 +1,39 @@
+"""What was left open is decided in one validated configuration, which remembers why."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_framework.errors import ConfigError
+from hetero_framework.trainer.resolved import Decision, Resolved
+from tests.unit.trainer.conftest import Alone
+
+
+def test_decide_sets_the_setting_and_keeps_the_reason(alone: Alone) -> None:
+    given = alone()
+    resolved = (
+        Resolved.start(given)
+        .decide("training.loss_chunk_tokens", 64, "small")
+        .decide("shard_plan[0].gradient_checkpointing", True, "tight")
+    )
+    assert resolved.given is given
+    assert resolved.config.training.loss_chunk_tokens == 64
+    assert resolved.config.checkpointing(0) is True
+    assert resolved.config.output_dir == given.output_dir
+    assert resolved.decisions == (
+        Decision("training.loss_chunk_tokens", 64, "small"),
+        Decision("shard_plan[0].gradient_checkpointing", True, "tight"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("training.loss_chunk_tokens", -1),
+        ("training.no_such_setting", 1),
+        ("shard_plan[0].start", 7),
+    ],
+)
+def test_decide_refuses_what_a_file_could_not_say(alone: Alone, setting: str, value: int) -> None:
+    with pytest.raises(ConfigError):
+        Resolved.start(alone()).decide(setting, value, "")

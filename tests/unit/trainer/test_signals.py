@@ -1,0 +1,141 @@
+"""Which signal asks, which saves and which stops at once: in processes on real terminals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hetero_framework.trainer import signals
+from hetero_framework.trainer.signals import StopRequest
+
+pty = pytest.importorskip("pty", reason="no pseudo terminals on Windows")
+
+
+_SCRIPT = """
+import os, sys
+from hetero_framework.trainer.signals import StopRequest
+try:
+    with StopRequest() as stop, stop.waiting():
+        for number in map(int, sys.argv[1:]):
+            os.kill(os.getpid(), number)
+        print("ANSWER", stop.wants_checkpoint("Save?"), flush=True)
+except KeyboardInterrupt:
+    print("AT ONCE", flush=True)
+"""
+Reply = Callable[[int, int], object]
+
+
+def never(pid: int, terminal: int) -> None:
+    raise AssertionError("it asked")
+
+
+def answer_after(*numbers: int, reply: Reply = never) -> str:
+    """What a process on a terminal of its own makes of these signals. Once it has asked whether to
+    save, `reply(pid, terminal)` is called, again and again: a signal just before it begins to read
+    is heard with the next one."""
+    terminal, its_side = pty.openpty()
+    command = [sys.executable, "-c", _SCRIPT, *(str(int(number)) for number in numbers)]
+    process = subprocess.Popen(
+        command, stdin=its_side, stdout=its_side, stderr=its_side, start_new_session=True
+    )
+    os.close(its_side)
+    seen, deadline = b"", time.monotonic() + 60
+    try:
+        while b"ANSWER" not in seen and b"AT ONCE" not in seen:
+            assert time.monotonic() < deadline, seen
+            if select.select([terminal], [], [], 0.3)[0]:
+                seen += os.read(terminal, 4096)
+            elif b"[Y/n]" in seen:
+                reply(process.pid, terminal)
+        while not seen.endswith(b"\n"):
+            seen += os.read(terminal, 4096)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    return seen.decode()
+
+
+def kill(number: int) -> Reply:
+    return lambda pid, terminal: os.kill(pid, number)
+
+
+def type_(text: bytes) -> Reply:
+    return lambda pid, terminal: os.write(terminal, text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_without_a_person_save_unasked(number: int) -> None:
+    assert "ANSWER True" in answer_after(number)
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        (type_(b"n\n"), "ANSWER False"),
+        (type_(b"\n"), "ANSWER True"),
+        (kill(signal.SIGTERM), "ANSWER True"),
+        (kill(signal.SIGHUP), "ANSWER True"),
+        (kill(signal.SIGINT), "ANSWER False"),
+    ],
+    ids=["no", "enter", "sigterm", "sighup", "ctrl_c_again"],
+)
+def test_ctrl_c_asks_and_a_shutdown_answers_yes(reply: Reply, answer: str) -> None:
+    assert answer in answer_after(signal.SIGINT, reply=reply)
+
+
+def test_sigterm_after_ctrl_c_takes_the_question_back() -> None:
+    assert "ANSWER True" in answer_after(signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGINT),
+    ],
+    ids=["sigterm_twice", "ctrl_c_twice", "ctrl_c_after_sigterm"],
+)
+def test_the_second_signal_stops_at_once(numbers: tuple[int, ...]) -> None:
+    assert "AT ONCE" in answer_after(*numbers)
+
+
+def test_before_the_first_step_any_signal_stops_at_once() -> None:
+    with StopRequest() as stop, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.requested == "SIGHUP"
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop, stop.waiting():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_windows_ctrl_break_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGBREAK's number there is 21; here it stands in for a signal that nothing else uses."""
+    monkeypatch.setattr(signals.signal, "SIGBREAK", signal.SIGUSR2, raising=False)
+    with StopRequest() as stop, stop.waiting():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.requested is not None
+        assert stop.wants_checkpoint("Save?")
+
+
+def test_wait_ends_when_a_stop_is_requested() -> None:
+    began = time.monotonic()
+    with StopRequest() as stop, stop.waiting():
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.wait(60.0)
+    assert time.monotonic() - began < 10
