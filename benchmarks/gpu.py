@@ -1,4 +1,4 @@
-"""What can be proven on one GPU, in a few minutes: equal results, hidden copies, speed.
+"""What can be proven on one GPU, in some minutes: equal results, hidden copies, speed.
 
     python -m benchmarks.gpu                         # every check on the first GPU
     python -m benchmarks.gpu --only parity_fp32,copies --save
@@ -17,7 +17,16 @@ llama_1b      tokens per second of a Llama of 1.1 billion random weights (bf16, 
               trained) cut 2 and 4 ways, against uncut; one card can only do one stage's work at a
               time, so 1.0 is the bound of `ratio_to_uncut`
 overlap       from timeline.json of those runs: the share of the time that tensors were on their
-              way during which that process computed
+              way during which that process computed. Processes that share a card take turns, so
+              this is a hint and no proof; `compute_mode` says how they share it
+fp16, padding_free, loss_chunks, compiled, lora_int8, optimizer_8bit, tied, several_stages
+              parity as above with that feature
+recompute     layers computed again in the backward against layers kept, with dropout
+cpu_coordinator, wire_codecs   near a run without: other kinds of rounding are part of them
+resume        from a checkpoint, under another plan, to the last bit
+codecs        the same bits on the device as on the CPU
+memory_returns, out_of_memory, estimate
+              a run's memory comes back; a full card is told as that; peak against prediction
 
 Without a GPU every check is skipped. Exit code 0: nothing failed; 1: a check failed; 2: packages
 are missing. `--save` keeps the result under benchmarks/results. Ends by itself after --minutes.
@@ -31,7 +40,12 @@ import json
 import sys
 from collections.abc import Sequence
 
-CHECKS = ("parity_fp32", "parity_bf16", "lora_4bit", "copies", "llama_1b", "overlap")
+CHECKS = (
+    *("parity_fp32", "parity_bf16", "lora_4bit", "copies", "llama_1b", "overlap"),
+    *("fp16", "padding_free", "loss_chunks", "compiled", "lora_int8", "optimizer_8bit", "tied"),
+    *("recompute", "several_stages", "cpu_coordinator", "wire_codecs", "resume", "codecs"),
+    *("memory_returns", "out_of_memory", "estimate"),
+)
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "numpy"),
     *("msgpack", "pydantic", "psutil", "rich", "graphviz", "filelock", "jinja2"),
@@ -46,7 +60,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="default: the first accelerator")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
     parser.add_argument("--only", help=f"checks, separated by commas: {', '.join(CHECKS)}")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time for everything")
+    parser.add_argument("--minutes", type=float, default=15.0, help="time for everything")
     parser.add_argument("--save", action="store_true", help="keep the result as a file")
     options = parser.parse_args(argv)
     options.checks = tuple(options.only.split(",")) if options.only else CHECKS

@@ -100,7 +100,7 @@ TINY = Size(
 
 def run(device_name: str, checks: Sequence[str], *, tiny: bool, minutes: float, save: bool) -> int:
     """Do the checks in turn, print each result; the exit code."""
-    report = Report(save)
+    report, known = Report(save), all_checks()
     try:
         device = open_device(device_name)
     except HeteroError as error:
@@ -109,7 +109,11 @@ def run(device_name: str, checks: Sequence[str], *, tiny: bool, minutes: float, 
     if device.kind == "cpu" and device_name == "auto":
         report.skip_all(checks, f"this machine has no GPU that torch {torch.__version__} can use")
         return report.finish()
-    report.about = {"device": device.name, "label": device.label, "tiny": tiny}
+    report.about = {
+        **{"device": device.name, "label": device.label, "tiny": tiny},
+        "compute_mode": compute_mode(),
+    }
+    print(json.dumps(report.about), flush=True)
     # Nothing may outlast the time that was given; the workers end with this process.
     watchdog = threading.Timer(minutes * 60, report.out_of_time)
     watchdog.daemon = True
@@ -120,13 +124,26 @@ def run(device_name: str, checks: Sequence[str], *, tiny: bool, minutes: float, 
             with Bench(device, TINY if tiny else Size(), Path(folder)) as bench:
                 for name in checks:
                     report.begin(name)
-                    report.add(name, guarded(_CHECKS[name], bench))
+                    report.add(name, guarded(known[name], bench))
     except (HeteroError, RuntimeError, OSError) as error:
         report.add("start", failure(error))
     finally:
         watchdog.cancel()
         code = report.finish()
     return code
+
+
+def compute_mode() -> str | None:
+    """How processes share the cards, as nvidia-smi says; None where it is not there.
+
+    Without the MPS daemon they take turns of milliseconds, so times of events contain the others'
+    turns; with EXCLUSIVE_PROCESS a second worker on a card cannot start.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return ", ".join(sorted(set(done.stdout.split("\n")) - {""})) or None
 
 
 def guarded(check: Callable[[Bench], Result], bench: Bench) -> Result:
@@ -260,10 +277,22 @@ class Bench:
                     log_text = (self.folder / f"worker-{k}.log").read_text(errors="replace")
                     raise RuntimeError(f"worker {k} did not start:\n{log_text[-3000:]}")
 
-    def run(self, name: str, cuts: Sequence[int], layers: int, **sections: Any) -> Run:
-        """Train with stages of [0, cuts...) on this process and one worker for each further."""
+    def config(
+        self,
+        name: str,
+        cuts: Sequence[int],
+        layers: int,
+        *,
+        owners: Sequence[int | str] | None = None,
+        coordinator: str | None = None,
+        **sections: Any,
+    ) -> Config:
+        """Stages of [0, cuts...) on this process and one worker for each further.
+
+        `owners` are other holders of the stages, `coordinator` another device of this process.
+        """
         bounds = [0, *cuts, layers]
-        owners: list[int | str] = ["local", *range(1, len(bounds) - 1)]
+        owners = owners or ["local", *range(1, len(bounds) - 1)]
         output = self.folder / "runs" / name
         training = {
             "output_dir": str(output),
@@ -275,7 +304,10 @@ class Bench:
             **sections.pop("training"),
         }
         raw = {
-            "coordinator": self._machines["coordinator"],
+            "coordinator": {
+                **self._machines["coordinator"],
+                **({"device": coordinator} if coordinator else {}),
+            },
             "workers": [w for w in self._machines["workers"] if w["id"] in owners],
             "shard_plan": [
                 {"id": owner, "start": start, "end": end}
@@ -284,16 +316,32 @@ class Bench:
             "training": training,
             **sections,
         }
-        progress = Quiet()
+        return Config.from_dict(raw)
+
+    def run(
+        self,
+        name: str,
+        cuts: Sequence[int],
+        layers: int,
+        *,
+        resume: int | None = None,
+        keep: bool = False,
+        **settings: Any,
+    ) -> Run:
+        """Train as `config` says. `keep` leaves the output directory, for a run that goes on from
+        step `resume`."""
+        config = self.config(name, cuts, layers, **settings)
+        output, progress = config.output_dir, Quiet()
         try:
-            train(Config.from_dict(raw), progress=progress)
+            train(config, progress=progress, resume=resume)
             return read_run(output)
         except Exception:
             print("\n".join(f"  {name}: {line}" for line in progress.lines), file=sys.stderr)
             raise
         finally:
             # Weights of large models: a file system in memory may hold no more than one of them.
-            shutil.rmtree(output, ignore_errors=True)
+            if not keep:
+                shutil.rmtree(output, ignore_errors=True)
             self.device.empty_cache()
 
     def big_runs(self) -> dict[str, Run]:
@@ -303,29 +351,35 @@ class Bench:
         return self._big_runs
 
     def _train_big(self) -> Iterator[tuple[str, Run]]:
+        for ways in (1, 2, 4):
+            run = self.run(*self.big_plan(ways), **self.big_settings())
+            yield ("uncut" if ways == 1 else f"cut_{ways}"), run
+
+    def big_config(self, ways: int) -> Config:
+        """The 1.1 billion model, cut so many ways."""
+        return self.config(*self.big_plan(ways), **self.big_settings())
+
+    def big_plan(self, ways: int) -> tuple[str, list[int], int]:
+        layers = self.size.big["num_hidden_layers"]
+        return f"big-{ways}", [layers * k // ways for k in range(1, ways)], layers
+
+    def big_settings(self) -> dict[str, Any]:
         size = self.size
-        layers = size.big["num_hidden_layers"]
         lines = size.big_steps * size.big_micro_batches * size.big_batch
         texts = save_texts(self.folder / "long.jsonl", lines, shortest=size.big_length)
         model = {"model_type": "llama", "max_position_embeddings": size.big_length, **size.big}
         dtype = "bfloat16" if self.device.supports(torch.bfloat16) else "float16"
-        for ways in (1, 2, 4):
-            cuts = [layers * k // ways for k in range(1, ways)]
-            run = self.run(
-                f"big-{ways}",
-                cuts,
-                layers,
-                model={"from_config": model, "tokenizer": str(self.tokenizer), "dtype": dtype},
-                data={"train": str(texts), "max_length": size.big_length},
-                training={
-                    "max_steps": size.big_steps,
-                    "per_device_train_batch_size": size.big_batch,
-                    "gradient_accumulation_steps": size.big_micro_batches,
-                    "learning_rate": 1e-5,
-                    "timeline_steps": 2,
-                },
-            )
-            yield ("uncut" if ways == 1 else f"cut_{ways}"), run
+        return {
+            "model": {"from_config": model, "tokenizer": str(self.tokenizer), "dtype": dtype},
+            "data": {"train": str(texts), "max_length": size.big_length},
+            "training": {
+                "max_steps": size.big_steps,
+                "per_device_train_batch_size": size.big_batch,
+                "gradient_accumulation_steps": size.big_micro_batches,
+                "learning_rate": 1e-5,
+                "timeline_steps": 2,
+            },
+        }
 
 
 class Quiet(Progress):
@@ -455,44 +509,58 @@ def lora_4bit(bench: Bench) -> Result:
         tolerance=2e-2,
         training={"bf16": bool(bench.device.supports(torch.bfloat16)), "learning_rate": 1e-2},
         adapter={"r": 8, "lora_alpha": 16, "lora_dropout": 0.05},
-        quantization="nf4",
+        model={"quantization": "nf4"},
     )
     falls = result["losses"][-1] < result["losses"][0]
     return {**result, "ok": result["ok"] and falls, "loss_falls": falls}
 
 
-def parity(bench: Bench, *, tolerance: float, training: dict[str, Any], **settings: Any) -> Result:
-    """One process twice, and cut 2 and 4 ways. Eager attention: its backward adds in one order,
-    which the fused ones do not promise."""
+def small_run(
+    bench: Bench,
+    name: str,
+    cuts: Sequence[int],
+    *,
+    training: dict[str, Any],
+    model: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Run:
+    """A few steps of the small Llama. Eager attention unless `model` says otherwise: its backward
+    adds in one order, which the fused ones do not promise."""
     size = bench.size
-    layers = size.layers
     texts = save_texts(bench.folder / "texts.jsonl", size.steps * 8, shortest=8, longest=60)
-    model = {"name_or_path": str(bench.model), "attn_implementation": "eager"}
-    if (quantization := settings.pop("quantization", None)) is not None:
-        model["quantization"] = quantization
-    plans = {
-        "uncut": [],
-        "again": [],
-        "cut_2": [layers // 2],
-        "cut_4": [1, layers // 2, layers - 1],
-    }
+    return bench.run(
+        name,
+        cuts,
+        size.layers,
+        model={
+            "name_or_path": str(bench.model),
+            "attn_implementation": "eager",
+            **(model or {}),
+        },
+        data={"train": str(texts), "max_length": 64, **(data or {})},
+        training={
+            "max_steps": size.steps,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "timeline_steps": 0,
+            **training,
+        },
+        **settings,
+    )
+
+
+def cuts_of(layers: int) -> dict[str, list[int]]:
+    """The plans that are compared: one process twice, and cut 2 and 4 ways."""
+    half = layers // 2
+    return {"uncut": [], "again": [], "cut_2": [half], "cut_4": [1, half, layers - 1]}
+
+
+def parity(bench: Bench, *, tolerance: float, **settings: Any) -> Result:
+    """One process twice, and cut 2 and 4 ways, with these settings."""
+    plans = cuts_of(bench.size.layers)
     runs = {
-        name: bench.run(
-            f"parity-{name}",
-            cuts,
-            layers,
-            model=model,
-            data={"train": str(texts), "max_length": 64},
-            training={
-                "max_steps": size.steps,
-                "per_device_train_batch_size": 2,
-                "gradient_accumulation_steps": 4,
-                "timeline_steps": 0,
-                **training,
-            },
-            **settings,
-        )
-        for name, cuts in plans.items()
+        name: small_run(bench, f"parity-{name}", cuts, **settings) for name, cuts in plans.items()
     }
     return verdict(runs, tolerance)
 
@@ -504,8 +572,10 @@ def verdict(runs: dict[str, Run], tolerance: float) -> Result:
     cut = [run for name, run in runs.items() if name not in ("uncut", "again")]
     bit_equal = all(equal(whole, run) for run in cut)
     difference = max(loss_difference(whole, run) for run in cut)
+    finding = {} if repeats else {"finding": "one process does not repeat itself to the last bit"}
     return {
         "ok": bit_equal if repeats else difference <= tolerance,
+        **finding,
         "bit_equal": bit_equal,
         "repeat_bit_equal": repeats,
         "max_relative_loss_difference": difference,
@@ -776,7 +846,9 @@ def covered(began: float, ended: float, spans: Sequence[tuple[float, float]]) ->
     return seconds
 
 
-_CHECKS: dict[str, Callable[[Bench], Result]] = {
-    check.__name__: check
-    for check in (parity_fp32, parity_bf16, lora_4bit, copies, llama_1b, overlap)
-}
+def all_checks() -> dict[str, Callable[[Bench], Result]]:
+    """Every check by its name."""
+    from benchmarks import gpu_features  # it is made of what is in this module
+
+    own = (parity_fp32, parity_bf16, lora_4bit, copies, llama_1b, overlap)
+    return {check.__name__: check for check in (*own, *gpu_features.CHECKS)}

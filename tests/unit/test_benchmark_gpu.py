@@ -48,7 +48,7 @@ def test_missing_packages_are_named(
 
 
 def test_every_check_that_is_named_exists() -> None:
-    assert set(gpu_checks._CHECKS) == set(gpu.CHECKS)
+    assert list(gpu_checks.all_checks()) == list(gpu.CHECKS)
 
 
 def test_verdict_wants_the_last_bit_where_one_process_repeats_itself() -> None:
@@ -60,6 +60,9 @@ def test_verdict_wants_the_last_bit_where_one_process_repeats_itself() -> None:
     # Where it does not repeat itself, what is asked for is the tolerance.
     assert verdict({**runs, "again": near, "cut_4": near}, 1e-5)["ok"]
     assert not verdict({**runs, "again": near, "cut_4": near}, 1e-12)["ok"]
+    # ... and that is a finding of its own.
+    assert "does not repeat" in verdict({**runs, "again": near, "cut_4": near}, 1e-5)["finding"]
+    assert "finding" not in verdict(runs, 1e-5)
     broken = verdict({**runs, "cut_2": other_weights}, 1e-5)
     assert (broken["ok"], broken["bit_equal"]) == (False, False)
     assert broken["max_weight_difference"] == 0.25

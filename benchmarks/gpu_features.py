@@ -1,0 +1,233 @@
+"""The checks of `python -m benchmarks.gpu` that try one feature of training each on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from benchmarks.gpu_checks import (
+    Bench,
+    Result,
+    Skip,
+    cuts_of,
+    equal,
+    loss_difference,
+    parity,
+    save_tokenizer,
+    small_run,
+    verdict,
+)
+from hetero_framework.config import Config
+from hetero_framework.core.codecs import CODECS
+from hetero_framework.errors import ResourceError
+from hetero_framework.models.memory import estimate_memory
+from hetero_framework.models.shard import load_model_config
+
+_ADAPTER = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1}
+_NEAR = 1e-3
+_RETURNED = 256 * 2**20
+_ESTIMATE = (0.6, 1.7)
+
+
+def fp16(bench: Bench) -> Result:
+    """Autocast to float16 with one loss scale."""
+    return parity(bench, tolerance=2e-2, training={"fp16": True}, adapter=_ADAPTER)
+
+
+def padding_free(bench: Bench) -> Result:
+    """Samples one after another in a row, with the attention that keeps them apart."""
+    model = {"attn_implementation": None}
+    data = {"padding_free": True}
+    return parity(bench, tolerance=1e-4, training={}, model=model, data=data)
+
+
+def loss_chunks(bench: Bench) -> Result:
+    """The logits of 16 tokens at a time."""
+    return parity(bench, tolerance=1e-5, training={"loss_chunk_tokens": 16})
+
+
+def compiled(bench: Bench) -> Result:
+    """torch.compile on every layer."""
+    return parity(bench, tolerance=_NEAR, training={"torch_compile": True})
+
+
+def lora_int8(bench: Bench) -> Result:
+    """8-bit weights under an adapter."""
+    needs_bitsandbytes(bench)
+    model = {"quantization": "int8"}
+    return parity(bench, tolerance=5e-2, training={}, adapter=_ADAPTER, model=model)
+
+
+def optimizer_8bit(bench: Bench) -> Result:
+    """bitsandbytes' paged 8-bit AdamW."""
+    needs_bitsandbytes(bench)
+    return parity(bench, tolerance=_NEAR, training={"optim": "paged_adamw_8bit"})
+
+
+def needs_bitsandbytes(bench: Bench) -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Skip("bitsandbytes is not installed")
+    if bench.device.kind in ("mps", "cpu"):
+        raise Skip(f"bitsandbytes has no such kernels for {bench.device.kind}")
+
+
+def tied(bench: Bench) -> Result:
+    """All weights of a GPT-2, whose head and embedding are one weight."""
+    torch.manual_seed(0)
+    folder = bench.folder / "gpt2"
+    config = GPT2Config(
+        vocab_size=128,
+        n_positions=256,
+        n_embd=bench.size.hidden,
+        n_layer=bench.size.layers,
+        n_head=8,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return parity(bench, tolerance=1e-5, training={}, model={"name_or_path": str(folder)})
+
+
+def recompute(bench: Bench) -> Result:
+    """Layers computed again in the backward, against layers kept, with dropout."""
+    runs = {
+        name: small_run(
+            bench,
+            f"recompute-{name}",
+            cuts_of(bench.size.layers)["cut_2"],
+            training={"gradient_checkpointing": name == "cut"},
+            adapter=_ADAPTER,
+        )
+        for name in ("uncut", "again", "cut")
+    }
+    return verdict(runs, 1e-5)
+
+
+def several_stages(bench: Bench) -> Result:
+    """Two stages in each of two processes."""
+    layers = bench.size.layers
+    cuts = [layers // 4, layers // 2, 3 * layers // 4]
+    runs = {
+        "uncut": small_run(bench, "stages-uncut", [], training={}),
+        "again": small_run(bench, "stages-again", [], training={}),
+        "cut": small_run(bench, "stages-cut", cuts, training={}, owners=["local", 1, "local", 1]),
+    }
+    return verdict(runs, 1e-5)
+
+
+def cpu_coordinator(bench: Bench) -> Result:
+    """The first stage on the CPU, the others on the card: near one process, since kinds of device
+    round differently."""
+    plans = cuts_of(bench.size.layers)
+    whole = small_run(bench, "mixed-uncut", [], training={})
+    mixed = small_run(bench, "mixed-cut", plans["cut_2"], training={}, coordinator="cpu")
+    difference = loss_difference(whole, mixed)
+    return {"ok": difference <= _NEAR, "max_relative_loss_difference": difference}
+
+
+def wire_codecs(bench: Bench) -> Result:
+    """int8 activations and gradients: the loss stays near that without."""
+    cuts = cuts_of(bench.size.layers)["cut_4"]
+    plain = small_run(bench, "wire-none", cuts, training={})
+    wire = {"activations": "int8", "gradients": "int8"}
+    coded = small_run(bench, "wire-int8", cuts, training={}, wire=wire)
+    difference = loss_difference(plain, coded)
+    return {"ok": difference <= 5e-2, "max_relative_loss_difference": difference}
+
+
+def resume(bench: Bench) -> Result:
+    """A run that goes on from a checkpoint under another plan, and its evaluation loss."""
+    plans, half = cuts_of(bench.size.layers), bench.size.steps // 2
+    every = {"save_strategy": "steps", "save_steps": half}
+    whole = small_run(bench, "resume", plans["cut_2"], training=every, keep=True)
+    again = small_run(bench, "resume", plans["cut_4"], training=every, resume=half)
+    return {"ok": equal(whole, again), "from_step": half, "steps": len(again.steps)}
+
+
+def codecs(bench: Bench) -> Result:
+    """Every codec gives the same bits on the device as on the CPU, there and back."""
+    draw = torch.Generator().manual_seed(0)
+    device, wrong = bench.device.torch_device, []
+    for name, codec in CODECS.items():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for scale in (1.0, 1e-30, 1e3):
+                if not codec.supports(dtype) or not bench.device.supports(dtype):
+                    continue
+                tensor = (torch.randn(3, 777, generator=draw) * scale).to(dtype)
+                here, there = codec.encode(tensor), codec.encode(tensor.to(device))
+                back = codec.decode(there, tensor.shape, dtype).cpu()
+                same = all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+                if not same or not torch.equal(codec.decode(here, tensor.shape, dtype), back):
+                    wrong.append(f"{name} {dtype} {scale:g}")
+    return {"ok": not wrong, "different": wrong}
+
+
+def memory_returns(bench: Bench) -> Result:
+    """Workers that are kept give a run's memory back before the next one asks."""
+    if bench.device.kind == "cpu":
+        raise Skip("other programs use the CPU's memory too")
+    cuts = cuts_of(bench.size.layers)["cut_4"]
+    free = []
+    for number in range(3):
+        small_run(bench, f"memory-{number}", cuts, training={})
+        bench.device.empty_cache()
+        free.append(bench.device.memory().free)
+    lost = free[0] - free[-1]
+    return {"ok": lost <= _RETURNED, "lost_bytes": lost}
+
+
+def out_of_memory(bench: Bench) -> Result:
+    """A card that is full is told as that: exit code 6, and no word of the network."""
+    if bench.device.kind not in ("cuda", "rocm", "xpu"):
+        raise Skip("only where a device has memory of its own")
+    ballast = torch.empty(
+        max(0, bench.device.memory().free - 64 * 2**20),
+        dtype=torch.uint8,
+        device=bench.device.torch_device,
+    )
+    try:
+        small_run(bench, "full", cuts_of(bench.size.layers)["cut_2"], training={})
+    except ResourceError as error:
+        return {"ok": "memory" in str(error), "exit_code": error.exit_code, "said": str(error)}
+    except Exception as error:
+        return {"ok": "memory" in str(error), "said": f"{type(error).__name__}: {error}"[:500]}
+    finally:
+        del ballast
+        bench.device.empty_cache()
+    return {"ok": False, "reason": "it ran with a full card"}
+
+
+def estimate(bench: Bench) -> Result:
+    """What the largest process is predicted to need against what it needed."""
+    ratios = {}
+    for name, ways in (("uncut", 1), ("cut_2", 2), ("cut_4", 4)):
+        run = bench.big_runs()[name]
+        predicted = predicted_peak(bench, ways)
+        ratios[name] = round(run.peak_bytes / predicted, 3)
+    low, high = _ESTIMATE
+    on_card = bench.device.kind != "cpu"
+    return {
+        "ok": all(math.isfinite(r) and (not on_card or low <= r <= high) for r in ratios.values()),
+        "peak_over_estimate": ratios,
+    }
+
+
+def predicted_peak(bench: Bench, ways: int) -> int:
+    """Bytes that the estimate gives for the largest process of the run of 1.1 billion weights."""
+    config: Config = bench.big_config(ways)
+    assert config.model is not None
+    model_config = load_model_config(config.model, config.base_dir)
+    memory = estimate_memory(config, model_config, tokens=bench.size.big_length)
+    return max(stage.total for stage in memory)
+
+
+CHECKS: tuple[Callable[[Bench], Result], ...] = (
+    *(fp16, padding_free, loss_chunks, compiled, lora_int8, optimizer_8bit, tied, recompute),
+    *(several_stages, cpu_coordinator, wire_codecs, resume, codecs, memory_returns),
+    *(out_of_memory, estimate),
+)
