@@ -27,6 +27,7 @@ from hetero_framework.engine.stage_api import (
     StepInfo,
     Tensors,
 )
+from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import UserError
 from hetero_framework.planner.simulator import Edge, Profile
 
@@ -312,7 +313,10 @@ class SleepStage:
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(f"stage{self.index}.weight", (self.index,))]
 
-    def state(self, kind: str) -> Iterator[StatePart]:
+    def snapshot(self) -> StateSnapshot:
+        return StateSnapshot([], Device())
+
+    def export(self) -> Iterator[StatePart]:
         yield StatePart({}, last=True)
 
     def load_state(self, kind: str, part: StatePart) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hetero_framework import control
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks
@@ -26,10 +27,12 @@ from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.messages import Bye, Error, Message, Ready, Setup, Start
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
-from hetero_framework.engine.hosts import DirectLost, LinkLost, WorkerId
+from hetero_framework.engine.hosts import DirectLost, LinkLost, StepResults, WorkerId
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
-from hetero_framework.engine.stage_api import StageInterface, StepInfo, StepSchedule
+from hetero_framework.engine.remote_host import RemoteHost, RemoteInbox
+from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
+from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -52,6 +55,26 @@ _PEER_S = 5.0
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Outlet:
+    """What leaves this process's stages: results stay here, tensors go to their workers."""
+
+    results: StepResults
+    links: WorkerLinks
+
+    def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        self.links.post(message, done)
+
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+        self.results.loss(info, micro_batch, loss)
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        self.results.finished(info, micro_batch)
+
+    def failed(self, error: Exception) -> None:
+        self.links.fail(error)
 
 
 @dataclass(frozen=True)
@@ -101,6 +124,8 @@ class Cluster:
         )
         self._recoveries: Counter[WorkerId] = Counter()
         self._attempt = 0
+        self._requests = 0
+        self._remotes: dict[WorkerId, RemoteHost] = {}
         self._pace: Tuner
         self.pipeline: Pipeline
         self.trainable: Trainable
@@ -196,15 +221,28 @@ class Cluster:
         for worker in self._peers.workers:
             own = (spec.index for spec in specs if spec.owner == worker)
             self._peers.send(worker, Message(Start(tuple(k for k in own if needs[k]))))
+        results = StepResults()
+        outlet = _Outlet(results, self._peers)
+        host = StageHost(local, config, self.device, self._meter, outlet)
+        self._remotes = {
+            worker: RemoteHost(
+                worker,
+                [spec.index for spec in specs if spec.owner == worker],
+                self._peers,
+                results,
+                host.data,
+                holds_head=specs[-1].owner == worker,
+            )
+            for worker in self._peers.workers
+        }
+        self._peers.route(specs)
         self.pipeline = Pipeline(
             specs,
-            local,
-            self._peers,
-            self.device,
+            [host, *self._remotes.values()],
+            RemoteInbox(self._peers, self._remotes),
+            results,
             objective=objective_of(config.training),
-            wire=config.wire,
             step_timeout_s=config.training.step_timeout_s,
-            meter=self._meter,
         )
 
     def _connect_workers(self, specs: Sequence[StageSpec]) -> None:
@@ -343,7 +381,19 @@ class Cluster:
         if worker not in self.workers:
             known = ", ".join(map(str, self.workers)) or "none"
             raise UserError(f"there is no worker {worker!r} to ask (workers: {known})")
-        return self.retrying(lambda: self.pipeline.control(worker, name, data))
+
+        def asked() -> Any:
+            self._requests += 1
+            message = self.ask(worker, control.request(self._requests, name, data))
+            message.release()
+            return control.result(message)
+
+        return self.retrying(asked)
+
+    def ask(self, worker: WorkerId, question: Message) -> Message:
+        """A worker's answer to a CONTROL request, which the caller releases."""
+        host = self._remotes[worker]
+        return self.pipeline.until(lambda: host.answer(question), f"an answer of worker {worker}")
 
     def traffic(self) -> dict[WorkerId, tuple[int, int, float, int]]:
         """Per worker, since its links opened: bytes received, bytes sent and seconds spent writing

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ from hetero_framework.core.messages import (
     LoadState,
     Log,
     Message,
-    OfStep,
     OtherVersion,
     Parameter,
     PeerHello,
@@ -58,7 +57,6 @@ from hetero_framework.core.messages import (
     Reject,
     RejectCode,
     Setup,
-    StageFigures,
     Start,
     State,
     StateLoaded,
@@ -68,13 +66,12 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.core.messages import Loss as LossMessage
 from hetero_framework.core.session import Phase, Session
-from hetero_framework.core.tensors import from_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.core.transport import Link, Listener
 from hetero_framework.engine import messages
-from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, unpack
-from hetero_framework.engine.executor import Executor
-from hetero_framework.engine.stage_api import StageInterface, StatePart, StepSchedule
+from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
+from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
+from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -135,22 +132,14 @@ class _Run:
     lost: float | None = None
     # Nothing is lost with a run that has no stages yet.
     grace_s: float = 0.0
-    runner: Executor | None = None
-    exchange: BoundaryIO | None = None
+    stages: StageHost | None = None
     meter: ArrivalMeter | None = None
     owners: dict[int, WorkerId] = field(default_factory=dict)
-    orders: StepSchedule | None = None
-    last_attempt: int = -1
-    reported: bool = False
-    early: list[tuple[_Event, Inputs | Boundary]] = field(default_factory=list)
     started: bool = False
-    last_step: int | None = None
-    state: Any = None
-    state_of: tuple[int, str, int] | None = None
 
     def close(self) -> None:
-        if self.exchange is not None:
-            self.exchange.close()
+        if self.stages is not None:
+            self.stages.close()
 
     def afresh(self, grace_s: float) -> _Run:
         """The same run before it has loaded anything here."""
@@ -175,6 +164,27 @@ class _Run:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+@dataclass(frozen=True)
+class _Outlet:
+    """Sends what leaves a run's stages, to the coordinator or straight to another worker."""
+
+    worker: Worker
+    run: _Run
+
+    def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        self.worker.post(self.run, message, done)
+
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+        body = LossMessage(info.step, info.attempt, micro_batch, float(loss))
+        self.worker.to_coordinator(Message(body))
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        self.worker.to_coordinator(Message(BackwardDone(info.step, info.attempt, micro_batch)))
+
+    def failed(self, error: Exception) -> None:
+        self.worker.failed(self.run, error)
 
 
 def serve(
@@ -300,13 +310,13 @@ class Worker:
 
     def _compute(self) -> bool:
         """Do one task, if one is ready."""
-        runner = self._run.runner if self._run is not None else None
-        if runner is None or self._link is None or self._session.phase not in _WORKING:
+        host = self._run.stages if self._run is not None else None
+        if host is None or self._link is None or self._session.phase not in _WORKING:
             return False
         with suppress(LinkGone):
-            if not runner.run_next():
+            if not host.run_next():
                 return False
-            self._report_when_done()
+            self._report_when_done(host)
         return True
 
     def _give_up(self) -> None:
@@ -374,7 +384,7 @@ class Worker:
         body = message.body
         match body:
             case Inputs() | Boundary():
-                self._on_data(event, body)
+                self._host.data(message, event.arrival)
             case Setup():
                 self._on_setup(body)
             case Connect():
@@ -387,9 +397,11 @@ class Worker:
             case Commit():
                 self._on_commit(message, body)
             case Abort():
-                self._on_abort(body)
+                self._host.abort()
+                self._send(Message(Aborted(body.step, body.attempt)))
             case StateRequest():
-                self._on_state_request(body)
+                part = self._host.state(body.stage, body.kind, body.part, body.step)
+                self._send(messages.part_message(State, body.stage, body.kind, body.part, part))
             case LoadState():
                 self._on_load_state(message, body)
             case Control():
@@ -413,8 +425,7 @@ class Worker:
             if isinstance(body, Control):
                 self._peers.answer(event.link, event.message)
             elif self._peers.receive(event.link, event.message) and self._run is not None:
-                assert isinstance(body, Boundary)
-                self._on_data(event, body)
+                self._host.data(event.message, event.arrival)
             return
         worker = self._peers.lost(event.link)
         if worker is not None and self._run is not None:
@@ -426,23 +437,6 @@ class Worker:
             )
             with suppress(LinkGone):  # then the next step finds out
                 self._tell_lost(worker, event.lost or "closed")
-
-    def _on_data(self, event: _Event, body: Inputs | Boundary) -> None:
-        """INPUTS, FORWARD or BACKWARD, for the attempt that runs, or for one that is to come:
-        another worker may have heard of it before us."""
-        run = self._current
-        now = self._runner.info.attempt if self._runner.info is not None else run.last_attempt
-        if body.attempt > now:
-            run.early.append((event, body))
-        elif self._is_current(body):
-            if isinstance(body, Inputs):
-                self._runner.put_inputs(body.stage, body.micro_batch, event.arrival)
-            elif isinstance(body, Forward):
-                self._runner.put_hidden(body.stage, body.micro_batch, event.arrival)
-            else:
-                self._runner.put_gradient(body.stage, body.micro_batch, event.arrival)
-        elif event.message is not None:
-            event.message.release()
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -546,9 +540,9 @@ class Worker:
             self._forget_run()
             self._run = _Run(hello.run_id, link.name)
         run = self._current
-        if run.exchange is not None:
+        if run.stages is not None:
             # What the sending thread still has goes to the old link, where it is lost.
-            run.exchange.flush()
+            run.stages.flush()
         self._link, self._session = link, joining.session
         self._gone_since = run.lost = None
         link.max_frame_bytes = hello.max_frame_bytes
@@ -611,23 +605,9 @@ class Worker:
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
         run.meter = ArrivalMeter(Recorder(config.training.timeline_steps))
         run.owners = {spec.index: spec.owner for spec in config.stages()}
-        devices = len(set(run.owners.values()))
-        run.runner = Executor(stages, self._device, run.meter.recorder, num_devices=devices)
-        run.exchange = BoundaryIO(
-            run.runner,
-            self._device,
-            config.wire,
-            self._post,
-            on_loss=lambda info, k, loss: self._pass(
-                Message(LossMessage(info.step, info.attempt, k, float(loss)))
-            ),
-            on_finished=lambda info, k: self._pass(
-                Message(BackwardDone(info.step, info.attempt, k))
-            ),
-            on_failure=lambda error: self._events.put(_Failure(run, error)),
-            loss_is_awaited=True,
+        run.stages = StageHost(
+            stages, config, self._device, run.meter, _Outlet(self, run), id=self._entry.id
         )
-        run.runner.outbox = run.exchange
         self._peers.run_id, self._peers.watch = run.run_id, run.meter.watch
         if self._link is not None:
             self._link.on_moved = run.meter.watch("local")
@@ -650,115 +630,53 @@ class Worker:
             self._refuse(link, "peer", error.message, error.hint)
 
     def _on_start(self, start: Start) -> None:
-        for stage in self._runner.stages:
+        for stage in self._host.stages:
             stage.input_requires_grad = stage.index in start.input_requires_grad
         self._current.started = True
         _log.info("ready")
 
     def _on_step(self, step: Step) -> None:
-        run = self._current
-        info, run.orders = messages.step_info(step), messages.step_schedule(step)
+        info, schedule = messages.step_info(step), messages.step_schedule(step)
         log.set_step(info.step + 1)
         _log.debug("step %d, attempt %d", info.step + 1, info.attempt)
-        self._device.reset_peak_memory()
         self._peers.ping()
-        run.last_attempt, run.reported = info.attempt, False
-        self._runner.begin(info, run.orders)
-        self._tell_missing_links(run.orders)
-        early, run.early = run.early, []
-        for event, body in early:
-            self._on_data(event, body)
+        self._host.begin(info, schedule)
+        self._tell_missing_links(schedule)
 
-    def _tell_missing_links(self, orders: StepSchedule) -> None:
+    def _tell_missing_links(self, schedule: StepSchedule) -> None:
         """The coordinator may count on a link that is gone: the news was lost with its own link,
         or came before it knew of the link."""
-        runner, owners = self._runner, self._current.owners
-        for boundary in sorted(orders.direct):
+        own, owners = self._host.indexes, self._current.owners
+        for boundary in sorted(schedule.direct):
             ends = (boundary, boundary + 1)
-            if not any(map(runner.owns, ends)):
-                continue
-            (other,) = (owners[stage] for stage in ends if not runner.owns(stage))
-            if not self._peers.reaches(other):
-                self._tell_lost(other, "it was lost before this step")
+            others = [owners[stage] for stage in ends if stage not in own]
+            if len(others) == 1 and not self._peers.reaches(others[0]):
+                self._tell_lost(others[0], "it was lost before this step")
 
     def _tell_lost(self, worker: WorkerId, reason: str) -> None:
         self._send(Message(PeerLost(worker, reason)))
 
-    def _report_when_done(self) -> None:
+    def _report_when_done(self, host: StageHost) -> None:
         """All micro-batches are through: the norms go to the coordinator, unasked."""
-        run, runner = self._current, self._runner
-        if run.reported or runner.info is None or not runner.info.train or not runner.is_done:
-            return
-        run.reported = True
-        assert run.exchange is not None
-        run.exchange.flush()
-        reports = {stage.index: stage.report_gradients() for stage in runner.stages}
-        self._send(
-            messages.gradient_norms_message(
-                runner.info,
-                reports,
-                self._figures(),
-                self._peers.round_trips(),
-                self._peers.bytes_sent(),
+        info, report = host.info, host.report()
+        if info is not None and report is not None:
+            report = replace(
+                report,
+                round_trips=self._peers.round_trips(),
+                direct_bytes=self._peers.bytes_sent(),
             )
-        )
-
-    def _figures(self) -> dict[int, StageFigures]:
-        meter = self._current.meter
-        assert meter is not None
-        arrivals, peak = meter.take(), self._device.peak_memory()
-        return {
-            index: StageFigures(
-                **asdict(times),
-                peak_memory_bytes=peak,
-                arrive_forward_s=arrivals["forward"].get(index, 0.0),
-                arrive_backward_s=arrivals["backward"].get(index, 0.0),
-            )
-            for index, times in self._runner.statistics().items()
-        }
+            self._send(messages.gradient_norms_message(info, report))
 
     def _on_commit(self, message: Message, order: Commit) -> None:
-        run = self._current
-        if run.last_step != order.step:
-            self._commit(message, order)
+        self._host.commit(messages.commit_order(message))
         message.release()
-        assert run.meter is not None
-        spans = tuple(run.meter.recorder.take())
+        spans = tuple(self._host.take_spans())
         self._send(Message(Committed(order.step, order.attempt, spans)))
 
-    def _commit(self, message: Message, order: Commit) -> None:
-        if not self._is_current(order):
-            raise ProtocolError(
-                f"COMMIT of step {order.step}, attempt {order.attempt}, whose gradients are "
-                "not here"
-            )
-        for stage in self._runner.stages:
-            self._runner.commit(stage, order.learning_rate, order.grad_scale)
-            if stage.is_last and message.tensors:
-                stage.set_tied_weight(from_wire(message.tensors[0]))
-        self._current.last_step = order.step
-
-    def _on_abort(self, order: Abort) -> None:
-        if self._current.exchange is not None:
-            self._current.exchange.flush()
-        self._runner.abort()
-        self._send(Message(Aborted(order.step, order.attempt)))
-
-    def _on_state_request(self, request: StateRequest) -> None:
-        run = self._current
-        stage, kind, number = request.stage, request.kind, request.part
-        if number == 0:
-            run.state = self._runner.stage(stage).state(kind)
-        elif run.state_of != (stage, kind, number - 1):
-            raise ProtocolError(f"state part {number} of stage {stage} was asked for out of order")
-        run.state_of = (stage, kind, number)
-        self._send(messages.part_message(State, stage, kind, number, next(run.state)))
-
     def _on_load_state(self, message: Message, order: LoadState) -> None:
-        stage = self._runner.stage(order.stage)
-        part: StatePart = messages.state_part(message)
-        stage.load_state(order.kind, part)
-        message.release()
+        part = messages.state_part(message)
+        self._host.load_state(order.stage, order.kind, order.part, part)
+        part.release()
         self._send(Message(StateLoaded(order.stage, order.part)))
 
     def _on_control(self, message: Message, question: Control) -> None:
@@ -780,21 +698,26 @@ class Worker:
 
     # -- what stages hand on --------------------------------------------------------------------
 
-    def _post(self, stage: int, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send a tensor to the stage that shall have it: straight to its worker where the
-        coordinator said so, else through the coordinator. A lost link ends the attempt anyway."""
-        run = self._current
-        assert run.orders is not None
-        boundary = stage - 1 if isinstance(message.body, Forward) else stage
-        if boundary in run.orders.direct:
+    def post(self, run: _Run, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Send a tensor to its stage: straight to the stage's worker where the coordinator said so,
+        else through the coordinator. A lost link ends the attempt anyway."""
+        assert run.stages is not None
+        body = message.expect(Boundary)
+        stage = body.stage
+        boundary = stage - 1 if isinstance(body, Forward) else stage
+        if boundary in run.stages.schedule.direct:
             self._peers.send(run.owners[stage], message, done)
         else:
-            self._pass(message, done)
+            self.to_coordinator(message, done)
 
-    def _pass(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send to the coordinator; if it is gone, its link's reader says so."""
+    def to_coordinator(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Send; if the coordinator is gone, its link's reader says so."""
         with suppress(LinkGone):
             self._send(message, done)
+
+    def failed(self, run: _Run, error: Exception) -> None:
+        """What the thread that sends could not do for a run."""
+        self._events.put(_Failure(run, error))
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -805,15 +728,11 @@ class Worker:
         return self._run
 
     @property
-    def _runner(self) -> Executor:
-        runner = self._current.runner
-        if runner is None:
+    def _host(self) -> StageHost:
+        host = self._current.stages
+        if host is None:
             raise ProtocolError("no stages are loaded yet; SETUP comes first")
-        return runner
-
-    def _is_current(self, body: OfStep) -> bool:
-        info = self._runner.info
-        return info is not None and (body.step, body.attempt) == (info.step, info.attempt)
+        return host
 
     def _send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         link = self._link  # the sender thread comes here too
@@ -834,7 +753,7 @@ class Worker:
 
     def _send_lines(self) -> None:
         while self._lines and self._link is not None:
-            self._pass(Message(Log(*self._lines.popleft())))
+            self.to_coordinator(Message(Log(*self._lines.popleft())))
 
     def _report(self, error: HeteroError) -> None:
         """Tell the coordinator why this worker ends."""

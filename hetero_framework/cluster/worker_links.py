@@ -407,11 +407,11 @@ class WorkerLinks:
                 raise  # a frame that is too large
             raise LinkLost(worker_id, error.message) from error
 
-    def post(self, stage: int, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send a boundary message to the worker of a stage. A link that is gone is ignored: its
+    def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Send a boundary message to the worker of its stage. A link that is gone is ignored: its
         reader reports the loss. So is one that has come back: the attempt is void, and the thread
         that encodes may not have heard of it yet."""
-        wire = self._wires.get(self._owners[stage])
+        wire = self._wires.get(self._owners[message.expect(Boundary).stage])
         if wire is None or wire.link is None or wire.session.phase not in _WORKING:
             return
         wire.session.send(message)

@@ -97,12 +97,12 @@ def _links(cluster: Cluster, config: Config, nbytes: int) -> list[dict[str, Any]
     found = []
     for worker in cluster.workers:
         _log.info("measuring the link to worker %s", worker)
-        speed = link_probe.measure(partial(cluster.pipeline.ask, worker), nbytes)
+        speed = link_probe.measure(partial(cluster.ask, worker), nbytes)
         found.append({"from": "coordinator", "to": worker, **asdict(speed)})
     for one, other in _direct_pairs(cluster, config.stages()):
         _log.info("measuring the link between workers %s and %s", one, other)
         question = link_probe.peer_question(_REQUEST, other, nbytes)
-        answer = cluster.pipeline.ask(one, question)
+        answer = cluster.ask(one, question)
         found.append({"from": one, "to": other, **asdict(link_probe.peer_speed(answer))})
         answer.release()
     return found

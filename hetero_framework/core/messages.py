@@ -434,12 +434,16 @@ class Aborted(OfStep):
 @_message(30, COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class StateRequest(Body):
-    """Coordinator to worker: send part `part` (from 0, in order) of a stage's state. Answered by
-    STATE. Legal while a step runs, too."""
+    """Coordinator to worker: send part `part` (from 0, in order) of a stage's state, for a
+    `checkpoint` as the commit of `step` left it (null: as it is before the first commit). The first
+    request for a step, which comes before the next commit, keeps the state of all stages of the
+    worker readable until another step is asked for. Answered by STATE. Legal while a step runs,
+    too."""
 
     stage: int
     kind: StateKind
     part: int
+    step: int | None = None
 
 
 @_message(31, WORKER, tensors=(0, MAX_TENSORS), long=True)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -24,23 +25,35 @@ from hetero_framework.core.messages import Backward, Boundary, Coded, Forward, I
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
-from hetero_framework.engine.executor import Arrival, Executor
-from hetero_framework.engine.stage_api import Loss, StepInfo, Tensors
-from hetero_framework.errors import ProtocolError
+from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo, Tensors
+from hetero_framework.errors import PeerLostError, ProtocolError
 
 Done = Callable[[], None]
 
 
-class Post(Protocol):
-    """Sends a boundary message to a stage, and calls `done` when it is written.
+class Outlet(Protocol):
+    """What a process does with what leaves its stages. May be called in the sender thread."""
 
-    It may be called in the sender thread; a link that is gone is not its caller's business.
-    """
+    def post(self, message: Message, done: Done | None = None) -> None:
+        """Send FORWARD or BACKWARD to its stage, and call `done` when it is written. A link that
+        is gone is not the caller's business: the attempt is over then."""
+        ...
 
-    def __call__(self, stage: int, message: Message, done: Done | None = None) -> None: ...
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+        """The last stage's loss of a micro-batch."""
+        ...
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        """The lowest stage with a backward is done with a micro-batch."""
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """What went wrong in the sender thread."""
+        ...
 
 
 _CLOSE_S = 5.0
+_SLICE_S = 0.5  # waits are sliced, so that Ctrl-C is heard on every system
 
 
 def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
@@ -89,70 +102,64 @@ def _shares(tensor: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 
 
 class BoundaryIO:
-    """The `Outbox` of a process's runner."""
+    """The `Outbox` of a process's executor."""
 
     def __init__(
         self,
-        runner: Executor,
         device: Device,
         wire: WireConfig,
-        post: Post,
+        outlet: Outlet,
         *,
-        on_loss: Callable[[StepInfo, int, Loss], None],
-        on_finished: Callable[[StepInfo, int], None],
-        on_failure: Callable[[Exception], None],
         loss_is_awaited: bool,
+        flush_timeout_s: float,
     ) -> None:
-        """`on_loss(info, micro_batch, loss)` and `on_finished(info, micro_batch)` take what is no
-        tensor; with `loss_is_awaited` the loss comes as a number, in the sender thread where
-        that has to wait for the device. `on_failure` hears what went wrong in that thread.
+        """With `loss_is_awaited` the outlet gets each loss as a number, in the sender thread where
+        that has to wait for the device.
         """
-        self._runner = runner
         self._device = device
-        self._codecs = {Forward: _codec(wire.activations), Backward: _codec(wire.gradients)}
-        self._post = post
-        self._on_loss = on_loss
-        self._on_finished = on_finished
+        self._activations = _codec(wire.activations)
+        self._gradients = _codec(wire.gradients)
+        self._outlet = outlet
         self._loss_is_awaited = loss_is_awaited
         self._pool = BufferPool(device.allocate_host)
-        self._sender = Sender(on_failure)
+        self._sender = Sender(outlet.failed, flush_timeout_s)
 
     # -- Outbox ---------------------------------------------------------------------------------
 
-    def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None:
-        if self._runner.owns(stage):
-            self._runner.put_hidden(stage, micro_batch, Arrival(hidden_BSD))
-        else:
-            self._send(Forward, stage, micro_batch, hidden_BSD)
+    def hidden(
+        self, info: StepInfo, stage: int, micro_batch: int, hidden_BSD: torch.Tensor
+    ) -> None:
+        body = Forward(info.step, info.attempt, stage, micro_batch)
+        self._send(body, self._activations, hidden_BSD)
 
-    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor) -> None:
-        if self._runner.owns(stage):
-            self._runner.put_gradient(stage, micro_batch, Arrival(gradient_BSD))
-        else:
-            self._send(Backward, stage, micro_batch, gradient_BSD)
+    def gradient(
+        self, info: StepInfo, stage: int, micro_batch: int, gradient_BSD: torch.Tensor
+    ) -> None:
+        body = Backward(info.step, info.attempt, stage, micro_batch)
+        self._send(body, self._gradients, gradient_BSD)
 
-    def loss(self, micro_batch: int, loss: Loss) -> None:
-        info = self._info
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         if not self._loss_is_awaited:
-            self._on_loss(info, micro_batch, loss)
+            self._outlet.loss(info, micro_batch, loss)
         elif isinstance(loss, torch.Tensor) and self._device.is_async:
-            mark = self._device.record_event(loss)
+            event = self._device.record_event(loss)
 
             def send() -> None:
-                host, release = self._device.copy_out(loss, mark, self._pool)
+                host, release = self._device.copy_out(loss, event, self._pool)
                 value = float(host)
                 release()
-                self._on_loss(info, micro_batch, value)
+                self._outlet.loss(info, micro_batch, value)
 
             self._sender.submit(send)
         else:
-            self._on_loss(info, micro_batch, float(loss))
+            self._outlet.loss(info, micro_batch, float(loss))
 
-    def finished(self, micro_batch: int) -> None:
-        self._on_finished(self._info, micro_batch)
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        self._outlet.finished(info, micro_batch)
 
     def flush(self) -> None:
-        """Wait until everything that was handed over is with its link."""
+        """Wait until everything that was handed over is with its link. Raises PeerLostError when
+        that takes longer than a step may."""
         self._sender.flush()
 
     def close(self) -> None:
@@ -160,65 +167,41 @@ class BoundaryIO:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    @property
-    def _info(self) -> StepInfo:
-        assert self._runner.info is not None
-        return self._runner.info
-
-    def _send(
-        self, kind: type[Forward] | type[Backward], stage: int, k: int, tensor: torch.Tensor
-    ) -> None:
-        info, codec = self._info, self._codecs[kind]
+    def _send(self, body: Boundary, codec: Codec | None, tensor: torch.Tensor) -> None:
         if codec is not None and not codec.supports(tensor.dtype):
             codec = None  # it travels as it is; the user was told at the start
-        packed = _Packed(kind, info, stage, k, codec, tensor.shape, tensor.dtype)
+        if codec is not None:
+            coded = Coded(codec.name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            body = replace(body, coded=coded)
         if self._device.is_async:
             # Encoding is the device's work; only the encoded parts are copied.
             here = codec is not None and can_code(self._device)
             parts = codec.encode(tensor) if codec is not None and here else [tensor]
-            mark = self._device.record_event(*parts)
-            self._sender.submit(lambda: self._copy_and_post(packed, parts, mark, here))
+            event = self._device.record_event(*parts)
+            later = None if here else codec
+            self._sender.submit(lambda: self._copy_and_post(body, parts, event, later))
         elif codec is not None:
-            self._sender.submit(lambda: self._post(stage, packed.message(packed.encode(tensor))))
+            encode = codec.encode
+            self._sender.submit(lambda: self._outlet.post(_message(body, encode(tensor))))
         else:
-            self._post(stage, packed.message([tensor]))
+            self._outlet.post(_message(body, [tensor]))
 
     def _copy_and_post(
-        self, packed: _Packed, parts: list[torch.Tensor], mark: DeviceEvent, encoded: bool
+        self, body: Boundary, parts: list[torch.Tensor], event: DeviceEvent, codec: Codec | None
     ) -> None:
-        copies = [self._device.copy_out(part, mark, self._pool) for part in parts]
+        copies = [self._device.copy_out(part, event, self._pool) for part in parts]
 
         def release() -> None:
             for _, give_back in copies:
                 give_back()
 
         hosts = [host for host, _ in copies]
-        message = packed.message(hosts if encoded else packed.encode(hosts[0]))
-        self._post(packed.stage, message, release)
+        encoded = hosts if codec is None else codec.encode(hosts[0])
+        self._outlet.post(_message(body, encoded), release)
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """What the message of an encoded tensor has to say about it."""
-
-    kind: type[Boundary]
-    info: StepInfo
-    stage: int
-    micro_batch: int
-    codec: Codec | None
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor] if self.codec is None else self.codec.encode(tensor)
-
-    def message(self, parts: list[torch.Tensor]) -> Message:
-        coded = None
-        if self.codec is not None:
-            coded = Coded(self.codec.name, tuple(self.shape), dtype_name(self.dtype))
-        info = self.info
-        body = self.kind(info.step, info.attempt, self.stage, self.micro_batch, coded)
-        return Message(body, tuple(map(to_wire, parts)))
+def _message(body: Boundary, parts: list[torch.Tensor]) -> Message:
+    return Message(body, tuple(map(to_wire, parts)))
 
 
 def _codec(name: str) -> Codec | None:
@@ -228,8 +211,9 @@ def _codec(name: str) -> Codec | None:
 class Sender:
     """One thread that runs jobs in order; it starts with the first one."""
 
-    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, on_failure: Callable[[Exception], None], flush_timeout_s: float) -> None:
         self._on_failure = on_failure
+        self._flush_timeout_s = flush_timeout_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -240,11 +224,20 @@ class Sender:
         self._jobs.put(job)
 
     def flush(self) -> None:
-        """Wait until all jobs that were submitted before are done."""
-        if self._thread is not None:
-            reached = threading.Event()
-            self._jobs.put(reached.set)
-            reached.wait()
+        """Wait until all jobs that were submitted before are done. Raises PeerLostError when
+        that takes too long."""
+        if self._thread is None:
+            return
+        reached = threading.Event()
+        self._jobs.put(reached.set)
+        deadline = time.monotonic() + self._flush_timeout_s
+        while not reached.wait(_SLICE_S):
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    "what the stages here have computed could not be sent within "
+                    f"{self._flush_timeout_s:.0f} s",
+                    hint="the device or a peer hangs; training.step_timeout_s sets this limit",
+                )
 
     def close(self) -> None:
         thread, self._thread = self._thread, None

@@ -1,7 +1,7 @@
 """Runs the stages of one process: what has arrived, what is ready, one task at a time.
 
-The runner knows no wire. It is told what arrived, asks the schedule what to do next, lets the
-stage do it, and hands the result to an `Outbox`, which knows where the neighbours live.
+The executor knows no wire. It is told what arrived, asks `Readiness` what to do next, lets the
+stage do it, and hands the result to the next stage here, or to an `Outbox` for one elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 from hetero_framework.core import trace
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.trace import Recorder
-from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule, Tensors
+from hetero_framework.engine.stage_api import (
+    Arrival,
+    Loss,
+    StageInterface,
+    StepInfo,
+    StepSchedule,
+    Tensors,
+)
 from hetero_framework.errors import HeteroError, as_hetero_error
 from hetero_framework.planner.readiness import (
     BACKWARD,
@@ -29,25 +36,17 @@ _AHEAD = 2
 """Tasks that may be queued on a device that computes behind our back."""
 
 
-def _nothing() -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A tensor that crossed a boundary; `release` gives its receive buffer back."""
-
-    tensor: torch.Tensor | None
-    release: Callable[[], None] = _nothing
-
-
 class Outbox(Protocol):
-    """Where results go. `stage` is the stage that shall receive them."""
+    """Where results go that leave the process. `stage` is the one that shall receive them."""
 
-    def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None: ...
-    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor) -> None: ...
-    def loss(self, micro_batch: int, loss: Loss) -> None: ...
-    def finished(self, micro_batch: int) -> None: ...
+    def hidden(
+        self, info: StepInfo, stage: int, micro_batch: int, hidden_BSD: torch.Tensor
+    ) -> None: ...
+    def gradient(
+        self, info: StepInfo, stage: int, micro_batch: int, gradient_BSD: torch.Tensor
+    ) -> None: ...
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None: ...
+    def finished(self, info: StepInfo, micro_batch: int) -> None: ...
 
 
 def task_failed(task: Task, cause: Exception) -> HeteroError:
@@ -86,24 +85,21 @@ class StageTimes:
 
 
 class Executor:
-    """The stages of one process, executed by one thread.
-
-    `outbox` may be set after construction, since it needs the runner too.
-    """
-
-    outbox: Outbox
+    """The stages of one process, executed by one thread."""
 
     def __init__(
         self,
         stages: Sequence[StageInterface],
         device: Device,
         recorder: Recorder,
+        outbox: Outbox,
         *,
         num_devices: int = 1,
     ) -> None:
         self._lanes = {stage.index: _Lane(stage) for stage in stages}
         self._device = device
         self._recorder = recorder
+        self._outbox = outbox
         self._num_devices = num_devices
         self._readiness = Readiness({}, BACKWARD_FIRST, num_devices)
         self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
@@ -116,14 +112,11 @@ class Executor:
     def stage(self, index: int) -> StageInterface:
         return self._lanes[index].stage
 
-    def owns(self, index: int) -> bool:
-        return index in self._lanes
-
-    def begin(self, info: StepInfo, orders: StepSchedule) -> None:
+    def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
-        limits = {index: orders.in_flight_limits[index] for index in self._lanes}
-        self._readiness = Readiness(limits, orders.policy, self._num_devices)
+        limits = {index: schedule.in_flight_limits[index] for index in self._lanes}
+        self._readiness = Readiness(limits, schedule.policy, self._num_devices)
         self._tasks.clear()
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
         for lane in self._lanes.values():
@@ -239,11 +232,9 @@ class Executor:
 
     def _stores(self, lane: _Lane) -> bool:
         """Whether a forward of this step is kept until its backward."""
-        train = self.info is not None and self.info.train
-        return train and lane.stage.differentiates and not lane.stage.is_last
+        return self._step.train and lane.stage.differentiates and not lane.stage.is_last
 
     def _forward(self, lane: _Lane, k: int) -> Callable[[], None]:
-        assert self.info is not None
         stage = lane.stage
         inputs = lane.inputs.pop(k)
         arrival = lane.hidden.pop(k, Arrival(None))
@@ -255,17 +246,17 @@ class Executor:
             else:
                 hidden_BSD = _own(hidden_BSD, arrival)
                 arrival.release()
-            return lambda: self.outbox.hidden(stage.index + 1, k, hidden_BSD)
-        if not self.info.train:
+            return lambda: self._pass_on(stage, k, hidden_BSD)
+        if not self._step.train:
             loss = stage.evaluate(k, inputs, arrival.tensor)
             arrival.release()
-            return lambda: self.outbox.loss(k, loss)
+            return lambda: self._outbox.loss(self._step, k, loss)
         loss, gradient_BSD = stage.forward_backward(k, inputs, arrival.tensor)
         gradient_BSD = _own(gradient_BSD, arrival)
         arrival.release()
 
         def send() -> None:
-            self.outbox.loss(k, loss)
+            self._outbox.loss(self._step, k, loss)
             self._pass_back(stage, k, gradient_BSD)
 
         return send
@@ -280,12 +271,27 @@ class Executor:
         self._readiness.release(stage.index)
         return lambda: self._pass_back(stage, k, gradient_BSD)
 
+    def _pass_on(self, stage: StageInterface, k: int, hidden_BSD: torch.Tensor) -> None:
+        following = stage.index + 1
+        if following in self._lanes:
+            self.put_hidden(following, k, Arrival(hidden_BSD))
+        else:
+            self._outbox.hidden(self._step, following, k, hidden_BSD)
+
     def _pass_back(self, stage: StageInterface, k: int, gradient_BSD: torch.Tensor | None) -> None:
         """Nothing goes back beyond the lowest stage that trains something, or trains before it."""
-        if stage.input_requires_grad and gradient_BSD is not None:
-            self.outbox.gradient(stage.index - 1, k, gradient_BSD)
+        before = stage.index - 1
+        if not stage.input_requires_grad or gradient_BSD is None:
+            self._outbox.finished(self._step, k)
+        elif before in self._lanes:
+            self.put_gradient(before, k, Arrival(gradient_BSD))
         else:
-            self.outbox.finished(k)
+            self._outbox.gradient(self._step, before, k, gradient_BSD)
+
+    @property
+    def _step(self) -> StepInfo:
+        assert self.info is not None
+        return self.info
 
     @staticmethod
     def _drop(lane: _Lane) -> None:

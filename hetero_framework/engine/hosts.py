@@ -1,14 +1,31 @@
-"""What the pipeline must have of the processes that hold the other stages."""
+"""What the pipeline asks of a process that holds stages, this one or a worker: `Host`.
+
+A host never waits for a peer. What it cannot answer yet is None (or False), and is asked again when
+something has arrived; the pipeline does the waiting.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
-from hetero_framework.config import StageSpec
+import torch
+
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import Message
+from hetero_framework.core.messages import LoadKind, Message, StateKind
+from hetero_framework.core.trace import Span
+from hetero_framework.engine import messages
+from hetero_framework.engine.stage_api import (
+    CommitOrder,
+    HostReport,
+    Loss,
+    StatePart,
+    StepInfo,
+    StepSchedule,
+    Tensors,
+)
 
 
 class LinkLost(Exception):
@@ -41,18 +58,138 @@ class Event:
     lost: str | None = None
 
 
-class Hosts(Protocol):
-    """The workers of a run, as the pipeline speaks to them."""
+@dataclass(frozen=True)
+class BatchInputs:
+    """The tensors of a micro-batch, as they are and as they travel."""
+
+    tensors: Tensors
+
+    @cached_property
+    def packed(self) -> dict[str, messages.PackedInput]:
+        return messages.pack_inputs(self.tensors)
+
+
+class Host(Protocol):
+    """The stages of one process. Raises LinkLost where it is remote and its link is gone."""
 
     @property
-    def workers(self) -> list[WorkerId]: ...
-    def route(self, stages: Iterable[StageSpec]) -> None: ...
-    def expect(self, step: int, attempt: int) -> None: ...
-    def generation(self, worker_id: WorkerId) -> object: ...
-    def send(self, worker_id: WorkerId, message: Message) -> None: ...
-    def post(
-        self, stage: int, message: Message, done: Callable[[], None] | None = None
-    ) -> None: ...
-    def ping(self, worker_id: WorkerId) -> None: ...
-    def fail(self, error: Exception) -> None: ...
-    def receive(self, timeout_s: float) -> Event | None: ...
+    def id(self) -> WorkerId:
+        """ "local", or the worker's."""
+        ...
+
+    @property
+    def indexes(self) -> Sequence[int]:
+        """Of its stages."""
+        ...
+
+    def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
+        """A step begins, or begins again: whatever belongs to an earlier attempt is forgotten."""
+        ...
+
+    def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
+        """Give a stage those tensors of a micro-batch that it needs."""
+        ...
+
+    def has_inputs(self, stage: int) -> bool:
+        """Whether inputs of a micro-batch are known to wait for this stage."""
+        ...
+
+    def run_next(self) -> bool:
+        """Do one task in this thread, if one is ready here; False where others do them."""
+        ...
+
+    def report(self, tied_gradient: torch.Tensor | None) -> HostReport | None:
+        """Once in a training step, when it is done with it. `tied_gradient` is the head's share of
+        a weight that is the embedding's too."""
+        ...
+
+    def commit(self, order: CommitOrder) -> torch.Tensor | None:
+        """Have the stages step their optimizers; the embedding's new weight where its tied head
+        lives on another stage."""
+        ...
+
+    def is_committed(self) -> bool:
+        """Whether the last `commit` is known to have been done."""
+        ...
+
+    def repeat_commit(self) -> None:
+        """Over a new link: order again what is not known to be done."""
+        ...
+
+    def abort(self) -> bool:
+        """Forget the attempt; asked again until True. Then nothing of it is on its way."""
+        ...
+
+    def snapshot(self, step: int | None) -> None:
+        """Keep the state that the commit of `step`, the last one, left (None: of before the
+        first) readable for `state`, whatever is committed later."""
+        ...
+
+    def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> StatePart | None:
+        """A part of a stage's state after `step`; in ascending order. The caller releases it."""
+        ...
+
+    def load_state(self, stage: int, kind: LoadKind, number: int, part: StatePart) -> bool:
+        """Have a stage take over a part of a "checkpoint", an "adapter" or a "tied" weight; asked
+        again until True."""
+        ...
+
+    def tied_weight(self) -> torch.Tensor | None:
+        """The embedding's weight, where it is here and its tied head on another stage."""
+        ...
+
+    def take_spans(self) -> list[Span]:
+        """What has been recorded since the last call; times are of the host's own clock."""
+        ...
+
+    def close(self) -> None:
+        """End its threads, if it has any."""
+        ...
+
+
+class Inbox(Protocol):
+    """What arrives from hosts elsewhere."""
+
+    def expect(self, step: int, attempt: int) -> None:
+        """From now on boundary tensors of this attempt alone are passed on."""
+        ...
+
+    def handle(self, timeout_s: float) -> bool:
+        """Hand the next event to its host; False when none came in time. Raises LinkLost or
+        DirectLost when a link broke, and a worker's own error when it reports one."""
+        ...
+
+
+class StepResults:
+    """Losses and finished micro-batches of the attempt that runs."""
+
+    def __init__(self) -> None:
+        self._losses: dict[int, Loss] = {}
+        self._finished: set[int] = set()
+
+    def begin(self) -> None:
+        self._losses.clear()
+        self._finished.clear()
+
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+        self._losses[micro_batch] = loss
+        if not info.train:
+            self._finished.add(micro_batch)
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        self._finished.add(micro_batch)
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def is_complete(self, micro_batches: int) -> bool:
+        return len(self._finished) >= micro_batches and len(self._losses) >= micro_batches
+
+    def open(self, micro_batches: int) -> list[int]:
+        """The micro-batches that are not through."""
+        return [k for k in range(micro_batches) if k not in self._finished]
+
+    def losses(self) -> list[float]:
+        """In micro-batch order. Waits for the device that has them."""
+        return [float(loss) for _, loss in sorted(self._losses.items())]

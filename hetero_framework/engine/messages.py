@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 import torch
 
-from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import (
     Commit,
@@ -16,7 +15,6 @@ from hetero_framework.core.messages import (
     LoadState,
     Message,
     RoundTrip,
-    StageFigures,
     StageReport,
     State,
     Step,
@@ -24,7 +22,9 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine.stage_api import (
+    CommitOrder,
     GradientReport,
+    HostReport,
     StatePart,
     StepInfo,
     StepSchedule,
@@ -97,41 +97,47 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
 
 
-def gradient_norms_message(
-    info: StepInfo,
-    reports: Mapping[int, GradientReport],
-    figures: Mapping[int, StageFigures],
-    round_trips: Mapping[WorkerId, float],
-    direct_bytes: int,
-) -> Message:
+def gradient_norms_message(info: StepInfo, report: HostReport) -> Message:
     tensors = []
     entries = []
-    for index, report in reports.items():
-        tied = report.tied_gradient
-        entries.append(StageReport(index, report.nonfinite, tied is not None, figures[index]))
-        tensors += [to_wire(tensor) for tensor in (report.norms, tied) if tensor is not None]
-    trips = tuple(RoundTrip(worker, seconds) for worker, seconds in round_trips.items())
-    body = GradientNorms(info.step, info.attempt, tuple(entries), trips, direct_bytes)
+    for index, found in report.gradients.items():
+        tied = found.tied_gradient
+        figures = report.figures[index]
+        entries.append(StageReport(index, found.nonfinite, tied is not None, figures))
+        tensors += [to_wire(tensor) for tensor in (found.norms, tied) if tensor is not None]
+    trips = tuple(RoundTrip(worker, seconds) for worker, seconds in report.round_trips.items())
+    body = GradientNorms(info.step, info.attempt, tuple(entries), trips, report.direct_bytes)
     return Message(body, tensors)
 
 
-def reports_of(message: Message) -> dict[int, GradientReport]:
+def host_report(message: Message) -> HostReport:
     tensors = iter(message.tensors)
-    return {
+    body = message.expect(GradientNorms)
+    gradients = {
         entry.index: GradientReport(
             norms=from_wire(next(tensors)),
             nonfinite=entry.nonfinite,
             tied_gradient=from_wire(next(tensors)) if entry.tied else None,
         )
-        for entry in message.expect(GradientNorms).stages
+        for entry in body.stages
     }
+    return HostReport(
+        gradients,
+        {entry.index: entry.figures for entry in body.stages},
+        {trip.worker_id: trip.seconds for trip in body.round_trips},
+        body.direct_bytes,
+    )
 
 
-def commit_message(
-    info: StepInfo, learning_rate: float, grad_scale: float, tied_weight: torch.Tensor | None
-) -> Message:
-    body = Commit(info.step, info.attempt, learning_rate, grad_scale)
-    return Message(body, () if tied_weight is None else (to_wire(tied_weight),))
+def commit_message(order: CommitOrder) -> Message:
+    body = Commit(order.step, order.attempt, order.learning_rate, order.grad_scale)
+    return Message(body, () if order.tied_weight is None else (to_wire(order.tied_weight),))
+
+
+def commit_order(message: Message) -> CommitOrder:
+    body = message.expect(Commit)
+    tied_weight = from_wire(message.tensors[0]) if message.tensors else None
+    return CommitOrder(body.step, body.attempt, body.learning_rate, body.grad_scale, tied_weight)
 
 
 def part_message(
@@ -148,4 +154,4 @@ def state_part(message: Message) -> StatePart:
     body = message.body
     assert isinstance(body, (State, LoadState))
     tensors = dict(zip(body.names, map(from_wire, message.tensors), strict=True))
-    return StatePart(tensors, body.info, body.last)
+    return StatePart(tensors, body.info, body.last, message.release)

@@ -1,7 +1,8 @@
-"""The engine: drives micro-batches through all stages, local and remote.
+"""The engine: drives micro-batches through the stages of all hosts.
 
-One thread computes and decides here; readers and writers of the links work beside it. The policy
-is schedule.py's, the numbers are the stages'; this module only moves things.
+Read `begin`, `run`, `report_gradients`, `commit`: a step, in order. One thread computes and decides
+here; what a host does elsewhere arrives through the `Inbox`. The numbers are the stages', the order
+is the planner's; this module only moves things.
 """
 
 from __future__ import annotations
@@ -10,42 +11,23 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
-from hetero_framework import control
-from hetero_framework.config import StageSpec, WireConfig
-from hetero_framework.core.devices import Device
+from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import (
-    Abort,
-    Aborted,
-    Backward,
-    BackwardDone,
-    Body,
-    Bye,
-    Commit,
-    Committed,
-    Control,
-    Forward,
-    GradientNorms,
-    LoadState,
-    Message,
-    OfStep,
-    State,
-    StateKind,
-    StateLoaded,
-    StateRequest,
+from hetero_framework.core.messages import LoadKind, StageFigures, StateKind
+from hetero_framework.core.trace import Span
+from hetero_framework.engine.hosts import (
+    BatchInputs,
+    Host,
+    Inbox,
+    LinkLost,
+    StepResults,
 )
-from hetero_framework.core.messages import Loss as LossMessage
-from hetero_framework.core.trace import Recorder, Span
-from hetero_framework.engine import messages
-from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO
-from hetero_framework.engine.executor import Executor
-from hetero_framework.engine.hosts import Event, Hosts, LinkLost
 from hetero_framework.engine.stage_api import (
+    CommitOrder,
     GradientReport,
-    Loss,
-    StageInterface,
     StatePart,
     StepInfo,
     StepSchedule,
@@ -56,12 +38,15 @@ from hetero_framework.models.objective import Objective
 from hetero_framework.planner.readiness import Admission
 
 _POLL_S = 0.5
+T = TypeVar("T")
+Part = tuple[int, int, StatePart]
+"""Stage, part number, part."""
 
 
 @dataclass(frozen=True)
 class StageStatistics:
     """One stage in one step: seconds computing forward and backward and waiting, the longest
-    queue of arrivals and of stored forwards, its worker's peak memory in bytes, and mean seconds
+    queue of arrivals and of stored forwards, its process's peak memory in bytes, and mean seconds
     on the wire of an activation and of a gradient that arrived (0: they did not travel)."""
 
     forward_s: float = 0.0
@@ -84,70 +69,48 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[StageSpec],
-        local: Sequence[StageInterface],
-        peers: Hosts,
-        device: Device,
+        hosts: Sequence[Host],
+        inbox: Inbox,
+        results: StepResults,
         *,
         objective: Objective,
-        wire: WireConfig,
         step_timeout_s: float,
-        meter: ArrivalMeter | None = None,
     ) -> None:
-        """`local` are the stages of this process; the others are reached through `peers`."""
+        """`hosts` hold the stages, the first one the first stage; they put `results` down."""
         self._stages = list(stages)
-        self._peers = peers
-        self._device = device
+        self._hosts = list(hosts)
+        self._host_of = {k: host for host in hosts for k in host.indexes}
+        self._inbox = inbox
+        self._results = results
         self._objective = objective
         self._step_timeout_s = step_timeout_s
-        self._meter = meter or ArrivalMeter(Recorder(0))
-        devices = len({spec.owner for spec in stages})
-        self._runner = Executor(local, device, self._meter.recorder, num_devices=devices)
-        self._exchange = BoundaryIO(
-            self._runner,
-            device,
-            wire,
-            peers.post,
-            on_loss=self._note_loss,
-            on_finished=lambda info, k: self._finished.add(k),
-            on_failure=peers.fail,
-            loss_is_awaited=False,
-        )
-        self._runner.outbox = self._exchange
         self._max_in_flight = 1
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
-        self._losses: dict[int, Loss] = {}
-        self._finished: set[int] = set()
-        self._replies: dict[tuple[WorkerId, type[Body]], Message] = {}
-        self._aborting: dict[WorkerId, object] = {}
-        self._commits: dict[WorkerId, Message] = {}
-        self._spans: dict[WorkerId | str, list[Span]] = {}
+        self._committed: int | None = None
+        self._snapshot: tuple[_StateReader, Callable[[int, int, StatePart], None]] | None = None
         self._round_trips: dict[frozenset[WorkerId], float] = {}
         self._direct_bytes: dict[WorkerId, int] = {}
-        self._requests = 0
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
-        peers.route(stages)
 
     def close(self) -> None:
-        """End the thread that sends, if there is one."""
-        self._exchange.close()
+        """End the hosts' threads."""
+        for host in self._hosts:
+            host.close()
 
-    # -- one step, in the order of its verbs ----------------------------------------------------
+    # -- one step, in order ---------------------------------------------------------------------
 
-    def begin(self, info: StepInfo, orders: StepSchedule, max_in_flight: int) -> None:
-        """Announce a step to every stage. At most `max_in_flight` micro-batches are in
-        the pipeline."""
+    def begin(self, info: StepInfo, schedule: StepSchedule, max_in_flight: int) -> None:
+        """Announce a step to every host. At most `max_in_flight` micro-batches are in it."""
         self._info = info
         self._max_in_flight = max_in_flight
-        self._losses.clear()
-        self._finished.clear()
-        self._replies.clear()
+        self._results.begin()
         self._began = time.perf_counter()
-        self._peers.expect(info.step, info.attempt)
-        self._runner.begin(info, orders)
-        for worker in self._peers.workers:
-            self._peers.ping(worker)
-            self._peers.send(worker, messages.step_message(info, orders))
+        self._inbox.expect(info.step, info.attempt)
+        for host in self._hosts:
+            if self._snapshot is not None:
+                host.snapshot(self._committed)
+            host.begin(info, schedule)
 
     def run(self, batches: Sequence[Tensors]) -> list[float]:
         """Drive all micro-batches forward (and backward); their losses in micro-batch order.
@@ -156,41 +119,54 @@ class Pipeline:
         more.
         """
         admission = Admission(len(batches), self._max_in_flight)
+        first = self._hosts[0]
+
+        def admit(micro_batch: int) -> None:
+            self._feed(micro_batch, batches[micro_batch])
+            admission.admit()
+
         self._last_progress = time.monotonic()
-        while len(self._finished) < len(batches) or len(self._losses) < len(batches):
-            self._drain()
-            entering = admission.next(len(self._finished))
-            # One at a time, so that the first forward need not wait for the inputs of the others.
-            if entering is not None and not self._runner.has_inputs(0):
-                self._launch(entering, batches[entering])
-                admission.admit()
-            elif self._runner.run_next():
+        while not self._results.is_complete(len(batches)):
+            while self._inbox.handle(0):
                 self._last_progress = time.monotonic()
+            entering = admission.next(self._results.num_finished)
+            # One at a time, so that the first forward need not wait for the inputs of the others.
+            if entering is not None and not first.has_inputs(0):
+                admit(entering)
+            elif any(host.run_next() for host in self._hosts):
+                self._last_progress = time.monotonic()
+                self._read_snapshot()
             elif entering is not None:
-                self._launch(entering, batches[entering])
-                admission.admit()
-            else:
-                self._wait(lambda: f"losses of micro-batches {self._open_micro_batches(batches)}")
-        return [float(self._losses[k]) for k in range(len(batches))]
+                admit(entering)
+            elif not self._read_snapshot():
+                self._wait(lambda: f"losses of micro-batches {self._open(len(batches))}")
+        return self._results.losses()
 
     def report_gradients(self) -> tuple[list[GradientReport], dict[int, StageStatistics]]:
         """Every stage's gradient norms, in stage order, and its times; tied gradients are summed
-        on the way. Workers send theirs by themselves when they are done."""
-        reports: dict[int, GradientReport] = {}
-        replies = {}
-        for worker in self._peers.workers:
-            replies[worker] = self._reply(worker, GradientNorms)
-            reports.update(messages.reports_of(replies[worker]))
-        tied = next(
-            (r.tied_gradient for r in reports.values() if r.tied_gradient is not None), None
-        )
-        # From the back: where `local` holds the head too, its share is known first.
-        for stage in reversed(self._runner.stages):
-            report = stage.report_gradients(tied if stage.is_first else None)
-            tied = report.tied_gradient if report.tied_gradient is not None else tied
-            reports[stage.index] = report
-        statistics = self.statistics(replies)
-        return [reports[spec.index] for spec in self._stages], statistics
+        on the way."""
+        gradients: dict[int, GradientReport] = {}
+        figures: dict[int, StageFigures] = {}
+        tied = None
+        # From the back: the embedding, in the first host, adds what a tied head elsewhere has.
+        for host in reversed(self._hosts):
+            report = self.until(partial(host.report, tied), f"gradient norms of {_name(host)}")
+            gradients.update(report.gradients)
+            figures.update(report.figures)
+            self._direct_bytes[host.id] = report.direct_bytes
+            for other, seconds in report.round_trips.items():
+                self._round_trips[frozenset((host.id, other))] = seconds
+            tied = next(
+                (t for g in report.gradients.values() if (t := g.tied_gradient) is not None), tied
+            )
+        seconds = time.perf_counter() - self._began
+        statistics = {
+            k: StageStatistics(
+                **dataclasses.asdict(f), wait_s=max(0.0, seconds - f.forward_s - f.backward_s)
+            )
+            for k, f in sorted(figures.items())
+        }
+        return [gradients[spec.index] for spec in self._stages], statistics
 
     def commit(
         self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
@@ -200,30 +176,38 @@ class Pipeline:
         Once this has begun, the step is decided: a link that breaks before its worker has answered
         is mended by `recover`, which calls `repeat_commit`.
         """
-        for stage in self._runner.stages:
-            self._runner.commit(stage, learning_rate, grad_scale)
-        tied = next((w for s in self._runner.stages if (w := s.tied_weight()) is not None), None)
-        for stage in self._runner.stages:
-            if stage.is_last and tied is not None:
-                stage.set_tied_weight(tied)
-        last_owner = self._stages[-1].owner
-        self._commits = {
-            worker: messages.commit_message(
-                self._info, learning_rate, grad_scale, tied if worker == last_owner else None
-            )
-            for worker in self._peers.workers
-        }
-        for worker, order in list(self._commits.items()):
+        info = self._info
+        order = CommitOrder(info.step, info.attempt, learning_rate, grad_scale)
+        # The first host has the embedding, whose new weight a tied head elsewhere needs.
+        for host in self._hosts:
             try:
-                self._peers.send(worker, order)
+                tied_weight = host.commit(order)
+                if tied_weight is not None:
+                    order = dataclasses.replace(order, tied_weight=tied_weight)
             except LinkLost as lost:
                 recover(lost)
+        self._committed = info.step
 
     def repeat_commit(self, worker: WorkerId) -> None:
-        """Over a new link: tell a worker again what it has not confirmed. One that has done it
-        already only says so."""
-        if worker in self._commits:
-            self._peers.send(worker, self._commits[worker])
+        """Over a new link: tell a worker again what it has not confirmed."""
+        for host in self._hosts:
+            if host.id == worker:
+                host.repeat_commit()
+
+    def drain_commits(self) -> None:
+        """Wait until every host has confirmed the last commit."""
+        self._last_progress = time.monotonic()
+        while waiting := [host for host in self._hosts if not host.is_committed()]:
+            self._wait(lambda: f"the commit of {', '.join(map(_name, waiting))}")
+
+    def abort(self) -> None:
+        """Forget the step everywhere; weights stay as they are. When it returns, nothing that was
+        sent before is on its way any more. After LinkLost it may be called again."""
+        waiting = [host for host in self._hosts if not host.abort()]  # all at once
+        for host in waiting:
+            self.until(host.abort, f"{_name(host)} to forget the step")
+
+    # -- what the steps have shown --------------------------------------------------------------
 
     @property
     def direct_bytes(self) -> dict[WorkerId, int]:
@@ -235,113 +219,87 @@ class Pipeline:
         """Seconds there and back between workers that have a link, as their reports said."""
         return dict(self._round_trips)
 
-    def drain_commits(self) -> None:
-        """Wait until every worker has confirmed the last commit."""
-        self._last_progress = time.monotonic()
-        while self._commits:
-            self._wait(lambda: f"COMMITTED of workers {', '.join(map(str, self._commits))}")
-
-    def take_spans(self) -> dict[WorkerId | str, list[Span]]:
+    def take_spans(self) -> dict[WorkerId, list[Span]]:
         """What has been recorded since the last call, by process; times are of its own clock."""
-        taken, self._spans = self._spans, {}
-        taken["local"] = self._meter.recorder.take()
-        return taken
-
-    def abort(self) -> None:
-        """Forget the step everywhere; weights stay as they are. When it returns, nothing that was
-        sent before is on its way any more.
-
-        After LinkLost it may be called again: a worker that is aborting already is not told twice.
-        """
-        self._exchange.flush()
-        self._runner.abort()
-        for worker in self._peers.workers:
-            link = self._peers.generation(worker)
-            if self._aborting.get(worker) is not link:
-                self._replies.pop((worker, Aborted), None)
-                self._aborting[worker] = link
-                self._peers.send(worker, Message(Abort(*self._key)))
-        for worker in [w for w in self._peers.workers if w in self._aborting]:
-            self._reply(worker, Aborted)
-            del self._aborting[worker]
-        for message in self._replies.values():
-            message.release()
-        self._replies.clear()
+        taken = {host.id: host.take_spans() for host in self._hosts}
+        return {host: spans for host, spans in taken.items() if spans or host == "local"}
 
     # -- state ----------------------------------------------------------------------------------
 
-    def read_state(self, kind: StateKind) -> Iterator[tuple[int, int, StatePart]]:
+    def read_state(self, kind: StateKind) -> Iterator[Part]:
         """(stage, part number, part) of every stage; one part in memory at a time."""
-        for spec in self._stages:
-            if self._runner.owns(spec.index):
-                for number, part in enumerate(self._runner.stage(spec.index).state(kind)):
-                    yield spec.index, number, part
-                continue
-            number, last = 0, False
-            while not last:
-                self._peers.send(spec.owner, Message(StateRequest(spec.index, kind, number)))
-                message = self._reply(spec.owner, State)
-                part = messages.state_part(message)
-                yield spec.index, number, part
-                message.release()
-                number, last = number + 1, part.last
+        reader = _StateReader(kind, self._committed, self._host_of)
+        while not reader.is_done:
+            stage, number, part = self.until(reader.next_part, f"the state of {_name(reader.host)}")
+            yield stage, number, part
+            part.release()
 
-    def load_state(self, stage: int, kind: str, parts: Iterable[StatePart]) -> None:
+    def snapshot(self, take: Callable[[int, int, StatePart], None]) -> None:
+        """Have `take(stage, number, part)` called with every part of the state that the last commit
+        left, while the next steps run: in this thread, at most one part between two tasks. What
+        later steps change does not show. A part's tensors are valid during the call.
+        """
+        self.finish_snapshot()
+        for host in self._hosts:
+            host.snapshot(self._committed)
+        self._snapshot = _StateReader("checkpoint", self._committed, self._host_of), take
+
+    def finish_snapshot(self) -> None:
+        """Wait until `take` has had every part."""
+        while self._snapshot is not None:
+            reader, _ = self._snapshot
+            self.until(self._read_snapshot, f"the state of {_name(reader.host)}")
+
+    def _read_snapshot(self) -> bool:
+        """Hand on one more part, if it is there."""
+        if self._snapshot is None:
+            return False
+        reader, take = self._snapshot
+        found = reader.next_part()
+        if found is None:
+            return False
+        take(*found)
+        found[2].release()
+        if reader.is_done:
+            self._snapshot = None
+        return True
+
+    def load_state(self, stage: int, kind: LoadKind, parts: Iterable[StatePart]) -> None:
         """Have a stage take over its parts of a "checkpoint", an "adapter" or a "tied" weight."""
-        spec = self._stages[stage]
+        host = self._host_of[stage]
         for number, part in enumerate(parts):
-            if self._runner.owns(stage):
-                self._runner.stage(stage).load_state(kind, part)
-                continue
-            self._peers.send(
-                spec.owner, messages.part_message(LoadState, stage, kind, number, part)
+            self.until(
+                partial(host.load_state, stage, kind, number, part),
+                f"{_name(host)} to take over its state",
             )
-            self._reply(spec.owner, StateLoaded)
 
     def share_tied_weight(self) -> None:
         """After loading: give the head the embedding's weight where they are one."""
-        tied = next((w for s in self._runner.stages if (w := s.tied_weight()) is not None), None)
+        tied = self._hosts[0].tied_weight()
         if tied is not None:
             self.load_state(len(self._stages) - 1, "tied", [StatePart({"tied": tied}, last=True)])
 
-    # -- messages of others' making ---------------------------------------------------------------
-
-    def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
-        """Ask a worker's handler for `name`; its answer. Raises UserError when it has none."""
-        message = self.ask(worker, control.request(self._requests + 1, name, data))
-        message.release()
-        return control.result(message)
-
-    def ask(self, worker: WorkerId, question: Message) -> Message:
-        """Send a CONTROL request and wait for its answer, which the caller releases."""
-        self._requests = question.expect(Control).request or 0
-        self._peers.send(worker, question)
-        return self._reply(worker, Control)
-
     # -- inside ---------------------------------------------------------------------------------
 
-    def _launch(self, micro_batch: int, inputs: Tensors) -> None:
-        """Let one more micro-batch in: what stages need of it goes ahead of the activations."""
-        packed = messages.pack_inputs(inputs)
-        for spec in self._stages:
-            names = self._objective.stage_inputs(spec, inputs)
-            if self._runner.owns(spec.index):
-                on_device = {name: self._device.copy_in(inputs[name]) for name in names}
-                self._runner.put_inputs(spec.index, micro_batch, on_device)
-            else:
-                needed = {name: packed[name] for name in names}
-                message = messages.inputs_message(self._info, spec.index, micro_batch, needed)
-                self._peers.send(spec.owner, message)
+    def until(self, ask: Callable[[], T | None], waiting_for: str) -> T:
+        """What `ask` gives at last (None and False are no answer yet); meanwhile, what arrives is
+        handled."""
+        self._last_progress = time.monotonic()
+        while not (found := ask()):
+            self._wait(lambda: waiting_for)
+        return found
 
-    def _drain(self) -> None:
-        while (event := self._peers.receive(0)) is not None:
-            self._handle(event)
+    def _feed(self, micro_batch: int, tensors: Tensors) -> None:
+        """Let one more micro-batch in: what stages need of it goes ahead of the activations."""
+        batch = BatchInputs(tensors)
+        for spec in self._stages:
+            names = self._objective.stage_inputs(spec, tensors)
+            self._host_of[spec.index].feed(spec.index, micro_batch, names, batch)
 
     def _wait(self, waiting_for: Callable[[], str]) -> None:
-        """Block for the next event. Raises PeerLostError after `step_timeout_s` without any."""
-        event = self._peers.receive(_POLL_S)
-        if event is not None:
-            self._handle(event)
+        """Wait for the next event. Raises PeerLostError after `step_timeout_s` without any."""
+        if self._inbox.handle(_POLL_S):
+            self._last_progress = time.monotonic()
         elif time.monotonic() - self._last_progress > self._step_timeout_s:
             raise PeerLostError(
                 f"nothing has moved for {self._step_timeout_s:.0f} s in step "
@@ -350,77 +308,41 @@ class Pipeline:
                 "training.step_timeout_s sets this limit",
             )
 
-    def _handle(self, event: Event) -> None:
-        self._last_progress = time.monotonic()
-        message = event.message
-        assert message is not None
-        body = message.body
-        if isinstance(body, Committed):
-            self._confirmed(event.worker, body)
-        elif isinstance(body, OfStep) and (body.step, body.attempt) != self._key:
-            message.release()
-        elif isinstance(body, Forward):
-            self._runner.put_hidden(body.stage, body.micro_batch, event.arrival)
-        elif isinstance(body, Backward):
-            self._runner.put_gradient(body.stage, body.micro_batch, event.arrival)
-        elif isinstance(body, LossMessage):
-            self._note_loss(self._info, body.micro_batch, body.loss)
-        elif isinstance(body, BackwardDone):
-            self._finished.add(body.micro_batch)
-        elif isinstance(body, Bye):
-            raise LinkLost(event.worker, body.reason)
-        elif isinstance(body, Control) and body.answers != self._requests:
-            message.release()
-        else:
-            self._replies[event.worker, type(body)] = message
+    def _open(self, micro_batches: int) -> str:
+        return ", ".join(map(str, self._results.open(micro_batches)))
 
-    def _note_loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
-        self._losses[micro_batch] = loss
-        if not info.train:
-            self._finished.add(micro_batch)
 
-    def _confirmed(self, worker: WorkerId, body: Committed) -> None:
-        order = self._commits.get(worker)
-        if order is not None and order.expect(Commit).step == body.step:
-            del self._commits[worker]
-        if body.spans:
-            self._spans.setdefault(worker, []).extend(body.spans)
+class _StateReader:
+    """Reads the state of all stages, part by part."""
 
-    def _reply(self, worker: WorkerId, kind: type[Body]) -> Message:
-        self._last_progress = time.monotonic()
-        while (worker, kind) not in self._replies:
-            self._wait(lambda: f"{kind.spec.name} of worker {worker}")
-        return self._replies.pop((worker, kind))
+    def __init__(self, kind: StateKind, step: int | None, hosts: Mapping[int, Host]) -> None:
+        self._kind = kind
+        self._step = step
+        self._left = sorted(hosts.items())
+        self._number = 0
 
     @property
-    def _key(self) -> tuple[int, int]:
-        return (self._info.step, self._info.attempt)
+    def is_done(self) -> bool:
+        return not self._left
 
-    def _open_micro_batches(self, batches: Sequence[Tensors]) -> str:
-        return ", ".join(str(k) for k in range(len(batches)) if k not in self._finished)
+    @property
+    def host(self) -> Host:
+        """The one whose part is next."""
+        return self._left[0][1]
 
-    def statistics(self, replies: Mapping[WorkerId, Message]) -> dict[int, StageStatistics]:
-        """Of the step so far: this process's stages, and those in the workers' GRADIENT_NORMS."""
-        seconds = time.perf_counter() - self._began
-        arrivals = self._meter.take()
-        raw: dict[int, dict[str, Any]] = {
-            index: {
-                **dataclasses.asdict(times),
-                "peak_memory_bytes": self._device.peak_memory(),
-                "arrive_forward_s": arrivals["forward"].get(index, 0.0),
-                "arrive_backward_s": arrivals["backward"].get(index, 0.0),
-            }
-            for index, times in self._runner.statistics().items()
-        }
-        for worker, message in replies.items():
-            norms = message.expect(GradientNorms)
-            for entry in norms.stages:
-                raw[entry.index] = dataclasses.asdict(entry.figures)
-            self._direct_bytes[worker] = norms.direct_bytes
-            for trip in norms.round_trips:
-                self._round_trips[frozenset((worker, trip.worker_id))] = trip.seconds
-        found = {}
-        for index, values in sorted(raw.items()):
-            busy_s = values["forward_s"] + values["backward_s"]
-            found[index] = StageStatistics(**values, wait_s=max(0.0, seconds - busy_s))
-        return found
+    def next_part(self) -> Part | None:
+        """None until it has come."""
+        stage, host = self._left[0]
+        part = host.state(stage, self._kind, self._number, self._step)
+        if part is None:
+            return None
+        number = self._number
+        self._number += 1
+        if part.last:
+            self._left.pop(0)
+            self._number = 0
+        return stage, number, part
+
+
+def _name(host: Host) -> str:
+    return "the coordinator" if host.id == "local" else f"worker {host.id}"

@@ -10,7 +10,7 @@ stage, so that gradients add up in one order under any cut and any timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,12 +21,12 @@ from hetero_framework.core.devices import Device, HostCopy
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.engine.seeds import Place, forward_seed
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
+from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.shard import Shard
 from hetero_framework.models.trainable import export_parts, trainable_parameters
 
-STATE_PART_BYTES = 64 << 20
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
@@ -200,30 +200,28 @@ class Stage:
         """(name, position in the whole model) of each parameter, in the order of `norms`."""
         return [(name, self._shard.parameter_index(name)) for name, _ in self._parameters]
 
-    def state(self, kind: str) -> Iterator[StatePart]:
-        """Yield the stage's state in parts of about `STATE_PART_BYTES`, the last one marked.
+    def snapshot(self) -> StateSnapshot:
+        """Trainable weights and optimizer state, keyed "weights/<parameter>" and
+        "optimizer/<key>/<parameter>". `keep` it before the next commit."""
+        return StateSnapshot(self._checkpoint_entries(), self._device)
 
-        kind "checkpoint": trainable weights and optimizer state, keyed "weights/<parameter>" and
-        "optimizer/<key>/<parameter>". kind "export": tensors as the finished artefact names them.
-        """
-        if kind == "export":
-            yield from in_parts((name, t, {}) for name, t in export_parts(self._shard))
-            return
-        yield from in_parts(self._checkpoint_entries())
+    def export(self) -> Iterator[StatePart]:
+        """Tensors as the finished artefact names them, in parts."""
+        yield from in_parts((name, tensor, {}) for name, tensor in export_parts(self._shard))
 
-    def _checkpoint_entries(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    def _checkpoint_entries(self) -> Iterator[Entry]:
         states = state_tensors(self._optimizer, self._names) if self._optimizer else {}
         for name, parameter in self._parameters:
             values: dict[str, Any] = {}
             tensors, plain = states.get(name, ({}, {}))
             for key, value in plain.items():
                 values[f"{OPTIMIZER}/{key}/{name}"] = value
-            yield f"{WEIGHTS}/{name}", self._device.to_host(parameter.detach()), values
+            yield f"{WEIGHTS}/{name}", parameter.detach(), values
             for key, tensor in tensors.items():
-                yield f"{OPTIMIZER}/{key}/{name}", self._device.to_host(tensor), {}
+                yield f"{OPTIMIZER}/{key}/{name}", tensor, {}
 
     def load_state(self, kind: str, part: StatePart) -> None:
-        """Take over parts of a "checkpoint" (as `state` gave it), of an "adapter" file, or a
+        """Take over parts of a "checkpoint" (as `snapshot` gave it), of an "adapter" file, or a
         "tied" weight.
 
         Raises CheckpointError for a tensor that has no place here, or a trainable weight without
@@ -341,19 +339,3 @@ class Stage:
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:
             parameter.grad.mul_(1.0 / self._info.loss_scale)
-
-
-def in_parts(entries: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> Iterator[StatePart]:
-    """(name, tensor, values) triples in parts of about `STATE_PART_BYTES`, the last one marked."""
-    tensors: Tensors = {}
-    values: dict[str, Any] = {}
-    size = 0
-    for name, tensor, more in entries:
-        nbytes = tensor.numel() * tensor.element_size()
-        if tensors and size + nbytes > STATE_PART_BYTES:
-            yield StatePart(tensors, values)
-            tensors, values, size = {}, {}, 0
-        tensors[name] = tensor
-        values.update(more)
-        size += nbytes
-    yield StatePart(tensors, values, last=True)

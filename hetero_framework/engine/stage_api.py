@@ -1,22 +1,36 @@
 """What can be asked of a stage: the contract between the engine and whatever computes.
 
-Pipeline, runner, worker and messages know this module alone; `stage.Stage` is the real thing, and
+Pipeline, executor, hosts and messages know this module alone; `stage.Stage` is the real thing, and
 the benchmarks bring stages that sleep. Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.messages import StageFigures
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 
 Tensors = dict[str, torch.Tensor]
 Loss = float | torch.Tensor
-"""A loss may still be a tensor on a device; who needs the number waits for it."""
+"""A loss may still be a tensor on a device; reading the number waits for it."""
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A tensor that crossed a boundary; `release` gives its receive buffer back."""
+
+    tensor: torch.Tensor | None
+    release: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)
@@ -65,12 +79,45 @@ class GradientReport:
 
 
 @dataclass(frozen=True)
+class CommitOrder:
+    """Step the optimizers: the rate, the factor for gradients, and the embedding's new weight for
+    a head that is one with it and lives elsewhere."""
+
+    step: int
+    attempt: int
+    learning_rate: float
+    grad_scale: float
+    tied_weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a host's stages say when all micro-batches of a training step are through them: their
+    gradients' norms and what the step took, by stage; seconds there and back on its links to other
+    workers, and the bytes that it has sent over them so far."""
+
+    gradients: Mapping[int, GradientReport]
+    figures: Mapping[int, StageFigures]
+    round_trips: Mapping[WorkerId, float] = field(default_factory=dict)
+    direct_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class StatePart:
-    """A bounded piece of a stage's state: named tensors and the values that are no tensors."""
+    """A bounded part of a stage's state: named tensors and the values that are no tensors.
+    `release` gives back the receive buffer in which the tensors lie."""
 
     tensors: Tensors
     values: dict[str, Any] = field(default_factory=dict)
     last: bool = False
+    release: Callable[[], None] = _nothing
+
+
+class Snapshot(Protocol):
+    """A stage's state as one step left it; see `state_snapshot.StateSnapshot`."""
+
+    def part(self, number: int) -> StatePart: ...
+    def keep(self) -> None: ...
 
 
 class StageInterface(Protocol):
@@ -102,7 +149,8 @@ class StageInterface(Protocol):
     def commit(self, learning_rate: float, grad_scale: float) -> None: ...
     def abort(self) -> None: ...
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]: ...
-    def state(self, kind: str) -> Iterator[StatePart]: ...
+    def snapshot(self) -> Snapshot: ...
+    def export(self) -> Iterator[StatePart]: ...
     def load_state(self, kind: str, part: StatePart) -> None: ...
     def tied_weight(self) -> torch.Tensor | None: ...
     def set_tied_weight(self, weight: torch.Tensor) -> None: ...

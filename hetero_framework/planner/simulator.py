@@ -226,8 +226,9 @@ class _Simulator:
         self._serial = self._finished = 0
 
     def run(self) -> Simulation:
-        self._admit(0.0)
         now = 0.0
+        self._admit()
+        self._start(now, self._profile.devices[0])
         while self._finished < self._m:
             now, _, what, task = heapq.heappop(self._events)
             device = self._profile.devices[task.stage]
@@ -236,8 +237,7 @@ class _Simulator:
             else:
                 self._idle[device] = True
                 self._ended(now, task)
-            if self._idle[device]:
-                self._start(now, device)
+            self._start(now, device)
         return Simulation(
             now,
             tuple(busy_s / now if now else 0.0 for busy_s in self._busy_s.values()),
@@ -251,10 +251,10 @@ class _Simulator:
         self._serial += 1
         heapq.heappush(self._events, (at, self._serial, what, task))
 
-    def _admit(self, at: float) -> None:
+    def _admit(self) -> None:
         while (micro_batch := self._admission.next(self._finished)) is not None:
             self._admission.admit()
-            self._post(at, "arrived", Task(FORWARD, 0, micro_batch))
+            self._readiness[self._profile.devices[0]].arrived(Task(FORWARD, 0, micro_batch))
 
     def _ended(self, now: float, task: Task) -> None:
         stage, k = task.stage, task.micro_batch
@@ -266,13 +266,13 @@ class _Simulator:
             self._send(now, Task(BACKWARD, stage - 1, k), stage - 1)
         else:
             self._finished += 1
-            self._admit(now)
+            self._admit()
 
     def _send(self, now: float, task: Task, stage: int) -> None:
         """Send a task's tensor over the edge after `stage`."""
         nics = self._profile.nics(stage, task.kind)
         if not nics:
-            self._post(now, "arrived", task)
+            self._readiness[self._profile.devices[stage]].arrived(task)
             return
         edge = self._profile.edges[stage]
         seconds = edge.forward_s if task.kind == FORWARD else edge.backward_s
@@ -282,7 +282,7 @@ class _Simulator:
         self._post(end + edge.latency_s, "arrived", task)
 
     def _start(self, now: float, device: int) -> None:
-        task = self._readiness[device].next()
+        task = self._readiness[device].next() if self._idle[device] else None
         if task is None:
             return
         self._readiness[device].start(task, stores=task.kind == FORWARD)

@@ -16,6 +16,7 @@ from hetero_framework.core.frames import PREFIX_BYTES, parse_prefix
 from hetero_framework.core.messages import (
     Backward,
     Body,
+    Boundary,
     Coded,
     Forward,
     Message,
@@ -26,9 +27,8 @@ from hetero_framework.core.tensors import from_wire
 from hetero_framework.core.trace import RECEIVE, Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Done, Sender, unpack
-from hetero_framework.engine.executor import Arrival, Executor
-from hetero_framework.engine.stage_api import Loss, StepInfo, StepSchedule
-from hetero_framework.errors import ProtocolError
+from hetero_framework.engine.stage_api import Arrival, CommitOrder, Loss, StepInfo
+from hetero_framework.errors import PeerLostError, ProtocolError
 from tests.samples import boundary_message
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
 
@@ -125,7 +125,7 @@ def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
 
 
 def test_unpack_leaves_other_messages_alone(device: Device) -> None:
-    received = Received(messages.commit_message(INFO, 1e-3, 1.0, hidden()))
+    received = Received(messages.commit_message(CommitOrder(3, 1, 1e-3, 1.0, hidden())))
     assert unpack(received.message, device) is None
     assert received.released == 0
     assert len(received.message.tensors) == 1
@@ -158,7 +158,7 @@ def failures() -> list[Exception]:
 
 @pytest.fixture
 def sender(failures: list[Exception]) -> Iterator[Sender]:
-    sender = Sender(failures.append)
+    sender = Sender(failures.append, WAIT_S)
     yield sender
     sender.close()
 
@@ -178,6 +178,16 @@ def test_sender_does_jobs_in_order_and_flush_waits_for_them(sender: Sender) -> N
     go.set()
     sender.flush()
     assert done == list(range(20))
+
+
+def test_sender_that_hangs_does_not_hold_flush_up_for_ever(failures: list[Exception]) -> None:
+    go = threading.Event()
+    sender = Sender(failures.append, flush_timeout_s=0.01)
+    sender.submit(lambda: bool(go.wait(WAIT_S)))
+    with pytest.raises(PeerLostError, match="could not be sent within"):
+        sender.flush()
+    go.set()
+    sender.close()
 
 
 def test_sender_goes_on_after_a_job_that_fails(sender: Sender, failures: list[Exception]) -> None:
@@ -213,7 +223,7 @@ def test_sender_finishes_its_jobs_when_it_is_closed(sender: Sender) -> None:
 
 
 class Wire:
-    """Where an exchange posts to; writes down everything that leaves, in order."""
+    """The outlet of a process: writes down everything that leaves, in order."""
 
     def __init__(self) -> None:
         self.left: list[tuple[Any, ...]] = []
@@ -222,9 +232,10 @@ class Wire:
         self.threads: list[str] = []
         self.breaks: Exception | None = None
 
-    def post(self, stage: int, message: Message, done: Done | None = None) -> None:
+    def post(self, message: Message, done: Done | None = None) -> None:
         if self.breaks is not None:
             raise self.breaks
+        stage = message.expect(Boundary).stage
         self.threads.append(threading.current_thread().name)
         self.sent.append((stage, message, done))
         self.left.append((message.name, stage, message.body.micro_batch))
@@ -237,6 +248,9 @@ class Wire:
         assert info == INFO
         self.left.append(("BACKWARD_DONE", micro_batch))
 
+    def failed(self, error: Exception) -> None:
+        self.failures.append(error)
+
     def tensor(self, index: int = -1) -> torch.Tensor:
         """What arrives of a message that was posted."""
         arrival = unpack(self.sent[index][1], open_device("cpu"))
@@ -245,69 +259,35 @@ class Wire:
         return arrival.tensor
 
 
-class Idle:
-    """A stage that is never asked for anything but to begin."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def begin(self, info: StepInfo) -> None: ...
-
-
-Opened = tuple[BoundaryIO, Executor, Wire]
+Opened = tuple[BoundaryIO, Wire]
 
 
 @pytest.fixture
 def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """`opened(device, activations=..., gradients=..., awaited=...)`: the exchange of a process
-    with stage 1, in the middle of step 3."""
-    exchanges: list[BoundaryIO] = []
+    """`opened(device, activations=..., gradients=..., awaited=...)`: the boundary I/O of a process
+    with stage 1."""
+    made: list[BoundaryIO] = []
 
     def make(device: Device, *, awaited: bool = True, **codecs: Any) -> Opened:
         wire = Wire()
-        runner = Executor([Idle(1)], device, Recorder(0))  # type: ignore[list-item]
-        exchange = BoundaryIO(
-            runner,
-            device,
-            WireConfig(**codecs),
-            wire.post,
-            on_loss=wire.loss,
-            on_finished=wire.finished,
-            on_failure=wire.failures.append,
-            loss_is_awaited=awaited,
+        io = BoundaryIO(
+            device, WireConfig(**codecs), wire, loss_is_awaited=awaited, flush_timeout_s=WAIT_S
         )
-        exchanges.append(exchange)
-        runner.outbox = exchange
-        runner.begin(INFO, StepSchedule(in_flight_limits=(4, 4, 4)))
-        return exchange, runner, wire
+        made.append(io)
+        return io, wire
 
     yield make
-    for exchange in exchanges:
-        exchange.close()
+    for io in made:
+        io.close()
 
 
-def test_exchange_keeps_what_is_for_a_stage_of_its_own(opened: Any, device: Device) -> None:
-    """As it is, whatever the codec: it does not travel."""
-    exchange, runner, wire = opened(device, activations="int8", gradients="int8")
-    given: list[tuple[Any, ...]] = []
-    runner.put_hidden = lambda *args: given.append(("hidden", *args))
-    runner.put_gradient = lambda *args: given.append(("gradient", *args))
+def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(opened: Any) -> None:
+    io, wire = opened(open_device("cpu"))
     tensor = hidden()
-    exchange.hidden(1, 0, tensor)
-    exchange.gradient(1, 2, tensor)
-    exchange.flush()
-    assert [entry[:3] for entry in given] == [("hidden", 1, 0), ("gradient", 1, 2)]
-    assert all(entry[3].tensor is tensor for entry in given)
-    assert wire.left == []
-
-
-def test_exchange_of_the_cpu_sends_in_the_computing_thread_without_copying(opened: Any) -> None:
-    exchange, _, wire = opened(open_device("cpu"))
-    tensor = hidden()
-    exchange.hidden(2, 0, tensor)
-    exchange.gradient(0, 1, tensor)
-    exchange.loss(1, torch.tensor(2.5))
-    exchange.finished(1)
+    io.hidden(INFO, 2, 0, tensor)
+    io.gradient(INFO, 0, 1, tensor)
+    io.loss(INFO, 1, torch.tensor(2.5))
+    io.finished(INFO, 1)
     assert wire.left == [
         ("FORWARD", 2, 0),
         ("BACKWARD", 0, 1),
@@ -322,17 +302,17 @@ def test_exchange_of_the_cpu_sends_in_the_computing_thread_without_copying(opene
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.spec.name)
-def test_exchange_sends_what_the_codec_makes_of_it(
+def test_boundary_io_sends_what_the_codec_makes_of_it(
     opened: Any, device: Device, kind: type[Body], name: str, dtype: torch.dtype
 ) -> None:
     # The other direction has another codec.
     names = {"activations": "none", "gradients": "none"}
     names["activations" if kind is Forward else "gradients"] = name
-    exchange, _, wire = opened(device, **names)
+    io, wire = opened(device, **names)
     tensor = hidden(dtype)
-    for send in (exchange.hidden, exchange.gradient):
-        send(2, 1, tensor)
-    exchange.flush()
+    for send in (io.hidden, io.gradient):
+        send(INFO, 2, 1, tensor)
+    io.flush()
     [message] = [message for _, message, _ in wire.sent if type(message.body) is kind]
     if name == "bf16" and dtype == torch.float16:
         name = "none"  # it cannot; the tensor travels as it is
@@ -349,39 +329,39 @@ def test_exchange_sends_what_the_codec_makes_of_it(
     assert message.body.attempt == INFO.attempt
 
 
-def test_exchange_of_the_cpu_encodes_beside_the_computing_thread(opened: Any) -> None:
-    exchange, _, wire = opened(open_device("cpu"), activations="int8")
-    exchange.hidden(2, 0, hidden())
-    exchange.flush()
+def test_boundary_io_of_the_cpu_encodes_beside_the_computing_thread(opened: Any) -> None:
+    io, wire = opened(open_device("cpu"), activations="int8")
+    io.hidden(INFO, 2, 0, hidden())
+    io.flush()
     assert wire.threads == ["sender"]
 
 
-def test_exchange_of_a_device_waits_for_it_beside_the_computing_thread(opened: Any) -> None:
-    """Handing over returns at once; the message goes when the device has come to its mark, and
+def test_boundary_io_of_a_device_waits_for_it_beside_the_computing_thread(opened: Any) -> None:
+    """Handing over returns at once; the message goes when the device has come to its event, and
     not before another one that was handed over first."""
     device = QueuedDevice()
-    exchange, _, wire = opened(device)
+    io, wire = opened(device)
     tensors = [hidden(torch.float32, 4) + k for k in range(3)]
-    exchange.hidden(2, 0, tensors[0])
-    exchange.gradient(0, 1, tensors[1])
-    exchange.hidden(2, 1, tensors[2])
+    io.hidden(INFO, 2, 0, tensors[0])
+    io.gradient(INFO, 0, 1, tensors[1])
+    io.hidden(INFO, 2, 1, tensors[2])
     assert wire.left == []
     device.marks[2].reached.set()
     device.marks[1].reached.set()
     assert wire.left == []
     device.reach()
-    exchange.flush()
+    io.flush()
     assert wire.left == [("FORWARD", 2, 0), ("BACKWARD", 0, 1), ("FORWARD", 2, 1)]
     assert [torch.equal(wire.tensor(k), tensors[k]) for k in range(3)] == [True] * 3
 
 
-def test_exchange_gives_copies_back_when_they_are_written_and_only_then(opened: Any) -> None:
+def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opened: Any) -> None:
     device = QueuedDevice(at_once=True)
-    exchange, _, wire = opened(device, activations="int8")
+    io, wire = opened(device, activations="int8")
     tensor = hidden()
     for k in range(2):
-        exchange.hidden(2, k, tensor + k)
-        exchange.flush()
+        io.hidden(INFO, 2, k, tensor + k)
+        io.flush()
         assert (device.out, device.given_back) == (2 * (k + 1), 2 * k)
         expected = CODECS["int8"].encode(tensor + k)
         [quantized, scales] = map(from_wire, wire.sent[k][1].tensors)
@@ -393,49 +373,49 @@ def test_exchange_gives_copies_back_when_they_are_written_and_only_then(opened: 
     assert device.given_back == 4
 
 
-def test_exchange_keeps_losses_in_order_with_what_was_handed_over_before(opened: Any) -> None:
+def test_boundary_io_keeps_losses_in_order_with_what_was_handed_over_before(opened: Any) -> None:
     """The loss of a micro-batch is sent after the tensors before it, and `flush` (ahead of
     GRADIENT_NORMS) waits for all of it."""
     device = QueuedDevice()
-    exchange, _, wire = opened(device)
-    exchange.gradient(0, 0, hidden())
-    exchange.loss(1, torch.tensor(0.5))
-    exchange.gradient(0, 1, hidden())
+    io, wire = opened(device)
+    io.gradient(INFO, 0, 0, hidden())
+    io.loss(INFO, 1, torch.tensor(0.5))
+    io.gradient(INFO, 0, 1, hidden())
     assert wire.left == []
     threading.Timer(0.01, device.reach).start()
-    exchange.flush()
+    io.flush()
     assert wire.left == [("BACKWARD", 0, 0), ("LOSS", 1, 0.5), ("BACKWARD", 0, 1)]
     assert isinstance(wire.left[1][2], float)
     assert device.given_back == 1  # the loss's; the others' are not written yet
 
 
-def test_exchange_that_does_not_await_losses_passes_them_on_as_they_are(opened: Any) -> None:
+def test_boundary_io_that_does_not_await_losses_passes_them_on_as_they_are(opened: Any) -> None:
     device = QueuedDevice()
-    exchange, _, wire = opened(device, awaited=False)
+    io, wire = opened(device, awaited=False)
     loss = torch.tensor(0.5)
-    exchange.loss(1, loss)
+    io.loss(INFO, 1, loss)
     assert wire.left[0][2] is loss
     assert device.marks == []
 
 
-def test_exchange_tells_what_went_wrong_while_sending(opened: Any) -> None:
+def test_boundary_io_tells_what_went_wrong_while_sending(opened: Any) -> None:
     """A frame that is too large, say, shows in the sender thread; the next one still goes."""
     device = QueuedDevice(at_once=True)
-    exchange, _, wire = opened(device)
+    io, wire = opened(device)
     wire.breaks = ProtocolError("larger than agreed")
-    exchange.hidden(2, 0, hidden())
-    exchange.flush()
+    io.hidden(INFO, 2, 0, hidden())
+    io.flush()
     wire.breaks = None
-    exchange.hidden(2, 1, hidden())
-    exchange.flush()
+    io.hidden(INFO, 2, 1, hidden())
+    io.flush()
     assert [str(error) for error in wire.failures] == ["larger than agreed"]
     assert wire.left == [("FORWARD", 2, 1)]
 
 
-def test_exchange_closes_its_thread(opened: Any) -> None:
-    exchange, _, _ = opened(QueuedDevice(at_once=True))
-    exchange.hidden(2, 0, hidden())
-    exchange.close()
+def test_boundary_io_closes_its_thread(opened: Any) -> None:
+    io, _ = opened(QueuedDevice(at_once=True))
+    io.hidden(INFO, 2, 0, hidden())
+    io.close()
     assert "sender" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -454,7 +434,7 @@ def test_meter_means_the_seconds_of_tensors_that_arrived() -> None:
     moved("receive", boundary(Forward, 1), 5.0, 8.0)
     moved("receive", boundary(Backward, 1), 0.0, 0.5)
     moved("send", boundary(Forward, 2), 0.0, 100.0)
-    moved("receive", messages.commit_message(INFO, 1e-3, 1.0, hidden()), 0.0, 100.0)
+    moved("receive", messages.commit_message(CommitOrder(3, 1, 1e-3, 1.0, hidden())), 0.0, 100.0)
     assert meter.take() == {"forward": {1: 2.0}, "backward": {1: 0.5}}
     assert meter.take() == {"forward": {}, "backward": {}}
 

@@ -12,8 +12,9 @@ import torch
 
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.trace import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
-from hetero_framework.engine.executor import Arrival, Executor, StageTimes
+from hetero_framework.engine.executor import Executor, StageTimes
 from hetero_framework.engine.stage_api import (
+    Arrival,
     GradientReport,
     Loss,
     StatePart,
@@ -21,6 +22,7 @@ from hetero_framework.engine.stage_api import (
     StepSchedule,
     Tensors,
 )
+from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import HeteroError, ModelError, ResourceError
 from hetero_framework.planner import simulator
 from hetero_framework.planner.readiness import Admission, Policy, Readiness, Task
@@ -30,7 +32,7 @@ from tests.unit.device_helpers import QueuedDevice
 
 TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)
 EVALUATE = StepInfo(step=3, attempt=0, train=False, micro_batches=4, num_items=8)
-ORDERS = StepSchedule(in_flight_limits=(8,) * 4)
+SCHEDULE = StepSchedule(in_flight_limits=(8,) * 4)
 INPUTS: Tensors = {"attention_mask": torch.ones(1, 2)}
 
 
@@ -87,7 +89,10 @@ class FakeStage:
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return []
 
-    def state(self, kind: str) -> Iterator[StatePart]:
+    def snapshot(self) -> StateSnapshot:
+        return StateSnapshot([], open_device("cpu"))
+
+    def export(self) -> Iterator[StatePart]:
         yield StatePart({}, last=True)
 
     def load_state(self, kind: str, part: StatePart) -> None: ...
@@ -103,16 +108,20 @@ class Sent:
     def __init__(self) -> None:
         self.messages: list[tuple[Any, ...]] = []
 
-    def hidden(self, stage: int, micro_batch: int, hidden_BSD: torch.Tensor) -> None:
+    def hidden(
+        self, info: StepInfo, stage: int, micro_batch: int, hidden_BSD: torch.Tensor
+    ) -> None:
         self.messages.append(("hidden", stage, micro_batch, hidden_BSD))
 
-    def gradient(self, stage: int, micro_batch: int, gradient_BSD: torch.Tensor) -> None:
+    def gradient(
+        self, info: StepInfo, stage: int, micro_batch: int, gradient_BSD: torch.Tensor
+    ) -> None:
         self.messages.append(("gradient", stage, micro_batch, gradient_BSD))
 
-    def loss(self, micro_batch: int, loss: Loss) -> None:
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         self.messages.append(("loss", micro_batch, loss))
 
-    def finished(self, micro_batch: int) -> None:
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
         self.messages.append(("finished", micro_batch))
 
     @property
@@ -136,7 +145,7 @@ class Buffers:
         return Arrival(torch.full((1, 2, 3), value), release)
 
 
-def make_runner(
+def make_executor(
     stages: list[FakeStage],
     *,
     device: Device | None = None,
@@ -144,33 +153,36 @@ def make_runner(
     num_devices: int = 1,
 ) -> tuple[Executor, Sent]:
     sent = Sent()
-    runner = Executor(
-        stages, device or open_device("cpu"), recorder or Recorder(0), num_devices=num_devices
+    executor = Executor(
+        stages,
+        device or open_device("cpu"),
+        recorder or Recorder(0),
+        sent,
+        num_devices=num_devices,
     )
-    runner.outbox = sent
-    return runner, sent
+    return executor, sent
 
 
-def runner_of(
+def executor_of(
     stage: FakeStage, info: StepInfo = TRAIN, *, in_flight: int = 8
 ) -> tuple[Executor, Sent, Buffers]:
-    runner, sent = make_runner([stage])
-    runner.begin(info, StepSchedule(in_flight_limits=(in_flight,) * 4))
+    executor, sent = make_executor([stage])
+    executor.begin(info, StepSchedule(in_flight_limits=(in_flight,) * 4))
     stage.calls.clear()
-    return runner, sent, Buffers()
+    return executor, sent, Buffers()
 
 
-def feed(runner: Executor, stage: int, buffers: Buffers, count: int) -> None:
+def feed(executor: Executor, stage: int, buffers: Buffers, count: int) -> None:
     """Inputs and hidden states of micro-batches 0 to `count` - 1."""
     for k in range(count):
-        runner.put_inputs(stage, k, INPUTS)
-        if not runner.stage(stage).is_first:
-            runner.put_hidden(stage, k, buffers.arrival())
+        executor.put_inputs(stage, k, INPUTS)
+        if not executor.stage(stage).is_first:
+            executor.put_hidden(stage, k, buffers.arrival())
 
 
-def run_all(runner: Executor) -> int:
+def run_all(executor: Executor) -> int:
     count = 0
-    while runner.run_next():
+    while executor.run_next():
         count += 1
     return count
 
@@ -179,39 +191,39 @@ def run_all(runner: Executor) -> int:
 
 
 def test_nothing_is_ready_at_first() -> None:
-    runner, sent, _ = runner_of(FakeStage(1))
-    assert not runner.run_next()
+    executor, sent, _ = executor_of(FakeStage(1))
+    assert not executor.run_next()
     assert sent.messages == []
 
 
 def test_forward_needs_both_inputs_and_hidden_states() -> None:
-    runner, _, buffers = runner_of(FakeStage(1))
-    runner.put_inputs(1, 0, INPUTS)
-    assert not runner.run_next()
-    runner.put_hidden(1, 0, buffers.arrival())
-    assert runner.run_next()
+    executor, _, buffers = executor_of(FakeStage(1))
+    executor.put_inputs(1, 0, INPUTS)
+    assert not executor.run_next()
+    executor.put_hidden(1, 0, buffers.arrival())
+    assert executor.run_next()
 
 
 def test_first_stage_needs_inputs_only() -> None:
-    runner, sent, _ = runner_of(FakeStage(0, first=True))
-    runner.put_inputs(0, 0, INPUTS)
-    assert run_all(runner) == 1
+    executor, sent, _ = executor_of(FakeStage(0, first=True))
+    executor.put_inputs(0, 0, INPUTS)
+    assert run_all(executor) == 1
     assert sent.heads == [("hidden", 1, 0)]
 
 
 def test_micro_batches_run_in_ascending_order_whatever_arrives_first() -> None:
     stage = FakeStage(1)
-    runner, sent, buffers = runner_of(stage)
+    executor, sent, buffers = executor_of(stage)
     for k in (2, 1):
-        runner.put_inputs(1, k, INPUTS)
-        runner.put_hidden(1, k, buffers.arrival())
-    assert not runner.run_next()
-    runner.put_inputs(1, 0, INPUTS)
-    runner.put_hidden(1, 0, buffers.arrival())
-    run_all(runner)
+        executor.put_inputs(1, k, INPUTS)
+        executor.put_hidden(1, k, buffers.arrival())
+    assert not executor.run_next()
+    executor.put_inputs(1, 0, INPUTS)
+    executor.put_hidden(1, 0, buffers.arrival())
+    run_all(executor)
     for k in (1, 2, 0):
-        runner.put_gradient(1, k, buffers.arrival())
-    run_all(runner)
+        executor.put_gradient(1, k, buffers.arrival())
+    run_all(executor)
     assert stage.calls == [("forward", k) for k in range(3)] + [("backward", k) for k in range(3)]
     assert sent.heads == [("hidden", 2, k) for k in range(3)] + [
         ("gradient", 0, k) for k in range(3)
@@ -220,52 +232,54 @@ def test_micro_batches_run_in_ascending_order_whatever_arrives_first() -> None:
 
 def test_backward_goes_before_forward() -> None:
     stage = FakeStage(1)
-    runner, _, buffers = runner_of(stage)
-    feed(runner, 1, buffers, 2)
-    runner.run_next()
-    runner.put_gradient(1, 0, buffers.arrival())
-    run_all(runner)
+    executor, _, buffers = executor_of(stage)
+    feed(executor, 1, buffers, 2)
+    executor.run_next()
+    executor.put_gradient(1, 0, buffers.arrival())
+    run_all(executor)
     assert stage.calls == [("forward", 0), ("backward", 0), ("forward", 1)]
 
 
 def test_first_stage_finishes_a_micro_batch_with_its_backward() -> None:
-    runner, sent, buffers = runner_of(FakeStage(0, first=True))
-    runner.put_inputs(0, 0, INPUTS)
-    runner.run_next()
-    runner.put_gradient(0, 0, buffers.arrival())
-    runner.run_next()
+    executor, sent, buffers = executor_of(FakeStage(0, first=True))
+    executor.put_inputs(0, 0, INPUTS)
+    executor.run_next()
+    executor.put_gradient(0, 0, buffers.arrival())
+    executor.run_next()
     assert sent.heads[-1] == ("finished", 0)
 
 
 def test_last_stage_gives_loss_and_gradient_at_once() -> None:
-    runner, sent, buffers = runner_of(FakeStage(2, last=True))
-    runner.put_inputs(2, 0, INPUTS)
-    runner.put_hidden(2, 0, buffers.arrival(5.0))
-    assert run_all(runner) == 1
+    executor, sent, buffers = executor_of(FakeStage(2, last=True))
+    executor.put_inputs(2, 0, INPUTS)
+    executor.put_hidden(2, 0, buffers.arrival(5.0))
+    assert run_all(executor) == 1
     assert sent.heads == [("loss", 0, 0.0), ("gradient", 1, 0)]
     assert torch.equal(sent.messages[1][3], torch.full((1, 2, 3), 6.0))
     assert buffers.released == [1]
 
 
 def test_only_stage_finishes_with_its_loss() -> None:
-    runner, sent, _ = runner_of(FakeStage(0, first=True, last=True))
-    runner.put_inputs(0, 0, INPUTS)
-    run_all(runner)
+    executor, sent, _ = executor_of(FakeStage(0, first=True, last=True))
+    executor.put_inputs(0, 0, INPUTS)
+    run_all(executor)
     assert sent.heads == [("loss", 0, 0.0), ("finished", 0)]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_two_runners_under_random_timing_do_everything_once_and_in_order(seed: int) -> None:
+def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed: int) -> None:
     """Stages 0 and 2 in one process, 1 and 3 in another, frames delivered in any order."""
     draw = random.Random(seed)
     stages = [FakeStage(k, first=k == 0, last=k == 3) for k in range(4)]
-    runners, outboxes = zip(
-        *(make_runner(stages[i::2], num_devices=2) for i in (0, 1)), strict=True
+    executors, outboxes = zip(
+        *(make_executor(stages[i::2], num_devices=2) for i in (0, 1)), strict=True
     )
     buffers = Buffers()
-    orders = StepSchedule(in_flight_limits=(draw.randint(1, 6),) * 4, policy=draw.choice(PORTFOLIO))
-    for runner in runners:
-        runner.begin(replace(TRAIN, micro_batches=6), orders)
+    schedule = StepSchedule(
+        in_flight_limits=(draw.randint(1, 6),) * 4, policy=draw.choice(PORTFOLIO)
+    )
+    for executor in executors:
+        executor.begin(replace(TRAIN, micro_batches=6), schedule)
     for stage in stages:
         stage.calls.clear()
     pending: list[tuple[Any, ...]] = [("inputs", s, k) for s in range(4) for k in range(6)]
@@ -273,14 +287,14 @@ def test_two_runners_under_random_timing_do_everything_once_and_in_order(seed: i
     while len(finished) < 6:
         if pending and draw.random() < 0.5:
             kind, stage, k, *tensor = pending.pop(draw.randrange(len(pending)))
-            runner = runners[stage % 2]
+            executor = executors[stage % 2]
             if kind == "inputs":
-                runner.put_inputs(stage, k, INPUTS)
+                executor.put_inputs(stage, k, INPUTS)
             else:
-                put = runner.put_hidden if kind == "hidden" else runner.put_gradient
+                put = executor.put_hidden if kind == "hidden" else executor.put_gradient
                 put(stage, k, buffers.arrival(float(tensor[0].flatten()[0])))
         else:
-            runners[draw.randrange(2)].run_next()
+            executors[draw.randrange(2)].run_next()
         for outbox in outboxes:
             pending += [m for m in outbox.messages if m[0] in ("hidden", "gradient")]
             finished += [m[1] for m in outbox.messages if m[0] == "finished"]
@@ -290,33 +304,33 @@ def test_two_runners_under_random_timing_do_everything_once_and_in_order(seed: i
             assert [k for name, k in stage.calls if name == verb] == list(range(6))
     assert finished == list(range(6))
     assert set(buffers.released) == {1}
-    assert all(runner.is_done for runner in runners)
+    assert all(executor.is_done for executor in executors)
 
 
 def test_policy_of_the_step_decides_among_what_is_ready() -> None:
     """Forwards before backwards, and the deeper of two stages first."""
     stages = [FakeStage(0, first=True), FakeStage(2)]
-    runner, _ = make_runner(stages)
+    executor, _ = make_executor(stages)
     buffers = Buffers()
-    runner.begin(
+    executor.begin(
         TRAIN, StepSchedule(in_flight_limits=(8,) * 4, policy=Policy(1e9, 1.0, 0.0, 0.0, -1.0))
     )
     order: list[tuple[Any, ...]] = []
     for stage in stages:
         stage.calls = order
     for index in (0, 2):
-        feed(runner, index, buffers, 1)
-    runner.run_next()
-    runner.put_gradient(2, 0, buffers.arrival())
-    run_all(runner)
+        feed(executor, index, buffers, 1)
+    executor.run_next()
+    executor.put_gradient(2, 0, buffers.arrival())
+    run_all(executor)
     assert order == [("forward", 0), ("forward", 0), ("backward", 0)]
-    runner.begin(TRAIN, StepSchedule(in_flight_limits=(8,) * 4))
+    executor.begin(TRAIN, StepSchedule(in_flight_limits=(8,) * 4))
     for index in (0, 2):
-        feed(runner, index, buffers, 1)
-    runner.run_next()
-    runner.put_gradient(2, 0, buffers.arrival())
+        feed(executor, index, buffers, 1)
+    executor.run_next()
+    executor.put_gradient(2, 0, buffers.arrival())
     order.clear()
-    run_all(runner)
+    run_all(executor)
     assert order == [("backward", 0), ("forward", 0)]
 
 
@@ -325,24 +339,24 @@ def test_policy_of_the_step_decides_among_what_is_ready() -> None:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_stage_stores_no_more_forwards_than_it_may(in_flight: int) -> None:
-    runner, sent, buffers = runner_of(FakeStage(1), in_flight=in_flight)
-    feed(runner, 1, buffers, 4)
-    assert run_all(runner) == in_flight
+    executor, sent, buffers = executor_of(FakeStage(1), in_flight=in_flight)
+    feed(executor, 1, buffers, 4)
+    assert run_all(executor) == in_flight
     for k in range(4):
-        runner.put_gradient(1, k, buffers.arrival())
-        run_all(runner)
+        executor.put_gradient(1, k, buffers.arrival())
+        run_all(executor)
     assert [m[2] for m in sent.messages if m[0] == "hidden"] == list(range(4))
-    assert runner.statistics()[1].in_flight_peak == in_flight
-    assert runner.is_done
+    assert executor.statistics()[1].in_flight_peak == in_flight
+    assert executor.is_done
 
 
 def test_limit_of_each_stage_is_its_own() -> None:
-    runner, sent = make_runner([FakeStage(0, first=True), FakeStage(2)])
+    executor, sent = make_executor([FakeStage(0, first=True), FakeStage(2)])
     buffers = Buffers()
-    runner.begin(TRAIN, StepSchedule(in_flight_limits=(3, 9, 1, 9)))
+    executor.begin(TRAIN, StepSchedule(in_flight_limits=(3, 9, 1, 9)))
     for index in (0, 2):
-        feed(runner, index, buffers, 4)
-    assert run_all(runner) == 4
+        feed(executor, index, buffers, 4)
+    assert run_all(executor) == 4
     assert [m[1] for m in sent.messages].count(1) == 3
 
 
@@ -350,53 +364,53 @@ def test_evaluation_and_stages_without_a_backward_store_nothing() -> None:
     for info, differentiates in ((EVALUATE, True), (TRAIN, False)):
         stage = FakeStage(1)
         stage.differentiates = differentiates
-        runner, _, buffers = runner_of(stage, info, in_flight=1)
-        feed(runner, 1, buffers, 4)
-        assert run_all(runner) == 4
+        executor, _, buffers = executor_of(stage, info, in_flight=1)
+        feed(executor, 1, buffers, 4)
+        assert run_all(executor) == 4
         assert buffers.released == [1] * 4
-        assert runner.statistics()[1].in_flight_peak == 0
+        assert executor.statistics()[1].in_flight_peak == 0
 
 
 def test_stage_before_which_nothing_trains_finishes_the_micro_batch() -> None:
     stage = FakeStage(1)
     stage.input_requires_grad = False
-    runner, sent, buffers = runner_of(stage)
-    feed(runner, 1, buffers, 1)
-    runner.run_next()
-    runner.put_gradient(1, 0, buffers.arrival())
-    runner.run_next()
+    executor, sent, buffers = executor_of(stage)
+    feed(executor, 1, buffers, 1)
+    executor.run_next()
+    executor.put_gradient(1, 0, buffers.arrival())
+    executor.run_next()
     assert sent.heads == [("hidden", 2, 0), ("finished", 0)]
     assert buffers.released == [1, 1]
 
 
 @pytest.mark.parametrize("role", ["middle", "last", "no backward"])
-def test_runner_is_done_with_the_last_task_of_the_last_micro_batch(role: str) -> None:
+def test_executor_is_done_with_the_last_task_of_the_last_micro_batch(role: str) -> None:
     stage = FakeStage(1, last=role == "last")
     stage.differentiates = role != "no backward"
-    runner, _, buffers = runner_of(stage, replace(TRAIN, micro_batches=2))
-    feed(runner, 1, buffers, 2)
+    executor, _, buffers = executor_of(stage, replace(TRAIN, micro_batches=2))
+    feed(executor, 1, buffers, 2)
     done = []
-    while runner.run_next():
-        done.append(runner.is_done)
+    while executor.run_next():
+        done.append(executor.is_done)
         if role == "middle" and len(done) == 2:
             for k in range(2):
-                runner.put_gradient(1, k, buffers.arrival())
+                executor.put_gradient(1, k, buffers.arrival())
     assert done == ([False] * 3 if role == "middle" else [False]) + [True]
-    runner.abort()
-    assert not runner.is_done
+    executor.abort()
+    assert not executor.is_done
 
 
-def test_runner_with_several_stages_is_done_when_all_are() -> None:
-    runner, _ = make_runner([FakeStage(0, first=True), FakeStage(3, last=True)])
+def test_executor_with_several_stages_is_done_when_all_are() -> None:
+    executor, _ = make_executor([FakeStage(0, first=True), FakeStage(3, last=True)])
     buffers = Buffers()
-    runner.begin(replace(TRAIN, micro_batches=1), ORDERS)
-    feed(runner, 0, buffers, 1)
-    feed(runner, 3, buffers, 1)
-    assert run_all(runner) == 2
-    assert not runner.is_done
-    runner.put_gradient(0, 0, buffers.arrival())
-    assert run_all(runner) == 1
-    assert runner.is_done
+    executor.begin(replace(TRAIN, micro_batches=1), SCHEDULE)
+    feed(executor, 0, buffers, 1)
+    feed(executor, 3, buffers, 1)
+    assert run_all(executor) == 2
+    assert not executor.is_done
+    executor.put_gradient(0, 0, buffers.arrival())
+    assert run_all(executor) == 1
+    assert executor.is_done
 
 
 # ---- receive buffers
@@ -404,15 +418,15 @@ def test_runner_with_several_stages_is_done_when_all_are() -> None:
 
 def test_buffers_are_held_until_backward_and_given_back_once() -> None:
     """The stored forward may look into the receive buffer of its hidden states."""
-    runner, _, buffers = runner_of(FakeStage(1))
-    runner.put_inputs(1, 0, INPUTS)
-    runner.put_hidden(1, 0, buffers.arrival())
-    runner.run_next()
+    executor, _, buffers = executor_of(FakeStage(1))
+    executor.put_inputs(1, 0, INPUTS)
+    executor.put_hidden(1, 0, buffers.arrival())
+    executor.run_next()
     assert buffers.released == [0]
-    runner.put_gradient(1, 0, buffers.arrival())
-    runner.run_next()
+    executor.put_gradient(1, 0, buffers.arrival())
+    executor.run_next()
     assert buffers.released == [1, 1]
-    runner.begin(TRAIN, ORDERS)
+    executor.begin(TRAIN, SCHEDULE)
     assert buffers.released == [1, 1]
 
 
@@ -420,14 +434,14 @@ def test_buffers_are_held_until_backward_and_given_back_once() -> None:
 def test_result_that_lies_in_a_buffer_is_copied_before_the_buffer_goes_back(info: StepInfo) -> None:
     stage = FakeStage(1)
     stage.in_place = True
-    runner, sent, buffers = runner_of(stage, info)
+    executor, sent, buffers = executor_of(stage, info)
     arrivals = [buffers.arrival(1.0), buffers.arrival(2.0)]
-    runner.put_inputs(1, 0, INPUTS)
-    runner.put_hidden(1, 0, arrivals[0])
-    runner.run_next()
+    executor.put_inputs(1, 0, INPUTS)
+    executor.put_hidden(1, 0, arrivals[0])
+    executor.run_next()
     if info.train:
-        runner.put_gradient(1, 0, arrivals[1])
-        runner.run_next()
+        executor.put_gradient(1, 0, arrivals[1])
+        executor.run_next()
     used = arrivals[1 if info.train else 0].tensor
     assert used is not None
     result = sent.messages[-1][3]
@@ -438,33 +452,33 @@ def test_result_that_lies_in_a_buffer_is_copied_before_the_buffer_goes_back(info
 @pytest.mark.parametrize("end", ["abort", "begin"])
 def test_abort_and_begin_drop_everything_that_waits(end: str) -> None:
     stage = FakeStage(1)
-    runner, sent, buffers = runner_of(stage)
-    feed(runner, 1, buffers, 3)
-    runner.run_next()
-    runner.put_gradient(1, 0, buffers.arrival())
-    runner.put_gradient(1, 1, buffers.arrival())
+    executor, sent, buffers = executor_of(stage)
+    feed(executor, 1, buffers, 3)
+    executor.run_next()
+    executor.put_gradient(1, 0, buffers.arrival())
+    executor.put_gradient(1, 1, buffers.arrival())
     sent.messages.clear()
     if end == "abort":
-        runner.abort()
-        assert runner.info is None
+        executor.abort()
+        assert executor.info is None
         assert stage.calls[-1] == ("abort",)
     else:
-        runner.begin(TRAIN, ORDERS)
+        executor.begin(TRAIN, SCHEDULE)
         assert stage.calls[-1] == ("begin", TRAIN.step)
     assert buffers.released == [1] * 5
-    assert not runner.run_next()
+    assert not executor.run_next()
     assert sent.messages == []
 
 
 def test_begin_starts_over_with_micro_batch_zero() -> None:
     stage = FakeStage(0, first=True)
-    runner, _, _ = runner_of(stage)
+    executor, _, _ = executor_of(stage)
     for k in range(2):
-        runner.put_inputs(0, k, INPUTS)
-    run_all(runner)
-    runner.begin(TRAIN, ORDERS)
-    runner.put_inputs(0, 0, INPUTS)
-    run_all(runner)
+        executor.put_inputs(0, k, INPUTS)
+    run_all(executor)
+    executor.begin(TRAIN, SCHEDULE)
+    executor.put_inputs(0, 0, INPUTS)
+    run_all(executor)
     assert stage.calls == [("forward", 0), ("forward", 1), ("begin", 3), ("forward", 0)]
 
 
@@ -472,19 +486,19 @@ def test_begin_starts_over_with_micro_batch_zero() -> None:
 
 
 def test_evaluation_keeps_no_buffer_and_sends_no_gradient() -> None:
-    runner, sent, buffers = runner_of(FakeStage(1), EVALUATE)
-    feed(runner, 1, buffers, 2)
-    run_all(runner)
+    executor, sent, buffers = executor_of(FakeStage(1), EVALUATE)
+    feed(executor, 1, buffers, 2)
+    run_all(executor)
     assert sent.heads == [("hidden", 2, 0), ("hidden", 2, 1)]
     assert buffers.released == [1, 1]
 
 
 def test_evaluation_ends_with_the_loss_of_the_last_stage() -> None:
     stage = FakeStage(2, last=True)
-    runner, sent, buffers = runner_of(stage, EVALUATE)
-    runner.put_inputs(2, 0, INPUTS)
-    runner.put_hidden(2, 0, buffers.arrival())
-    run_all(runner)
+    executor, sent, buffers = executor_of(stage, EVALUATE)
+    executor.put_inputs(2, 0, INPUTS)
+    executor.put_hidden(2, 0, buffers.arrival())
+    run_all(executor)
     assert stage.calls == [("evaluate", 0)]
     assert sent.heads == [("loss", 0, 0.0)]
     assert buffers.released == [1]
@@ -506,89 +520,89 @@ def test_failure_says_which_stage_and_which_micro_batch(
     cause: Exception, kind: type[HeteroError], text: str
 ) -> None:
     stage = FakeStage(1)
-    runner, _, buffers = runner_of(stage)
-    runner.put_inputs(1, 0, INPUTS)
-    runner.put_hidden(1, 0, buffers.arrival())
+    executor, _, buffers = executor_of(stage)
+    executor.put_inputs(1, 0, INPUTS)
+    executor.put_hidden(1, 0, buffers.arrival())
     stage.fails = cause
     with pytest.raises(kind, match="stage 1, forward of micro-batch 0") as caught:
-        runner.run_next()
+        executor.run_next()
     assert text in caught.value.message
     assert caught.value.__cause__ is cause
 
 
 def test_failure_that_speaks_to_the_user_is_left_alone() -> None:
     stage = FakeStage(0, first=True)
-    runner, _, _ = runner_of(stage)
-    runner.put_inputs(0, 0, INPUTS)
+    executor, _, _ = executor_of(stage)
+    executor.put_inputs(0, 0, INPUTS)
     stage.fails = ModelError("said well already")
     with pytest.raises(ModelError, match=r"^said well already"):
-        runner.run_next()
+        executor.run_next()
 
 
 def test_loss_that_is_still_a_tensor_is_handed_on_as_it_is() -> None:
     stage = FakeStage(1, last=True)
     loss = torch.tensor(2.5)
     stage.evaluate = lambda *_: loss  # type: ignore[method-assign]
-    runner, sent, buffers = runner_of(stage, EVALUATE)
-    feed(runner, 1, buffers, 1)
-    run_all(runner)
+    executor, sent, buffers = executor_of(stage, EVALUATE)
+    feed(executor, 1, buffers, 1)
+    run_all(executor)
     assert sent.messages[0][2] is loss
 
 
 def test_statistics_count_the_longest_queue_of_the_step() -> None:
-    runner, _, buffers = runner_of(FakeStage(1))
-    feed(runner, 1, buffers, 3)
-    run_all(runner)
-    runner.put_gradient(1, 0, buffers.arrival())
-    figures = runner.statistics()[1]
+    executor, _, buffers = executor_of(FakeStage(1))
+    feed(executor, 1, buffers, 3)
+    run_all(executor)
+    executor.put_gradient(1, 0, buffers.arrival())
+    figures = executor.statistics()[1]
     assert (figures.queue_peak, figures.in_flight_peak) == (3, 3)
     assert figures.forward_s > 0
     assert figures.backward_s == 0
-    runner.begin(TRAIN, ORDERS)
-    assert runner.statistics()[1] == StageTimes(0.0, 0.0, 0, 0)
+    executor.begin(TRAIN, SCHEDULE)
+    assert executor.statistics()[1] == StageTimes(0.0, 0.0, 0, 0)
 
 
 def test_statistics_tell_forward_from_backward() -> None:
-    device = QueuedDevice(at_once=True)  # a second between two marks
-    runner, _ = make_runner([FakeStage(0, first=True), FakeStage(3, last=True)], device=device)
+    device = QueuedDevice(at_once=True)  # a second between two events
+    executor, _ = make_executor([FakeStage(0, first=True), FakeStage(3, last=True)], device=device)
     buffers = Buffers()
-    runner.begin(TRAIN, ORDERS)
-    feed(runner, 0, buffers, 3)
-    feed(runner, 3, buffers, 2)
-    run_all(runner)
-    runner.put_gradient(0, 0, buffers.arrival())
-    run_all(runner)
-    figures = runner.statistics()
+    executor.begin(TRAIN, SCHEDULE)
+    feed(executor, 0, buffers, 3)
+    feed(executor, 3, buffers, 2)
+    run_all(executor)
+    executor.put_gradient(0, 0, buffers.arrival())
+    run_all(executor)
+    figures = executor.statistics()
     assert (figures[0].forward_s, figures[0].backward_s) == (3.0, 1.0)
     assert (figures[3].forward_s, figures[3].backward_s) == (0.0, 2.0)
-    assert runner.statistics()[0].forward_s == 0.0  # of what came since
+    assert executor.statistics()[0].forward_s == 0.0  # of what came since
 
 
 def test_statistics_of_an_evaluation_count_the_last_stages_forwards() -> None:
-    runner, _ = make_runner([FakeStage(3, last=True)], device=QueuedDevice(at_once=True))
-    runner.begin(EVALUATE, ORDERS)
-    feed(runner, 3, Buffers(), 2)
-    run_all(runner)
-    figures = runner.statistics()[3]
+    executor, _ = make_executor([FakeStage(3, last=True)], device=QueuedDevice(at_once=True))
+    executor.begin(EVALUATE, SCHEDULE)
+    feed(executor, 3, Buffers(), 2)
+    run_all(executor)
+    figures = executor.statistics()[3]
     assert (figures.forward_s, figures.backward_s) == (2.0, 0.0)
 
 
 def test_recorder_gets_the_span_of_every_task() -> None:
     recorder = Recorder(-1)
-    runner, _ = make_runner(
+    executor, _ = make_executor(
         [FakeStage(0, first=True), FakeStage(3, last=True)],
         device=QueuedDevice(at_once=True),
         recorder=recorder,
     )
     buffers = Buffers()
-    runner.begin(TRAIN, ORDERS)
-    feed(runner, 0, buffers, 1)
-    run_all(runner)
-    feed(runner, 3, buffers, 1)
-    run_all(runner)
-    runner.put_gradient(0, 0, buffers.arrival())
-    run_all(runner)
-    runner.statistics()
+    executor.begin(TRAIN, SCHEDULE)
+    feed(executor, 0, buffers, 1)
+    run_all(executor)
+    feed(executor, 3, buffers, 1)
+    run_all(executor)
+    executor.put_gradient(0, 0, buffers.arrival())
+    run_all(executor)
+    executor.statistics()
     spans = recorder.take()
     heads = [(s["kind"], s["stage"], s["micro_batch"], s["step"]) for s in spans]
     assert heads == [(FORWARD, 0, 0, 3), (FORWARD_BACKWARD, 3, 0, 3), (BACKWARD, 0, 0, 3)]
@@ -601,17 +615,17 @@ def test_recorder_gets_the_span_of_every_task() -> None:
 def test_device_falls_behind_by_two_tasks_at_most() -> None:
     """So much is queued that it never idles, so little that an urgent task comes next but one."""
     device = QueuedDevice()
-    runner, _ = make_runner([FakeStage(0, first=True)], device=device)
-    runner.begin(TRAIN, ORDERS)
-    feed(runner, 0, Buffers(), 4)
+    executor, _ = make_executor([FakeStage(0, first=True)], device=device)
+    executor.begin(TRAIN, SCHEDULE)
+    feed(executor, 0, Buffers(), 4)
     for _ in range(2):
-        runner.run_next()
+        executor.run_next()
     assert device.log == []
     device.reach(2)  # the first task is done
-    runner.run_next()
+    executor.run_next()
     assert device.log == [("wait", 1)]
     device.reach(4)
-    runner.run_next()
+    executor.run_next()
     assert device.log == [("wait", 1), ("wait", 3)]
 
 
@@ -621,23 +635,23 @@ def test_time_of_a_task_ends_before_its_result_is_sent() -> None:
 
     class Watched(Device):
         def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
-            order.append("mark")
+            order.append("event")
             return DeviceEvent()
 
-    runner, sent = make_runner([FakeStage(0, first=True)], device=Watched())
+    executor, sent = make_executor([FakeStage(0, first=True)], device=Watched())
     sent.hidden = lambda *_: order.append("sent")  # type: ignore[method-assign]
-    runner.begin(TRAIN, ORDERS)
-    feed(runner, 0, Buffers(), 1)
-    runner.run_next()
-    assert order == ["mark", "mark", "sent"]
+    executor.begin(TRAIN, SCHEDULE)
+    feed(executor, 0, Buffers(), 1)
+    executor.run_next()
+    assert order == ["event", "event", "sent"]
 
 
 def test_commit_is_recorded_while_the_step_is() -> None:
     for steps, kinds in ((-1, [COMMIT]), (0, [])):
         recorder, stage = Recorder(steps), FakeStage(1)
-        runner, _ = make_runner([stage], device=QueuedDevice(at_once=True), recorder=recorder)
-        runner.begin(TRAIN, ORDERS)
-        runner.commit(stage, 1e-3, 0.5)
+        executor, _ = make_executor([stage], device=QueuedDevice(at_once=True), recorder=recorder)
+        executor.begin(TRAIN, SCHEDULE)
+        executor.commit(stage, 1e-3, 0.5)
         assert stage.calls[-1] == ("commit", 1e-3, 0.5)
         spans = recorder.take()
         assert [(span["kind"], span["stage"], span["step"]) for span in spans] == [
@@ -686,7 +700,7 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
     stages = [FakeStage(k, first=k == 0, last=k == p - 1) for k in range(p)]
     devices = list(dict.fromkeys(profile.devices))
     executors = {
-        d: make_runner(
+        d: make_executor(
             [s for s in stages if profile.devices[s.index] == d], num_devices=len(devices)
         )
         for d in devices
@@ -705,10 +719,11 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
     def at(when: float, what: str, subject: Any) -> None:
         heapq.heappush(events, (when, next(numbers), what, subject))
 
-    def admit(now: float) -> None:
+    def admit() -> None:
         while (k := admission.next(finished)) is not None:
             admission.admit()
-            at(now, "entered", (0, k))
+            for stage in stages:
+                executors[profile.devices[stage.index]][0].put_inputs(stage.index, k, INPUTS)
 
     def send(now: float, kind: str, stage: int, k: int) -> None:
         edge_index = stage - 1 if kind == FORWARD else stage
@@ -736,7 +751,8 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
         at(now + seconds, "ended", (device, list(sent.messages)))
         sent.messages.clear()
 
-    admit(0.0)
+    admit()
+    start(0.0, profile.devices[0])
     while events:
         now, _, what, subject = heapq.heappop(events)
         if what == "ended":
@@ -747,16 +763,13 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
                     send(now, FORWARD if name == "hidden" else BACKWARD, rest[0], rest[1])
                 elif name == "finished":
                     finished += 1
-                    admit(now)
+                    admit()
         else:
             stage_index, k = subject
             device = profile.devices[stage_index]
-            if what != BACKWARD:
-                executors[device][0].put_inputs(stage_index, k, INPUTS)
-            if what == FORWARD:
-                executors[device][0].put_hidden(stage_index, k, Arrival(torch.zeros(1, 2, 3)))
-            elif what == BACKWARD:
-                executors[device][0].put_gradient(stage_index, k, Arrival(torch.zeros(1, 2, 3)))
+            executor, _ = executors[device]
+            put = executor.put_hidden if what == FORWARD else executor.put_gradient
+            put(stage_index, k, Arrival(torch.zeros(1, 2, 3)))
         start(now, device)
     return ran.tasks
 

@@ -19,7 +19,14 @@ from hetero_framework.core.messages import (
     encode,
 )
 from hetero_framework.engine import messages
-from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, StepSchedule
+from hetero_framework.engine.stage_api import (
+    CommitOrder,
+    GradientReport,
+    HostReport,
+    StatePart,
+    StepInfo,
+    StepSchedule,
+)
 from hetero_framework.planner.tuning import PORTFOLIO
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
@@ -119,11 +126,14 @@ def test_gradients_bring_norms_bad_micro_batches_and_the_heads_gradient() -> Non
         4: GradientReport(torch.tensor([0.5]), tied_gradient=torch.ones(2, 2)),
     }
     figures = {k: StageFigures(0.5, 0.25, 1, 2, k, 0.0, 0.125) for k in reports}
-    message = travelled(messages.gradient_norms_message(INFO, reports, figures, {2: 0.5}, 7))
+    report = HostReport(reports, figures, {2: 0.5}, 7)
+    message = travelled(messages.gradient_norms_message(INFO, report))
     body = message.expect(GradientNorms)
     assert [(entry.index, entry.figures) for entry in body.stages] == list(figures.items())
     assert (body.round_trips, body.direct_bytes) == ((RoundTrip(2, 0.5),), 7)
-    found = messages.reports_of(message)
+    arrived = messages.host_report(message)
+    assert (arrived.figures, arrived.round_trips, arrived.direct_bytes) == (figures, {2: 0.5}, 7)
+    found = arrived.gradients
     assert list(found) == [1, 4]
     assert torch.equal(found[1].norms, reports[1].norms)
     assert (found[1].nonfinite, found[1].tied_gradient) == ((3,), None)
@@ -134,9 +144,12 @@ def test_gradients_bring_norms_bad_micro_batches_and_the_heads_gradient() -> Non
 
 @pytest.mark.parametrize("tied", [None, torch.ones(2)])
 def test_commit_carries_the_embedding_only_where_it_is_the_head(tied: torch.Tensor | None) -> None:
-    message = travelled(messages.commit_message(INFO, 1e-3, 0.25, tied))
-    assert (message.body.learning_rate, message.body.grad_scale) == (1e-3, 0.25)
+    message = travelled(messages.commit_message(CommitOrder(3, 1, 1e-3, 0.25, tied)))
     assert len(message.tensors) == (0 if tied is None else 1)
+    order = messages.commit_order(message)
+    assert (order.step, order.attempt) == (3, 1)
+    assert (order.learning_rate, order.grad_scale) == (1e-3, 0.25)
+    assert (order.tied_weight is None) == (tied is None)
 
 
 @pytest.mark.parametrize("kind", [State, LoadState])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hetero_framework.config import StageSpec, WireConfig
+from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.messages import (
     Abort,
@@ -26,19 +26,37 @@ from hetero_framework.core.messages import (
     StageFigures,
     Step,
 )
+from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
-from hetero_framework.engine.boundary_io import unpack
-from hetero_framework.engine.hosts import Event, LinkLost
+from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
+from hetero_framework.engine.hosts import Event, LinkLost, StepResults
 from hetero_framework.engine.pipeline import Pipeline
-from hetero_framework.engine.stage_api import GradientReport, StepInfo, StepSchedule, Tensors
+from hetero_framework.engine.remote_host import RemoteHost, RemoteInbox
+from hetero_framework.engine.stage_api import (
+    GradientReport,
+    HostReport,
+    StepInfo,
+    StepSchedule,
+    Tensors,
+)
+from hetero_framework.engine.stage_api import Loss as StageLoss
+from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import HeteroError, PeerLostError
 from hetero_framework.models.objective import CausalLM
 from tests.samples import boundary_message
 from tests.unit.engine.test_executor import FakeStage
 
+MACHINE = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+CONFIG = Config.from_dict(
+    {
+        "coordinator": {**MACHINE, "port": 9998},
+        "workers": [{**MACHINE, "id": 7, "port": 9999}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 7, "start": 2, "end": 4}],
+    }
+)
 STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
 INFO = StepInfo(step=0, attempt=0, train=True, micro_batches=4, num_items=8)
-ORDERS = StepSchedule(in_flight_limits=(4, 4))
+SCHEDULE = StepSchedule(in_flight_limits=(4, 4))
 BATCHES: list[Tensors] = [
     {"input_ids": torch.full((1, 2), k), "labels": torch.full((1, 2), k)} for k in range(4)
 ]
@@ -54,27 +72,30 @@ FIGURES = StageFigures(
 
 
 class Worker:
-    """Worker 7 with the last stage, behind the interface of `Peers`. Answers when told to."""
-
-    workers = (7,)
+    """Worker 7 with the last stage, behind the interface of `Links`. Answers when told to."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.info = INFO
         self.answers = True
         self.most_under_way = 0
-        self.finished: Callable[[], int] = lambda: 0
+        self.results = StepResults()
         self.breaks: Exception | None = None
         self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
 
-    def route(self, stages: Iterable[StageSpec]) -> None: ...
     def expect(self, step: int, attempt: int) -> None: ...
     def ping(self, worker: int) -> None: ...
     def generation(self, worker: int) -> object:
         return self
 
-    def fail(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
         self._inbox.put(error)
+
+    def loss(self, info: StepInfo, micro_batch: int, loss: StageLoss) -> None:
+        raise AssertionError("the last stage is not here")
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        self.results.finished(info, micro_batch)
 
     def send(self, worker: int, message: Message) -> None:
         if self.breaks is not None:
@@ -83,12 +104,12 @@ class Worker:
         if isinstance(message.body, Step):
             self.info = messages.step_info(message.body)
         elif isinstance(message.body, Inputs):
-            under_way = len(self.kinds(Inputs)) - self.finished()
+            under_way = len(self.kinds(Inputs)) - self.results.num_finished
             self.most_under_way = max(self.most_under_way, under_way)
         elif isinstance(message.body, Abort):
             self.tell(Message(Aborted(message.body.step, message.body.attempt)))
 
-    def post(self, stage: int, message: Message, done: Callable[[], None] | None = None) -> None:
+    def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
         k = message.body.micro_batch
         if not self.answers:
             return
@@ -99,8 +120,9 @@ class Worker:
                 self.report()  # unasked, and before the first stage has finished
 
     def report(self) -> None:
-        report = {1: GradientReport(torch.tensor([3.0]), nonfinite=(2,))}
-        self.tell(messages.gradient_norms_message(self.info, report, {1: FIGURES}, {}, 5))
+        gradients = {1: GradientReport(torch.tensor([3.0]), nonfinite=(2,))}
+        report = HostReport(gradients, {1: FIGURES}, {}, 5)
+        self.tell(messages.gradient_norms_message(self.info, report))
 
     def tell(self, message: Message) -> None:
         arrival = unpack(message, open_device("cpu"))
@@ -124,13 +146,14 @@ class Worker:
 
 def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
     worker, stage = Worker(), FakeStage(0, first=True)
+    host = StageHost([stage], CONFIG, open_device("cpu"), ArrivalMeter(Recorder(0)), worker)
+    remote = RemoteHost(7, [1], worker, worker.results, host.data, holds_head=True)
     pipeline = Pipeline(
         STAGES,
-        [stage],
-        worker,  # type: ignore[arg-type]
-        open_device("cpu"),
+        [host, remote],
+        RemoteInbox(worker, {7: remote}),
+        worker.results,
         objective=CausalLM(None),
-        wire=WireConfig(),
         step_timeout_s=step_timeout_s,
     )
     return pipeline, worker, stage
@@ -141,17 +164,16 @@ def no_recovery(lost: LinkLost) -> None:
 
 
 def step(pipeline: Pipeline, info: StepInfo) -> list[float]:
-    pipeline.begin(info, ORDERS, max_in_flight=3)
+    pipeline.begin(info, SCHEDULE, max_in_flight=3)
     losses = pipeline.run(BATCHES)
     pipeline.report_gradients()
     return losses
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3, 9])
-def test_run_keeps_to_the_window_and_gives_losses_in_order(max_in_flight: int) -> None:
+def test_run_keeps_to_max_in_flight_and_gives_losses_in_order(max_in_flight: int) -> None:
     pipeline, worker, stage = make()
-    worker.finished = lambda: [call[0] for call in stage.calls].count("backward")
-    pipeline.begin(INFO, ORDERS, max_in_flight)
+    pipeline.begin(INFO, SCHEDULE, max_in_flight)
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
     assert min(max_in_flight, 2) <= worker.most_under_way <= min(max_in_flight, 4)
     assert [call for call in stage.calls if call[0] == "backward"] == [
@@ -161,7 +183,7 @@ def test_run_keeps_to_the_window_and_gives_losses_in_order(max_in_flight: int) -
 
 def test_run_of_an_evaluation_ends_with_the_losses() -> None:
     pipeline, _, stage = make()
-    pipeline.begin(replace(INFO, train=False), ORDERS, 2)
+    pipeline.begin(replace(INFO, train=False), SCHEDULE, 2)
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
     assert not any(call[0] == "backward" for call in stage.calls)
 
@@ -174,7 +196,7 @@ def test_stage_is_sent_only_what_it_needs() -> None:
 
 def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
     pipeline, _, _ = make()
-    pipeline.begin(INFO, ORDERS, 3)
+    pipeline.begin(INFO, SCHEDULE, 3)
     pipeline.run(BATCHES)
     reports, statistics = pipeline.report_gradients()
     assert [report.norms.tolist() for report in reports] == [[], [3.0]]
@@ -182,7 +204,7 @@ def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
     assert statistics[1].backward_s == statistics[1].busy_s == 0.5
     assert (statistics[1].arrive_forward_s, statistics[1].queue_peak) == (0.25, 2)
     assert statistics[0].forward_s > 0
-    assert pipeline.direct_bytes == {7: 5}
+    assert pipeline.direct_bytes == {"local": 0, 7: 5}
 
 
 def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:
@@ -208,7 +230,7 @@ def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> N
     step(pipeline, following)
     pipeline.commit(1e-3, 0.5, no_recovery)
     worker.confirm(INFO)
-    with pytest.raises(PeerLostError, match="waiting for COMMITTED of workers 7"):
+    with pytest.raises(PeerLostError, match="waiting for the commit of worker 7"):
         pipeline.drain_commits()
     worker.confirm(following)
     pipeline.drain_commits()
@@ -235,7 +257,7 @@ def test_commit_over_a_broken_link_is_repeated_when_it_is_mended() -> None:
 
 def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
     pipeline, worker, _ = make()
-    pipeline.begin(INFO, ORDERS, 3)
+    pipeline.begin(INFO, SCHEDULE, 3)
     for k in range(4):
         worker.tell(Message(Loss(INFO.step, 5, k, 99.0)))
     worker.tell(Message(BackwardDone(4, INFO.attempt, 3)))
@@ -244,27 +266,27 @@ def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
 
 def test_abort_forgets_what_was_reported() -> None:
     pipeline, worker, stage = make(step_timeout_s=-1.0)
-    pipeline.begin(INFO, ORDERS, 3)
+    pipeline.begin(INFO, SCHEDULE, 3)
     pipeline.run(BATCHES)
     pipeline.abort()
     assert stage.calls[-1] == ("abort",)
     assert len(worker.kinds(Abort)) == 1
-    with pytest.raises(PeerLostError, match="waiting for GRADIENT_NORMS of worker 7"):
+    with pytest.raises(PeerLostError, match="waiting for gradient norms of worker 7"):
         pipeline.report_gradients()
 
 
 def test_run_in_which_nothing_moves_says_what_is_open() -> None:
     pipeline, worker, _ = make(step_timeout_s=-1.0)
     worker.answers = False
-    pipeline.begin(INFO, ORDERS, 2)
+    pipeline.begin(INFO, SCHEDULE, 2)
     with pytest.raises(PeerLostError, match="in step 1; waiting for losses of micro-batches 0, 1"):
         pipeline.run(BATCHES)
 
 
 def test_failure_of_the_sending_thread_ends_the_run() -> None:
     pipeline, worker, _ = make()
-    pipeline.begin(INFO, ORDERS, 2)
-    worker.fail(HeteroError("too large"))
+    pipeline.begin(INFO, SCHEDULE, 2)
+    worker.failed(HeteroError("too large"))
     with pytest.raises(HeteroError, match="too large"):
         pipeline.run(BATCHES)
     pipeline.close()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ from hetero_framework.core.messages import (
     StateRequest,
 )
 from hetero_framework.core.tensors import from_wire
-from hetero_framework.engine import messages
+from hetero_framework.engine import messages, state_snapshot
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.engine.stage_api import (
+    CommitOrder,
     GradientReport,
     StatePart,
     StepInfo,
@@ -84,6 +86,34 @@ def make_config(checkpoint: Path, plan: list[tuple[Any, int, int]]) -> Config:
 # ---- the two implementations
 
 
+@dataclass(frozen=True)
+class RemoteSnapshot:
+    ask: Callable[[str, int, int | None], StatePart]
+    step: int | None
+
+    def part(self, number: int) -> StatePart:
+        return self.ask("checkpoint", number, self.step)
+
+    def keep(self) -> None:
+        """The worker's host does it by itself."""
+
+
+def parts_of(part: Callable[[int], StatePart]) -> Iterator[StatePart]:
+    last, number = False, 0
+    while not last:
+        found = part(number)
+        yield found
+        last, number = found.last, number + 1
+
+
+def checkpoint_of(stage: Any) -> list[StatePart]:
+    """All parts of the stage's state, in memory of their own."""
+    return [
+        StatePart({n: t.clone() for n, t in part.tensors.items()}, part.values, part.last)
+        for part in parts_of(stage.snapshot().part)
+    ]
+
+
 class RemoteStage:
     """Stage 1 of a plan in a worker behind a socket, asked with the product's own messages."""
 
@@ -97,6 +127,8 @@ class RemoteStage:
         self._trainable = [(entry.name, entry.index) for entry in ready.trainable]
         self._tell(Start((spec.index,)))
         self._info: StepInfo
+        self._last_step: int | None = None
+        self._norms: Message | None = None
 
     def close(self) -> None:
         self._peers.close(Message(Bye("the test is over")))
@@ -127,29 +159,35 @@ class RemoteStage:
         return self._boundary(Backward, 0, k)
 
     def report_gradients(self) -> GradientReport:
-        # A worker reports by itself once all micro-batches are through.
-        return messages.reports_of(self._await(GradientNorms))[1]
+        norms, self._norms = self._norms or self._await(GradientNorms), None
+        return messages.host_report(norms).gradients[1]
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
-        order = messages.commit_message(self._info, learning_rate, grad_scale, None)
-        self._peers.send(1, order)
+        info = self._info
+        order = CommitOrder(info.step, info.attempt, learning_rate, grad_scale)
+        self._peers.send(1, messages.commit_message(order))
         self._await(Committed)
+        self._last_step = info.step
 
     def abort(self) -> None:
         self._tell(Abort(self._info.step, self._info.attempt))
-        # The report of a step that was complete may have been on its way.
-        self._await(Aborted, unread=GradientNorms)
+        self._await(Aborted)
+        self._norms = None
 
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._trainable
 
-    def state(self, kind: str) -> Iterator[StatePart]:
-        number, last = 0, False
-        while not last:
-            self._tell(StateRequest(1, kind, number))
-            part = messages.state_part(self._await(State))
-            yield part
-            number, last = number + 1, part.last
+    def snapshot(self) -> RemoteSnapshot:
+        snapshot = RemoteSnapshot(self._part, self._last_step)
+        snapshot.part(0)  # from here on the worker keeps it
+        return snapshot
+
+    def export(self) -> Iterator[StatePart]:
+        return parts_of(lambda number: self._part("export", number, None))
+
+    def _part(self, kind: str, number: int, step: int | None) -> StatePart:
+        self._tell(StateRequest(1, kind, number, step))  # type: ignore[arg-type]
+        return messages.state_part(self._await(State))
 
     def load_state(self, kind: str, part: StatePart) -> None:
         self._peers.send(1, messages.part_message(LoadState, 1, kind, 0, part))
@@ -165,7 +203,7 @@ class RemoteStage:
     def _tell(self, body: Body) -> None:
         self._peers.send(1, Message(body))
 
-    def _await(self, kind: type[Body], unread: type[Body] | None = None) -> Message:
+    def _await(self, kind: type[Body]) -> Message:
         deadline = time.monotonic() + 30
         while True:
             event = self._peers.receive(1.0)
@@ -174,7 +212,9 @@ class RemoteStage:
                 assert event.message is not None
                 if type(event.message.body) is kind:
                     return event.message
-                assert type(event.message.body) is unread
+                # A worker reports by itself; that may be before what it was asked for.
+                assert type(event.message.body) is GradientNorms
+                self._norms = event.message
 
     def _boundary(self, kind: type[Body], stage: int, k: int) -> torch.Tensor:
         message = self._await(kind)
@@ -308,7 +348,7 @@ def run_middle(stage: Any, whole: Whole) -> None:
 
 def weights(stage: Any) -> Tensors:
     found = {}
-    for part in stage.state("checkpoint"):
+    for part in checkpoint_of(stage):
         for name, tensor in part.tensors.items():
             kind, _, rest = name.partition("/")
             if kind == "weights":
@@ -448,10 +488,7 @@ def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
     run_middle(first, whole)
     first.report_gradients()
     first.commit(learning_rate=1e-2, grad_scale=1.0)
-    parts = [
-        StatePart({n: t.clone() for n, t in part.tensors.items()}, part.values, part.last)
-        for part in first.state("checkpoint")
-    ]
+    parts = checkpoint_of(first)
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     kinds = {name.partition("/")[0] for part in parts for name in part.tensors}
     assert kinds == {"weights", "optimizer"}
@@ -469,8 +506,46 @@ def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
         assert torch.equal(tensor, expected[name])
 
 
+def test_snapshot_is_of_its_step_whatever_later_steps_change(
+    stage: Open, whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some parts are read while the next step runs, others after it and the one after that have
+    been committed: all are what the first step left, to the bit."""
+    monkeypatch.setattr(state_snapshot, "STATE_PART_BYTES", 4096)
+    tested = stage(MIDDLE)
+
+    def step(number: int) -> None:
+        tested.begin(info(number))
+        run_middle(tested, whole)
+        tested.report_gradients()
+        snapshot.keep()
+        tested.commit(learning_rate=1e-2, grad_scale=1.0)
+
+    snapshot = tested.snapshot()
+    step(0)
+    expected = checkpoint_of(tested)
+    assert len(expected) > 6
+    snapshot = tested.snapshot()
+    tested.begin(info(1))
+    run_middle(tested, whole)
+    found = [snapshot.part(0), snapshot.part(1)]
+    tested.report_gradients()
+    snapshot.keep()
+    tested.commit(learning_rate=1e-2, grad_scale=1.0)
+    found += [snapshot.part(2)]
+    step(2)
+    found += [snapshot.part(number) for number in range(3, len(expected))]
+    assert [part.last for part in found] == [part.last for part in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.values == other.values
+        assert one.tensors.keys() == other.tensors.keys()
+        assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+    now = checkpoint_of(tested)
+    assert not all(torch.equal(t, expected[0].tensors[n]) for n, t in now[0].tensors.items())
+
+
 def test_export_names_tensors_as_the_checkpoint_does(stage: Open, checkpoint: Path) -> None:
-    exported = {n: t for part in stage(MIDDLE).state("export") for n, t in part.tensors.items()}
+    exported = {n: t for part in stage(MIDDLE).export() for n, t in part.tensors.items()}
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     own = {n: t for n, t in model.state_dict().items() if ".layers.1." in n or ".layers.2." in n}
     assert exported.keys() == own.keys()
@@ -491,7 +566,7 @@ def test_load_state_refuses_what_does_not_fit(
     checkpoint: Path, change: Callable[[Tensors], Tensors], text: str
 ) -> None:
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        [part] = tested.state("checkpoint")
+        [part] = checkpoint_of(tested)
         with pytest.raises(CheckpointError, match=text):
             tested.load_state("checkpoint", StatePart(change(part.tensors), last=True))
 

@@ -1,0 +1,251 @@
+"""The stages of a worker, as the coordinator's pipeline speaks to them: a `Host` of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.messages import (
+    Abort,
+    Aborted,
+    BackwardDone,
+    Body,
+    Boundary,
+    Bye,
+    Committed,
+    Control,
+    GradientNorms,
+    LoadKind,
+    LoadState,
+    Loss,
+    Message,
+    OfStep,
+    State,
+    StateKind,
+    StateLoaded,
+    StateRequest,
+)
+from hetero_framework.core.trace import Span
+from hetero_framework.engine import messages
+from hetero_framework.engine.hosts import BatchInputs, Event, LinkLost, StepResults
+from hetero_framework.engine.stage_api import (
+    CommitOrder,
+    HostReport,
+    StatePart,
+    StepInfo,
+    StepSchedule,
+)
+
+
+class Links(Protocol):
+    """The links to the workers. Raises LinkLost for one that is gone."""
+
+    def expect(self, step: int, attempt: int) -> None: ...
+    def generation(self, worker_id: WorkerId) -> object: ...
+    def send(self, worker_id: WorkerId, message: Message) -> None: ...
+    def ping(self, worker_id: WorkerId) -> None: ...
+    def receive(self, timeout_s: float) -> Event | None: ...
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What was asked over which link, and which answer is meant for it."""
+
+    message: Message
+    link: object
+    is_answer: Callable[[Any], bool]
+
+
+class RemoteHost:
+    """One worker's stages. Each question is sent once over each link."""
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        indexes: Sequence[int],
+        links: Links,
+        results: StepResults,
+        deliver: Callable[[Message, object], None],
+        *,
+        holds_head: bool,
+    ) -> None:
+        """`deliver` takes the boundary tensors that this worker sends to stages here."""
+        self.id = worker
+        self.indexes = list(indexes)
+        self._links = links
+        self._results = results
+        self._deliver = deliver
+        self._holds_head = holds_head
+        self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
+        self._norms: Message | None = None
+        self._questions: dict[type[Body], _Question] = {}
+        self._answers: dict[type[Body], Message] = {}
+        self._commit: Message | None = None
+        self._commit_step = -1
+        self._spans: list[Span] = []
+        self._kept: tuple[int | None] | None = None  # the step whose state it is known to keep
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
+        self._info, self._norms = info, None
+        self._links.ping(self.id)
+        self._links.send(self.id, messages.step_message(info, schedule))
+
+    def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
+        needed = {name: batch.packed[name] for name in names}
+        self._links.send(self.id, messages.inputs_message(self._info, stage, micro_batch, needed))
+
+    def has_inputs(self, stage: int) -> bool:
+        return False
+
+    def run_next(self) -> bool:
+        return False
+
+    def report(self, tied_gradient: torch.Tensor | None) -> HostReport | None:
+        """Workers send theirs by themselves when they are done."""
+        message, self._norms = self._norms, None
+        return messages.host_report(message) if message is not None else None
+
+    def commit(self, order: CommitOrder) -> None:
+        if not self._holds_head:
+            order = replace(order, tied_weight=None)
+        self._commit, self._commit_step = messages.commit_message(order), order.step
+        self._links.send(self.id, self._commit)
+
+    def is_committed(self) -> bool:
+        return self._commit is None
+
+    def repeat_commit(self) -> None:
+        """A worker that has done it already only says so."""
+        if self._commit is not None:
+            self._links.send(self.id, self._commit)
+
+    def abort(self) -> bool:
+        question = Message(Abort(self._info.step, self._info.attempt))
+        if self._ask(question, Aborted, lambda body: True) is None:
+            return False
+        # Everything that it was asked before has been answered by now.
+        for message in self._answers.values():
+            message.release()
+        self._answers.clear()
+        self._questions.clear()
+        self._norms = None
+        return True
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def snapshot(self, step: int | None) -> None:
+        """The request for one part has the worker keep the state of all its stages. Called again
+        before the next step, since the request may be lost with its link."""
+        if self._kept != (step,):
+            self._ask_state(self.indexes[0], "checkpoint", 0, step)
+
+    def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> StatePart | None:
+        message = self._ask_state(stage, kind, number, step)
+        return messages.state_part(message) if message is not None else None
+
+    def _ask_state(
+        self, stage: int, kind: StateKind, number: int, step: int | None
+    ) -> Message | None:
+        def is_answer(body: State) -> bool:
+            return (body.stage, body.kind, body.part) == (stage, kind, number)
+
+        found = self._ask(Message(StateRequest(stage, kind, number, step)), State, is_answer)
+        if found is not None and kind == "checkpoint":
+            self._kept = (step,)
+        return found
+
+    def load_state(self, stage: int, kind: LoadKind, number: int, part: StatePart) -> bool:
+        def is_answer(body: StateLoaded) -> bool:
+            return (body.stage, body.part) == (stage, number)
+
+        question = messages.part_message(LoadState, stage, kind, number, part)
+        return self._ask(question, StateLoaded, is_answer) is not None
+
+    def tied_weight(self) -> None:
+        """The embedding is in the first stage, and that one is never remote."""
+
+    # -- what is known of it --------------------------------------------------------------------
+
+    def answer(self, question: Message) -> Message | None:
+        """To a CONTROL request; None until it has come. The caller releases it."""
+        request = question.expect(Control).request
+        return self._ask(question, Control, lambda body: body.answers == request)
+
+    def take_spans(self) -> list[Span]:
+        taken, self._spans = self._spans, []
+        return taken
+
+    def close(self) -> None: ...
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def receive(self, message: Message, arrival: object) -> None:
+        """A message of this worker, and what `unpack` made of it. Raises LinkLost for a goodbye."""
+        body = message.body
+        if isinstance(body, Committed):
+            if body.step == self._commit_step:
+                self._commit = None
+            self._spans += body.spans
+        elif isinstance(body, Boundary):
+            self._deliver(message, arrival)
+        elif isinstance(body, OfStep) and not self._is_current(body):
+            message.release()
+        elif isinstance(body, Loss):
+            self._results.loss(self._info, body.micro_batch, body.loss)
+        elif isinstance(body, BackwardDone):
+            self._results.finished(self._info, body.micro_batch)
+        elif isinstance(body, GradientNorms):
+            self._norms = message
+        elif isinstance(body, Bye):
+            raise LinkLost(self.id, body.reason)
+        else:
+            question = self._questions.get(type(body))
+            if question is not None and question.is_answer(body):
+                self._answers[type(body)] = message
+            else:
+                message.release()
+
+    def _ask(
+        self, question: Message, answer: type[Body], is_answer: Callable[[Any], bool]
+    ) -> Message | None:
+        """The answer, None until it has come. Asked again, the same question is sent again only
+        over a new link."""
+        link = self._links.generation(self.id)
+        known = self._questions.get(answer)
+        if known is None or known.link is not link or known.message.body != question.body:
+            if (stale := self._answers.pop(answer, None)) is not None:
+                stale.release()
+            self._questions[answer] = _Question(question, link, is_answer)
+            self._links.send(self.id, question)
+        found = self._answers.pop(answer, None)
+        if found is not None:
+            del self._questions[answer]
+        return found
+
+    def _is_current(self, body: OfStep) -> bool:
+        return (body.step, body.attempt) == (self._info.step, self._info.attempt)
+
+
+class RemoteInbox:
+    """What arrives over the links, for the hosts that it is from."""
+
+    def __init__(self, links: Links, hosts: Mapping[WorkerId, RemoteHost]) -> None:
+        self._links = links
+        self._hosts = hosts
+
+    def expect(self, step: int, attempt: int) -> None:
+        self._links.expect(step, attempt)
+
+    def handle(self, timeout_s: float) -> bool:
+        event = self._links.receive(timeout_s)
+        if event is None:
+            return False
+        assert event.message is not None
+        self._hosts[event.worker].receive(event.message, event.arrival)
+        return True

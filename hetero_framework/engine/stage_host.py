@@ -1,0 +1,240 @@
+"""The stages of one process: the coordinator's own and a worker's are this class.
+
+One thread uses a `StageHost`. What leaves the stages goes to its `Outlet`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+
+from hetero_framework.config import Config
+from hetero_framework.core.devices import Device
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.messages import (
+    Boundary,
+    Forward,
+    Inputs,
+    LoadKind,
+    Message,
+    StageFigures,
+    StateKind,
+)
+from hetero_framework.core.trace import Span
+from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet
+from hetero_framework.engine.executor import Executor
+from hetero_framework.engine.hosts import BatchInputs
+from hetero_framework.engine.stage_api import (
+    CommitOrder,
+    GradientReport,
+    HostReport,
+    Snapshot,
+    StageInterface,
+    StatePart,
+    StepInfo,
+    StepSchedule,
+)
+from hetero_framework.errors import ProtocolError
+
+
+class StageHost:
+    """A `Host` whose stages are in this process.
+
+    `last_step` is the last step that was committed here, None before the first; `schedule` that of
+    the last step that began.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageInterface],
+        config: Config,
+        device: Device,
+        meter: ArrivalMeter,
+        outlet: Outlet,
+        *,
+        id: WorkerId = "local",
+    ) -> None:
+        """A worker's outlet gets losses as numbers; this process's own may still be tensors."""
+        self.id = id
+        self.stages = list(stages)
+        self.last_step: int | None = None
+        self.schedule = StepSchedule(())
+        self._device = device
+        self._meter = meter
+        self._io = BoundaryIO(
+            device,
+            config.wire,
+            outlet,
+            loss_is_awaited=id != "local",
+            flush_timeout_s=config.training.step_timeout_s,
+        )
+        num_devices = len({spec.owner for spec in config.stages()})
+        self._executor = Executor(stages, device, meter.recorder, self._io, num_devices=num_devices)
+        self._last_attempt = -1
+        self._reported = False
+        self._early: list[tuple[Message, object]] = []
+        self._snapshots: dict[int, Snapshot] = {}
+        self._snapshot_step: int | None = None
+        self._export: Iterator[StatePart] = iter(())
+        self._exported: tuple[int, int] | None = None
+
+    @property
+    def indexes(self) -> list[int]:
+        return [stage.index for stage in self.stages]
+
+    @property
+    def info(self) -> StepInfo | None:
+        """The attempt that runs."""
+        return self._executor.info
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
+        self._device.reset_peak_memory()
+        self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
+        self._executor.begin(info, schedule)
+        early, self._early = self._early, []
+        for message, arrival in early:
+            self.data(message, arrival)
+
+    def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
+        on_device = {name: self._device.copy_in(batch.tensors[name]) for name in names}
+        self._executor.put_inputs(stage, micro_batch, on_device)
+
+    def has_inputs(self, stage: int) -> bool:
+        return self._executor.has_inputs(stage)
+
+    def data(self, message: Message, arrival: object) -> None:
+        """INPUTS, FORWARD or BACKWARD with what `unpack` made of it: for the attempt that runs, or
+        for one that is to come, since another worker may have heard of it before us."""
+        body = message.body
+        assert isinstance(body, (Inputs, Boundary))
+        info, executor = self._executor.info, self._executor
+        if body.attempt > (info.attempt if info is not None else self._last_attempt):
+            self._early.append((message, arrival))
+        elif not self._is_current(body.step, body.attempt):
+            message.release()
+        elif isinstance(body, Inputs):
+            executor.put_inputs(body.stage, body.micro_batch, arrival)  # type: ignore[arg-type]
+        elif isinstance(body, Forward):
+            executor.put_hidden(body.stage, body.micro_batch, arrival)  # type: ignore[arg-type]
+        else:
+            executor.put_gradient(body.stage, body.micro_batch, arrival)  # type: ignore[arg-type]
+
+    def run_next(self) -> bool:
+        return self._executor.run_next()
+
+    def report(self, tied_gradient: torch.Tensor | None = None) -> HostReport | None:
+        info = self._executor.info
+        if self._reported or info is None or not info.train or not self._executor.is_done:
+            return None
+        self._reported = True
+        self._io.flush()
+        gradients: dict[int, GradientReport] = {}
+        # From the back: where head and embedding are both here, the head's share is known first.
+        for stage in reversed(self.stages):
+            report = stage.report_gradients(tied_gradient if stage.is_first else None)
+            if report.tied_gradient is not None:
+                tied_gradient = report.tied_gradient
+            gradients[stage.index] = report
+        return HostReport({k: gradients[k] for k in self.indexes}, self._figures())
+
+    def commit(self, order: CommitOrder) -> torch.Tensor | None:
+        """Repeated for a step that is committed already, it changes nothing. Raises ProtocolError
+        where the step's gradients are not here."""
+        if self.last_step == order.step:
+            return None
+        if not self._is_current(order.step, order.attempt):
+            raise ProtocolError(
+                f"COMMIT of step {order.step}, attempt {order.attempt}, whose gradients are not "
+                "here"
+            )
+        for snapshot in self._snapshots.values():
+            snapshot.keep()
+        for stage in self.stages:
+            self._executor.commit(stage, order.learning_rate, order.grad_scale)
+        self.last_step = order.step
+        own = self.tied_weight()
+        tied = own if own is not None else order.tied_weight
+        for stage in self.stages:
+            if stage.is_last and tied is not None:
+                stage.set_tied_weight(tied)
+        return own
+
+    def is_committed(self) -> bool:
+        return True
+
+    def repeat_commit(self) -> None: ...
+
+    def abort(self) -> bool:
+        self._io.flush()
+        self._executor.abort()
+        return True
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def snapshot(self, step: int | None) -> None:
+        """Raises ProtocolError when another step has been committed since."""
+        if self._snapshots and self._snapshot_step == step:
+            return
+        if self.last_step != step:
+            raise ProtocolError(
+                f"the state after step {step} is gone: step {self.last_step} is committed"
+            )
+        self._snapshots = {stage.index: stage.snapshot() for stage in self.stages}
+        self._snapshot_step = step
+
+    def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> StatePart:
+        if kind == "export":
+            return self._export_part(stage, number)
+        self.snapshot(step)
+        if number == 0 and self.last_step == step:
+            # Read from the start again: nothing has changed since.
+            self._snapshots[stage] = self._executor.stage(stage).snapshot()
+        return self._snapshots[stage].part(number)
+
+    def _export_part(self, stage: int, number: int) -> StatePart:
+        if number == 0:
+            self._export = self._executor.stage(stage).export()
+        elif self._exported != (stage, number - 1):
+            raise ProtocolError(f"state part {number} of stage {stage} was asked for out of order")
+        self._exported = (stage, number)
+        return next(self._export)
+
+    def load_state(self, stage: int, kind: LoadKind, number: int, part: StatePart) -> bool:
+        self._snapshots = {}
+        self._executor.stage(stage).load_state(kind, part)
+        return True
+
+    def tied_weight(self) -> torch.Tensor | None:
+        return next((w for s in self.stages if (w := s.tied_weight()) is not None), None)
+
+    # -- what is known of it --------------------------------------------------------------------
+
+    def take_spans(self) -> list[Span]:
+        return self._meter.recorder.take()
+
+    def flush(self) -> None:
+        """Wait until what the stages have computed is with its link."""
+        self._io.flush()
+
+    def close(self) -> None:
+        self._io.close()
+
+    def _figures(self) -> dict[int, StageFigures]:
+        arrivals, peak = self._meter.take(), self._device.peak_memory()
+        return {
+            index: StageFigures(
+                **asdict(times),
+                peak_memory_bytes=peak,
+                arrive_forward_s=arrivals["forward"].get(index, 0.0),
+                arrive_backward_s=arrivals["backward"].get(index, 0.0),
+            )
+            for index, times in self._executor.statistics().items()
+        }
+
+    def _is_current(self, step: int, attempt: int) -> bool:
+        info = self._executor.info
+        return info is not None and (step, attempt) == (info.step, info.attempt)

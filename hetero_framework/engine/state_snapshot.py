@@ -1,0 +1,73 @@
+"""A stage's state as one step left it, readable while later steps run.
+
+Weights and optimizer state change in a commit alone. So a part is copied when it is read, between
+two tasks, and what has not been read when the next commit comes is copied just before it. A state
+that is read within one step costs no more memory than one part, and nothing at the commit
+(docs/decisions.md has the times).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hetero_framework.core.devices import Device
+from hetero_framework.engine.stage_api import StatePart, Tensors
+from hetero_framework.errors import ProtocolError
+
+STATE_PART_BYTES = 64 << 20
+Entry = tuple[str, torch.Tensor, dict[str, Any]]
+"""Name, tensor, and values that are no tensors."""
+
+
+class StateSnapshot:
+    """The parts of one stage's state. Parts are asked for in ascending order; the one that was
+    asked for last may be asked for again."""
+
+    def __init__(self, entries: Iterable[Entry], device: Device) -> None:
+        """`entries` hold the live tensors; `keep` must be called before they change."""
+        self._device = device
+        self._live = dict(enumerate(in_parts(entries)))
+        self._kept: dict[int, StatePart] = {}
+
+    def part(self, number: int) -> StatePart:
+        """A part of about `STATE_PART_BYTES`, in memory of its own. Raises ProtocolError for one
+        that does not exist, or that a later one has replaced."""
+        for done in [k for k in self._live if k < number]:
+            del self._live[done]
+            self._kept.pop(done, None)
+        if number not in self._live:
+            raise ProtocolError(f"state part {number} was asked for out of order")
+        return self._kept.get(number) or self._copied(self._live[number])
+
+    def keep(self) -> None:
+        """Copy what has not been read: the live tensors are about to change."""
+        for number, live in self._live.items():
+            if number not in self._kept:
+                self._kept[number] = self._copied(live)
+
+    def _copied(self, part: StatePart) -> StatePart:
+        tensors = {}
+        for name, tensor in part.tensors.items():
+            host = self._device.to_host(tensor)
+            same = host.data_ptr() == tensor.data_ptr()
+            tensors[name] = host.clone() if same else host
+        return StatePart(tensors, part.values, part.last)
+
+
+def in_parts(entries: Iterable[Entry]) -> Iterator[StatePart]:
+    """Entries in parts of about `STATE_PART_BYTES`, the last one marked."""
+    tensors: Tensors = {}
+    values: dict[str, Any] = {}
+    size = 0
+    for name, tensor, more in entries:
+        nbytes = tensor.numel() * tensor.element_size()
+        if tensors and size + nbytes > STATE_PART_BYTES:
+            yield StatePart(tensors, values)
+            tensors, values, size = {}, {}, 0
+        tensors[name] = tensor
+        values.update(more)
+        size += nbytes
+    yield StatePart(tensors, values, last=True)
