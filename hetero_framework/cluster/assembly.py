@@ -184,7 +184,7 @@ class Cluster:
         """Have every process load its stages, all at once, and build the pipeline.
 
         `config` replaces the one of the start where facts of the machines decided something in it;
-        `most_held` is how many forwards each stage has memory for.
+        `memory_limits` is how many forwards each stage has memory for.
         """
         if config is not None:
             self._config = config

@@ -523,7 +523,14 @@ class WorkerLinks:
                 message.release()
                 return
             if greeted:
-                self._inbox.put(Event(worker_id, wire, message, self._unpack(message)))
+                try:
+                    arrival = self._unpack(message)
+                except ProtocolError:
+                    raise
+                except HeteroError as error:  # no memory, as a rule: not the link's failure
+                    self._inbox.put(error)
+                    return
+                self._inbox.put(Event(worker_id, wire, message, arrival))
             else:
                 greeted = True
                 answers.put(message)

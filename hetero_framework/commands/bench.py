@@ -24,7 +24,6 @@ from hetero_framework.data import token_count
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
-from hetero_framework.models.objective import objective_of
 from hetero_framework.planner.simulator import Profile, simulate, step_bound
 from hetero_framework.planner.tuning import tune
 from hetero_framework.trainer import setup
@@ -135,20 +134,20 @@ def _steps(cluster: Cluster, parts: setup.Prepared, steps: int) -> list[_Taken]:
 
     An epoch's last step may be a short one, so it is left out where there are others.
     """
-    data, objective = parts.data, objective_of(parts.config.training)
+    data = parts.data
     usual = max(1, min(data.steps_per_epoch - 1, data.total_steps))
     taken = []
     for number in range(steps):
         batches = data.step_batches(number % usual)
         began = time.perf_counter()
-        num_items = objective.num_predictions(batches)
-        cluster.begin(number, len(batches), train=True, num_items=num_items)
+        tokens = sum(map(token_count, batches))
+        cluster.begin(number, len(batches), train=True, num_items=tokens)
         cluster.pipeline.run(batches)
         _, found = cluster.pipeline.report_gradients()
         seconds = time.perf_counter() - began
         cluster.observe(len(batches), found)
         cluster.pipeline.abort()
-        taken.append(_Taken(seconds, sum(map(token_count, batches)), len(batches)))
+        taken.append(_Taken(seconds, tokens, len(batches)))
         _log.info("step %d of %d: %s", number + 1, steps, _time(seconds))
     return taken[1:]
 

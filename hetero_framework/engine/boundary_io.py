@@ -25,6 +25,7 @@ from hetero_framework.core.messages import Backward, Boundary, Coded, Forward, I
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
+from hetero_framework.engine.executor import failed
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo, Tensors
 from hetero_framework.errors import PeerLostError, ProtocolError
 
@@ -60,8 +61,19 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     """The tensors of INPUTS, FORWARD or BACKWARD on the device, for use by the computing thread.
 
     For reader threads. Where it can, the message's buffer is given back here. None for every
-    other message. Raises ProtocolError for a codec that does not exist or does not fit.
+    other message. Raises ProtocolError for a codec that does not exist or does not fit, and
+    ResourceError that names the stage when there is no memory for them.
     """
+    try:
+        return _unpack(message, device)
+    except (RuntimeError, MemoryError) as error:
+        body = message.body
+        assert isinstance(body, (Inputs, Boundary))
+        where = f"stage {body.stage}, {message.name} of micro-batch {body.micro_batch}"
+        raise failed(where, error) from error
+
+
+def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     body = message.body
     if isinstance(body, Inputs):
         inputs = {k: device.copy_in(v) for k, v in messages.inputs_of(message).items()}

@@ -49,10 +49,9 @@ class Outbox(Protocol):
     def finished(self, info: StepInfo, micro_batch: int) -> None: ...
 
 
-def task_failed(task: Task, cause: Exception) -> HeteroError:
-    """The error for the user when a stage raised in its work: where, and out of memory or a bug."""
+def failed(where: str, cause: Exception) -> HeteroError:
+    """The error for the user when a stage's work raised: where, and out of memory or a bug."""
     known = as_hetero_error(cause)
-    where = f"stage {task.stage}, {task.kind} of micro-batch {task.micro_batch}"
     if known is not None:
         return type(known)(f"{where}: {known.message}", hint=known.hint)
     return HeteroError(f"{where}: {type(cause).__name__}: {cause}")
@@ -181,7 +180,8 @@ class Executor:
         try:
             send = self._backward(lane, k) if task.kind == BACKWARD else self._forward(lane, k)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
-            raise task_failed(task, error) from error
+            where = f"stage {task.stage}, {task.kind} of micro-batch {k}"
+            raise failed(where, error) from error
         self._tasks.append((task, began, self._device.record_event()))
         send()
         return True

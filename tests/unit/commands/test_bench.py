@@ -194,9 +194,6 @@ class FakeData:
         batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
         return [batch] * (1 if step == 3 else 2)
 
-    def num_items(self, batches: list[Any]) -> int:
-        return 7
-
 
 def test_steps_are_forgotten_and_the_first_does_not_count(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
@@ -207,7 +204,7 @@ def test_steps_are_forgotten_and_the_first_does_not_count(
     # Padding does not count, and of the epoch's four steps not the short one.
     assert [step.tokens for step in taken] == [8, 12, 4]
     assert {step.micro_batches for step in taken} == {2}
-    assert cluster.calls[:3] == [(0, 2, True, 7), "observe", "abort"]
+    assert cluster.calls[:3] == [(0, 2, True, 4), "observe", "abort"]
     assert cluster.calls.count("abort") == 4
     assert logged[1:3] == ["step 2 of 4: 1.00 s", "step 3 of 4: 2.00 s"]
 

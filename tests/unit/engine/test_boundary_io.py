@@ -28,7 +28,7 @@ from hetero_framework.core.trace import RECEIVE, Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Done, Sender, unpack
 from hetero_framework.engine.stage_api import Arrival, CommitOrder, Loss, StepInfo
-from hetero_framework.errors import PeerLostError, ProtocolError
+from hetero_framework.errors import PeerLostError, ProtocolError, ResourceError
 from tests.samples import boundary_message
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
 
@@ -146,6 +146,17 @@ def test_unpack_refuses_what_no_codec_made(change: dict[str, Any], text: str) ->
     message = boundary_message(Forward, INFO, 1, 0, *CODECS["int8"].encode(sent), coded=coded)
     with pytest.raises(ProtocolError, match=text):
         unpack(Received(message).message, open_device("cpu"))
+
+
+@pytest.mark.parametrize("cause", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_unpack_without_memory_is_no_fault_of_the_link(cause: Exception) -> None:
+    class Full(QueuedDevice):
+        def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+            raise cause
+
+    message = Received(boundary_message(Forward, INFO, 2, 1, hidden())).message
+    with pytest.raises(ResourceError, match="stage 2, FORWARD of micro-batch 1"):
+        unpack(message, Full())
 
 
 # ---- the sender
