@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class Examples:
         """Tokens in the longest example."""
         return int(np.diff(self.offsets).max(initial=0))
 
+    @cached_property
     def fingerprint(self) -> str:
         """sha256, in hex, of token ids, labels and the bounds of the examples."""
         digest = hashlib.sha256(b"examples 1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +13,11 @@ import numpy as np
 
 from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, collate, pack
+from hetero_framework.data.display import Display
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.formats import Formatter, Options, detect_format
 from hetero_framework.data.sources import Record, Source, batched, find_sources, read_records
+from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import choose_pad_token
 from hetero_framework.errors import DataError
 
@@ -118,7 +120,7 @@ def load_data(
     evaluation = None
     if data.eval is not None:
         evaluation = reader.read("eval", data.eval, data.eval_split)
-        if train.fingerprint() == evaluation.fingerprint():
+        if train.fingerprint == evaluation.fingerprint:
             report.append("warning: the evaluation data are the training data")
     if data.padding_free:
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
@@ -132,7 +134,7 @@ def load_data(
         pad_token_id=pad_token_id,
         eval_batch_size=training.per_device_eval_batch_size,
         pad_to_multiple_of=data.pad_to_multiple_of,
-        fingerprint=train.fingerprint(),
+        fingerprint=train.fingerprint,
         report=report,
         padding_free=data.padding_free,
     )
@@ -183,6 +185,25 @@ class _Reader:
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples:
         sources = find_sources(spec, self.base_dir)
+        data = self.data
+        settings = [name, split, asdict(self.options), self.vocab_size]
+        settings += [data.format, data.max_length, data.truncation_mode]
+        entry = find_entry(sources, self.tokenizer, settings)
+        kept = entry.read() if entry is not None else None
+        if kept is not None:
+            examples, lines = kept
+            self.report += [*lines, f"{name}: tokenised before, taken from the cache"]
+            return examples
+        examples, lines, lasting = self._make(name, sources, split)
+        self.report += lines
+        if entry is not None and lasting:
+            entry.write(examples, lines)
+        return examples
+
+    def _make(
+        self, name: str, sources: list[Source], split: str
+    ) -> tuple[Examples, list[str], bool]:
+        """The examples, what to say of them, and whether another day gives the same."""
         records = chain.from_iterable(self._records(source, split) for source in sources)
         first = next(records)
         formatter = self._formatter(first)
@@ -191,12 +212,13 @@ class _Reader:
         origin = ", ".join(source.name for source in sources[:3])
         if len(sources) > 3:
             origin += f" and {len(sources) - 3} more"
-        self.report.append(
-            f"{name}: {len(examples):,} examples, {len(examples.ids):,} tokens from {origin}"
-        )
-        self.report.append(f"{name}: format {formatter.name} (fields {', '.join(first.fields)})")
-        self.report.extend(f"{name}: {line}" for line in self._remarks(counts, formatter))
-        return examples
+        lines = [
+            f"{name}: {len(examples):,} examples, {len(examples.ids):,} tokens from {origin}",
+            f"{name}: format {formatter.name} (fields {', '.join(first.fields)})",
+            *(f"{name}: {line}" for line in self._remarks(counts, formatter)),
+        ]
+        dated = formatter.renderer is not None and formatter.renderer.uses_date
+        return examples, lines, not dated
 
     def _records(self, source: Source, split: str) -> Iterator[Record]:
         empty = True
@@ -216,18 +238,10 @@ class _Reader:
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: _Counts
     ) -> Examples:
         builder = ExamplesBuilder()
-        for batch in batched(records, _CHUNK):
-            for record, (ids, trained) in zip(batch, formatter(batch), strict=True):
-                counts.read += 1
-                self._check_ids(ids, record)
-                if self.data.max_length is not None and len(ids) > self.data.max_length:
-                    counts.cut += 1
-                    ids, trained = self._cut(ids), self._cut(trained)
-                # The first token is never predicted, so its label alone teaches nothing.
-                if any(trained[1:]):
-                    builder.add(ids, trained)
-                else:
-                    counts.dropped += 1
+        with Display(f"tokenising data.{name}") as display:
+            for batch in batched(records, _CHUNK):
+                self._add(builder, batch, formatter, counts)
+                display.show(f"{counts.read:,} examples")
         if not len(builder):
             hint = "An example needs two tokens, and a trained one among the later."
             if counts.cut:
@@ -237,6 +251,21 @@ class _Reader:
                 hint=hint,
             )
         return builder.build()
+
+    def _add(
+        self, builder: ExamplesBuilder, batch: list[Record], formatter: Formatter, counts: _Counts
+    ) -> None:
+        for record, (ids, trained) in zip(batch, formatter(batch), strict=True):
+            counts.read += 1
+            self._check_ids(ids, record)
+            if self.data.max_length is not None and len(ids) > self.data.max_length:
+                counts.cut += 1
+                ids, trained = self._cut(ids), self._cut(trained)
+            # The first token is never predicted, so its label alone teaches nothing.
+            if any(trained[1:]):
+                builder.add(ids, trained)
+            else:
+                counts.dropped += 1
 
     def _cut(self, values: list) -> list:
         if self.data.truncation_mode == "keep_end":

@@ -217,7 +217,7 @@ def test_fingerprint_changes_with_ids_labels_and_bounds():
         builder = ExamplesBuilder()
         for ids, trained in rows:
             builder.add(ids, trained)
-        return builder.build().fingerprint()
+        return builder.build().fingerprint
 
     same = fingerprint(([1, 2, 3], [True] * 3), ([4, 5], [True] * 2))
     others = {

@@ -1,0 +1,142 @@
+"""Tokenised examples kept between runs: the same files, tokenizer and settings give them again.
+
+An entry is a directory of arrays that are mapped into memory, not read. Its name is a digest of all
+that the tokens depend on; it is complete before it gets that name, so several processes may write
+at once. One whose content is not what was written is deleted and made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetero_framework._version import __version__
+from hetero_framework.core.cache import cache_directory
+from hetero_framework.data.examples import Examples
+from hetero_framework.data.sources import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WORTH_BYTES = 2 << 20  # smaller sources are tokenised in about a second
+MOST_BYTES = 16 << 30
+_UNFINISHED = ".tmp"
+_ABANDONED_S = 24 * 3600  # what was begun so long ago belongs to a process that was killed
+_ARRAYS = ("ids", "trained", "offsets")
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The place of one set of examples, whether or not it is there yet."""
+
+    path: Path
+
+    def read(self) -> tuple[Examples, list[str]] | None:
+        """The examples and the lines to show with them; None where they are to be made."""
+        if not self.path.is_dir():
+            return None
+        with suppress(OSError, ValueError, KeyError, TypeError, EOFError):
+            return self._open()
+        shutil.rmtree(self.path, ignore_errors=True)
+        return None
+
+    def _open(self) -> tuple[Examples, list[str]]:
+        said = json.loads((self.path / "entry.json").read_text("utf-8"))
+        arrays = [np.load(self.path / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
+        examples = Examples(*arrays)
+        if examples.fingerprint != said["fingerprint"]:
+            raise ValueError("other bytes than were written")
+        os.utime(self.path)  # what was used longest ago is deleted first
+        return examples, [str(line) for line in said["report"]]
+
+    def write(self, examples: Examples, report: Sequence[str]) -> None:
+        """Keep the examples where that is possible."""
+        said = {"fingerprint": examples.fingerprint, "report": list(report)}
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(suffix=_UNFINISHED, dir=self.path.parent))
+            try:
+                for name in _ARRAYS:
+                    np.save(unfinished / f"{name}.npy", getattr(examples, name))
+                (unfinished / "entry.json").write_text(json.dumps(said), encoding="utf-8")
+                _make_room(self.path.parent)
+                os.rename(unfinished, self.path)  # fails where another process was first
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def find_entry(
+    sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: Any
+) -> Entry | None:
+    """Where the examples of these sources are kept; None where keeping them does not pay, or where
+    what they depend on cannot be told: a data set of the hub, a tokenizer written in Python."""
+    directory, content = cache_directory(), _tokenizer_text(tokenizer)
+    paths = [source.path for source in sources if source.path is not None]
+    if directory is None or content is None or len(paths) < len(sources):
+        return None
+    try:
+        files = [file for path in paths for file in _files(path)]
+        if sum(file.stat().st_size for file in files) < WORTH_BYTES:
+            return None
+        digest = hashlib.sha256(b"tokens 1")
+        versions = [__version__, *(_version(name) for name in _LIBRARIES)]
+        names = [[source.name, source.kind, str(source.path)] for source in sources]
+        for part in (content, json.dumps([versions, names, settings], default=str)):
+            digest.update(hashlib.sha256(part.encode()).digest())
+        for file in files:
+            digest.update(hashlib.sha256(file.name.encode()).digest())
+            digest.update(_content_digest(file))
+    except OSError:
+        return None  # reading the data says what is wrong
+    return Entry(directory / "tokens" / digest.hexdigest())
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+
+
+def _content_digest(file: Path) -> bytes:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.digest()
+
+
+def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """All that decides what a tokenizer makes of a text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    own = [type(tokenizer).__name__, tokenizer.special_tokens_map, tokenizer.init_kwargs]
+    return backend.to_str() + json.dumps([*own, tokenizer.chat_template], default=str)
+
+
+def _version(library: str) -> str:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(library)
+    return ""
+
+
+def _make_room(directory: Path) -> None:
+    """Delete what was used longest ago, until the entries take at most MOST_BYTES."""
+    entries = [path for path in directory.iterdir() if path.is_dir()]
+    taken = 0
+    for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True):
+        taken += sum(file.stat().st_size for file in entry.iterdir())
+        is_new = entry.stat().st_mtime > time.time() - _ABANDONED_S
+        if taken > MOST_BYTES and not (entry.suffix == _UNFINISHED and is_new):
+            shutil.rmtree(entry, ignore_errors=True)

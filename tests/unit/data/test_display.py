@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from hetero_framework.data import display
+from hetero_framework.data.display import Display
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), True), (io.StringIO(), False)])
+def test_display_is_on_a_terminal_only_and_gone_at_the_end(
+    stream: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(display, "_QUIET_S", 0.0)
+    monkeypatch.setattr(display, "_EVERY_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with Display("tokenising data.train") as line:
+        line.show("1,000 examples")
+        line.show("2,000 examples")
+    assert ("tokenising data.train: " in stream.getvalue()) == shown
+
+
+def test_display_of_what_is_done_at_once_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    with Display("tokenising data.train") as line:
+        line.show("1 example")
+    assert stream.getvalue() == ""
