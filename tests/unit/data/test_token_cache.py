@@ -132,4 +132,4 @@ def test_entries_used_longest_ago_make_room(tokens: Path, monkeypatch: pytest.Mo
         os.utime(tokens / f"{index}", (index, index))
         if index == 2:
             assert Entry(tokens / "0").read() is not None  # used now
-    assert [path.name for path in entries(tokens)] == ["0", "3"]
+    assert [path.name for path in entries(tokens)] == ["0", "2", "3"]
