@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import ipaddress
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from hetero_framework.core import addresses
 from hetero_framework.errors import ConfigError, HeteroError, UserError
 
 ADAPTERS = ("lora", "qlora", "none")
+_USUAL_DATA = "data/train.jsonl"
+_DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|te?xt)(\.gz)?$")
 _T = TypeVar("_T")
 
 
@@ -38,6 +42,7 @@ class Answers:
     model: str | None = None
     workers: Sequence[str] = field(default_factory=tuple)
     coordinator: str | None = None
+    device: str | None = None  # of the coordinator, where `coordinator` is not told
     layers: int | None = None
     adapter: str | None = None
     data: str | None = None
@@ -94,7 +99,7 @@ def propose(
     name another. Raises UserError.
     """
     workers = [parse_address(text) for text in answers.workers]
-    coordinator = _coordinator(answers.coordinator, workers, hostname, own_address)
+    coordinator = _coordinator(answers, workers, hostname, own_address)
     ranges = split_layers(num_layers, len(workers) + 1)
     taken = {(coordinator["ip"], coordinator["port"])}
     entries = []
@@ -147,6 +152,8 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         raise UserError(
             f"{output} exists already", hint="Replace it with --force, or use --output."
         )
+    if answers.model is not None:
+        _model(answers.model)
     answers = replace(
         answers,
         model=_beside(answers.model, output),
@@ -200,17 +207,15 @@ def run_wizard(
 def _ask_all(
     answers: Answers, output: Path, ask: Callable[[str], str], say: Callable[[str], None]
 ) -> Answers:
-    if answers.model is None:
-        question = "Model: a directory or a name on the hub"
-        answers = replace(answers, model=_ask(ask, say, question, None, _not_empty))
-    if answers.layers is None:
-        try:
-            layers = _layers(replace(answers, model=_beside(answers.model, output)), output)
-            say(f"The model has {layers} layers.")
-        except HeteroError as error:
-            say(f"The model cannot be read here: {error}")
-            layers = _ask(ask, say, "Number of its layers", None, _positive)
-        answers = replace(answers, layers=layers)
+    while answers.model is None or answers.layers is None:
+        if answers.model is None:
+            question = "Model: a directory or a name on the hub"
+            answers = replace(answers, model=_ask(ask, say, question, None, _model))
+        if answers.layers is None:
+            answers = _with_layers(answers, output, ask, say)
+    if answers.coordinator is None and answers.device is None:
+        question = "Device of this machine, the coordinator (auto, cpu, cuda:0, mps, ...)"
+        answers = replace(answers, device=_ask(ask, say, question, "auto", _device))
     if not answers.workers:
         count = _ask(ask, say, "Number of workers beside this machine", "1", _count)
         workers: list[str] = []
@@ -225,8 +230,24 @@ def _ask_all(
         answers = replace(answers, adapter=_ask(ask, say, question, "lora", _adapter))
     if answers.data is None:
         question = "Training data: a file or a dataset name"
-        answers = replace(answers, data=_ask(ask, say, question, "data/train.jsonl", _not_empty))
+        default = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
+        answers = replace(answers, data=_ask(ask, say, question, default, _data))
     return answers
+
+
+def _with_layers(
+    answers: Answers, output: Path, ask: Callable[[str], str], say: Callable[[str], None]
+) -> Answers:
+    """The answers with the model's layers; without the model where another is to be named."""
+    try:
+        layers = _layers(replace(answers, model=_beside(answers.model, output)), output)
+        say(f"The model has {layers} layers.")
+    except HeteroError as error:
+        say(f"The model cannot be read here: {error}")
+        layers = _ask(ask, say, "Number of its layers, or 0 to name another model", None, _count)
+        if layers == 0:
+            return replace(answers, model=None)
+    return replace(answers, layers=layers)
 
 
 def _ask(
@@ -247,6 +268,30 @@ def _ask(
 def _not_empty(text: str) -> str:
     if not text:
         raise UserError("an answer is needed here")
+    return text
+
+
+def _model(text: str) -> str:
+    if _is_path(_not_empty(text)) and not Path(text).expanduser().is_dir():
+        raise UserError(f"there is no directory {text}; a name on the hub is like ORG/NAME")
+    return text
+
+
+def _data(text: str) -> str:
+    _not_empty(text)
+    is_file = _is_path(text) or _DATA_FILE.search(text.lower()) is not None
+    if is_file and not Path(text).expanduser().exists() and not glob.glob(text, recursive=True):
+        raise UserError(f"there is no file {text}; a dataset's name on the hub is like ORG/NAME")
+    return text
+
+
+def _is_path(text: str) -> bool:
+    """Whether a name can only be one of this machine: the hub's have at most one slash."""
+    return text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1
+
+
+def _device(text: str) -> str:
+    _validated({"coordinator": {"ip": "coordinator.invalid", "device": text}}, text)
     return text
 
 
@@ -278,10 +323,10 @@ def _yes_or_no(text: str) -> bool:
 
 
 def _coordinator(
-    told: str | None, workers: Sequence[Address], hostname: str | None, own_address: str
+    answers: Answers, workers: Sequence[Address], hostname: str | None, own_address: str
 ) -> dict[str, Any]:
-    if told is not None:
-        address = parse_address(told)
+    if answers.coordinator is not None:
+        address = parse_address(answers.coordinator)
         return {
             "ip": address.host,
             "port": address.port or COORDINATOR_PORT,
@@ -289,7 +334,7 @@ def _coordinator(
         }
     only_here = all(addresses.is_loopback(worker.host) for worker in workers)
     ip = "127.0.0.1" if only_here else own_address
-    found: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": "auto"}
+    found: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": answers.device or "auto"}
     return {"hostname": hostname, **found} if hostname else found
 
 
@@ -336,13 +381,13 @@ def _validated(parts: dict[str, Any], text: str) -> None:
     """Check one answer with the schema, in an otherwise valid configuration."""
     raw = {
         "coordinator": {"ip": "coordinator.invalid"},
-        "workers": [],
+        "workers": [{"id": 1, "ip": "worker.invalid"}],
         "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
     }
     try:
         Config.from_dict({**raw, **parts}, name=f'"{text}"')
     except ConfigError as error:
-        raise UserError(error.message.replace("workers[0].", "")) from None
+        raise UserError(re.sub(r"(workers\[0\]|coordinator)\.", "", error.message)) from None
 
 
 def _is_ipv6(text: str) -> bool:

@@ -36,12 +36,14 @@ SEED: dict[str, Any] = {
 }
 
 
-def run_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_process(
+    *arguments: str, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, **environment},
         timeout=120,
         check=False,
@@ -422,6 +424,12 @@ def test_demo_scripts_start(tmp_path: Path) -> None:
     done = run_process("examples/demo_real.py", "--output", str(picture), **environment)
     assert done.returncode == 0, done.stderr
     assert "flowchart" in picture.read_text(encoding="utf-8")
+    script = str(ROOT / "examples" / "demo_real.py")
+    for form in ("svg", "mmd"):  # beside nothing of the user's
+        done = run_process(script, "--format", form, cwd=tmp_path, **environment)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "runs" / "diagram" / f"architecture.{form}").is_file()
+    assert not list(tmp_path.glob("architecture.*"))
     done = run_process("examples/demo_llama8b4bit_distributed.py", "--help", **environment)
     assert "--model DIR" in done.stdout
     assert done.returncode == 0

@@ -165,23 +165,38 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
     output = tmp_path / "c.json"
     said: list[str] = []
     ask = replies(
-        "", "./absent-model", "many", "6", "2", "box:port", "10.0.0.2", "10.0.0.3:9000:mps", "lara",
-        "none", "train.jsonl",
+        "", "./absent-model", "absent/model", "0", "absent/other", "many", "6", "gpu", "cpu", "2",
+        "box:port", "10.0.0.2", "10.0.0.3:9000:mps", "lara", "none", "", "train.jsonl", "some/data",
     )  # fmt: skip
     assert run_wizard(Answers(), output, ask=ask, say=said.append) == 0
     config = load_config(output)
     assert [w.ip for w in config.workers] == ["10.0.0.2", "10.0.0.3"]
     assert config.adapter is None
+    assert config.coordinator.device == "cpu"
+    assert config.model is not None
+    assert config.model.name_or_path == "absent/other"
     assert config.stages()[-1].end == 6
     text = "\n".join(said)
-    for complaint in ("an answer is needed", '"many" is not a number', '"lara" is not one of'):
+    for complaint in (
+        "an answer is needed",
+        "there is no directory ./absent-model",
+        '"many" is not a number',
+        '"gpu" is no device',
+        '"lara" is not one of',
+        "there is no file train.jsonl",
+    ):
         assert complaint in text
 
 
-def test_wizard_takes_defaults_and_skips_what_is_known(tmp_path: Path) -> None:
+def test_wizard_takes_defaults_and_skips_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("")
     output = tmp_path / "c.json"
     answers = Answers(model="m", layers=4)
-    assert run_wizard(answers, output, ask=replies("", "", "", ""), say=lambda text: None) == 0
+    assert run_wizard(answers, output, ask=replies(*[""] * 5), say=lambda text: None) == 0
     config = load_config(output)
     assert (config.workers[0].ip, config.workers[0].port) == ("127.0.0.1", 9999)
     assert config.adapter is not None
@@ -193,7 +208,7 @@ def test_wizard_does_not_replace_a_file_unasked(tmp_path: Path) -> None:
     assert run_wizard(Answers(), output, ask=replies("no"), say=lambda text: None) == 0
     assert output.read_text(encoding="utf-8") == "precious"
     answers = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="d")
-    assert run_wizard(answers, output, ask=replies("yes"), say=lambda text: None) == 0
+    assert run_wizard(answers, output, ask=replies("yes", ""), say=lambda text: None) == 0
     assert load_config(output).model is not None
 
 
