@@ -50,7 +50,7 @@ from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.timeline import Timeline
 from hetero_framework.trainer import outputs, run_checkpoint, setup
 from hetero_framework.trainer.checkpoint import CheckpointStore
-from hetero_framework.trainer.metrics import MetricsWriter
+from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
 from hetero_framework.trainer.signals import StopRequest
@@ -178,7 +178,6 @@ class Coordinator:
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._saved: Saved | None = None
         self._losses: list[float] = []
-        self._traffic = cluster.traffic()
         self._timeline: Timeline
 
     # -- the run --------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ class Coordinator:
 
     def train_step(self) -> None:
         """One step: all micro-batches through all stages, one decision, one commit."""
-        started = time.perf_counter()
+        started, traffic = time.perf_counter(), self._cluster.traffic()
         state = self._state
         set_step(state.step + 1)
         batches = self._data.step_batches(state.step)
@@ -280,8 +279,10 @@ class Coordinator:
                 "tokens_per_second": tokens / seconds,
                 "step_seconds": seconds,
                 "skipped": self._state.committed_steps == state.committed_steps,
-            },
-            stages,
+                "stages": stage_lines(
+                    self._config.stages(), stages, traffic, self._cluster.traffic()
+                ),
+            }
         )
 
     def _gradients(
@@ -498,13 +499,12 @@ class Coordinator:
         return advice
 
     def _advice(self) -> str:
-        """What to do once a worker was lost: all processes of this run have ended."""
+        """What to do once a worker was lost. Those that live wait for the next run; the ones of
+        this machine are started with it."""
         here = local_worker_ids(self._config)
-        away = [str(w.id) for w in self._config.planned_workers if w.id not in here]
-        if not away:
+        if all(worker.id in here for worker in self._config.planned_workers):
             return self._resume_advice()
-        workers = f"worker{'s' * (len(away) > 1)} {', '.join(away)}"
-        return f"start {workers} again where --keep does not keep them; {self._resume_advice()}"
+        return f"start the workers that have ended again; then {self._resume_advice()}"
 
     def _restore(self, step: int) -> None:
         reader = self._store.open(step)
@@ -515,42 +515,9 @@ class Coordinator:
         self._directories.own_checkpoints()
         self._directories.set_later_aside(step)
 
-    def _record(self, metrics: dict[str, Any], stages: dict[int, StageStatistics]) -> None:
+    def _record(self, line: dict[str, Any]) -> None:
         """The step's line in metrics.jsonl and on the screen."""
-        traffic = self._cluster.traffic()
-        lines = []
-        seen = set()
-        for spec in self._config.stages():
-            statistics = stages.get(spec.index, StageStatistics())
-            now = traffic.get(spec.owner, (0, 0, 0.0, 0))
-            before = self._traffic.get(spec.owner, (0, 0, 0.0, 0))
-            # A link that was opened again counts from zero; a worker's links are counted once.
-            bytes_in, bytes_out, wire_s, direct_bytes = (
-                (0, 0, 0.0, 0)
-                if spec.owner in seen
-                else tuple(n - b if n >= b else n for n, b in zip(now, before, strict=True))
-            )
-            seen.add(spec.owner)
-            lines.append(
-                {
-                    "index": spec.index,
-                    "owner": spec.owner,
-                    "busy_s": statistics.busy_s,
-                    "forward_s": statistics.forward_s,
-                    "backward_s": statistics.backward_s,
-                    "wait_s": statistics.wait_s,
-                    "wire_s": wire_s,
-                    "bytes_in": bytes_in,
-                    "bytes_out": bytes_out,
-                    "direct_bytes_out": direct_bytes,
-                    "queue_peak": statistics.queue_peak,
-                    "held_peak": statistics.in_flight_peak,
-                    "peak_memory": statistics.peak_memory_bytes,
-                }
-            )
-        self._traffic = traffic
-        line = {**metrics, "stages": lines}
-        if not metrics["skipped"]:
+        if not line["skipped"]:
             del line["skipped"]
         self._metrics.step(line)
         self._progress.step(line)

@@ -25,9 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hetero_framework.config import StageSpec
+from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.errors import DataError, ResourceError, UserError
 
 METRICS_FILE = "metrics.jsonl"
+Traffic = tuple[int, int, float, int]  # bytes in, bytes out, seconds of writing, direct bytes
 
 _log = logging.getLogger(__name__)
 
@@ -176,6 +179,46 @@ class MetricsWriter:
                     group = "eval" if is_evaluation else "train"
                     board.add_scalar(f"{group}/{name}", value, line["step"])
             self._board = board
+
+
+def stage_lines(
+    stages: Iterable[StageSpec],
+    statistics: Mapping[int, StageStatistics],
+    before: Mapping[str | int, Traffic],
+    after: Mapping[str | int, Traffic],
+) -> list[dict[str, Any]]:
+    """What the stages did in one step, for its line; `before` and `after` are each worker's
+    traffic when it began and ended."""
+    lines, nothing = [], (0, 0, 0.0, 0)
+    seen = set()
+    for spec in stages:
+        found = statistics.get(spec.index, StageStatistics())
+        now, then = after.get(spec.owner, nothing), before.get(spec.owner, nothing)
+        # A link that was opened again counts from zero; a worker's links are counted once.
+        bytes_in, bytes_out, wire_s, direct_bytes = (
+            nothing
+            if spec.owner in seen
+            else tuple(n - b if n >= b else n for n, b in zip(now, then, strict=True))
+        )
+        seen.add(spec.owner)
+        lines.append(
+            {
+                "index": spec.index,
+                "owner": spec.owner,
+                "busy_s": found.busy_s,
+                "forward_s": found.forward_s,
+                "backward_s": found.backward_s,
+                "wait_s": found.wait_s,
+                "wire_s": wire_s,
+                "bytes_in": bytes_in,
+                "bytes_out": bytes_out,
+                "direct_bytes_out": direct_bytes,
+                "queue_peak": found.queue_peak,
+                "held_peak": found.in_flight_peak,
+                "peak_memory": found.peak_memory_bytes,
+            }
+        )
+    return lines
 
 
 @contextlib.contextmanager

@@ -297,7 +297,8 @@ class Progress:
         if "loss" in first:
             lines.append(("loss", f"{_number(first['loss'])} -> {_number(last.get('loss'))}"))
         if self._evaluation.get("eval_loss") is not None:
-            lines.append(("evaluation loss", _number(self._evaluation["eval_loss"])))
+            step, loss = self._evaluation.get("step"), self._evaluation["eval_loss"]
+            lines.append(("evaluation loss", f"{_number(loss)} after step {step}"))
         if self._seconds:
             lines.append(("time in steps", duration_text(self._seconds)))
             if self._tokens:

@@ -102,6 +102,25 @@ def test_checkpoint_needs_no_worker_disk(pool, llama, texts, tmp_path) -> None:
     assert files == {"manifest.json", *(f"stage-{k}.0.safetensors" for k in range(3))}
 
 
+def test_bytes_of_a_step_are_its_own(pool, llama, texts, tmp_path) -> None:
+    """Neither the state that a resume loads nor a checkpoint before the step is counted in it."""
+
+    def bytes_of(name: str) -> list[int]:
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [s["bytes_in"] + s["bytes_out"] for line in lines for s in line.get("stages", [])][
+            1::2
+        ]
+
+    training = {"max_steps": 3, "save_steps": 1, "eval_strategy": "no"}
+    train(make(pool, llama, texts, tmp_path / "saving", [3], training=training))
+    train(make(pool, llama, texts, tmp_path / "saving", [3], training=training), resume=1)
+    plain = {**training, "save_strategy": "no", "save_steps": 500}
+    train(make(pool, llama, texts, tmp_path / "plain", [3], training=plain))
+    state = sum(p.stat().st_size for p in (tmp_path / "saving/checkpoints/step_3").glob("stage-1*"))
+    differ = [a - b for a, b in zip(bytes_of("saving"), bytes_of("plain"), strict=True)]
+    assert max(map(abs, differ)) < state / 20  # pings and confirmations, no state
+
+
 def test_fresh_start_keeps_an_earlier_run(pool, llama, texts, tmp_path) -> None:
     config = make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 2})
     train(config)

@@ -118,7 +118,7 @@ def test_summary_says_what_happened_and_where_things_are(
     assert out.split("\n\n")[1].splitlines() == [
         "steps            1 to 6 of 6",
         "loss             10.0000 -> 1.6667",
-        "evaluation loss  2.5000",
+        "evaluation loss  2.5000 after step 6",
         "time in steps    0:00:03",
         "speed            200 tokens/s",
         "on the wire      3.0 MiB per step",
