@@ -35,9 +35,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hetero_framework.core.addresses import free_port
+from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Abort, Aborted, Forward, Message
-from hetero_framework.core.transport import Link, Listener, connect
+from hetero_framework.core.stream import PlainStream
 from hetero_framework.errors import HeteroError
 
 ENGINES = ("link", "bare", "gloo")
@@ -102,7 +104,8 @@ def _ignore_close(reason: HeteroError | None) -> None:
 
 def _link_sender(sock: socket.socket, payload: memoryview) -> tuple[Transfer, Link]:
     acknowledged: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    link = Link(sock, "receiver", acknowledged.put, _ignore_close)
+    link = Link(PlainStream(sock), "receiver", acknowledged.put, _ignore_close)
+    link.start()
     tensor = WireTensor("bfloat16", (len(payload) // 2,), payload)
 
     def message() -> Message:
@@ -126,7 +129,8 @@ def _link_receiver(sock: socket.socket, slow_ms: float) -> Link:
         message.release()
         link.send(Message(Aborted(*_STEP)))
 
-    link = Link(sock, "sender", acknowledge, _ignore_close)
+    link = Link(PlainStream(sock), "sender", acknowledge, _ignore_close)
+    link.start()
     return link
 
 
@@ -134,12 +138,20 @@ def _link_relay(inward: socket.socket, outward: socket.socket) -> list[Link]:
     links: list[Link] = []
 
     def back(message: Message) -> None:
-        links[1].forward(message)
+        links[1].send(Message(message.body))
 
-    links.append(Link(outward, "receiver", back, _ignore_close))
+    links.append(Link(PlainStream(outward), "receiver", back, _ignore_close))
     links.append(
-        Link(inward, "sender", links[0].forward, _ignore_close, route=lambda message: links[0])
+        Link(
+            PlainStream(inward),
+            "sender",
+            lambda message: links[0].send(Message(message.body)),
+            _ignore_close,
+            route=lambda message: links[0],
+        )
     )
+    for link in links:
+        link.start()
     return links
 
 
@@ -210,9 +222,9 @@ def serve(options: argparse.Namespace) -> None:
                 work = gloo.relay if options.serve == "relay" else gloo.receive
                 threads.append(threading.Thread(target=work, args=(options.transfers,)))
                 continue
-            inward = connect("127.0.0.1", options.port, _TIMEOUT_S)
+            inward = connect("127.0.0.1", options.port, _TIMEOUT_S)._socket
             if options.serve == "relay":
-                outward = listener.accept(_TIMEOUT_S)
+                outward = listener.accept(_TIMEOUT_S)._socket
                 if engine == "link":
                     for link in _link_relay(inward, outward):
                         stack.callback(link.close)
@@ -290,7 +302,7 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], 
                 stack.callback(gloo.close)
                 transfers[engine] = gloo.transfer
                 continue
-            sock = listener.accept(_TIMEOUT_S)
+            sock = listener.accept(_TIMEOUT_S)._socket
             if engine == "link":
                 transfers[engine], link = _link_sender(sock, payload)
                 stack.callback(link.close)

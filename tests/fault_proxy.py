@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import msgpack
 
+from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.frames import PREFIX_BYTES
 from hetero_framework.core.messages import Body
 
@@ -76,7 +77,7 @@ class _Frames:
             if len(self.head) < PREFIX_BYTES + header:
                 continue
             kind = msgpack.unpackb(self.head[PREFIX_BYTES:], raw=False)["t"]
-            size, got = total + 8, len(self.head)
+            size, got = 8 + total + CHECKSUM_BYTES, len(self.head)
             self.head.clear()
             self.rest = size - got
             if kind == wanted:

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from hetero_framework import control
 from hetero_framework._version import __version__
+from hetero_framework.core.dial import connect
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
     DIALLER,
     LISTENER,
@@ -33,7 +34,7 @@ from hetero_framework.core.messages import (
     Reject,
 )
 from hetero_framework.core.session import Phase, Session
-from hetero_framework.core.transport import Link, connect
+from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, NetworkError
 
 Watch = Callable[[str, Message, float, float], None]
@@ -60,7 +61,7 @@ class _Peer:
 class PeerLinks:
     """A worker's links to other workers.
 
-    `start_link(socket, name, max_frame_bytes)` makes the link of a connection that was dialled
+    `start_link(stream, name, max_frame_bytes)` makes the link of a connection that was dialled
     here; `tell` puts an `Introduced` before the main thread. `run_id` and `watch` belong to the
     run that is served.
     """
@@ -68,7 +69,7 @@ class PeerLinks:
     def __init__(
         self,
         me: WorkerId,
-        start_link: Callable[[Any, str, int], Link],
+        start_link: Callable[[Stream, str, int], Link],
         tell: Callable[[Introduced], None],
     ) -> None:
         self.run_id: str | None = None
@@ -126,10 +127,10 @@ class PeerLinks:
         deadline = time.monotonic() + timeout_s
         worker = peer.id
         try:
-            sock = connect(peer.ip, peer.port, timeout_s, who=f"worker {worker}", stop=stop)
+            stream = connect(peer.ip, peer.port, timeout_s, who=f"worker {worker}", stop=stop)
         except NetworkError as error:
             return error.message
-        link = self._start_link(sock, f"worker {worker}", max_frame_bytes)
+        link = self._start_link(stream, f"worker {worker}", max_frame_bytes)
         answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         with self._lock:
             self._awaited[link] = answers

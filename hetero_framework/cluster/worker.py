@@ -27,9 +27,12 @@ from hetero_framework._version import __version__
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import timeouts
 from hetero_framework.core.devices import Device, open_device
+from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, PROTOCOL_VERSION
+from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
     Abort,
     Aborted,
@@ -66,8 +69,8 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.core.messages import Loss as LossMessage
 from hetero_framework.core.session import Phase, Session
+from hetero_framework.core.stream import Stream
 from hetero_framework.core.trace import Recorder
-from hetero_framework.core.transport import Link, Listener
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
@@ -443,29 +446,31 @@ class Worker:
     def _accept(self, listener: Listener) -> None:
         while True:
             try:
-                sock = listener.accept()
+                stream = listener.accept()
             except NetworkError:
                 return  # the listener was closed
-            try:
-                self._greet(sock)
-            except OSError:
-                sock.close()  # it was gone before it could be greeted
+            except OSError as error:
+                # No descriptors or memory, or the network's own trouble: it passes.
+                logging.getLogger(__name__).warning("cannot accept a connection: %s", error)
+                time.sleep(timeouts.ACCEPT_PAUSE_S)
+                continue
+            with suppress(OSError, NetworkError):  # it was gone before it could be greeted
+                self._greet(stream)
 
-    def _greet(self, sock: Any) -> None:
+    def _greet(self, stream: Stream) -> None:
         """Start a link for a connection. Nothing but its HELLO, in time, makes it matter."""
-        host = ":".join(map(str, sock.getpeername()[:2]))
-        self._start_link(sock, f"coordinator {host}", HANDSHAKE_MAX_FRAME_BYTES, _HELLO_S)
+        self._start_link(stream, f"coordinator {stream.peer}", HANDSHAKE_MAX_FRAME_BYTES, _HELLO_S)
 
-    def _greet_peer(self, sock: Any, name: str, max_frame_bytes: int) -> Link:
+    def _greet_peer(self, stream: Stream, name: str, max_frame_bytes: int) -> Link:
         """Start the link that this worker has dialled to another one."""
-        return self._start_link(sock, name, max_frame_bytes, _HELLO_S)
+        return self._start_link(stream, name, max_frame_bytes, _HELLO_S)
 
-    def _start_link(self, sock: Any, name: str, max_frame_bytes: int, handshake_s: float) -> Link:
-        made = threading.Event()
+    def _start_link(
+        self, stream: Stream, name: str, max_frame_bytes: int, handshake_s: float
+    ) -> Link:
         links: list[Link] = []
 
         def tell(message: Message | None, lost: str | None = None) -> None:
-            made.wait()  # the link's threads may be faster than its constructor
             if self._peers.answers(links[0], message):
                 return
             if message is not None and isinstance(message.body, (Hello, OtherVersion)):
@@ -483,7 +488,7 @@ class Worker:
 
         links.append(
             Link(
-                sock,
+                stream,
                 name=name,
                 on_message=tell,
                 on_close=lambda reason: tell(None, str(reason) if reason else "closed"),
@@ -493,7 +498,7 @@ class Worker:
                 allocate=self._device.allocate_host,
             )
         )
-        made.set()
+        links[0].start()
         return links[0]
 
     def _on_hello(self, link: Link, message: Message) -> None:

@@ -18,7 +18,9 @@ from typing import Any
 
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, StageSpec, WorkerConfig
+from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.link import Clock, Link
 from hetero_framework.core.messages import (
     Boundary,
     Connect,
@@ -33,7 +35,6 @@ from hetero_framework.core.messages import (
     Welcome,
 )
 from hetero_framework.core.session import Phase, Session
-from hetero_framework.core.transport import REFUSED, Clock, Link, connect
 from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId
 from hetero_framework.errors import (
     HeteroError,
@@ -246,16 +247,16 @@ class WorkerLinks:
                     timeout_s - elapsed_s,
                 )
 
-        sock = connect(
+        stream = connect(
             worker.ip, worker.port, timeout_s, on_retry, who=f"worker {worker.id}", stop=self._stop
         )
         if self._stop.is_set():
-            sock.close()
+            stream.close()
             raise NetworkError(f"worker {worker.id}: the run ended while it was connecting")
         answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
         wire = _Wire(Session("coordinator"))
         wire.link = Link(
-            sock,
+            stream,
             name=f"worker {worker.id}",
             on_message=self._receiver(worker.id, wire, answers),
             on_close=lambda reason: self._closed(worker.id, wire, reason, answers),
@@ -268,6 +269,7 @@ class WorkerLinks:
         if self._watch is not None:
             wire.link.on_moved = self._watch(worker.id)
         self._wires[worker.id] = wire
+        wire.link.start()
         hello = Hello(
             PROTOCOL_VERSION,
             __version__,

@@ -606,18 +606,16 @@ class OtherVersion(Body):
 class Message:
     """The fields of one message (`body`) and its tensors.
 
-    Making one checks it and raises ProtocolError. A received message also keeps the bytes it came
-    as, so that a relay can pass them on undecoded, and the buffer that holds its tensors, which
-    `release` gives back.
+    Making one checks it and raises ProtocolError. A received message also keeps the buffer that
+    holds its tensors, which `release` gives back.
     """
 
-    __slots__ = ("_buffer_release", "_fields", "_raw", "body", "tensors")
+    __slots__ = ("_buffer_release", "_fields", "body", "tensors")
 
     def __init__(self, body: Body, tensors: Sequence[WireTensor] = ()) -> None:
         self.body = body
         self.tensors = tuple(tensors)
         self._fields = body.spec.fields.pack(body)
-        self._raw: tuple[bytes, memoryview] | None = None
         self._buffer_release: Callable[[], None] | None = None
         body.spec.check(self._fields, len(self.tensors))
 
@@ -635,13 +633,6 @@ class Message:
             raise ProtocolError(f"{kind.spec.name} was expected, {self.name} came")
         return self.body
 
-    def forward_buffers(self) -> list[bytes | memoryview]:
-        """The very bytes that were received, for a relay. ProtocolError after `release`."""
-        if self._raw is None:
-            raise ProtocolError(f"{self.name} was not received or is released already")
-        head, payload = self._raw
-        return [head, payload] if payload.nbytes else [head]
-
     def release(self) -> None:
         """Give the receive buffer back for the next frame; calling it again does nothing.
 
@@ -649,7 +640,6 @@ class Message:
         released is safe: its buffer is simply not reused.
         """
         release, self._buffer_release = self._buffer_release, None
-        self._raw = None
         self.tensors = ()
         if release is not None:
             release()
@@ -709,7 +699,6 @@ class FrameHeader:
             )
         message = self.announced()
         message.tensors = split(self.shapes, view)
-        message._raw = (self.raw, view)
         message._buffer_release = release
         return message
 
@@ -718,14 +707,14 @@ class FrameHeader:
         message = Message.__new__(Message)  # read_header has checked it already
         message.body = self.body
         message.tensors = ()
-        message._raw = message._buffer_release = None
+        message._buffer_release = None
         return message
 
 
 def read_header(
     prefix: bytes, header: bytes, payload_bytes: int, max_frame_bytes: int = IMPOSSIBLE_FRAME_BYTES
 ) -> FrameHeader:
-    """Decode and check a header; `prefix` is kept in front of it for relaying.
+    """Decode and check a header; both are kept for relaying.
 
     `payload_bytes` is what `parse_prefix` returned. Raises ProtocolError, naming what came, when
     the header is not exactly a known message whose tensors fill exactly that many bytes, or when

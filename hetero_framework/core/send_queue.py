@@ -7,16 +7,18 @@ pass it until it has begun.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
 from hetero_framework.core.messages import Message
 
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
 """So much of a relayed frame must be here before it is begun: its source does send."""
 _ZEROS = memoryview(bytes(1 << 20))
+_HASHED_BYTES = 1 << 18
+"""So much is hashed just before it is written: it is in the processor's cache then."""
 
 
 class Outgoing:
@@ -25,10 +27,23 @@ class Outgoing:
     `missing` bytes are still to come; `feed` brings them, in order. `left` are not written yet.
     `began` is the time.perf_counter() at which writing began; `busy` while a thread writes what it
     took. `done` is to be called when the frame is written or given up. `message` is for the trace
-    only, and may be released already.
+    only, and may be released already. With `hashed` the frame gets its checksum here; a frame that
+    is relayed with its checksum has that among its missing bytes (`sealed`).
     """
 
-    __slots__ = ("_pending", "began", "busy", "done", "left", "message", "missing", "nbytes")
+    __slots__ = (
+        "_hasher",
+        "_pending",
+        "_raw",
+        "_sealed",
+        "began",
+        "busy",
+        "done",
+        "left",
+        "message",
+        "missing",
+        "nbytes",
+    )
 
     def __init__(
         self,
@@ -36,15 +51,23 @@ class Outgoing:
         done: Callable[[], None] | None = None,
         message: Message | None = None,
         missing: int = 0,
+        *,
+        hashed: bool = False,
+        sealed: bool = False,
     ) -> None:
-        self.missing = missing
-        self.nbytes = sum(map(len, buffers)) + missing
+        self.missing = missing + (CHECKSUM_BYTES if sealed else 0)
+        self.nbytes = sum(map(len, buffers)) + self.missing + (CHECKSUM_BYTES if hashed else 0)
         self.left = self.nbytes
         self.done = done
         self.message = message
         self.began: float | None = None
         self.busy = False
-        self._pending = deque([memoryview(buffer) for buffer in buffers])
+        self._hasher = Hasher() if hashed else None
+        self._sealed = sealed
+        self._raw = deque([memoryview(buffer) for buffer in buffers])  # not hashed yet
+        self._pending: deque[memoryview] = deque()
+        if not hashed:
+            self._raw, self._pending = self._pending, self._raw
 
     @property
     def ready(self) -> bool:
@@ -54,26 +77,31 @@ class Outgoing:
     def feed(self, data: memoryview) -> None:
         """The next bytes of the tensors; ignored once the frame is padded or given up."""
         if self.missing:
-            self._pending.append(data)
+            (self._pending if self._hasher is None else self._raw).append(data)
             self.missing -= len(data)
 
     def pad(self) -> None:
-        """Zeros in place of the bytes that will not come, so that the next frame can follow."""
-        while self.missing:
-            self.feed(_ZEROS[: self.missing])
+        """Zeros in place of the bytes that will not come, so that the next frame can follow; the
+        receiver drops a frame that is void."""
+        tail = CHECKSUM_BYTES if self._sealed else 0
+        while self.missing > tail:
+            self.feed(_ZEROS[: self.missing - tail])
+        if self.missing:
+            self.feed(memoryview(VOID))
 
     def give_up(self) -> None:
         """Write and take no more of it."""
         self._pending.clear()
+        self._raw.clear()
         self.missing = 0
 
     def take(self, reserve: int = 0) -> deque[memoryview]:
         """What may be written now; the last `reserve` bytes of it stay while more is to come."""
-        taken = self._pending
-        if not self.missing or not reserve:
-            self._pending = deque()
+        if self._hasher is not None:
+            self._hash_some()
+        taken, self._pending = self._pending, deque()
+        if not self.missing:
             return taken
-        self._pending = deque()
         while reserve and taken:
             last = taken.pop()
             kept = last[-reserve:]
@@ -82,6 +110,22 @@ class Outgoing:
             if len(kept) < len(last):
                 taken.append(last[: -len(kept)])
         return taken
+
+    def _hash_some(self) -> None:
+        """Make the next bytes ready to be written; the checksum behind the last of them."""
+        assert self._hasher is not None
+        room = _HASHED_BYTES
+        while self._raw and room:
+            segment = self._raw.popleft()
+            if len(segment) > room:
+                self._raw.appendleft(segment[room:])
+                segment = segment[:room]
+            self._hasher.update(segment)
+            self._pending.append(segment)
+            room -= len(segment)
+        if not self._raw and not self.missing:
+            self._pending.append(memoryview(digest(self._hasher)))
+            self._hasher = None
 
     def take_one(self) -> deque[memoryview]:
         """The next byte, of the reserve too, if there is one."""
@@ -95,12 +139,6 @@ class Outgoing:
     def put_back(self, rest: deque[memoryview]) -> None:
         """What was taken and could not be written yet."""
         self._pending.extendleft(reversed(rest))
-
-    def wrote(self, nbytes: int, now: float) -> None:
-        """The first `nbytes` were written before the frame was queued; writing began at `now`."""
-        self.began = now
-        self.left -= nbytes
-        drop_sent(self._pending, nbytes)
 
 
 def drop_sent(pending: deque[memoryview], sent: int) -> None:
@@ -136,9 +174,9 @@ class SendQueue:
         return not self._frames or self.next() is None
 
     def add(self, frame: Outgoing, urgent: bool = False) -> None:
-        """`urgent`, and a frame that has begun: before all others but the one being written."""
+        """`urgent`: before all others but the one being written."""
         self.nbytes += frame.nbytes
-        if urgent or frame.began is not None:
+        if urgent:
             begun = bool(self._frames) and self._frames[0].began is not None
             self._frames.insert(int(begun), frame)
         else:
@@ -155,10 +193,10 @@ class SendQueue:
                 first = frame
         return first
 
-    def begin(self, frame: Outgoing) -> None:
-        """Writing of `frame` begins, or goes on: it comes first from now on."""
+    def begin(self, frame: Outgoing, now: float) -> None:
+        """Writing of `frame` began at `now`, or goes on: it comes first from now on."""
         if frame.began is None:
-            frame.began = time.perf_counter()
+            frame.began = now
         if self._frames[0] is not frame:
             self._frames.remove(frame)
             self._frames.appendleft(frame)

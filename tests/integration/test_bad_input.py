@@ -22,8 +22,9 @@ from hetero_framework.cli import main
 from hetero_framework.cluster import assembly
 from hetero_framework.core.devices import Device, Memory
 from hetero_framework.core.frames import PROTOCOL_VERSION
-from hetero_framework.core.messages import Message, Welcome, encode
+from hetero_framework.core.messages import Message, Welcome
 from hetero_framework.trainer import checkpoint
+from tests.framed import framed
 from tests.integration.conftest import Pool
 from tests.samples import free_ports, save_llama
 
@@ -304,7 +305,7 @@ WELCOME = Welcome(
 
 
 def test_a_worker_of_another_protocol_version(run) -> None:
-    frame = b"".join(encode(Message(WELCOME)))
+    frame = framed(Message(WELCOME))
     with server(lambda sock: sock.sendall(frame)) as port:
         run(with_workers(LOCAL, port)).expect(
             2, f"speaks protocol version {PROTOCOL_VERSION + 1}", "install the same version"

@@ -32,12 +32,13 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import PROTOCOL_VERSION
-from hetero_framework.core.messages import Message, encode
+from hetero_framework.core.messages import Message
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import PeerLostError, StoppedEarly
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
+from tests.framed import framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
@@ -289,9 +290,9 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x00" * 4096,
         b"\xff" * 4096,
-        b"".join(encode(Message(m.Bye("be gone")))),
-        b"".join(encode(Message(HELLO))),
-        b"".join(encode(Message(replace(HELLO, protocol=99)))),
+        framed(Message(m.Bye("be gone"))),
+        framed(Message(HELLO)),
+        framed(Message(replace(HELLO, protocol=99))),
         b"",
     ]
 
@@ -315,7 +316,7 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
 
 def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_path) -> None:
     other = socket.create_connection(("127.0.0.1", pool.machines["workers"][0]["port"]))
-    other.sendall(b"".join(encode(Message(HELLO))))
+    other.sendall(framed(Message(HELLO)))
     assert other.recv(1)
 
     class Patient(Notes):

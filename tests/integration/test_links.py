@@ -20,12 +20,13 @@ from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
 from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
-from hetero_framework.core.messages import Message, encode
+from hetero_framework.core.messages import Message
 from hetero_framework.engine.boundary_io import _Packed
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
+from tests.framed import framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.samples import free_ports
@@ -293,7 +294,7 @@ def test_strangers_at_a_workers_port_are_no_peers(run, pool, tmp_path) -> None:
             super().step(metrics)
             for greeting in greetings:
                 strangers.append(socket.create_connection(address))
-                strangers[-1].sendall(b"".join(encode(greeting)) * 2)
+                strangers[-1].sendall(framed(greeting) * 2)
 
     strangers: list[socket.socket] = []
     notes = run("cut", [2, 4], notes=Strangers(), links="direct")

@@ -38,7 +38,7 @@ PROGRAMS = sorted(
     for folder in (PACKAGE, ROOT / "examples", ROOT / "benchmarks", ROOT / "docs", ROOT / "tests")
     for file in folder.rglob("*.py")
 ) + [ROOT / "init_config.py"]
-SOCKETS = {"core/transport.py", "core/addresses.py"}
+SOCKETS = {"core/stream.py", "core/dial.py", "core/addresses.py"}
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 

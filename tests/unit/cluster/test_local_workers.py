@@ -133,7 +133,7 @@ def test_killed_worker_is_reported_with_its_signal(config: Config, program: Any)
 def test_worker_that_already_listens_is_used(
     config: Config, program: Any, logged: list[str]
 ) -> None:
-    from hetero_framework.core.transport import Listener
+    from hetero_framework.core.dial import Listener
 
     listener = Listener("127.0.0.1", config.worker(1).port)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,10 @@ import torch
 
 from hetero_framework import control
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
-from hetero_framework.core import transport
+from hetero_framework.core import timeouts
+from hetero_framework.core.dial import Listener
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, WireTensor
+from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
     Backward,
     Body,
@@ -30,7 +31,6 @@ from hetero_framework.core.messages import (
     PeerResult,
     Reject,
 )
-from hetero_framework.core.transport import Link, Listener
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from tests.samples import boundary_message, free_ports
@@ -52,7 +52,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 @pytest.fixture(autouse=True)
 def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test ends with the threads that it began with, and soon."""
-    monkeypatch.setattr(transport, "_TICK_S", 0.02)
+    monkeypatch.setattr(timeouts, "TICK_S", 0.02)
     threads = set(threading.enumerate())
     yield
     wait_until(lambda: set(threading.enumerate()) <= threads, "threads ended")
@@ -110,17 +110,15 @@ class Machine:
             self._start(sock, "somebody", HANDSHAKE_MAX_FRAME_BYTES)
 
     def _start(self, sock: Any, name: str, max_frame_bytes: int) -> Link:
-        made = threading.Event()
         links: list[Link] = []
 
         def tell(message: Message | None) -> None:
-            made.wait()
             self._hear(links[0], message)
 
         link = Link(sock, name, tell, lambda reason: tell(None), max_frame_bytes=max_frame_bytes)
         links.append(link)
         self.open.append(link)
-        made.set()
+        link.start()
         return link
 
     def _hear(self, link: Link, message: Message | None) -> None:
@@ -301,7 +299,7 @@ def test_new_link_takes_the_place_of_the_old_one(pair: tuple[Machine, Machine]) 
 def test_link_that_breaks_is_reported_at_both_ends(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     link_up(one, other)
-    one.open[0]._socket.shutdown(socket.SHUT_RDWR)
+    one.open[0]._stream.stop()
     assert one.lost.get(timeout=WAIT_S) == "box"
     assert other.lost.get(timeout=WAIT_S) == 1
     one.links.send("box", boundary())  # its loss has been reported
@@ -498,7 +496,7 @@ def test_dialling_that_fails_in_any_way_is_answered(
 
     monkeypatch.setattr(one.links, "_start_link", start)
     [entry] = one.dial(other.entry("box"))
-    assert type(error).__name__ in entry["problem"]
+    assert type(error).__name__ in entry.problem
 
 
 def test_dialling_without_a_thread_to_be_had_is_answered(
@@ -515,4 +513,4 @@ def test_dialling_without_a_thread_to_be_had_is_answered(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     [entry] = one.dial(other.entry("box"))
-    assert entry["problem"] == "can't start new thread"
+    assert entry.problem == "can't start new thread"

@@ -18,7 +18,9 @@ from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
+from hetero_framework.core.dial import connect
 from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
     Abort,
     Aborted,
@@ -35,7 +37,6 @@ from hetero_framework.core.messages import (
     Start,
     Welcome,
 )
-from hetero_framework.core.transport import Link, connect
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.errors import HeteroError, PeerLostError
 from tests.samples import free_ports
@@ -124,8 +125,9 @@ class Coordinator:
     def __init__(self, served: Served, run_id: str) -> None:
         self._config = served.config
         self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
-        sock = connect("127.0.0.1", served.port, WAIT_S)
-        self.link = Link(sock, "worker", self.inbox.put, self.inbox.put)
+        stream = connect("127.0.0.1", served.port, WAIT_S)
+        self.link = Link(stream, "worker", self.inbox.put, self.inbox.put)
+        self.link.start()
         self.send(Hello(PROTOCOL_VERSION, "0", run_id, 1, 1 << 20))
 
     def send(self, body: Body) -> None:

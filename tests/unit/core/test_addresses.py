@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from hetero_framework.core import addresses
-from hetero_framework.core.transport import Listener
+from hetero_framework.core.dial import Listener
 
 
 def fake_interfaces(monkeypatch: pytest.MonkeyPatch, **interfaces: list[tuple[int, str]]) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def test_documentation_agrees_with_the_code() -> None:
 def test_protocol_does_not_import_torch_or_socket() -> None:
     code = (
         "import sys, hetero_framework.core.session\n"
-        "print(sorted({'torch', 'numpy', 'hetero_framework.core.transport'} & set(sys.modules)))"
+        "print(sorted({'torch', 'numpy', 'hetero_framework.core.link'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -150,12 +151,6 @@ def test_protocol_does_not_import_torch_or_socket() -> None:
     assert source is not None
     assert source.origin is not None
     assert "import socket" not in Path(source.origin).read_text(encoding="utf-8")
-
-
-def test_forward_buffers_are_the_received_bytes() -> None:
-    sent = frame(examples()["FORWARD"])
-    message = decode(sent)
-    assert b"".join(message.forward_buffers()) == sent
 
 
 def test_tensor_data_is_not_copied() -> None:
@@ -178,8 +173,6 @@ def test_release_twice_gives_the_buffer_back_once() -> None:
     message.release()
     assert calls == [1]
     assert message.tensors == ()
-    with pytest.raises(ProtocolError, match="released"):
-        message.forward_buffers()
 
 
 @pytest.mark.parametrize(
@@ -561,11 +554,8 @@ def test_any_message_survives_the_wire(name: str, data: Any, tensors: list[WireT
 
 
 def only_protocol_error(data: bytes) -> None:
-    try:
-        message = decode(data)
-    except ProtocolError:
-        return
-    assert b"".join(message.forward_buffers()) == data
+    with suppress(ProtocolError):
+        decode(data)
 
 
 FRAMES = [frame(message) for message in examples().values()]

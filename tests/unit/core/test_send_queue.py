@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import pytest
 
+from hetero_framework.core.checksum import VOID, checksum
 from hetero_framework.core.send_queue import EARLY_BYTES, Outgoing, SendQueue
 
 
@@ -29,11 +31,26 @@ def test_frame_gives_its_bytes_once_and_in_order() -> None:
     assert not frame.take()
 
 
-def test_frame_whose_beginning_is_written_goes_on_after_it() -> None:
-    frame = Outgoing([b"ab", b"cd", b"ef"])
-    frame.wrote(3, 1.5)
-    assert (frame.began, frame.left, frame.nbytes) == (1.5, 3, 6)
-    assert joined(frame.take()) == b"def"
+@pytest.mark.parametrize("size", [0, 5, 1 << 18, (1 << 18) + 1, 3_000_000])
+def test_hashed_frame_ends_with_the_checksum_of_its_bytes(size: int) -> None:
+    whole = b"head" + bytes(i % 251 for i in range(size))
+    frame = Outgoing([whole[:4], memoryview(whole)[4:]], hashed=True)
+    written = b""
+    while segment := frame.take():
+        rest = segment.pop()  # not all is taken by the system
+        frame.put_back(deque([rest[len(rest) // 2 :]]))
+        written += joined(segment) + bytes(rest[: len(rest) // 2])
+        if len(rest) == 1:
+            written += joined(frame.take_one())
+    assert written == whole + checksum([whole])
+    assert len(written) == frame.nbytes
+
+
+def test_relayed_frame_that_is_given_up_is_void() -> None:
+    frame = Outgoing([b"head"], missing=5, sealed=True)
+    frame.feed(memoryview(b"12"))
+    frame.pad()
+    assert joined(frame.take()) == b"head12" + bytes(3) + VOID
 
 
 @pytest.mark.parametrize("reserve", [0, 1, 3, 5, 7, 8, 100])
@@ -68,12 +85,12 @@ def test_whole_frames_pass_one_that_is_still_coming_in() -> None:
     assert queue.next() is first
     slow.feed(memoryview(bytes(EARLY_BYTES)))
     assert queue.next() is first
-    queue.begin(first)
+    queue.begin(first, 1.0)
     slow.feed(memoryview(b"12"))
     assert queue.next() is first  # nothing passes a frame that is being written
     queue.remove(first)
     assert queue.next() is slow  # whole by now, and it came before the second
-    queue.begin(slow)
+    queue.begin(slow, 1.0)
     queue.remove(slow)
     assert queue.next() is second
     queue.remove(second)
@@ -88,7 +105,7 @@ def test_nothing_passes_once_a_frame_has_begun() -> None:
     assert not slow.ready
     slow.feed(memoryview(bytes(EARLY_BYTES)))
     assert queue.next() is slow
-    queue.begin(slow)
+    queue.begin(slow, 1.0)
     queue.add(waiting)
     urgent = Outgoing([b"beat"])
     queue.add(urgent, urgent=True)

@@ -13,13 +13,17 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero_framework.core import transport
-from hetero_framework.core.buffers import BufferPool, size_class
+from hetero_framework.core import link as link_module
+from hetero_framework.core import stream as stream_module
+from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID
+from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
-from hetero_framework.core.messages import Control, Heartbeat, Message, encode
-from hetero_framework.core.transport import Clock, Link, Listener, connect
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+from hetero_framework.core.link import Clock, Link
+from hetero_framework.core.messages import Control, Heartbeat, Message
+from hetero_framework.core.stream import PlainStream
+from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError, ResourceError
 from tests.fault_proxy import FaultProxy
+from tests.framed import framed
 
 WAIT_S = 10.0
 
@@ -54,7 +58,9 @@ class End:
         self.reasons: list[HeteroError | None] = []
         self.ended = threading.Event()
         self.on_message: Callable[[Message], None] = self.messages.append
-        self.link = Link(sock, name, lambda m: self.on_message(m), self._close, **options)
+        stream = PlainStream(sock)
+        self.link = Link(stream, name, lambda m: self.on_message(m), self._close, **options)
+        self.link.start()
 
     def _close(self, reason: HeteroError | None) -> None:
         self.reasons.append(reason)
@@ -79,8 +85,8 @@ def stack() -> Iterator[ExitStack]:
 def sockets(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
     """Two connected TCP sockets; closed at the end of the test."""
     with Listener("127.0.0.1", 0) as listener:
-        near = stack.enter_context(connect("127.0.0.1", listener.port, WAIT_S))
-        far = stack.enter_context(listener.accept(WAIT_S))
+        near = stack.enter_context(connect("127.0.0.1", listener.port, WAIT_S)._socket)
+        far = stack.enter_context(listener.accept(WAIT_S)._socket)
     return near, far
 
 
@@ -98,8 +104,8 @@ def pair(stack: ExitStack, **options: Any) -> tuple[End, End]:
 def proxied(stack: ExitStack, **options: Any) -> tuple[End, End, FaultProxy]:
     with Listener("127.0.0.1", 0) as listener:
         proxy = stack.enter_context(FaultProxy(("127.0.0.1", listener.port)))
-        near = stack.enter_context(connect("127.0.0.1", proxy.port, WAIT_S))
-        far = stack.enter_context(listener.accept(WAIT_S))
+        near = stack.enter_context(connect("127.0.0.1", proxy.port, WAIT_S)._socket)
+        far = stack.enter_context(listener.accept(WAIT_S)._socket)
     return end(stack, near, "worker", **options), end(stack, far, "coordinator", **options), proxy
 
 
@@ -138,7 +144,7 @@ def test_large_frame_arrives_whole_and_is_counted(stack: ExitStack) -> None:
     a.link.send(message, written.set)
     assert payload_of(b.take()[0]) == payload_of(message)
     assert written.wait(WAIT_S)
-    size = sum(map(len, encode(message)))
+    size = len(framed(message))
     wait_until(lambda: a.link.stats.bytes_out == size, "bytes counted")
     assert b.link.stats.bytes_in == size
     assert (a.link.stats.frames_out, b.link.stats.frames_in) == (1, 1)
@@ -156,23 +162,12 @@ def test_many_tensors_pass_the_limit_of_one_system_call(stack: ExitStack) -> Non
 def test_without_sendmsg_the_same_bytes_travel(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_HAS_SENDMSG", False)
-    monkeypatch.setattr(transport, "_CAN_TRY", False)
+    monkeypatch.setattr(stream_module, "_HAS_SENDMSG", False)
+    monkeypatch.setattr(stream_module, "_CAN_TRY", False)
     a, b = pair(stack)
     tensors = [control(n, n).tensors[0] for n in (10, 200_000, 5, 7, 300_000)]
     a.link.send(Message(Control("x", None), tensors))
     assert [bytes(t.data) for t in b.take()[0].tensors] == [bytes(t.data) for t in tensors]
-
-
-def test_relay_forwards_the_bytes_undecoded_and_releases(stack: ExitStack) -> None:
-    source, relay_in = pair(stack)
-    relay_out, target = pair(stack)
-    relay_in.on_message = lambda m: (relay_in.messages.append(m), relay_out.link.forward(m))[0]
-    sent = control(3_000_000, 5)
-    source.link.send(sent)
-    received = target.take()[0]
-    assert b"".join(received.forward_buffers()) == b"".join(encode(sent))
-    wait_until(lambda: relay_in.messages[0].tensors == (), "relayed message released")
 
 
 def test_released_buffers_are_used_again_and_kept_ones_are_not(stack: ExitStack) -> None:
@@ -302,15 +297,11 @@ def receive_exactly(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-def bytes_of(message: Message) -> bytes:
-    return b"".join(encode(message))
-
-
 def test_routed_frame_goes_out_before_it_has_come_in(relay: Relay) -> None:
-    frame = bytes_of(control(1_000_000, 5))
+    frame = framed(control(1_000_000, 5))
     half = len(frame) // 2
     relay.source_socket.sendall(frame[:half])
-    early = receive_exactly(relay.target_socket, half - transport._RESERVE_BYTES)
+    early = receive_exactly(relay.target_socket, half - link_module._RESERVE_BYTES)
     relay.source_socket.sendall(frame[half:])
     assert early + receive_exactly(relay.target_socket, len(frame) - len(early)) == frame
     assert relay.into.messages == []
@@ -318,10 +309,10 @@ def test_routed_frame_goes_out_before_it_has_come_in(relay: Relay) -> None:
 
 
 def test_routed_frame_reaches_a_receiver_that_reads_slowly(relay: Relay) -> None:
-    for sock in (relay.target_socket, relay.out.link._socket):
+    for sock in (relay.target_socket, relay.out.link._stream._socket):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 20_000)
-    frame = bytes_of(Message(Control("x", 1), [random_tensor(4_000_000)]))
+    frame = framed(Message(Control("x", 1), [random_tensor(4_000_000)]))
     received = b""
     for start in range(0, len(frame), 40_000):
         # More comes in than goes out, so that both threads of the relay write.
@@ -338,7 +329,7 @@ def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
         moved.append((direction, message.body.data, began, ended))
 
     relay.into.link.on_moved = relay.out.link.on_moved = note
-    frame = bytes_of(control(2_000_000, 7))
+    frame = framed(control(2_000_000, 7))
     relay.source_socket.sendall(frame)
     assert receive_exactly(relay.target_socket, len(frame)) == frame
     wait_until(lambda: len(moved) == 2, "told")
@@ -351,21 +342,21 @@ def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
 def test_what_is_not_routed_is_received_whole(relay: Relay) -> None:
     relay.to = lambda message: relay.out.link if message.body.data == 2 else None
     for number in range(4):
-        relay.source_socket.sendall(bytes_of(control(10_000, number)))
-    relay.source_socket.sendall(bytes_of(control(0, 4)))
+        relay.source_socket.sendall(framed(control(10_000, number)))
+    relay.source_socket.sendall(framed(control(0, 4)))
     assert [m.body.data for m in relay.into.take(4)] == [0, 1, 3, 4]
     assert payload_of(relay.into.messages[2]) == payload_of(control(10_000, 3))
     # A frame without tensor bytes is not asked about.
     assert [m.body.data for m in relay.announced] == [0, 1, 2, 3]
-    frame = bytes_of(control(10_000, 2))
+    frame = framed(control(10_000, 2))
     assert receive_exactly(relay.target_socket, len(frame)) == frame
 
 
 def test_whole_frame_passes_one_that_waits_for_its_bytes(relay: Relay) -> None:
-    frame = bytes_of(control(500_000, 1))
+    frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:5000])  # too little to begin with
     wait_until(lambda: relay.out.link.queued_bytes > 0, "queued")
-    quick = bytes_of(control(70_000, 2))
+    quick = framed(control(70_000, 2))
     relay.out.link.send(control(70_000, 2))
     assert receive_exactly(relay.target_socket, len(quick)) == quick
     relay.source_socket.sendall(frame[5000:])
@@ -374,24 +365,25 @@ def test_whole_frame_passes_one_that_waits_for_its_bytes(relay: Relay) -> None:
 
 @pytest.mark.parametrize("count", [60, 100, 40_000, 299_000])
 def test_source_that_dies_in_a_frame_leaves_the_other_link_usable(count: int, relay: Relay) -> None:
-    frame = bytes_of(control(300_000, 1))
+    frame = framed(control(300_000, 1))
     relay.source_socket.sendall(frame[:count])
     wait_until(lambda: len(relay.announced) == 1, "announced")
     relay.source_socket.close()
     assert "in the middle of a message" in str(relay.into.reason())
     padded = receive_exactly(relay.target_socket, len(frame))
     relay.out.link.send(control(0, 2))
-    kept = len(padded.rstrip(b"\0"))
+    assert padded.endswith(VOID)
+    kept = len(padded[: -len(VOID)].rstrip(b"\0"))
     assert padded[:kept] == frame[:kept]
     assert kept <= count
     assert not relay.out.link.closed
-    after = bytes_of(control(0, 2))
+    after = framed(control(0, 2))
     assert receive_exactly(relay.target_socket, len(after)) == after
 
 
 def test_made_up_bytes_come_after_the_news_that_they_are(relay: Relay) -> None:
     """Else a receiver's answer to them could be taken for true."""
-    frame = bytes_of(control(300_000, 1))
+    frame = framed(control(300_000, 1))
     told, go = threading.Event(), threading.Event()
     real = relay.into.link._on_close
 
@@ -417,16 +409,16 @@ def test_made_up_bytes_come_after_the_news_that_they_are(relay: Relay) -> None:
 
 @pytest.mark.parametrize("when", ["before", "in the middle"])
 def test_receiver_that_dies_leaves_the_source_usable(when: str, relay: Relay) -> None:
-    frame = bytes_of(control(3_000_000, 1))
+    frame = framed(control(3_000_000, 1))
     begun = 0 if when == "before" else 1_500_000
     relay.source_socket.sendall(frame[:begun])
     if begun:
         receive_exactly(relay.target_socket, 100_000)
     relay.target_socket.close()
     assert isinstance(relay.out.reason(), PeerLostError)
-    relay.source_socket.sendall(frame[begun:] + bytes_of(control(50, 2)) + frame)
+    relay.source_socket.sendall(frame[begun:] + framed(control(50, 2)) + frame)
     relay.to = lambda message: None
-    relay.source_socket.sendall(bytes_of(control(50, 3)))
+    relay.source_socket.sendall(framed(control(50, 3)))
     assert relay.into.take()[-1].body.data in (1, 2, 3)
     wait_until(lambda: relay.into.messages[-1].body.data == 3, "the last one")
     assert not relay.into.link.closed
@@ -434,7 +426,7 @@ def test_receiver_that_dies_leaves_the_source_usable(when: str, relay: Relay) ->
 
 def test_frame_too_large_for_the_receiver_ends_the_source(stack: ExitStack) -> None:
     relay = Relay(stack, {}, {"max_frame_bytes": 2000})
-    relay.source_socket.sendall(bytes_of(control(3000)))
+    relay.source_socket.sendall(framed(control(3000)))
     reason = relay.into.reason()
     assert isinstance(reason, ProtocolError)
     assert "larger than the 2000 bytes agreed with receiver" in str(reason)
@@ -446,7 +438,7 @@ def test_error_of_the_route_is_the_reason(relay: Relay) -> None:
         raise ProtocolError("FORWARD out of order")
 
     relay.to = refuse
-    relay.source_socket.sendall(bytes_of(control(3000)))
+    relay.source_socket.sendall(framed(control(3000)))
     assert str(relay.into.reason()) == "sender: FORWARD out of order"
 
 
@@ -455,7 +447,7 @@ def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(
     relay: Relay, stack: ExitStack
 ) -> None:
     target = end(stack, relay.target_socket, "relay", liveness_s=0.4, heartbeat_s=0.05)
-    frame = bytes_of(control(500_000, 1))
+    frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:200_000])
     # Three times as long as the receiver bears silence.
     assert not target.ended.wait(1.2)
@@ -464,7 +456,7 @@ def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(
 
 
 def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> None:
-    frame = bytes_of(control(500_000, 1))
+    frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:200_000])
     begun = receive_exactly(relay.target_socket, 50_000)
     relay.out.link.send(control(0, 9))
@@ -472,18 +464,18 @@ def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> No
     closing = threading.Thread(target=relay.out.link.close)
     closing.start()
     rest = receive_exactly(relay.target_socket, len(frame) - len(begun))
-    assert (begun + rest)[200_001:] == bytes(len(frame) - 200_001)
-    assert receive_exactly(relay.target_socket, len(bytes_of(control(0, 9))))
+    assert (begun + rest)[200_001:] == bytes(len(frame) - 200_001 - CHECKSUM_BYTES) + VOID
+    assert receive_exactly(relay.target_socket, len(framed(control(0, 9))))
     relay.target_socket.close()
     closing.join(WAIT_S)
     assert time.monotonic() - started < 3
     assert relay.out.reason() is None
-    relay.source_socket.sendall(frame[200_000:] + bytes_of(control(0, 2)))
+    relay.source_socket.sendall(frame[200_000:] + framed(control(0, 2)))
     assert relay.into.take()[0].body.data == 2
 
 
 def test_source_that_closes_in_the_middle_of_a_frame_pads_it(relay: Relay) -> None:
-    frame = bytes_of(control(500_000, 1))
+    frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:200_000])
     receive_exactly(relay.target_socket, 50_000)
     relay.into.link.close(drain_s=0.05)
@@ -501,7 +493,7 @@ def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
 
     relay = Relay(stack, {"allocate": allocate}, {})
     for number in range(5):
-        frame = bytes_of(control(700_000, number))
+        frame = framed(control(700_000, number))
         relay.source_socket.sendall(frame)
         assert receive_exactly(relay.target_socket, len(frame)) == frame
         wait_until(lambda: relay.out.link.queued_bytes == 0, "written")
@@ -512,7 +504,7 @@ def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
 def test_source_waits_for_room_no_longer_than_it_lives(stack: ExitStack) -> None:
     relay = Relay(stack, {}, {"max_queue_bytes": 1000})
     relay.out.link.send(control(30_000_000))  # nobody reads it
-    relay.source_socket.sendall(bytes_of(control(3_000)))
+    relay.source_socket.sendall(framed(control(3_000)))
     wait_until(lambda: len(relay.announced) == 1, "announced")
     started = time.monotonic()
     relay.into.link.close(drain_s=0.05)
@@ -522,7 +514,7 @@ def test_source_waits_for_room_no_longer_than_it_lives(stack: ExitStack) -> None
 
 def test_frame_may_go_back_where_it_came_from(relay: Relay) -> None:
     relay.to = lambda message: relay.into.link
-    frame = bytes_of(control(400_000, 3))
+    frame = framed(control(400_000, 3))
     relay.source_socket.sendall(frame)
     assert receive_exactly(relay.source_socket, len(frame)) == frame
 
@@ -536,7 +528,7 @@ def test_two_sources_to_one_receiver_keep_their_frames_whole(stack: ExitStack) -
         near, inward = sockets(stack)
         end(stack, inward, f"sender {name}", route=lambda message: out.link)
         stream = b"".join(
-            bytes_of(control(rng.choice([1, 100, 5_000, 400_000]), name + number))
+            framed(control(rng.choice([1, 100, 5_000, 400_000]), name + number))
             for number in range(60)
         )
         cuts = sorted(rng.randrange(len(stream)) for _ in range(40))
@@ -610,6 +602,81 @@ def test_close_without_drain_does_not_wait_for_a_peer_that_does_not_read(stack: 
     assert a.reason() is None
 
 
+def test_bug_in_the_handler_is_the_reason_with_its_cause(stack: ExitStack) -> None:
+    a, b = pair(stack)
+    bug = KeyError("stage")
+
+    def fail(message: Message) -> None:
+        raise bug
+
+    b.on_message = fail
+    a.link.send(control())
+    reason = b.reason()
+    assert type(reason) is HeteroError
+    assert "the handler of a message failed: KeyError: 'stage'" in str(reason)
+    assert reason.__cause__ is bug
+
+
+def test_memory_that_runs_out_in_the_handler_is_no_lost_peer(stack: ExitStack) -> None:
+    a, b = pair(stack)
+
+    def fail(message: Message) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    b.on_message = fail
+    a.link.send(control())
+    assert isinstance(b.reason(), ResourceError)
+    assert isinstance(a.reason(), PeerLostError)
+
+
+def test_peer_that_beats_but_does_not_read_is_lost_and_named(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    a = end(stack, near, "worker 3", send_s=0.3, max_queue_bytes=1 << 20)
+    stop = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.05):
+                far.sendall(framed(Message(Heartbeat())))
+
+    beats = threading.Thread(target=beat)
+    beats.start()
+    large = control(40_000_000)
+    a.link.send(large)
+    with pytest.raises(PeerLostError, match=r"worker 3 is alive, but has read nothing for 0 s"):
+        a.link.send(large)
+    stop.set()
+    beats.join(WAIT_S)
+    assert isinstance(a.reason(), PeerLostError)
+
+
+@pytest.mark.parametrize("at", [70, 5_000, 299_000, -1])
+def test_flipped_bit_is_noticed_by_the_receiver(at: int, stack: ExitStack) -> None:
+    a, b, proxy = proxied(stack)
+    sent = control(300_000, 1)
+    proxy.up.flip_at = at % len(framed(sent))
+    a.link.send(sent)
+    assert "a frame arrived damaged (CONTROL, " in str(b.reason())
+    assert b.messages == []
+
+
+def test_flipped_bit_is_noticed_behind_a_relay(relay: Relay, stack: ExitStack) -> None:
+    frame = bytearray(framed(control(300_000, 1)))
+    frame[150_000] ^= 1
+    relay.source_socket.sendall(frame)
+    target = end(stack, relay.target_socket, "relay")
+    assert "relay: a frame arrived damaged" in str(target.reason())
+    assert not relay.into.link.closed
+
+
+def test_void_frame_is_dropped(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    b = end(stack, far)
+    near.sendall(framed(control(5000, 1))[:-CHECKSUM_BYTES] + VOID + framed(control(5000, 2)))
+    assert b.take()[0].body.data == 2
+    assert len(b.messages) == 1
+
+
 def test_error_of_the_handler_is_the_reason(stack: ExitStack) -> None:
     a, b = pair(stack)
 
@@ -621,7 +688,7 @@ def test_error_of_the_handler_is_the_reason(stack: ExitStack) -> None:
     assert str(b.reason()) == "coordinator: STEP out of order"
 
 
-FRAME = b"".join(encode(control(40, 1)))
+FRAME = framed(control(40, 1))
 
 
 @pytest.mark.parametrize("count", range(len(FRAME) + 1))
@@ -691,7 +758,7 @@ def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
     ahead = b.link._reader
     shift = 100.0
     monkeypatch.setattr(
-        transport.time,
+        link_module.time,
         "perf_counter",
         lambda: real() + (shift if threading.current_thread() is ahead else 0.0),
     )
@@ -724,8 +791,8 @@ def test_peer_that_pings_and_does_not_read_is_answered_once_at_a_time(stack: Exi
     b = end(stack, far, max_queue_bytes=1000)
     b.link.send(control(30_000_000))  # nobody reads it
     size = b.link.queued_bytes
-    ping = b"".join(encode(Message(Heartbeat(ping=1.0))))
-    near.sendall(ping * 200 + b"".join(encode(control())))
+    ping = framed(Message(Heartbeat(ping=1.0)))
+    near.sendall(ping * 200 + framed(control()))
     b.take()
     assert b.link.stats.frames_in == 201
     assert b.link.queued_bytes < size + 100
@@ -767,125 +834,3 @@ def test_silent_connection_misses_the_handshake(stack: ExitStack) -> None:
     b = end(stack, far, handshake_s=0.2)
     near.sendall(b"\x00")
     assert "did not complete the handshake in 0.2 s" in str(b.reason())
-
-
-# ---------------------------------------------------------------------------- connect, listen
-
-
-def test_port_in_use_is_said_with_the_address() -> None:
-    with (
-        Listener("127.0.0.1", 0) as first,
-        pytest.raises(
-            NetworkError, match=rf"127.0.0.1:{first.port}: the port is in use\n.*\"port\""
-        ),
-    ):
-        Listener("127.0.0.1", first.port)
-
-
-def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
-    with Listener("127.0.0.1", 0) as first:
-        port = first.port
-        near = stack.enter_context(connect("127.0.0.1", port, WAIT_S))
-        far = first.accept(WAIT_S)
-    far.close()  # this side closes first: its port lingers in TIME_WAIT
-    assert near.recv(1) == b""
-    near.close()
-    Listener("127.0.0.1", port).close()
-
-
-def test_address_of_another_machine_cannot_be_listened_on() -> None:
-    with pytest.raises(NetworkError, match=r"does not have the address 198\.51\.100\.7"):
-        Listener("198.51.100.7", 0)
-
-
-def test_accept_times_out_and_ends_when_closed() -> None:
-    listener = Listener("127.0.0.1", 0)
-    with pytest.raises(TimeoutError, match="nobody connected"):
-        listener.accept(0.05)
-    closer = threading.Timer(0.05, listener.close)
-    closer.start()
-    with pytest.raises(NetworkError, match="closed"):
-        listener.accept()
-    closer.join()
-
-
-def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> None:
-    with Listener("127.0.0.1", 0) as probe:
-        port = probe.port
-    started: list[Listener] = []
-    retries: list[tuple[int, float, str]] = []
-
-    def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
-        retries.append((attempt, elapsed_s, reason))
-        if attempt == 2:
-            started.append(stack.enter_context(Listener("127.0.0.1", port)))
-
-    stack.enter_context(connect("127.0.0.1", port, WAIT_S, on_retry))
-    stack.enter_context(started[0].accept(WAIT_S))
-    assert [attempt for attempt, _, _ in retries] == [1, 2]
-    assert "nothing listens" in retries[0][2]
-
-
-def test_connect_that_is_refused_says_who_where_how_long_and_what_to_check() -> None:
-    with Listener("127.0.0.1", 0) as probe:
-        port = probe.port
-    with pytest.raises(NetworkError) as caught:
-        connect("127.0.0.1", port, 0.3, who="worker 2")
-    assert f"cannot reach worker 2 at 127.0.0.1:{port}: the machine answers" in str(caught.value)
-    assert "start the worker there" in str(caught.value)
-
-
-def test_connect_failures_have_different_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = set()
-    for error in (
-        TimeoutError(),
-        ConnectionRefusedError(),
-        socket.gaierror(socket.EAI_NONAME, "unknown"),
-        OSError(101, "Network is unreachable"),
-        OSError(5, "Input/output error"),
-    ):
-
-        def fail(*args: Any, error: OSError = error, **options: Any) -> socket.socket:
-            raise error
-
-        monkeypatch.setattr(socket, "create_connection", fail)
-        with pytest.raises(NetworkError) as caught:
-            connect("box", 9999, 0.05)
-        texts.add(str(caught.value).partition("(tried")[0])
-    assert len(texts) == 5
-
-
-@pytest.mark.parametrize("host", ["box..lan", "x" * 64 + ".lan"])
-def test_connect_to_a_name_that_cannot_be_encoded_says_it_is_not_known(host: str) -> None:
-    with pytest.raises(NetworkError, match="is not known here"):
-        connect(host, 9999, 0.05)
-
-
-def test_connect_can_be_stopped() -> None:
-    with Listener("127.0.0.1", 0) as probe:
-        port = probe.port
-    stop = threading.Event()
-    with pytest.raises(NetworkError):
-        connect("127.0.0.1", port, 600, lambda *retry: stop.set(), stop=stop)
-
-
-# ------------------------------------------------------------------------------------ buffers
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000, 2**20, 2**20 + 1, 16_000_000])
-def test_size_class_wastes_at_most_an_eighth(nbytes: int) -> None:
-    size = size_class(nbytes)
-    assert nbytes <= size <= max(4096, nbytes * 9 // 8 + 1)
-    assert size_class(size) == size
-
-
-def test_pool_is_bounded_and_shares_sizes() -> None:
-    pool = BufferPool(max_bytes=10_000)
-    first, release_first = pool.take(5000)
-    _, release_second = pool.take(5100)
-    release_first()
-    release_second()
-    assert pool.free_bytes == size_class(5000)
-    again, _ = pool.take(4999)
-    assert again.obj is first.obj
-    assert pool.free_bytes == 0

@@ -1,0 +1,205 @@
+"""Finding the other end: `connect` dials with growing pauses, `Listener` waits to be dialled."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from hetero_framework.core import timeouts
+from hetero_framework.core.stream import PlainStream
+from hetero_framework.errors import NetworkError
+
+REFUSED = "the machine answers, but nothing listens on that port"
+"""The reason that `on_retry` is given when no process has the port."""
+_GIVEN_UP = (ConnectionAbortedError, ConnectionResetError)
+
+
+def connect(
+    host: str,
+    port: int,
+    timeout_s: float,
+    on_retry: Callable[[int, float, str], None] | None = None,
+    *,
+    who: str = "the peer",
+    stop: threading.Event | None = None,
+) -> PlainStream:
+    """A connection to host:port, tried with growing pauses for `timeout_s` seconds.
+
+    `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
+    repeated. `stop`, when set by another thread, ends the waiting. Raises NetworkError that says
+    who could not be reached, where, for how long it was tried and what to check.
+    """
+    started = time.monotonic()
+    attempt = 0
+    while True:
+        attempt += 1
+        elapsed = time.monotonic() - started
+        try:
+            return _connect_once(host, port, min(10.0, max(0.1, timeout_s - elapsed)))
+        except (OSError, UnicodeError) as error:
+            reason, advice = _explain_connect(error, host, port)
+        elapsed = time.monotonic() - started
+        pause = min(5.0, 0.1 * 1.6 ** min(attempt, 20)) * random.uniform(0.5, 1.0)
+        if elapsed + pause >= timeout_s or (stop is not None and stop.is_set()):
+            raise NetworkError(
+                f"cannot reach {who} at {host}:{port}: {reason} "
+                f"(tried {attempt} times in {elapsed:.1f} s)",
+                hint=advice,
+            )
+        if on_retry is not None:
+            on_retry(attempt, elapsed, reason)
+        if stop is None:
+            time.sleep(pause)
+        else:
+            stop.wait(pause)
+
+
+def _connect_once(host: str, port: int, timeout_s: float) -> PlainStream:
+    sock = socket.create_connection((host, port), timeout=timeout_s)
+    if sock.getsockname() == sock.getpeername():
+        # On the loopback a free port in the ephemeral range can connect to itself.
+        sock.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
+    return _stream(sock)
+
+
+def _stream(sock: socket.socket) -> PlainStream:
+    try:
+        return PlainStream(sock)
+    except OSError:
+        sock.close()  # it was reset before it could be set up
+        raise
+
+
+def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tuple[str, str]:
+    """(what happened, what to check) for a failed connection attempt."""
+    if isinstance(error, (socket.gaierror, UnicodeError)):  # "box..lan" is no name at all
+        return (
+            f"the name {host!r} is not known here",
+            "check the spelling, or give the machine's IP address in the configuration",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            REFUSED,
+            f"start the worker there and check that its port is {port}",
+        )
+    if isinstance(error, TimeoutError):
+        return (
+            "no answer",
+            f"check that the machine is on, that {host} is its address, and that its firewall "
+            f"lets TCP port {port} in",
+        )
+    if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EHOSTDOWN):
+        return (
+            "there is no route to that address",
+            f"check the network connection of this machine and that {host} is in a network that "
+            "it can reach",
+        )
+    return (error.strerror or str(error), f"check the address {host} and the port {port}")
+
+
+class Listener:
+    """A listening socket. `port` 0 takes a free one; `port` and `host` tell where it is.
+
+    Raises NetworkError when the address cannot be had, saying what to change.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._socket = socket.socket(family, kind, proto)
+        except OSError as error:
+            raise _explain_listen(error, host, port) from error
+        try:
+            _claim_address(self._socket)
+            self._socket.bind(address)
+            self._socket.listen(16)
+        except OSError as error:
+            self._socket.close()
+            raise _explain_listen(error, host, port) from error
+        self._socket.settimeout(timeouts.TICK_S)
+        self._closed = False
+        self._in_use = threading.Lock()  # a socket closed inside accept could be another's by then
+        self.host = host
+        self.port: int = self._socket.getsockname()[1]
+
+    def accept(self, timeout_s: float | None = None) -> PlainStream:
+        """The next connection. Raises TimeoutError after `timeout_s` seconds, NetworkError when
+        the listener was closed (also from another thread), and OSError when the system has no
+        descriptor or memory for one: pause, then call again."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                self._socket.settimeout(min(timeouts.TICK_S, max(0.001, left)))
+            try:
+                with self._in_use:
+                    if not self._closed:
+                        return _stream(self._socket.accept()[0])
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"nobody connected to {self.host}:{self.port} in {timeout_s:g} s"
+                    ) from None
+            except _GIVEN_UP:
+                continue  # the peer gave up between connecting and being accepted
+        raise NetworkError(f"the listener on {self.host}:{self.port} is closed")
+
+    def close(self) -> None:
+        self._closed = True
+        with self._in_use:
+            self._socket.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _claim_address(sock: socket.socket) -> None:
+    """Allow a restart while old connections linger, but never two listeners on one port.
+
+    On Windows SO_REUSEADDR means that a second program may take the port over;
+    SO_EXCLUSIVEADDRUSE is what is wanted there, and lingering connections do not matter.
+    """
+    if sys.platform == "win32":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+    else:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _explain_listen(error: OSError, host: str, port: int) -> NetworkError:
+    where = f"cannot listen on {host}:{port}"
+    # Windows says "not permitted" for a port that another program has exclusively.
+    taken = sys.platform == "win32" and error.errno == errno.EACCES
+    if error.errno == errno.EADDRINUSE or taken:
+        return NetworkError(
+            f"{where}: the port is in use",
+            hint=f"stop the program that uses port {port} (another worker?), or change this "
+            'entry\'s "port" in the configuration, on all machines',
+        )
+    if isinstance(error, socket.gaierror):
+        return NetworkError(
+            f"{where}: the name {host!r} is not known here",
+            hint='give an IP address of this machine in its entry\'s "ip"',
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return NetworkError(
+            f"{where}: this machine does not have the address {host}",
+            hint="change this entry's \"ip\" in the configuration to one of this machine's "
+            "addresses",
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return NetworkError(
+            f"{where}: not permitted",
+            hint='ports below 1024 need special rights; choose a higher "port"',
+        )
+    return NetworkError(f"{where}: {error.strerror or error}")

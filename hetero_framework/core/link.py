@@ -1,0 +1,692 @@
+"""`Link`: messages over one stream, with a thread for each direction.
+
+A link has one reader thread and one writer thread, so that both directions move while the
+process computes. It knows frames but not what messages mean, except HEARTBEAT: it sends one when
+it has been silent, answers those that ask for the clock, and swallows them all. A link that
+failed in the middle of a frame is dead: it is closed and its owner hears the reason once.
+
+A frame that another link is to carry on (`route`) is written there while it comes in: the reader
+of the one link feeds the queue of the other (`relay.py`). `send_queue.py` says what goes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetero_framework.core import timeouts
+from hetero_framework.core.buffers import BufferPool
+from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
+from hetero_framework.core.frames import (
+    DEFAULT_MAX_FRAME_BYTES,
+    PREFIX_BYTES,
+    check_start,
+    parse_prefix,
+)
+from hetero_framework.core.messages import FrameHeader, Heartbeat, Message, encode, read_header
+from hetero_framework.core.relay import Relay, SegmentPace, Source
+from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
+from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
+from hetero_framework.errors import (
+    HeteroError,
+    NetworkError,
+    PeerLostError,
+    ProtocolError,
+    as_hetero_error,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_QUEUE_BYTES = 256 * 1024 * 1024
+
+_AT_ONCE_BYTES = 256 * 1024
+"""So much of a frame is written at once, in the sender's thread, when the link is idle."""
+_AHEAD_BYTES = 4096
+"""A small frame is read in one call, and of a large one so many bytes with its header."""
+_HASHED_BYTES = 1 << 18
+"""So much is received in one call and hashed while it is in the processor's cache."""
+_RESERVE_BYTES = 1024
+"""Of a relayed frame so much is held back, to be sent byte by byte as signs of life."""
+_CLOCK_SAMPLES = 16
+
+
+@dataclass
+class LinkStats:
+    """What a link has moved. Bytes count whole frames, heartbeats included; seconds are spent
+    writing (of the writer thread) and reading tensor bytes (of the reader thread)."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    frames_in: int = 0
+    frames_out: int = 0
+    write_s: float = 0.0
+    read_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What pings have shown, of the quickest of the last 16; None before the first answer.
+
+    `round_trip_s`: seconds until the answer was back. `offset_s`: the peer's time.perf_counter()
+    minus ours, wrong by at most half the round trip.
+    """
+
+    round_trip_s: float | None = None
+    offset_s: float | None = None
+
+
+OnMoved = Callable[[str, Message, float, float], None]
+
+
+class Link:
+    """Messages over one stream, which the link owns from now on. `start` begins.
+
+    `on_message(message)` is called in the reader thread for every message but HEARTBEAT; while it
+    runs nothing more is read, so it should hand the message on. What it raises closes the link and
+    is the reason: out of memory as ResourceError, a bug as HeteroError. `on_close(reason)` is
+    called exactly once, in the reader thread, as the last thing: None after `close`, else the
+    error. No on_message follows it.
+
+    `route(message)` is called in the reader thread when the header of a frame with tensor bytes
+    has come; the message has no tensors yet. If it returns a link, the frame goes out there as it
+    comes in, and on_message is not called for it. When this link ends in the middle of such a
+    frame, the frame is void, and its receiver drops it; that is sent after on_close. When the
+    other one ends, the rest is read and dropped. What `route` raises closes this link.
+
+    `heartbeat_s`: a heartbeat goes out after so much silence of ours. `liveness_s`: the link
+    fails after so much silence of the peer; any byte counts as life. `handshake_s`: the first
+    message must be complete so soon. `send_s`: the link fails when the peer takes nothing for so
+    long while something waits. `allocate(nbytes)` makes receive buffers (pinned memory);
+    `max_queue_bytes` bounds what waits to be written: `send` blocks above it.
+    `max_frame_bytes` may be set when the peers have agreed on another value.
+
+    `clock` is what the answers to `ping` have shown so far.
+    `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
+    bytes: "send" in the thread that wrote the last of it, "receive" in the reader thread, with
+    the time.perf_counter() of its beginning and its end. The message may be without its tensors.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        name: str,
+        on_message: Callable[[Message], None],
+        on_close: Callable[[HeteroError | None], None],
+        *,
+        route: Callable[[Message], Link | None] | None = None,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        heartbeat_s: float = timeouts.HEARTBEAT_S,
+        liveness_s: float = timeouts.LIVENESS_S,
+        handshake_s: float = timeouts.HANDSHAKE_S,
+        send_s: float = timeouts.SEND_S,
+        allocate: Callable[[int], memoryview] | None = None,
+        max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
+    ) -> None:
+        self.name = name
+        self.max_frame_bytes = max_frame_bytes
+        self.stats = LinkStats()
+        self.clock = Clock()
+        self.on_moved: OnMoved | None = None
+        self._stream = stream
+        self._on_message = on_message
+        self._on_close = on_close
+        self._route = route
+        self._heartbeat_s = heartbeat_s
+        self._liveness_s = liveness_s
+        self._handshake_deadline: float | None = time.monotonic() + handshake_s
+        self._handshake_s = handshake_s
+        self._send_s = send_s
+        self._max_queue_bytes = max_queue_bytes
+        self._pool = BufferPool(allocate)
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received, and not looked at before
+        self._ahead_from = self._ahead_to = 0
+        self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
+        self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
+        self._relay: Relay | None = None  # the reader's own
+        self._pace = SegmentPace()
+
+        # Guarded by _changed: the queue, and how far the link has come in its life.
+        self._changed = threading.Condition()
+        self._queue = SendQueue()
+        self._pong: Outgoing | None = None  # the last answer to a ping
+        self._closing = False  # no more sends; the writer drains the queue
+        self._dead = False  # nothing more is read or written
+        self._reason: HeteroError | None = None
+        self._linger_until = 0.0
+
+        self._stream.set_tick(min(timeouts.TICK_S, liveness_s / 4, handshake_s / 4))
+        self._reader = threading.Thread(target=self._read, name=f"{name} reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"{name} writer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read and write. Raises NetworkError when the system has no thread for it."""
+        try:
+            self._writer.start()
+            self._reader.start()
+        except RuntimeError as error:
+            self._fail(None)
+            if self._writer.ident is not None:
+                self._writer.join()
+            self._stream.close()
+            raise NetworkError(f"{self.name}: no thread for the link: {error}") from error
+
+    # ---- for the owner
+
+    @property
+    def closed(self) -> bool:
+        """Whether the link takes no more messages."""
+        return self._closing or self._dead
+
+    @property
+    def dead(self) -> bool:
+        """Whether nothing more is read or written."""
+        return self._dead
+
+    @property
+    def checked(self) -> bool:
+        """Whether its frames carry a checksum."""
+        return self._stream.checked
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self._queue.nbytes
+
+    def ping(self) -> None:
+        """Ask for the peer's clock; `clock` tells when the answer is there. Does nothing on a
+        link that is closed."""
+        now = time.perf_counter()
+        self._pings.append(now)
+        self._beat(Heartbeat(ping=now))
+
+    def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
+
+        The tensors' memory is read later, by the writer: it must not change until `done` is
+        called (in the writer thread, after the last byte was handed to the system; also when the
+        link fails before that). Raises ProtocolError for a frame that is too large, and the
+        link's reason (PeerLostError) when it is closed.
+        """
+        buffers = encode(message, self.max_frame_bytes)
+        self._enqueue(Outgoing(buffers, done, _traced(message), hashed=self.checked))
+
+    def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
+        """Write what is queued for at most `drain_s` seconds, then close; waits until both
+        threads are gone, unless it is called from one of them. Calling it again does nothing."""
+        deadline = time.monotonic() + drain_s
+        with self._changed:
+            if not self._closing:
+                self._closing = True
+                self._linger_until = deadline
+            self._changed.notify_all()
+        if self._reader.ident is None:
+            self._stream.close()
+            self._drop_queue()
+            return
+        if threading.current_thread() in (self._reader, self._writer):
+            return
+        self._writer.join(max(0.0, deadline - time.monotonic()))
+        self._reader.join(max(0.0, deadline - time.monotonic()))
+        if self._reader.is_alive():
+            self._fail(None)
+            self._reader.join()
+        self._writer.join()
+
+    # ---- writing
+
+    def _check_size(self, message: Message, nbytes: int) -> None:
+        """Raise ProtocolError when the peer has not agreed to a frame of `nbytes`."""
+        rest = nbytes - PREFIX_BYTES + 4
+        if rest > self.max_frame_bytes:
+            raise ProtocolError(
+                f"{message.name}: a frame of {rest} bytes is larger than the "
+                f"{self.max_frame_bytes} bytes agreed with {self.name}"
+            )
+
+    def _enqueue(self, outgoing: Outgoing) -> None:
+        """Write a frame or hand it to the writer. When nothing is before it, its beginning is
+        written at once: a small frame then needs no writer, and of a large one the peer reads the
+        beginning while the writer wakes up. The rest is the writer's, for the sender has to
+        compute."""
+        with self._changed:
+            if self._queue or self.closed:
+                self._wait_for_room(outgoing.nbytes)
+            complete = self._queue_or_write(outgoing)
+        if complete:
+            self._tell(outgoing)
+
+    def _queue_or_write(self, outgoing: Outgoing, urgent: bool = False) -> bool:
+        """Queue a frame; write what the system takes at once when nothing is before it. Whether
+        that was all of it. `_changed` is held."""
+        idle = self._queue.idle
+        self._queue.add(outgoing, urgent)
+        if idle:
+            self._write_now(outgoing, _AT_ONCE_BYTES)
+        if not outgoing.left:
+            self._queue.remove(outgoing)
+            self._count(outgoing.nbytes)
+            return True
+        self._changed.notify_all()
+        return False
+
+    def _write_now(self, outgoing: Outgoing, room: int) -> None:
+        """Write what there is of a frame, and what the system takes without waiting."""
+        if self._dead:
+            return
+        began = time.perf_counter()
+        segment = outgoing.take(_RESERVE_BYTES)
+        if segment:
+            sent = self._stream.try_write(segment, room)
+            drop_sent(segment, sent)
+            outgoing.put_back(segment)
+            outgoing.left -= sent
+            if sent:
+                self._queue.begin(outgoing, began)
+        self.stats.write_s += time.perf_counter() - began
+
+    def _wait_for_room(self, nbytes: int, source: Source | None = None) -> None:
+        """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
+
+        Raises the link's reason when it is closed. `_changed` is held.
+        """
+        # Waited for in slices, so that Ctrl-C is heard on Windows, too. A frame larger than the
+        # bound may pass alone.
+        while (
+            self._queue and self._queue.nbytes + nbytes > self._max_queue_bytes and not self.closed
+        ):
+            if source is not None and source.dead:
+                raise PeerLostError(f"{source.name}: the link is closed")
+            self._changed.wait(timeouts.TICK_S)
+        if self.closed:
+            raise self._reason or PeerLostError(f"{self.name}: the link is closed")
+
+    def _beat(self, body: Heartbeat) -> None:
+        """Send a HEARTBEAT, next after the frame that is being written.
+
+        It never waits for room: the reader answers pings. A peer that pings and does not read
+        gets one answer at a time.
+        """
+        beat = Outgoing(encode(Message(body)), hashed=self.checked)
+        with self._changed:
+            if self.closed or (body.pong is not None and self._pong in self._queue):
+                return
+            if not self._queue_or_write(beat, urgent=True) and body.pong is not None:
+                self._pong = beat
+
+    def _count(self, nbytes: int) -> None:
+        self.stats.bytes_out += nbytes
+        self.stats.frames_out += 1
+
+    def _tell(self, outgoing: Outgoing) -> None:
+        """After the last byte of a frame."""
+        ended = time.perf_counter()
+        if outgoing.done is not None:
+            outgoing.done()
+        if self.on_moved is not None and outgoing.message is not None and outgoing.began:
+            self.on_moved("send", outgoing.message, outgoing.began, ended)
+
+    def _write(self) -> None:
+        reason: HeteroError | None = None
+        try:
+            while (following := self._next_segment()) is not None:
+                outgoing, segment = following
+                self._write_segment(outgoing, segment)
+                with self._changed:
+                    outgoing.busy = False
+                    complete = self._remove_if_complete(outgoing)
+                if complete:
+                    self._tell(outgoing)
+            self._stream.end_writes()
+        except OSError as error:
+            reason = PeerLostError(f"{self.name}: connection lost while writing: {_said(error)}")
+        except HeteroError as error:
+            reason = error
+        except Exception as error:
+            reason = self._unexpected("what follows a frame", error)
+        if reason is not None:
+            self._fail(reason)
+
+    def _next_segment(self) -> tuple[Outgoing, deque[memoryview]] | None:
+        """A frame, from now on being written, and what can be written of it, when there is
+        something; None at our end. After heartbeat_s without anything it is a heartbeat.
+
+        In the middle of a frame whose rest does not come in, a byte of the reserve is the sign of
+        life. A link that is closing does not wait for the rest.
+        """
+        quiet_until = time.monotonic() + self._heartbeat_s
+        with self._changed:
+            while not self._dead:
+                outgoing = self._queue.next()
+                if self._closing:
+                    if outgoing is not None and outgoing.began is not None:
+                        outgoing.pad()
+                    elif outgoing is None or outgoing.missing:
+                        return None
+                left = quiet_until - time.monotonic()
+                if outgoing is not None:
+                    segment = outgoing.take(_RESERVE_BYTES) or (left <= 0 and outgoing.take_one())
+                    if segment:
+                        self._queue.begin(outgoing, time.perf_counter())
+                        outgoing.busy = True
+                        return outgoing, segment
+                if left <= 0:
+                    quiet_until = time.monotonic() + self._heartbeat_s
+                    if outgoing is None:
+                        beat = encode(Message(Heartbeat()))
+                        self._queue.add(Outgoing(beat, hashed=self.checked), True)
+                        continue
+                self._changed.wait(max(left, 0))
+        return None
+
+    def _write_segment(self, outgoing: Outgoing, segment: deque[memoryview]) -> None:
+        """Write all of it, unless the link dies meanwhile.
+
+        Raises PeerLostError when the peer takes nothing for `send_s`: it may still say that it is
+        alive, while the thread of it that should read hangs.
+        """
+        started = time.perf_counter()
+        since = time.monotonic()
+        while segment and not self._dead:
+            sent = self._stream.write(segment)
+            drop_sent(segment, sent)
+            outgoing.left -= sent
+            now = time.monotonic()
+            if sent:
+                since = now
+            elif now - since > self._send_s:
+                raise PeerLostError(
+                    f"{self.name} is alive, but has read nothing for {self._send_s:.0f} s",
+                    hint="it hangs: look at its screen or log; training.step_timeout_s sets this "
+                    "limit",
+                )
+        self.stats.write_s += time.perf_counter() - started
+
+    def _remove_if_complete(self, outgoing: Outgoing) -> bool:
+        if outgoing.left:
+            return False
+        self._queue.remove(outgoing)
+        self._count(outgoing.nbytes)
+        self._changed.notify_all()
+        return True
+
+    # ---- relaying: called by the reader of the link that a frame comes from
+
+    def expect(self, outgoing: Outgoing, source: Source) -> None:
+        with self._changed:
+            self._wait_for_room(outgoing.nbytes, source)
+            self._queue.add(outgoing)
+
+    def feed(self, outgoing: Outgoing, data: memoryview) -> None:
+        """Write what has come, if it is this frame's turn and the system takes it at once: no
+        other thread has to wake up then. What it does not take is the writer's."""
+        with self._changed:
+            outgoing.feed(data)
+            if outgoing.busy or self._queue.next() is not outgoing:
+                return
+            self._write_now(outgoing, MAX_CALL_BYTES)
+            complete = self._remove_if_complete(outgoing)
+            if not complete:
+                self._changed.notify_all()
+        if complete:
+            self._tell(outgoing)
+
+    def pad(self, outgoing: Outgoing) -> None:
+        with self._changed:
+            outgoing.pad()
+            self._changed.notify_all()
+
+    # ---- reader thread
+
+    def _read(self) -> None:
+        reason: HeteroError | None = None
+        try:
+            self._read_frames()
+        except OSError as error:
+            reason = PeerLostError(f"{self.name}: connection lost: {_said(error)}")
+        except ProtocolError as error:
+            reason = ProtocolError(f"{self.name}: {error.message}", hint=error.hint)
+        except HeteroError as error:
+            reason = error
+        except Exception as error:
+            reason = self._unexpected("the handler of a message", error)
+        self._fail(reason)
+        self._writer.join()
+        self._stream.close()
+        self._pool.clear()
+        self._drop_queue()
+        try:
+            self._on_close(self._reason)
+        except Exception:
+            log.exception("%s: the handler of its end failed", self.name)
+        # Not before: an answer to a void frame must not come before the news.
+        self._end_relay()
+
+    def _unexpected(self, what: str, error: Exception) -> HeteroError:
+        """An error that nobody expected, for the owner: it ends no thread in silence."""
+        log.debug("%s: %s failed", self.name, what, exc_info=error)
+        known = as_hetero_error(error)
+        if known is not None:
+            return known
+        reason = HeteroError(f"{self.name}: {what} failed: {type(error).__name__}: {error}")
+        reason.__cause__ = error
+        return reason
+
+    def _read_frames(self) -> None:
+        while (prefix := self._take(PREFIX_BYTES, at_start=True)) is not None:
+            header_bytes, payload_bytes = parse_prefix(prefix, self.max_frame_bytes)
+            header = self._take(header_bytes)
+            if header is None:
+                return
+            frame = read_header(prefix, header, payload_bytes, self.max_frame_bytes)
+            message = self._receive(frame)
+            self.stats.bytes_in += PREFIX_BYTES + header_bytes + payload_bytes + self._trailer_bytes
+            self.stats.frames_in += 1
+            if message is None:
+                continue
+            if isinstance(message.body, Heartbeat):
+                self._heard_beat(message.body)
+                continue
+            self._handshake_deadline = None
+            if self._closing:
+                message.release()
+            else:
+                self._on_message(message)
+
+    def _receive(self, frame: FrameHeader) -> Message | None:
+        """The message with its tensors; None when another link has taken it over, or when it was
+        given up on its way here.
+
+        Raises PeerLostError for a frame that arrived damaged.
+        """
+        hasher = Hasher(frame.raw)
+        if not frame.payload_bytes:
+            return frame.attach() if self._is_whole(frame, hasher) else None
+        started = time.perf_counter()
+        link = None
+        if self._route is not None and not self._closing:
+            announced = frame.announced()
+            link = self._route(announced)
+        if link is not None:
+            self._handshake_deadline = None
+            link._check_size(announced, len(frame.raw) + frame.payload_bytes)
+        buffer, release = self._pool.take(frame.payload_bytes)
+        if link is not None:
+            message = announced
+            self._relay = Relay(self, link, frame, announced, release)
+            if not self._pass_on(self._relay, buffer):
+                return None
+        else:
+            message = frame.attach(buffer, release)
+            if not self._fill(buffer, hasher) or not self._is_whole(frame, hasher):
+                message.release()
+                return None
+        ended = time.perf_counter()
+        self.stats.read_s += ended - started
+        if self.on_moved is not None:
+            self.on_moved("receive", message, started, ended)
+        return message if link is None else None
+
+    @property
+    def _trailer_bytes(self) -> int:
+        return CHECKSUM_BYTES if self.checked else 0
+
+    def _is_whole(self, frame: FrameHeader, hasher: Hasher) -> bool:
+        """Whether all of a frame is here, unharmed; False for one that was given up, and when the
+        link was closed on our side."""
+        if not self.checked:
+            return True
+        found = self._take(CHECKSUM_BYTES)
+        if found is None or found == VOID:
+            return False
+        if found != digest(hasher):
+            raise PeerLostError(
+                f"{self.name}: a frame arrived damaged ({frame.body.spec.name}, "
+                f"{len(frame.raw) + frame.payload_bytes} bytes)",
+                hint="the step is done again; if it happens often, a network card, cable or "
+                "memory on the way is broken",
+            )
+        return True
+
+    def _pass_on(self, relay: Relay, buffer: memoryview) -> bool:
+        """Read the tensor bytes into `buffer` and pass them on as they come; whether all came."""
+        relay.begin()
+        got = 0
+        while got < len(buffer):
+            started = time.perf_counter()
+            count = self._fill_some(buffer[got : got + self._pace.segment_bytes])
+            if not count:
+                return False
+            relay.feed(buffer[got : got + count])
+            got += count
+            self._pace.saw(count, time.perf_counter() - started)
+        if self.checked:
+            trailer = self._take(CHECKSUM_BYTES)
+            if trailer is None:
+                return False
+            relay.seal(trailer)
+        self._end_relay()
+        return True
+
+    def _end_relay(self) -> None:
+        """Of the frame that is being relayed, if one is, nothing more comes."""
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.end()
+
+    def _heard_beat(self, beat: Heartbeat) -> None:
+        now = time.perf_counter()
+        asked, at = beat.pong, beat.at
+        if beat.ping is not None:
+            self._beat(Heartbeat(pong=beat.ping, at=now))
+        elif asked is not None and asked in self._pings and at is not None and math.isfinite(at):
+            self._round_trips.append((now - asked, at - (asked + now) / 2))
+            self.clock = Clock(*min(self._round_trips))
+
+    def _take(self, nbytes: int, at_start: bool = False) -> bytes | None:
+        """The next bytes of a frame's head; None when the link was closed on our side.
+
+        More may be received than that, and waits in `_ahead`. `at_start`: between two frames.
+        """
+        start, end = self._ahead_from, self._ahead_from + nbytes
+        if end > self._ahead_to:
+            return self._take_new(nbytes, at_start)
+        self._ahead_from = end
+        return bytes(self._ahead[start:end])
+
+    def _take_new(self, nbytes: int, at_start: bool) -> bytes | None:
+        """`_take` when they are not all received yet."""
+        if nbytes > _AHEAD_BYTES:
+            long = memoryview(bytearray(nbytes))
+            return bytes(long) if self._fill(long, Hasher()) else None
+        while (have := self._ahead_to - self._ahead_from) < nbytes:
+            if self._ahead_from:
+                self._ahead[:have] = self._ahead[self._ahead_from : self._ahead_to]
+                self._ahead_from, self._ahead_to = 0, have
+            count = self._receive_some(self._ahead[have:], False, at_start and not have)
+            if not count:
+                return None
+            self._ahead_to += count
+            if at_start and self._ahead_to < nbytes:
+                check_start(self._ahead[: self._ahead_to])
+        return self._take(nbytes)
+
+    def _fill(self, view: memoryview, hasher: Hasher) -> bool:
+        """Receive exactly len(view) bytes. False when the link was closed on our side."""
+        got = 0
+        while got < len(view):
+            count = self._fill_some(view[got : got + _HASHED_BYTES])
+            if not count:
+                return False
+            hasher.update(view[got : got + count])
+            got += count
+        return True
+
+    def _fill_some(self, view: memoryview) -> int:
+        """Receive len(view) bytes, or fewer when they do not come within a tick; 0 as above."""
+        ahead = min(len(view), self._ahead_to - self._ahead_from)
+        if not ahead:
+            return self._receive_some(view, True, False)
+        view[:ahead] = self._ahead[self._ahead_from : self._ahead_from + ahead]
+        self._ahead_from += ahead
+        return ahead
+
+    def _receive_some(self, view: memoryview, fill: bool, between: bool) -> int:
+        """Receive at least a byte into `view`; 0 when the link was closed on our side.
+
+        Raises PeerLostError when the peer is gone, silent for liveness_s, or (`between` two
+        frames) has closed the connection.
+        """
+        since = time.monotonic()
+        while True:
+            count = self._stream.read(view, fill)
+            now = time.monotonic()
+            if self._dead or (self._closing and (count == 0 or now > self._linger_until)):
+                return 0
+            if count == 0:
+                where = "" if between else " in the middle of a message"
+                raise PeerLostError(f"{self.name} closed the connection{where}")
+            if self._handshake_deadline is not None and now > self._handshake_deadline:
+                raise PeerLostError(
+                    f"{self.name} did not complete the handshake in {self._handshake_s:g} s"
+                )
+            if count is not None:
+                return count
+            if now - since > self._liveness_s:
+                raise PeerLostError(
+                    f"{self.name} has been silent for {now - since:.0f} s",
+                    hint="check that the machine is awake and its network is connected",
+                )
+
+    # ---- the end
+
+    def _fail(self, reason: HeteroError | None) -> None:
+        """Stop both threads; the first reason stays. Ends a link that closes in order, too."""
+        with self._changed:
+            if self._dead:
+                return
+            self._dead = True
+            if not self._closing:
+                self._reason = reason
+            self._closing = True
+            self._changed.notify_all()
+        self._stream.stop()
+
+    def _drop_queue(self) -> None:
+        with self._changed:
+            dropped = self._queue.clear()
+        for outgoing in dropped:
+            if outgoing.done is not None:
+                outgoing.done()
+
+
+def _traced(message: Message) -> Message | None:
+    return message if message.tensors else None
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,109 @@
+"""A frame that goes out on one link while it comes in on another, undecoded.
+
+The reader of the link it comes from feeds it; both that reader and the writer of the other link
+use the buffer, which goes back when both are done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from hetero_framework.core.messages import FrameHeader, Message
+from hetero_framework.core.send_queue import Outgoing
+from hetero_framework.errors import HeteroError
+
+_SEGMENT_BYTES = (1 << 14, 1 << 18)
+"""Least and most of a relayed frame that is passed on at a time."""
+_SEGMENT_S = 0.001
+"""How long the bytes of one such segment should take to come in."""
+
+
+class SegmentPace:
+    """How much of a frame is passed on at a time. A segment goes on when it is complete: quick ones
+    may be larger, which saves turns of the threads."""
+
+    def __init__(self) -> None:
+        self.segment_bytes = _SEGMENT_BYTES[0]
+
+    def saw(self, nbytes: int, seconds: float) -> None:
+        smallest, largest = _SEGMENT_BYTES
+        aim = min(int(nbytes / max(seconds, 1e-9) * _SEGMENT_S), self.segment_bytes * 2)
+        self.segment_bytes = max(smallest, min(largest, aim))
+
+
+class Carrier(Protocol):
+    """The link that carries a frame on, as its relay uses it."""
+
+    @property
+    def checked(self) -> bool: ...
+    def expect(self, outgoing: Outgoing, source: Source) -> None: ...
+    def feed(self, outgoing: Outgoing, data: memoryview) -> None: ...
+    def pad(self, outgoing: Outgoing) -> None: ...
+
+
+class Source(Protocol):
+    """The link that a frame comes from."""
+
+    name: str
+
+    @property
+    def checked(self) -> bool: ...
+    @property
+    def dead(self) -> bool: ...
+
+
+class Relay:
+    """One frame on its way from `source` to `carrier`. `release` gives its buffer back."""
+
+    def __init__(
+        self,
+        source: Source,
+        carrier: Carrier,
+        frame: FrameHeader,
+        message: Message,
+        release: Callable[[], None],
+    ) -> None:
+        self._source = source
+        self._carrier = carrier
+        self._release = release
+        self._lock = threading.Lock()
+        self._users = 2
+        self._sealed = source.checked and carrier.checked
+        self._outgoing = Outgoing(
+            [frame.raw],
+            self._done,
+            message,
+            missing=frame.payload_bytes,
+            hashed=carrier.checked and not source.checked,
+            sealed=self._sealed,
+        )
+
+    def begin(self) -> None:
+        """Queue the frame, waiting for room."""
+        try:
+            self._carrier.expect(self._outgoing, self._source)
+        except HeteroError:
+            self._done()  # one of the two is closed; its own reader reports that
+
+    def feed(self, data: memoryview) -> None:
+        """The next tensor bytes."""
+        self._carrier.feed(self._outgoing, data)
+
+    def seal(self, checksum: bytes) -> None:
+        """The checksum that came behind the frame."""
+        if self._sealed:
+            self._carrier.feed(self._outgoing, memoryview(checksum))
+
+    def end(self) -> None:
+        """Nothing more comes. What is missing makes the frame void."""
+        self._carrier.pad(self._outgoing)
+        self._done()
+
+    def _done(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last:
+            self._release()

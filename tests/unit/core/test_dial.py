@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from hetero_framework.core.dial import Listener, connect
+from hetero_framework.errors import NetworkError
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_port_in_use_is_said_with_the_address() -> None:
+    with (
+        Listener("127.0.0.1", 0) as first,
+        pytest.raises(
+            NetworkError, match=rf"127.0.0.1:{first.port}: the port is in use\n.*\"port\""
+        ),
+    ):
+        Listener("127.0.0.1", first.port)
+
+
+def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
+    with Listener("127.0.0.1", 0) as first:
+        port = first.port
+        near = stack.enter_context(connect("127.0.0.1", port, WAIT_S)._socket)
+        far = first.accept(WAIT_S)
+    far.close()  # this side closes first: its port lingers in TIME_WAIT
+    assert near.recv(1) == b""
+    near.close()
+    Listener("127.0.0.1", port).close()
+
+
+def test_address_of_another_machine_cannot_be_listened_on() -> None:
+    with pytest.raises(NetworkError, match=r"does not have the address 198\.51\.100\.7"):
+        Listener("198.51.100.7", 0)
+
+
+def test_accept_times_out_and_ends_when_closed() -> None:
+    listener = Listener("127.0.0.1", 0)
+    with pytest.raises(TimeoutError, match="nobody connected"):
+        listener.accept(0.05)
+    closer = threading.Timer(0.05, listener.close)
+    closer.start()
+    with pytest.raises(NetworkError, match="closed"):
+        listener.accept()
+    closer.join()
+
+
+def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> None:
+    with Listener("127.0.0.1", 0) as probe:
+        port = probe.port
+    started: list[Listener] = []
+    retries: list[tuple[int, float, str]] = []
+
+    def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
+        retries.append((attempt, elapsed_s, reason))
+        if attempt == 2:
+            started.append(stack.enter_context(Listener("127.0.0.1", port)))
+
+    stack.enter_context(closing(connect("127.0.0.1", port, WAIT_S, on_retry)))
+    stack.enter_context(closing(started[0].accept(WAIT_S)))
+    assert [attempt for attempt, _, _ in retries] == [1, 2]
+    assert "nothing listens" in retries[0][2]
+
+
+def test_connect_that_is_refused_says_who_where_how_long_and_what_to_check() -> None:
+    with Listener("127.0.0.1", 0) as probe:
+        port = probe.port
+    with pytest.raises(NetworkError) as caught:
+        connect("127.0.0.1", port, 0.3, who="worker 2")
+    assert f"cannot reach worker 2 at 127.0.0.1:{port}: the machine answers" in str(caught.value)
+    assert "start the worker there" in str(caught.value)
+
+
+def test_connect_failures_have_different_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = set()
+    for error in (
+        TimeoutError(),
+        ConnectionRefusedError(),
+        socket.gaierror(socket.EAI_NONAME, "unknown"),
+        OSError(101, "Network is unreachable"),
+        OSError(5, "Input/output error"),
+    ):
+
+        def fail(*args: Any, error: OSError = error, **options: Any) -> socket.socket:
+            raise error
+
+        monkeypatch.setattr(socket, "create_connection", fail)
+        with pytest.raises(NetworkError) as caught:
+            connect("box", 9999, 0.05)
+        texts.add(str(caught.value).partition("(tried")[0])
+    assert len(texts) == 5
+
+
+@pytest.mark.parametrize("host", ["box..lan", "x" * 64 + ".lan"])
+def test_connect_to_a_name_that_cannot_be_encoded_says_it_is_not_known(host: str) -> None:
+    with pytest.raises(NetworkError, match="is not known here"):
+        connect(host, 9999, 0.05)
+
+
+def test_connect_can_be_stopped() -> None:
+    with Listener("127.0.0.1", 0) as probe:
+        port = probe.port
+    stop = threading.Event()
+    with pytest.raises(NetworkError):
+        connect("127.0.0.1", port, 600, lambda *retry: stop.set(), stop=stop)
+
+
+def test_accept_that_the_system_cannot_serve_leaves_the_listener_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Listener("127.0.0.1", 0) as listener:
+        real = listener._socket
+
+        class NoDescriptors:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+            def accept(self) -> Any:
+                raise OSError(errno.EMFILE, "Too many open files")
+
+        listener._socket = NoDescriptors()  # type: ignore[assignment]
+        with pytest.raises(OSError, match="Too many open files"):
+            listener.accept(WAIT_S)
+        listener._socket = real
+        with closing(connect("127.0.0.1", listener.port, WAIT_S)):
+            listener.accept(WAIT_S).close()
