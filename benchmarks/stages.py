@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -261,6 +261,7 @@ class SleepStage:
 
     input_requires_grad = True
     differentiates = True
+    fingerprint: ClassVar[dict[str, str]] = {}
 
     def __init__(self, spec: StageSpec, load: Load) -> None:
         self.index = spec.index

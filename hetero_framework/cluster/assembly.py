@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
@@ -41,7 +42,14 @@ from hetero_framework.errors import (
     UserError,
 )
 from hetero_framework.log import event
+from hetero_framework.models.fingerprint import (
+    Fingerprint,
+    check_same_model,
+    summary,
+    whole_fingerprint,
+)
 from hetero_framework.models.objective import objective_of
+from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner
 
@@ -129,6 +137,8 @@ class Cluster:
         self._pace: Tuner
         self.pipeline: Pipeline
         self.trainable: Trainable
+        # Of the weights that all stages were read from, under any cut.
+        self.fingerprint: str
 
     def __enter__(self) -> Cluster:
         return self
@@ -208,9 +218,16 @@ class Cluster:
         config, specs = self._config, self._config.stages()
         for worker in self._peers.workers:
             self._peers.send(worker, self._setup_message(worker, specs))
+        expected = _in_background(self._expected_weights)
         local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
+        ready_messages = self._ready_messages()
+        loaded = [("the coordinator", stage.fingerprint) for stage in local]
+        for worker, ready in ready_messages.items():
+            loaded += [(f"worker {worker}", stage.fingerprint) for stage in ready.stages]
+        check_same_model(loaded, expected.result())
+        self.fingerprint = summary(fingerprint for _, fingerprint in loaded)
         trainable = {stage.index: stage.trainable() for stage in local}
-        for ready in self._ready_messages().values():
+        for ready in ready_messages.values():
             for entry in ready.stages:
                 trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
         self.trainable = [trainable[spec.index] for spec in specs]
@@ -244,6 +261,14 @@ class Cluster:
             objective=objective_of(config.training),
             step_timeout_s=config.training.step_timeout_s,
         )
+
+    def _expected_weights(self) -> Fingerprint | None:
+        """Of all weights, from this machine's files; None where it has not all of them."""
+        model = self._config.model
+        if not self._peers.workers or model is None or model.name_or_path is None:
+            return None
+        source = resolve_model_path(model.name_or_path, self._config.base_dir)
+        return whole_fingerprint(source, model.revision)
 
     def _connect_workers(self, specs: Sequence[StageSpec]) -> None:
         """Open the links between workers that the plan has use for.
@@ -481,6 +506,20 @@ def _failure(error: BaseException) -> Message:
     """What a worker is told of a run that failed; it stays for the next one."""
     known = error if isinstance(error, HeteroError) else HeteroError(type(error).__name__)
     return Message(Error(type(known).__name__, known.message[:2000], known.hint))
+
+
+def _in_background(job: Callable[[], T]) -> Future[T]:
+    """The result of what a thread does meanwhile; a run that ends does not wait for it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="fingerprint", daemon=True).start()
+    return future
 
 
 def gradient_needs(trainable: Trainable) -> list[bool]:

@@ -602,7 +602,11 @@ class Worker:
         _log.info("loaded %s onto %s in %.0f s", layers, self._device.name, seconds)
         self._install(run, config, stages)
         loaded = [
-            LoadedStage(stage.index, tuple(Parameter(*entry) for entry in stage.trainable()))
+            LoadedStage(
+                stage.index,
+                tuple(Parameter(*entry) for entry in stage.trainable()),
+                dict(stage.fingerprint),
+            )
             for stage in stages
         ]
         self._send(Message(Ready(tuple(loaded))))

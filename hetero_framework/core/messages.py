@@ -195,15 +195,18 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
+    """A stage's trainable parameters, and hashes of the files' layers that it was read from."""
+
     index: int
     trainable: tuple[Parameter, ...]
+    fingerprint: dict[str, str]
 
 
 @_message(5, WORKER, long=True)
 @dataclass(frozen=True, slots=True)
 class Ready(Body):
     """Worker to coordinator, answers SETUP: its stages are loaded; the trainable parameters of each
-    with their index in the whole model. Answered by START."""
+    with their index in the whole model, and which weights it read. Answered by START."""
 
     stages: tuple[LoadedStage, ...]
 

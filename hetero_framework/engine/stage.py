@@ -38,6 +38,7 @@ class Stage:
         self.index = spec.index
         self.is_first = spec.is_first
         self.is_last = spec.is_last
+        self.fingerprint = shard.fingerprint
         # Known only after every stage has said what it trains; the pipeline sets it at the start.
         self.input_requires_grad = False
         self._shard = shard

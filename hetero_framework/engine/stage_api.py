@@ -130,6 +130,11 @@ class StageInterface(Protocol):
     """Whether something before this stage is trained: it then has to return a gradient."""
 
     @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """Hashes of the weights that it was read from (models/fingerprint.py); empty for none."""
+        ...
+
+    @property
     def differentiates(self) -> bool:
         """Whether a training step has a backward here: something is trained here or before."""
         ...

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,26 @@ def whole_fingerprint(source: str, revision: str | None) -> Fingerprint | None:
     except ModelError:
         return None
     return {key: value for key, value in found.items() if key not in (COMMIT, INDEX)}
+
+
+def check_same_model(
+    loaded: Sequence[tuple[str, Mapping[str, str]]], expected: Fingerprint | None
+) -> None:
+    """Raise ModelError unless all stages were read from one model.
+
+    `loaded` says of each stage which process read it and what. They are compared with `expected`,
+    the coordinator's own files; where these are not complete, with each other, by configuration,
+    list of files and revision.
+    """
+    for number, (process, found) in enumerate(loaded):
+        others = loaded[:number] if expected is None else [("the coordinator", expected)]
+        for other, theirs in others:
+            if what := difference(theirs, found):
+                raise ModelError(
+                    f"{process} has loaded another model than {other}: {what}",
+                    hint="copy one model directory to all machines, or set model.revision to one"
+                    " commit",
+                )
 
 
 def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:

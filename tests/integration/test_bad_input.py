@@ -366,3 +366,19 @@ def test_a_full_disk_costs_checkpoints_first_and_then_the_run(run, directory, mo
     ran.expect(6, "disk|space")
     assert ran.out.count("could not be written") == 2
     assert list((directory / "run" / "checkpoints").iterdir()) == []
+
+
+def test_worker_with_other_weights_is_refused_before_the_first_step(
+    run: Callable[..., Ran], pool: Pool, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = save_llama(pool.logs[0].parent / "refused", seed=7)
+    save_llama(directory / "refused")
+    capsys.readouterr()  # progress bars of saving
+    # Relative: each process finds its own.
+    plan = {"workers": pool.machines["workers"][:1], "shard_plan": TWO}
+    changes = {**plan, "model": {"name_or_path": "refused"}}
+    run(changes).expect(2, "worker 1 has loaded another model than the coordinator: .* weights of")
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    run(changes).expect(2, r"worker 1 .* coordinator: config\.json differs", "copy one model")
+    assert not (directory / "run" / "metrics.jsonl").exists()

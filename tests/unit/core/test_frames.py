@@ -61,7 +61,7 @@ def examples() -> dict[str, Message]:
         (m.Welcome(*versions, "2.13.0", "cuda:0", "GPU", 8 << 30, 7 << 30), []),
         (m.Reject("protocol", "no", "upgrade"), []),
         (m.Setup({"version": "1"}, (1,)), []),
-        (m.Ready((m.LoadedStage(1, (m.Parameter("w", (4, 0)),)),)), []),
+        (m.Ready((m.LoadedStage(1, (m.Parameter("w", (4, 0)),), {"layers.4": "0f"}),)), []),
         (m.Start((1,)), []),
         (m.Log("INFO", "größer"), []),
         (m.Error("ModelError", "gone"), []),
@@ -273,7 +273,7 @@ def test_ready_with_thousands_of_names_travels() -> None:
         m.Parameter(f"model.layers.{i}.self_attn.q_proj.lora_A.default.weight", (i, 0))
         for i in range(5000)
     )
-    message = Message(m.Ready((m.LoadedStage(1, names),)))
+    message = Message(m.Ready((m.LoadedStage(1, names, {}),)))
     assert decode(frame(message)).body == message.body
 
 

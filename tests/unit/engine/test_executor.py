@@ -43,6 +43,7 @@ class FakeStage:
         self.index, self.is_first, self.is_last = index, first, last
         self.input_requires_grad = not first
         self.differentiates = True
+        self.fingerprint: dict[str, str] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.fails: Exception | None = None
         self.in_place = False

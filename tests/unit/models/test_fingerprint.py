@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hetero_framework.core import cache
+from hetero_framework.errors import ModelError
 from hetero_framework.models import fingerprint as module
 from hetero_framework.models.fingerprint import (
     COMMIT,
     CONFIG,
     INDEX,
+    check_same_model,
     difference,
     fingerprint,
     summary,
@@ -81,6 +83,21 @@ def test_other_settings_and_revisions_are_named_before_the_weights(tmp_path: Pat
     assert difference(one, other) == "it is another revision of the repository"
     layers = {"layers.10": "1", "layers.9": "1"}
     assert difference(layers, dict.fromkeys(layers, "2")) == "the weights of layers.9 differ"
+
+
+def test_processes_are_compared_with_the_coordinators_files_or_with_each_other() -> None:
+    ours = {CONFIG: "c", INDEX: "i", COMMIT: "a", "layers.0": "x"}
+    theirs = {CONFIG: "c", INDEX: "i", COMMIT: "b", "layers.1": "y"}
+    loaded = [("the coordinator", ours), ("worker 1", theirs)]
+    check_same_model(loaded, {CONFIG: "c", "layers.0": "x", "layers.1": "y"})
+    with pytest.raises(ModelError, match=r"worker 1 .* the coordinator: the weights of layers.1"):
+        check_same_model(loaded, {CONFIG: "c", "layers.0": "x", "layers.1": "z"})
+    with pytest.raises(ModelError, match=r"worker 1 .* the coordinator: .* revision(.|\n)*commit"):
+        check_same_model(loaded, None)
+    third = ("worker 2", {**theirs, INDEX: "j", "layers.1": "w"})
+    with pytest.raises(ModelError, match=r"worker 2 has .* model than worker 1: .*file"):
+        check_same_model([("worker 1", theirs), third], None)
+    check_same_model([("worker 1", {}), ("worker 2", {})], None)
 
 
 def test_machine_without_the_files_knows_nothing(tmp_path: Path) -> None:
