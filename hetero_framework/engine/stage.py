@@ -24,7 +24,7 @@ from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInf
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError
 from hetero_framework.models.objective import objective_of
-from hetero_framework.models.shard import Shard
+from hetero_framework.models.shard import Shard, weakly
 from hetero_framework.models.trainable import export_parts, trainable_parameters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -72,7 +72,7 @@ class Stage:
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()
         self._current_micro_batch = 0
-        shard.on_enter = self._enter
+        shard.on_enter = weakly(self._enter)
 
     # -- a step ---------------------------------------------------------------------------------
 

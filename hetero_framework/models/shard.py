@@ -23,6 +23,7 @@ import functools
 import hashlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -287,6 +288,7 @@ class Shard:
         self._parameters_of_forward = inspect.signature(model.forward).parameters
         self._blocks: list[Any] = list(model.get_submodule(whole.structure.blocks).children())
         self._forwards: dict[int, Callable[..., Any]] = {}
+        self._recomputes = False
         self._install()
 
     @property
@@ -341,8 +343,7 @@ class Shard:
         Around the block's forward and not by the library's own switch: that one is inside the
         hooks in some versions and outside in others, and not every model has it.
         """
-        for index, forward in self._forwards.items():
-            self._forwards[index] = _recomputing(self._blocks[index], forward)
+        self._recomputes = True
 
     def forward(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
         """Hidden state that leaves this shard's last block.
@@ -442,49 +443,66 @@ class Shard:
         return {"inputs_embeds": zeros}
 
     def _install(self) -> None:
-        """What puts the hidden state in, takes it out and announces the places."""
+        """What puts the hidden state in, takes it out and announces the places.
+
+        The model's blocks know the shard weakly: dropped together they are freed at once, without
+        waiting for the garbage collector.
+        """
         rng, last = self.range, len(self._blocks) - 1
         for index in range(rng.start, rng.end):
-            block = self._blocks[index]
-            self._forwards[index] = block.forward
-            block.forward = self._passing(index)
-            block.register_forward_pre_hook(self._entering(index), with_kwargs=True)
+            self._forwards[index] = self._blocks[index].forward
+            self._blocks[index].forward = self._passing(index)
+        if rng.start < rng.end and not rng.is_first:
+            first = self._blocks[rng.start]
+            first.register_forward_pre_hook(weakly(self._inject), with_kwargs=True)
         if rng.is_last:
             if rng.end == rng.start:
-                self._blocks[last].on_hidden = lambda _: self._take_injected()
-            self._blocks[last].register_forward_hook(self._leaving)
+                self._blocks[last].on_hidden = weakly(self._take_injected)
+            self._blocks[last].register_forward_hook(weakly(self._leaving))
         elif rng.end <= last:
-            self._blocks[rng.end].on_hidden = self._capture_and_stop
+            self._blocks[rng.end].on_hidden = weakly(self._capture_and_stop)
         else:
-            self._blocks[last].register_forward_hook(self._capture_output)
+            self._blocks[last].register_forward_hook(weakly(self._capture_output))
 
     def _passing(self, index: int) -> Callable[..., Any]:
         """A block's forward that only passes its hidden state on while the head works alone."""
-        form = self._whole.structure.forms[index]
+        form, forward = self._whole.structure.forms[index], self._forwards[index]
+        itself = weakref.ref(self)
 
-        @functools.wraps(self._forwards[index])
         def passing(*args: Any, **kwargs: Any) -> Any:
-            if self._part == "head":
+            shard = itself()
+            assert shard is not None
+            if shard._part == "head":
                 return form.wrap(form.hidden(args, kwargs))
-            return self._forwards[index](*args, **kwargs)
+            enter = functools.partial(shard._enter_block, index)
+            if shard._recomputes and shard._blocks[index].training and torch.is_grad_enabled():
+                # Entering seeds, in the recomputation too; not every device has a random state
+                # that torch could save.
+                kept = shard.on_enter is None
+                return checkpoint(
+                    enter, *args, use_reentrant=False, preserve_rng_state=kept, **kwargs
+                )
+            return enter(*args, **kwargs)
 
+        # What `functools.wraps` does, without a reference to the block.
+        functools.update_wrapper(passing, forward)
+        del passing.__wrapped__  # type: ignore[attr-defined]
+        passing.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         return passing
 
-    def _entering(self, index: int) -> Callable[..., Any]:
-        form = self._whole.structure.forms[index]
+    def _enter_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        if self.on_enter is not None:
+            self.on_enter(index)
+        return self._forwards[index](*args, **kwargs)
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._part == "head":
-                return None
-            if self.on_enter is not None:
-                self.on_enter(index)
-            if index != self.range.start or self.range.is_first:
-                return None
-            return form.replace(self._take_injected(), args, kwargs)
+    def _inject(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """At the entry of the first block, where that is not the model's first."""
+        if self._part == "head":
+            return None
+        form = self._whole.structure.forms[self.range.start]
+        return form.replace(self._take_injected(), args, kwargs)
 
-        return hook
-
-    def _take_injected(self) -> torch.Tensor:
+    def _take_injected(self, placeholder: torch.Tensor | None = None) -> torch.Tensor:
         assert self._injected is not None
         return self._injected
 
@@ -505,14 +523,16 @@ class Shard:
         return form.wrap(self._take_injected()) if self._part == "head" else None
 
 
-def _recomputing(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
-        if block.training and torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return forward(*args, **kwargs)
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive. The object must outlive the calls."""
+    reference = weakref.WeakMethod(method)
 
-    return recomputing
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = reference()
+        assert bound is not None
+        return bound(*args, **kwargs)
+
+    return call
 
 
 def token_loss(

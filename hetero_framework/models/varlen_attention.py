@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # transformers takes a name with "sdpa" or "flash" in it for one of its own.
@@ -24,8 +24,9 @@ VARLEN = "per_sample"
 
 def register_per_sample() -> None:
     """Make it known to transformers, for models whose configuration names `PER_SAMPLE`."""
+    # Without a mask function of this name transformers makes no mask, and does not look at the
+    # positions on the host to find out whether it needs one: that would wait for the device.
     AttentionInterface.register(VARLEN, per_sample_attention)
-    AttentionMaskInterface.register(VARLEN, _no_mask)
 
 
 @torch.compiler.disable  # lengths differ in every call: nothing to compile once
@@ -120,7 +121,3 @@ def _spelled_out(
         weights = weights[..., :-1]
     weights = nn.functional.dropout(weights, p=dropout)
     return (weights @ value_1HLE).transpose(1, 2).contiguous()
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Samples are told apart in the attention."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -700,3 +702,28 @@ def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint: Path) -> None:
     for name, parameter in stage._parameters:
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name])
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4, "target_modules": "all-linear"}])
+def test_dropped_stage_frees_its_weights_without_the_garbage_collector(
+    adapter: dict[str, Any] | None, checkpoint: Path
+) -> None:
+    config = make_config(checkpoint, MIDDLE)
+    raw = {**config.to_dict(), "adapter": adapter}
+    raw["training"] = {**raw["training"], "gradient_checkpointing": True}
+    config = Config.from_dict(raw)
+    [stage] = load_stages(config, config.stages()[1:2], open_device("cpu"))
+    stage.input_requires_grad = True
+    stage.begin(info())
+    out_BSD = stage.forward(0, middle_inputs(0), torch.randn(2, 7, 32))
+    stage.backward(0, torch.ones_like(out_BSD))
+    stage.report_gradients()
+    stage.commit(1e-3, 1.0)
+    weights = [weakref.ref(parameter) for parameter in stage._shard.model.parameters()]
+    gc.collect()  # what importing and loading left
+    gc.disable()
+    try:
+        del stage, out_BSD
+        assert [weight() for weight in weights] == [None] * len(weights)
+    finally:
+        gc.enable()

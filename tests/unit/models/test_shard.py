@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import random
 import socket
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.models import shard as shard_module
 from hetero_framework.models import weights
 from hetero_framework.models.introspect import introspect, probe_inputs
 from hetero_framework.models.shard import (
@@ -498,3 +501,61 @@ def test_shards_built_in_two_threads_leave_the_library_as_it_was(tmp_path: Path)
     for thread in threads:
         thread.join()
     assert PreTrainedModel.tie_weights is before
+
+
+def seed_of(place: str | int) -> int:
+    return sum(map(ord, str(place)))
+
+
+def test_recompute_draws_again_where_torch_saves_no_random_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a device that `torch.utils.checkpoint` does not know: only seeding repeats a draw."""
+    real = shard_module.checkpoint
+    saved = []
+
+    def without_state(
+        function: Any, *args: Any, preserve_rng_state: bool = True, **rest: Any
+    ) -> Any:
+        saved.append(preserve_rng_state)
+        return real(function, *args, preserve_rng_state=False, **rest)
+
+    monkeypatch.setattr(shard_module, "checkpoint", without_state)
+    config = config_of("gpt2")
+    assert config.resid_pdrop > 0
+    found = []
+    for recompute in (False, True):
+        shard = build_shard(config, None, ShardRange(0, 6, True, True), dtype=torch.float32)
+        shard.on_enter = lambda place: torch.manual_seed(seed_of(place))
+        if recompute:
+            shard.recompute_blocks()
+        shard.train()
+        loss = shard.loss(probe_inputs(config), None, ITEMS)
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in shard.model.named_parameters()}))
+    (loss, gradients), (again, recomputed) = found
+    assert torch.equal(loss, again)
+    assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)
+    assert saved == [False] * 6
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("bounds", [(0, 6), (0, 3), (2, 4), (3, 6), (6, 6)])
+def test_dropped_shard_is_freed_without_the_garbage_collector(
+    model_type: str, bounds: tuple[int, int]
+) -> None:
+    start, end = bounds
+    rng = ShardRange(start, end, start == 0, end == 6)
+    shard = build_shard(config_of(model_type), None, rng, dtype=torch.float32)
+    shard.recompute_blocks()
+    if rng.is_first and rng.is_last:
+        shard.train()
+        shard.loss(probe_inputs(shard.config), None, ITEMS).backward()
+    gc.disable()
+    try:
+        left = [weakref.ref(parameter) for parameter in shard.model.parameters()]
+        left += [weakref.ref(shard), weakref.ref(shard.model)]
+        del shard
+        assert [reference() for reference in left] == [None] * len(left)
+    finally:
+        gc.enable()
