@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
@@ -34,8 +34,10 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import PeerLostError
-from hetero_framework.models.objective import Objective
 from hetero_framework.planner.readiness import Admission
+
+if TYPE_CHECKING:
+    from hetero_framework.models.objective import Objective  # imports transformers
 
 _POLL_S = 0.5
 T = TypeVar("T")

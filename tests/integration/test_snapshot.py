@@ -1,0 +1,99 @@
+"""The state of a step, read while later steps run in all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.config import Config
+from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.data.batches import MicroBatch
+from hetero_framework.engine.stage_api import StatePart
+from tests.integration.conftest import Pool
+
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.xdist_group("pool")]
+
+PLAN = [
+    {"id": "local", "start": 0, "end": 1},
+    {"id": 1, "start": 1, "end": 2},
+    {"id": 2, "start": 2, "end": 3},
+    {"id": 1, "start": 3, "end": 4},
+    {"id": "local", "start": 4, "end": 6},
+]
+State = dict[tuple[int, str], torch.Tensor]
+
+
+@contextmanager
+def cluster_of(pool: Pool, llama: Path, output: Path) -> Iterator[Cluster]:
+    sections = {"model": {"name_or_path": str(llama)}, "shard_plan": PLAN}
+    config = Config.from_dict(pool.config(output, [], **sections))
+    with Cluster(config, max_frame_bytes=DEFAULT_MAX_FRAME_BYTES) as cluster:
+        cluster.connect()
+        cluster.load()
+        yield cluster
+
+
+def batches(step: int) -> list[MicroBatch]:
+    draw = torch.Generator().manual_seed(step)
+    found = []
+    for _ in range(4):
+        ids = torch.randint(3, 60, (2, 12), generator=draw)
+        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    return found
+
+
+def take_step(cluster: Cluster, number: int) -> None:
+    def gradients() -> None:
+        cluster.begin(number, 4, train=True, num_items=88)
+        cluster.pipeline.run(batches(number))
+        cluster.pipeline.report_gradients()
+
+    cluster.retrying(gradients)
+    cluster.pipeline.commit(1e-2, 1.0, cluster.recover)
+
+
+def collector(state: State, seen: list[int], now: Callable[[], int]):
+    """Puts the parts into `state`, and into `seen` the step in which each came."""
+
+    def take(stage: int, number: int, part: StatePart) -> None:
+        seen.append(now())
+        state.update({(stage, name): tensor.clone() for name, tensor in part.tensors.items()})
+
+    return take
+
+
+def test_snapshot_is_the_state_of_its_step_in_every_process(pool, llama, tmp_path) -> None:
+    """Two workers and the coordinator, with two stages each but one: the state after step 1 is
+    read during step 2 and after step 3, and equals what a run that stops there has."""
+    with cluster_of(pool, llama, tmp_path / "stops") as cluster:
+        for number in range(2):
+            take_step(cluster, number)
+        expected: State = {}
+        for stage, _, part in cluster.pipeline.read_state("checkpoint"):
+            expected.update({(stage, n): t.clone() for n, t in part.tensors.items()})
+    found: State = {}
+    seen: list[int] = []
+    step = 0
+    with cluster_of(pool, llama, tmp_path / "goes on") as cluster:
+        for step in range(2):
+            take_step(cluster, step)
+        cluster.pipeline.snapshot(collector(found, seen, lambda: step))
+        for step in range(2, 4):
+            take_step(cluster, step)
+        step = 4
+        cluster.pipeline.finish_snapshot()
+        last: State = {}
+        for stage, _, part in cluster.pipeline.read_state("checkpoint"):
+            last.update({(stage, n): t.clone() for n, t in part.tensors.items()})
+    assert seen[0] == 2  # while the next step was running
+    assert len(seen) == len(PLAN)
+    assert found.keys() == expected.keys() == last.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert not any(
+        torch.equal(last[key], expected[key]) for key in expected if "norm" not in key[1]
+    )
