@@ -31,7 +31,7 @@ from hetero_framework.errors import HeteroError, UserError
 
 
 class Cluster(Protocol):
-    """What an `after_step` function may use of the coordinator's cluster."""
+    """The part of the coordinator's cluster that an `after_step` function may use."""
 
     @property
     def workers(self) -> Sequence[int | str]: ...
@@ -47,7 +47,7 @@ _W = TypeVar("_W", bound=Watcher)
 
 @dataclass(frozen=True)
 class WithTensors:
-    """What a handler returns to answer with raw bytes beside the data, as uint8 tensors."""
+    """A handler returns this to answer with raw bytes beside the data, as uint8 tensors."""
 
     data: Any
     tensors: tuple[WireTensor, ...]

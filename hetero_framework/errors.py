@@ -142,12 +142,12 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
     ):
         return ResourceError(
             f"memory ran out: {first}",
-            hint="Give this machine fewer layers, or lower per_device_train_batch_size or"
-            " data.max_length; `hetero check` shows what each stage needs.",
+            hint="give this machine fewer layers, or lower per_device_train_batch_size or"
+            " data.max_length; `hetero check` shows what each stage needs",
         )
     if isinstance(error, OSError) and error.errno in _NO_DISK:
         where = f" ({error.filename})" if error.filename else ""
         return ResourceError(
-            f"the disk is full{where}", hint="Free space, or lower save_total_limit."
+            f"the disk is full{where}", hint="free space, or lower save_total_limit"
         )
     return None

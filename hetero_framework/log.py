@@ -112,7 +112,7 @@ def with_level(level: str, text: str) -> str:
 
 
 def to_stderr(level: str, text: str) -> None:
-    """What `Lines` calls in a process without a display."""
+    """The `write` of `Lines` for a process without a display."""
     print(with_level(level, text), file=sys.stderr, flush=True)
 
 

@@ -136,7 +136,7 @@ def _planned(config: Config, workers: list[WorkerConfig]) -> tuple[int | str, ..
         names = " and ".join(f"worker {worker.id}" for worker in workers)
         raise ConfigError(
             f"{names} has no entry in shard_plan, so there is nothing to serve here",
-            hint="Add an entry for it to shard_plan on every machine, or leave this one out.",
+            hint="add an entry for it to shard_plan on every machine, or leave this one out",
         )
     return ids
 

@@ -1,1 +1,1 @@
-"""What the subcommands of `hetero` do, besides training."""
+"""The subcommands of `hetero` besides training."""

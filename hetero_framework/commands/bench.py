@@ -1,4 +1,4 @@
-"""What a user's own machines do: links, seconds per layer, and the step that follows from them.
+"""`hetero bench`: measures links and seconds per layer, and the step that follows from them.
 
 Everything is measured with the configured model, data and plan, over the processes and links that
 training would use. Steps are computed and then forgotten: no weight changes and nothing is written.

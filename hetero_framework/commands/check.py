@@ -1,4 +1,4 @@
-"""What a configuration means: who does what on which machine, and how much memory it takes.
+"""`hetero check`: who does what on which machine, and how much memory it takes.
 
 Reads the model's configuration and looks whether the data is there; loads no weights and starts
 no process.
@@ -79,7 +79,7 @@ def check(config: Config) -> dict[str, Any]:
 
 
 def forecast(config: Config) -> dict[str, Any]:
-    """How full the pipeline will be: `bubble` is the share of the devices' time without work.
+    """The expected use of the pipeline: `bubble` is the share of the devices' time without work.
 
     An estimate: time in proportion to layers, backward twice forward, a tenth of a forward for
     each boundary. The run itself measures and chooses anew. Units: layers' forwards.

@@ -1,4 +1,4 @@
-"""What this machine can do: versions, devices, number types, 4-bit, attention, diagram, ports."""
+"""`hetero doctor`: versions, devices, number types, 4-bit, attention, diagram, ports."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def examine() -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """What `examine` found, for a person."""
+    """The findings of `examine` as text."""
     lines = [
         f"hetero {found['hetero_framework']}, Python {found['python']}, {found['system']}",
         "packages: " + ", ".join(f"{n} {v or '(absent)'}" for n, v in found["packages"].items()),

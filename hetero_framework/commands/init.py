@@ -37,7 +37,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Answers:
-    """What `hetero init` was told; None: not told."""
+    """The answers given to `hetero init`; None: not given."""
 
     model: str | None = None
     workers: Sequence[str] = field(default_factory=tuple)
@@ -52,7 +52,7 @@ def parse_address(text: str) -> Address:
     """Take HOST[:PORT[:DEVICE]] apart. Raises UserError."""
     wrong = UserError(
         f'"{text}" is not HOST, HOST:PORT or HOST:PORT:DEVICE',
-        hint="For example 192.168.1.20:9999, [::1]:9999 or box:9999:cuda:0",
+        hint="for example 192.168.1.20:9999, [::1]:9999 or box:9999:cuda:0",
     )
     text = text.strip()
     if text.startswith("["):
@@ -82,7 +82,7 @@ def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
     if num_layers < max(1, machines - 1):
         raise UserError(
             f"{num_layers} layers are too few for {machines - 1} workers",
-            hint="Name fewer workers.",
+            hint="name fewer workers",
         )
     size, rest = divmod(num_layers, machines)
     sizes = [size + (position >= machines - rest) for position in range(machines)]
@@ -149,9 +149,7 @@ _LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-
 def write_config(answers: Answers, output: Path, *, force: bool = False) -> Config:
     """Propose, validate and write. Raises UserError, ConfigError; `force` replaces a file."""
     if output.exists() and not force:
-        raise UserError(
-            f"{output} exists already", hint="Replace it with --force, or use --output."
-        )
+        raise UserError(f"{output} exists already", hint="replace it with --force, or use --output")
     if answers.model is not None:
         _model(answers.model)
     answers = replace(
@@ -195,7 +193,7 @@ def run_wizard(
     except EOFError:
         raise UserError(
             "the input ended before all questions were answered",
-            hint="Use --non-interactive with options; see `hetero init --help`.",
+            hint="use --non-interactive with options; see `hetero init --help`",
         ) from None
     for stage in config.stages():
         who = "this machine" if stage.owner == "local" else f"worker {stage.owner}"
@@ -346,7 +344,7 @@ def _layers(answers: Answers, output: Path) -> int:
         return answers.layers
     if answers.model is None:
         raise UserError(
-            "the number of layers is not known", hint="Give --model NAME, or --layers N."
+            "the number of layers is not known", hint="give --model NAME, or --layers N"
         )
     from hetero_framework.models.shard import load_model_config, num_layers
 

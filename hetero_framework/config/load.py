@@ -42,7 +42,7 @@ def apply_override(raw: dict[str, Any], setting: str) -> None:
     if not equals or not keys or isinstance(keys[0], int):
         raise ConfigError(
             f"--set {shown(setting)} is not of the form section.name=value",
-            hint="For example: --set training.learning_rate=1e-4",
+            hint="for example: --set training.learning_rate=1e-4",
         )
     try:
         value = json.loads(text)

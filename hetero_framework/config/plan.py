@@ -119,12 +119,12 @@ class Plan:
             raise PlanError(
                 f"shard_plan[{beyond}].end is {self.entries[beyond].end}: the plan covers"
                 f" {covered} layers, but the model has {num_layers}",
-                hint=f"The last entry must end at {num_layers}.",
+                hint=f"the last entry must end at {num_layers}",
             )
         raise PlanError(
             f"the plan covers {covered} layers, but the model has {num_layers};"
             f" nobody holds the layers from {covered} to {num_layers - 1}",
-            hint=f"Let shard_plan[{last}] end at {num_layers}.",
+            hint=f"let shard_plan[{last}] end at {num_layers}",
         )
 
     def with_checkpointing(self, chosen: Mapping[int, bool]) -> Plan:
@@ -140,7 +140,7 @@ class Plan:
 
 
 def plan_problems(entries: Sequence[PlanEntry]) -> Iterator[Problem]:
-    """What is wrong in a plan, without knowing the model or the workers."""
+    """Errors of a plan that show without the model and the workers."""
     if not entries:
         yield Problem("shard_plan", "must not be empty")
         return

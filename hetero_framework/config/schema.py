@@ -43,7 +43,7 @@ _DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
 
 
 class Machine(Section):
-    """What a coordinator and a worker have in common."""
+    """Fields that a coordinator and a worker share."""
 
     hostname: str | None = Field(
         default=None,
@@ -323,7 +323,7 @@ class DataConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How to train; names and meanings of transformers.TrainingArguments, then our own."""
+    """Training settings: those of transformers.TrainingArguments, by its names, then our own."""
 
     output_dir: str = Field(
         default="runs/default",
@@ -452,8 +452,8 @@ class TrainingConfig(Section):
     loss_chunk_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] | None = Field(
         default="auto",
         description="Tokens whose logits exist at once: the loss of a longer micro-batch is"
-        ' computed and differentiated in pieces. "auto": pieces of 2**26 logits, so that small'
-        " micro-batches stay whole. null: never in pieces.",
+        ' computed and differentiated in chunks. "auto": chunks of 2**26 logits, so that small'
+        " micro-batches stay whole. null: never in chunks.",
         json_schema_extra={"unit": "tokens"},
     )
     torch_compile: bool = Field(
@@ -821,11 +821,11 @@ class Config(Section):
             raise ConfigError(
                 f"the configuration has no {names} section, which this command needs",
                 hint="`hetero init --model ... --data ...` writes them; docs/configuration.md"
-                " lists all settings.",
+                " lists all settings",
             )
 
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed but probably not meant."""
+        """Settings that are legal but probably a mistake."""
         taking_part = self.planned_workers
         found = [
             f"worker {shown(worker.id)} has no entry in shard_plan and takes no part"

@@ -1,4 +1,4 @@
-"""What every section of the file has in common."""
+"""The base class of every section of the file."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def parse_json_object(content: bytes, *, name: str) -> dict[str, Any]:
     """The object in `content` (UTF-8, a byte order mark is accepted); `name` is for messages."""
     text = _decode(content, name)
     if not text.strip():
-        raise ConfigError(f"{name} is empty", hint="`hetero init` writes a complete file.")
+        raise ConfigError(f"{name} is empty", hint="`hetero init` writes a complete file")
     try:
         value = json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
@@ -96,7 +96,7 @@ def _read_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise ConfigError(
             f"configuration file {path} does not exist",
-            hint="Create one with `hetero init`, or name it with --config FILE.",
+            hint="create one with `hetero init`, or name it with --config FILE",
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -149,7 +149,7 @@ def _describe(error: json.JSONDecodeError, text: str, name: str) -> str:
 
 
 def _faults(value: Any, path: str) -> Iterator[str]:
-    """What the standard reader lets pass: repeated keys and numbers that are not finite."""
+    """Rejects what the standard reader accepts: repeated keys and non-finite numbers."""
     if isinstance(value, _Object):
         for key in value.repeated:
             yield f'{join_path(path, key)}: the key "{key}" is given twice; keep one'

@@ -105,7 +105,7 @@ class Device:
 
     @property
     def label(self) -> str:
-        """What the device is called by its maker."""
+        """The maker's name of the device."""
         return _cpu_label()
 
     def memory(self) -> Memory:
@@ -333,7 +333,7 @@ class _Clock:
 
 
 class _StreamDevice(Device):
-    """What CUDA, ROCm and XPU have in common: streams and events, in one of torch's namespaces.
+    """The common part of CUDA, ROCm and XPU: streams and events, in one of torch's namespaces.
 
     The computing thread works on its current stream, which is the default one. Copies run on two
     streams of their own, one per direction, as a device has one engine for each; torch makes its

@@ -93,7 +93,7 @@ class Recorder:
             self._keep(self._attempt, {"kind": kind, **address, **times, **extra})
 
     def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
-        """What a link to `peer` calls for each frame that it has sent or received.
+        """The callback of a link to `peer` for each frame that it has sent or received.
 
         Only frames of a micro-batch are kept. One of the next step may be here before this
         process has begun it.

@@ -73,7 +73,7 @@ class StepOrder:
             raise DataError(
                 f"{self.num_examples} examples do not fill one micro-batch of {self.batch_size}, "
                 "and training.dataloader_drop_last drops smaller ones",
-                hint="Set it to false, or lower training.per_device_train_batch_size.",
+                hint="set it to false, or lower training.per_device_train_batch_size",
             )
 
     @property

@@ -54,8 +54,8 @@ class ChatRenderer:
         if not chosen:
             raise DataError(
                 "the data are conversations, but the tokenizer has no chat template",
-                hint="Use the tokenizer of an instruction-tuned model (model.tokenizer), or give a "
-                "Jinja file in data.chat_template_path.",
+                hint="use the tokenizer of an instruction-tuned model (model.tokenizer), or give a "
+                "Jinja file in data.chat_template_path",
             )
         self.template: str = chosen
         self.trains_stop: bool | None = None
@@ -80,12 +80,12 @@ class ChatRenderer:
         if not self.tokenizer.is_fast:
             raise DataError(
                 "the assistant's tokens cannot be found with a tokenizer written in Python",
-                hint="Take one with tokenizer.json, or set data.assistant_only_loss to false.",
+                hint="take one with tokenizer.json, or set data.assistant_only_loss to false",
             )
         if not any(message["role"] == "assistant" for message in messages):
             raise DataError(
                 f"{where}: the conversation has no assistant message, so there is nothing to learn",
-                hint="Remove it, or set data.assistant_only_loss to false.",
+                hint="remove it, or set data.assistant_only_loss to false",
             )
         if self.marks_generation:
             ids, mask = self._marked(messages, where, extra)
@@ -177,7 +177,7 @@ class ChatRenderer:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(
                 f"{where}: the chat template refused the conversation: {error}",
-                hint="Roles here: " + ", ".join(message["role"] for message in messages) + ".",
+                hint="roles here: " + ", ".join(message["role"] for message in messages),
             ) from error
 
 
@@ -191,7 +191,7 @@ def check_messages(value: Any, where: str, field: str) -> list[Message]:
         found = "an empty list" if value == [] else json_type(value)
         raise DataError(
             f"{where}: {field} must be a list of messages, found {found}",
-            hint='A message is {"role": "user", "content": "..."}.',
+            hint='a message is {"role": "user", "content": "..."}',
         )
     return [_message(item, f"{where}: {field}[{index}]") for index, item in enumerate(value)]
 
@@ -208,7 +208,7 @@ def _message(item: Any, where: str) -> Message:
     if not isinstance(message.get("role"), str):
         raise DataError(
             f"{where} has no role; its fields are {', '.join(item) or 'none'}",
-            hint='A message is {"role": "user", "content": "..."}.',
+            hint='a message is {"role": "user", "content": "..."}',
         )
     content = message.get("content")
     for part in content if isinstance(content, list) else [{"text": content}]:
@@ -225,8 +225,8 @@ def _message(item: Any, where: str) -> Message:
 
 
 def template_arguments(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """What an example passes to the template: `tools` (a list, or it as JSON text) and
-    `chat_template_kwargs`."""
+    """The arguments that an example passes to the template: `tools` (a list, or its JSON text)
+    and `chat_template_kwargs`."""
     arguments = dict(fields.get("chat_template_kwargs") or {})
     tools = fields.get("tools")
     if isinstance(tools, str):

@@ -49,7 +49,7 @@ Tokens = tuple[list[int], list[bool]]
 
 @dataclass
 class Options:
-    """What the configuration says about the format; the names are TRL's.
+    """The format settings of the configuration; the names are TRL's.
 
     `None` for the two losses means TRL's and the format's own choice: only the completion of a
     prompt with a completion, only the assistant's turns of messages.
@@ -100,12 +100,12 @@ class Formatter:
         if self.options.completion_only_loss and name in ("text", "messages"):
             raise DataError(
                 f"data.completion_only_loss is true, but the data have the format {name}",
-                hint="It needs prompt and completion; leave it out otherwise.",
+                hint="it needs prompt and completion; leave it out otherwise",
             )
         if self.options.assistant_only_loss and name in ("text", "alpaca"):
             raise DataError(
                 f"data.assistant_only_loss is true, but the data have the format {name}",
-                hint="It needs conversations; leave it out otherwise.",
+                hint="it needs conversations; leave it out otherwise",
             )
 
     @property
@@ -151,7 +151,7 @@ class Formatter:
         if self.options.assistant_only_loss:
             raise DataError(
                 "data.assistant_only_loss is true, but prompt and completion are plain strings",
-                hint="It needs conversations; leave it out otherwise.",
+                hint="it needs conversations; leave it out otherwise",
             )
         prompts = self._tokenize([prompt for prompt, _ in pairs])
         wholes = self._tokenize([prompt + self._with_eos(answer) for prompt, answer in pairs])
@@ -205,7 +205,7 @@ class Formatter:
         if not eos:
             raise DataError(
                 "the tokenizer has no end-of-sequence token, so an example would have no end",
-                hint="Set data.eos_token to one of its tokens, or data.add_eos to false.",
+                hint="set data.eos_token to one of its tokens, or data.add_eos to false",
             )
         return text if text.endswith(eos) else text + eos
 

@@ -112,7 +112,7 @@ def load_data(
     """
     data, training = config.data, config.training
     if data is None:
-        raise DataError("the configuration has no data", hint='Add "data": {"train": "..."}.')
+        raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
     options = _options(data, config)
     reader = _Reader(data, config.base_dir, options, tokenizer, vocab_size, report)
@@ -278,7 +278,7 @@ class _Reader:
             raise DataError(
                 f"{record.where}: token {token!r} has the id {max(ids)}, but the model has only "
                 f"{self.vocab_size} embeddings",
-                hint="Tokenizer and model do not belong together; check model.tokenizer.",
+                hint="tokenizer and model do not belong together; check model.tokenizer",
             )
 
     def _remarks(self, counts: _Counts, formatter: Formatter) -> Iterator[str]:

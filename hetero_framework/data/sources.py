@@ -118,10 +118,10 @@ def _find(entry: str, base_dir: Path) -> list[Source]:
         matches = sorted(glob.glob(pattern, root_dir=base_dir, recursive=True))
         files = [match for match in matches if (base_dir / match).is_file()]
         if not files:
-            raise DataError(f"no file matches {entry}", hint=f"Looked in {base_dir}.")
+            raise DataError(f"no file matches {entry}", hint=f"looked in {base_dir}")
         return [_file(match, base_dir / match) for match in files]
     if not _may_be_on_hub(entry, path):
-        raise DataError(f"data file not found: {entry}", hint=f"Looked at {path}.")
+        raise DataError(f"data file not found: {entry}", hint=f"looked at {path}")
     return [Source(entry, "hub")]
 
 
@@ -145,7 +145,7 @@ def _folder(entry: str, path: Path) -> Source:
         return Source(entry, "saved", path)
     raise DataError(
         f"{entry} is a folder, but not one that datasets.save_to_disk wrote",
-        hint=f"For the files in a folder give a pattern, such as {entry.rstrip('/')}/*.jsonl.",
+        hint=f"for the files in a folder give a pattern, such as {entry.rstrip('/')}/*.jsonl",
     )
 
 
@@ -199,7 +199,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB",
-                    hint="A line is one example; a JSON list goes into a file named .json.",
+                    hint="a line is one example; a JSON list goes into a file named .json",
                 )
             yield number, _decode(line.removeprefix(_BOM) if number == 1 else line, where)
 
@@ -222,7 +222,7 @@ def _decode(line: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: byte {error.start + 1} is not valid UTF-8",
-            hint="Save the file as UTF-8.",
+            hint="save the file as UTF-8",
         ) from error
 
 
@@ -254,7 +254,7 @@ def _record(where: str, value: Any, shown: str) -> Record:
     if not isinstance(value, dict):
         raise DataError(
             f"{where}: expected a JSON object, found {json_type(value)}: {shorten(shown)}",
-            hint='An example is an object with named fields, such as {"text": "..."}.',
+            hint='an example is an object with named fields, such as {"text": "..."}',
         )
     return Record(where, value)
 
@@ -275,7 +275,7 @@ def _from_json(path: Path) -> Iterator[Record]:
         return iter(())
     raise DataError(
         f"{path}: expected a list of objects, found: {shorten(text[start:])}",
-        hint='Write [{"text": "..."}, ...], {"data": [...]}, or one object per line (.jsonl).',
+        hint='write [{"text": "..."}, ...], {"data": [...]}, or one object per line (.jsonl)',
     )
 
 
@@ -375,7 +375,7 @@ def _from_saved(path: Path, split: str) -> Iterator[Record]:
         if split not in dataset:
             raise DataError(
                 f"{path} has no split {split!r}, only {', '.join(map(repr, dataset))}",
-                hint="Set data.train_split or data.eval_split.",
+                hint="set data.train_split or data.eval_split",
             )
         dataset = dataset[split]
     yield from _rows(dataset, str(path))
@@ -389,13 +389,13 @@ def _from_hub(name: str, split: str, dataset_config: str | None) -> Iterator[Rec
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"{name!r} is neither a file or folder here nor a dataset on the hub ({error})",
-            hint="Check the path (relative paths count from the configuration file's folder).",
+            hint="check the path (relative paths count from the configuration file's folder)",
         ) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # ConnectionError and the offline mode's error are OSErrors.
         raise DataError(
             f"cannot load the dataset {name!r}, split {split!r}, from the hub: {error}",
-            hint="Without a network, give local files or a folder of datasets.save_to_disk.",
+            hint="without a network, give local files or a folder of datasets.save_to_disk",
         ) from error
     yield from _rows(dataset, f"{name}[{split}]")
 
@@ -415,7 +415,7 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def json_type(value: Any) -> str:
-    """What a JSON user calls the type of `value`."""
+    """The JSON name of the type of `value`."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -61,7 +61,7 @@ def _check_folder(folder: Path) -> None:
         if path.suffix == ".json" and "auto_map" in _read_json(path):
             raise DataError(
                 f"{path} names code of its own (auto_map), which is never run here",
-                hint="Convert it to a tokenizer.json, or set model.tokenizer to one that has it.",
+                hint="convert it to a tokenizer.json, or set model.tokenizer to one that has it",
             )
 
 
@@ -128,5 +128,5 @@ def choose_pad_token(
         return index, f"padding token: {token}{reason}"
     raise DataError(
         f"no token to pad with: the tokenizer: {', '.join(passed)}",
-        hint="Set data.pad_token to one of its tokens.",
+        hint="set data.pad_token to one of its tokens",
     )

@@ -104,7 +104,7 @@ class HostReport:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A bounded part of a stage's state: named tensors and the values that are no tensors.
+    """A bounded part of a stage's state: named tensors and the values that are not tensors.
     `release` gives back the receive buffer in which the tensors lie."""
 
     tensors: Tensors

@@ -1,4 +1,4 @@
-"""What one adapter is over the whole model: the noun that shards, files and estimates share."""
+"""The plan of one adapter over the whole model, shared by shards, files and memory estimates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AdapterPlan:
 
 @dataclass(frozen=True)
 class AttachedAdapter:
-    """What a shard with an adapter keeps: the plan, and PEFT's handle on the wrapped modules."""
+    """State of a shard with an adapter: the plan, and PEFT's handle on the wrapped modules."""
 
     plan: AdapterPlan
     tuner: LoraModel

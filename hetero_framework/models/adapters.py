@@ -1,4 +1,4 @@
-"""What is trained: LoRA, QLoRA or every weight; the same tensors under any cut.
+"""The trained weights: LoRA, QLoRA or all of them; the same tensors under any cut.
 
 An adapter is planned once, on the whole model without memory (torch's meta device): PEFT itself
 says there which modules it would wrap and which tensors the adapter file holds. A shard then gets
@@ -262,7 +262,7 @@ def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConf
 
 
 def _explicit_settings(adapter: AdapterConfig) -> set[str]:
-    """What the user wrote. On the wire defaults are written out too; those do not count."""
+    """The settings that the user wrote. The wire also carries defaults; those do not count."""
     fields = type(adapter).model_fields
     written = set(adapter.model_fields_set)
     if written != set(fields):
@@ -327,7 +327,7 @@ def _check_each_matches(
 
 
 def _refusal_hint(model: nn.Module, refusal: str) -> str:
-    """What to change when PEFT does not take the settings for this model."""
+    """The hint for settings that PEFT rejects for this model."""
     if "lora_dropout" in refusal:
         return (
             'set "adapter.lora_dropout": 0 (experts whose weights are one parameter take no '

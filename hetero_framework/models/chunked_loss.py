@@ -1,9 +1,9 @@
-"""The last stage's loss in pieces, so that the logits of all tokens never exist at once.
+"""The last stage's loss in chunks, so that the logits of all tokens never exist at once.
 
 The blocks run on the whole micro-batch. What follows them works token by token in nearly every
-causal model, so it runs on one piece of the tokens at a time, and each piece is differentiated
-at once: memory for logits depends on the piece, not on the micro-batch. Where the pieces lie
-depends on the shape alone, so every cut has the same ones and gives the same bits.
+causal model, so it runs on one loss chunk at a time, and each chunk is differentiated before the
+next begins: memory for logits depends on the chunk, not on the micro-batch. The chunks depend on
+the shape alone, so they are the same for every cut, and so are the bits.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size, V vocabulary.
 """
@@ -25,7 +25,7 @@ from hetero_framework.models.tiny import shrink
 
 Span = tuple[slice, slice]
 
-# Logits of a piece where nothing else is said: 1 GiB at the 16 bytes that each takes in float32.
+# Logits of a loss chunk by default: 1 GiB at the 16 bytes that each takes in float32.
 # More tokens than this make no matrix product faster; fewer read and write the head's gradient
 # more often than needed.
 AUTO_LOGITS = 1 << 26
@@ -37,16 +37,16 @@ _PROBES = (2, 5, 13)
 
 
 def chunk_tokens(chosen: int | Literal["auto"] | None, config: PretrainedConfig) -> int | None:
-    """Tokens whose logits may exist at once; None: those of all."""
+    """The largest number of tokens whose logits exist at once; None: no limit."""
     if chosen != "auto":
         return chosen
     return max(2, AUTO_LOGITS // int(config.get_text_config().vocab_size))
 
 
 def spans(shape: torch.Size | tuple[int, int], limit: int | None) -> list[Span]:
-    """(rows, tokens) of each piece of labels of `shape` [B, S]; none where all fits into one.
+    """(rows, tokens) of each loss chunk for labels of `shape` [B, S]; empty if one is enough.
 
-    A piece holds at most `limit` tokens (at least 2): whole rows where they fit, else a part of
+    A chunk has at most `limit` tokens (at least 2): whole rows where they fit, else a part of
     one row that overlaps the next by a token, since each token's label is the token after it.
     """
     rows, tokens = shape
@@ -74,9 +74,9 @@ def chunked_loss(
     running: Callable[[], AbstractContextManager[None]],
     backward: Callable[[torch.Tensor], None] | None,
 ) -> torch.Tensor:
-    """The loss of the last shard, as `Shard.loss` gives it, over `pieces`; 0-d, detached.
+    """The loss of the last shard, as `Shard.loss` gives it, over `chunks`; 0-d, detached.
 
-    `running` is the context of each forward. `backward` differentiates a piece's loss, scaled as
+    `running` is the context of each forward. `backward` differentiates a chunk's loss, scaled as
     the caller likes; None outside training. Gradients are left in the parameters and in
     `hidden_BSD`.
     """
@@ -99,7 +99,7 @@ def chunked_loss(
             backward(loss)
             sums.take()
         if received is not None and chunk_BSD.grad is not None:
-            # A token at the end of one piece and the start of the next has a loss in the next.
+            # A token at the end of one chunk and the start of the next has its loss in the next.
             received[span] += chunk_BSD.grad
     sums.give_back()
     if received is not None:
@@ -108,7 +108,7 @@ def chunked_loss(
 
 
 class _Sums:
-    """Adds gradients of the pieces up in float32 where a parameter's own type is narrower.
+    """Adds up the gradients of the chunks in float32 where a parameter's own type is narrower.
 
     Rounded once at the end, as the gradient of the whole micro-batch is.
     """
@@ -139,7 +139,7 @@ class _Sums:
 
 
 def why_not_chunked(config: PretrainedConfig) -> str | None:
-    """Why the loss of this architecture cannot be computed in pieces; None where it can.
+    """Why the loss of this architecture cannot be computed in chunks; None where it can.
 
     A tiny random model of it computes loss and gradients both ways. Raises ArchitectureError when
     no tiny copy runs.

@@ -116,8 +116,8 @@ def ranges_from_cuts(cuts: Sequence[int], layers: int) -> tuple[ShardRange, ...]
     bounds = [0, *cuts, layers]
     if bounds != sorted(bounds):
         raise ArchitectureError(
-            f"Cuts {', '.join(map(str, cuts))} do not fit a model of {layers} layers.",
-            hint=f"Give ascending layer numbers between 0 and {layers}.",
+            f"cuts {', '.join(map(str, cuts))} do not fit a model of {layers} layers",
+            hint=f"give ascending layer numbers between 0 and {layers}",
         )
     last = len(bounds) - 2
     return tuple(
@@ -152,7 +152,7 @@ def verify_model(
         with quiet_library():
             model_config = tiny_config(model_type)
     else:
-        raise ArchitectureError("There is no model to verify: name a configuration or a type.")
+        raise ArchitectureError("there is no model to verify: name a configuration or a type")
     if cuts is not None or config is None:
         layers = introspect(model_config).num_layers
         ranges = ranges_from_cuts(_default_cuts(layers) if cuts is None else cuts, layers)
@@ -191,9 +191,9 @@ def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
         remember("verdicts", question, result.verdict)
     else:
         raise ArchitectureError(
-            f"A {result.model_type} model cannot be cut this way: {result.reason}",
-            hint="Hold the layers named here on one stage, or choose another architecture"
-            " (docs/architectures.md lists those that pass).",
+            f"a {result.model_type} model cannot be cut this way: {result.reason}",
+            hint="hold the layers named here on one stage, or choose another architecture"
+            " (docs/architectures.md lists those that pass)",
         )
     return result
 
@@ -211,10 +211,10 @@ def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str
         remember("verdicts", question, {"attention": packing.attention})
     else:
         raise ArchitectureError(
-            f"A {config.model_type} model cannot be trained with data.padding_free:"
+            f"a {config.model_type} model cannot be trained with data.padding_free:"
             f" {packing.reason}",
-            hint="Set data.padding_free to false (docs/architectures.md lists the architectures"
-            " that can do without padding).",
+            hint="set data.padding_free to false (docs/architectures.md lists the architectures"
+            " that can do without padding)",
         )
     return packing.attention
 

@@ -171,7 +171,7 @@ def write_checkpoint(
 
 
 def _saved_config(config: PretrainedConfig, dtype: torch.dtype | None) -> PretrainedConfig:
-    """What `save_pretrained` adds: the class to load it with and the type of the weights."""
+    """The entries that `save_pretrained` adds: the class to load with, the type of the weights."""
     config = copy.deepcopy(config)
     config.architectures = [model_class(config).__name__]
     config.dtype = dtype
@@ -343,7 +343,7 @@ class OutputDirectory:
         return sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
 
     def _foreign(self, files: list[str]) -> list[str]:
-        """What stays of the directory when `files` are written into it."""
+        """The entries of the directory that remain when `files` are written into it."""
         present = self._present()
         try:
             listed = json.loads((self.path / EXPORT_LIST).read_text("utf-8"))["files"]

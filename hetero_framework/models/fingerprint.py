@@ -90,7 +90,7 @@ def check_same_model(
 
 
 def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """What both have and is not equal, in words: the first of it."""
+    """The first entry that both have and that differs, as text."""
     different = [key for key in one if key in other and one[key] != other[key]]
     words = {
         CONFIG: "config.json differs",

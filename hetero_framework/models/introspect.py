@@ -1,4 +1,4 @@
-"""What runs where in a causal language model, learned from one forward of a tiny copy of it.
+"""The structure of a causal language model, learned from one forward of a tiny copy of it.
 
 Nothing here knows an architecture. A tiny model of the same class runs once while hooks watch the
 candidates for the list of blocks and a function mode watches which weights are used before the
@@ -119,9 +119,9 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
             return _learn_cached(_Hashable(key, tiny))
     except LIBRARY_ERRORS as error:
         raise ArchitectureError(
-            f"No tiny copy of a {config.model_type} model runs, so that its cut cannot be"
+            f"no tiny copy of a {config.model_type} model runs, so that its cut cannot be"
             f" verified: {one_line(error)}",
-            hint="docs/architectures.md lists the architectures that can be cut.",
+            hint="docs/architectures.md lists the architectures that can be cut",
         ) from error
 
 
@@ -199,8 +199,8 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
         reasons.append(name)
     raise ArchitectureError(
         f"{type(model).__name__} has no list of blocks that run once each, in order"
-        + (f" (looked at {', '.join(reasons)})." if reasons else "."),
-        hint="Only models whose layers form one chain can be cut.",
+        + (f" (looked at {', '.join(reasons)})" if reasons else ""),
+        hint="only models whose layers form one chain can be cut",
     )
 
 
@@ -294,7 +294,7 @@ def _entry(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | s
     for name, value in named:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return name
-    raise ArchitectureError(f"Block {index} receives no hidden state as an argument.")
+    raise ArchitectureError(f"block {index} receives no hidden state as an argument")
 
 
 def _exit(index: int, output: Any) -> tuple[int | None, int]:
@@ -305,7 +305,7 @@ def _exit(index: int, output: Any) -> tuple[int | None, int]:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 return slot, len(output)
     raise ArchitectureError(
-        f"Block {index} returns {type(output).__name__}, which holds no hidden state."
+        f"block {index} returns {type(output).__name__}, which holds no hidden state"
     )
 
 

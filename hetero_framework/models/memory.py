@@ -11,8 +11,8 @@ attention matrix) count 34 h bytes at c = 2, that is 17 h. Of what autograd real
 estimate is 1.2 for Llama and Gemma, 0.9 to 1.0 for Qwen3-MoE, and 0.7 for GPT-2, whose GELU is
 spelled out in single operations. Attention that stores its matrix
 ("eager") adds c + 4 bytes per head and pair of tokens. The last stage holds logits in c bytes and,
-in float32, their upcast, its log-softmax and the gradients of both: of all tokens, or of one piece
-where the loss is computed in pieces (`training.loss_chunk_tokens`). A stage that neither trains
+in float32, their upcast, its log-softmax and the gradients of both: of all tokens, or of one
+loss chunk (`training.loss_chunk_tokens`). A stage that neither trains
 anything nor passes a gradient on stores nothing for backward.
 
 Measured for a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU: full training estimated
@@ -115,7 +115,7 @@ def estimate_memory(
 ) -> list[StageMemory]:
     """Memory of every stage of `config`; loads nothing.
 
-    `in_flight` are the micro-batches that each stage may hold at once; by default `window` of them
+    `in_flight` are the micro-batches that each stage may store at once; by default `max_in_flight`
     (default: max_in_flight, else twice the stages). The last stage holds one, and none more than
     a step has. `tokens` is the longest sample (default: data.max_length), `plan` saves planning
     the adapter again. Checkpointing "auto" counts as none. Raises as `plan_adapter` and
@@ -171,7 +171,7 @@ def recompute_stages(
 def in_flight_limits(
     memory: Sequence[StageMemory], limit: int, devices: Iterable[tuple[Collection[int | str], int]]
 ) -> tuple[int, ...]:
-    """How many micro-batches each stage has memory for, from 1 to `limit`.
+    """The number of micro-batches that fit each stage's memory, from 1 to `limit`.
 
     `devices` as for `recompute_stages`; the stages of a device get the same number.
     """
@@ -210,7 +210,7 @@ def gib(size: int) -> str:
 
 
 def _advice(memory: Sequence[StageMemory]) -> str:
-    """What to change, the largest share first."""
+    """Suggestions for using less memory, the largest share first."""
     advice = {
         "a smaller per_device_train_batch_size, data.max_length or training.max_in_flight, or"
         " gradient_checkpointing": sum(m.activations for m in memory),

@@ -1,4 +1,4 @@
-"""What a run minimises: everything that would change with another loss is in an `Objective`.
+"""The objective of a run: everything that another loss would change is in an `Objective`.
 
 The engine moves tensors and adds numbers; which tensors a stage needs, how the last stage makes a
 loss of them, and by how many items a step is divided, it asks here. `CausalLM` is next-token
@@ -27,7 +27,7 @@ class Objective(Protocol):
     """Shapes: B rows of a micro-batch, S tokens, D hidden size."""
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
-        """Those of a micro-batch's tensors that a stage needs."""
+        """The tensors of a micro-batch that a stage needs."""
         ...
 
     def loss(
@@ -52,7 +52,7 @@ class Objective(Protocol):
         ...
 
     def num_predictions(self, batches: Sequence[MicroBatch]) -> int:
-        """What an evaluation's loss is divided by."""
+        """The divisor of an evaluation's loss."""
         ...
 
     def probe_batch(self, config: PretrainedConfig, seed: int = 0) -> MicroBatch:

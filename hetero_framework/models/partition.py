@@ -42,7 +42,7 @@ class Skeleton:
         if len(blocks) != structure.num_layers:
             raise ArchitectureError(
                 f"{type(model).__name__} has {len(blocks)} blocks, its tiny copy "
-                f"{structure.num_layers}."
+                f"{structure.num_layers}"
             )
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.names = {*self.parameters, *model.state_dict()}
@@ -101,29 +101,29 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):
         raise ArchitectureError(
-            "The router's auxiliary loss (output_router_logits) joins all layers in one loss.",
-            hint="Set output_router_logits to false in the model's configuration.",
+            "the router's auxiliary loss (output_router_logits) joins all layers in one loss",
+            hint="set output_router_logits to false in the model's configuration",
         )
     for name in ("layerdrop", "layer_dropout"):
         if getattr(text, name, 0.0):
             raise ArchitectureError(
-                f"{name} = {getattr(text, name)} skips layers at random, over all stages.",
-                hint=f"Set {name} to 0 in the model's configuration.",
+                f"{name} = {getattr(text, name)} skips layers at random, over all stages",
+                hint=f"set {name} to 0 in the model's configuration",
             )
     if rng.is_first and rng.is_last:
         return
     structure = whole.structure
     for layer, crossing in sorted(structure.crossing.items()):
         raise ArchitectureError(
-            f"Layer {layer} receives, beside the hidden state, {', '.join(crossing)}, from"
-            " outside it."
+            f"layer {layer} receives, beside the hidden state, {', '.join(crossing)}, from"
+            " outside it"
         )
     ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
     for name, layers in sorted(structure.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
         if name not in ends and any(inside) and not all(inside):
             raise ArchitectureError(
-                f"{name} is shared by layers {list(layers)} of different stages."
+                f"{name} is shared by layers {list(layers)} of different stages"
             )
 
 

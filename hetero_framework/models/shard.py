@@ -6,9 +6,9 @@ the range pass the hidden state through; the received hidden state is put in at 
 first block that is present, and taken out at the entry of the first one that is absent again.
 So whatever a model does between its parts happens exactly once, on one of the stages.
 
-The last shard can also do its work in two parts: its blocks, then what follows them on a piece of
-the tokens at a time (`piece_loss`), so that the logits of all tokens never exist at once. The same
-forward of the model runs for a piece, with every block passing on what it is given.
+The last shard can also do its work in two parts: its blocks, then what follows them on one
+loss chunk at a time (`chunk_loss`), so that the logits of all tokens never exist at once. The same
+forward of the model runs for a chunk, with every block passing on what it is given.
 
 Parameter names, list positions and layer indices are those of the whole model.
 
@@ -188,7 +188,7 @@ def _load(
     if missing := sorted(report["missing_keys"]):
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise ModelError(
-            f"The checkpoint {checkpoint.source!r} lacks {len(missing)} weights of layers"
+            f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights of layers"
             f" {rng.start} to {rng.end - 1}: {shown}"
         )
     model.config.name_or_path = checkpoint.source
@@ -260,7 +260,7 @@ class Shard:
 
     `model` is the pruned transformers model. `on_enter` is called with "embedding" when a first
     shard starts a forward, with i before block i and with "head" after the last block ("head n"
-    for piece n > 0 of a loss in pieces): the place to set the random state, so that it does not
+    for loss chunk n > 0): the place to set the random state, so that it does not
     depend on the cut. With activation checkpointing a block's recompute draws the numbers of its
     forward again.
     """
@@ -307,7 +307,7 @@ class Shard:
         return self._whole.parameter_index(name)
 
     def parameters_outside_blocks(self) -> Iterator[nn.Parameter]:
-        """What this shard holds before and after its blocks, an adapter's share included."""
+        """The parameters before and after the blocks of this shard, an adapter's included."""
         for name, parameter in self.model.named_parameters():
             if self._whole.layer_of(name) is None:
                 yield parameter
@@ -373,11 +373,11 @@ class Shard:
         num_items: torch.Tensor,
         number: int,
     ) -> torch.Tensor:
-        """The loss of a piece of the tokens, from what `forward` of this last shard gave.
+        """The loss of one loss chunk, from what `forward` of this last shard gave.
 
-        `hidden_BSD` and the `inputs` (labels, optional position_ids) are of the piece; `number`
-        counts the pieces of a micro-batch. The first label of each row belongs to the token before
-        it and is not used.
+        `hidden_BSD` and the `inputs` (labels, optional position_ids) are those of the chunk;
+        `number` counts the chunks of a micro-batch. The first label of each row belongs to the
+        token before it and is not used.
         """
         self._chunk = number
         with self._doing("head"):
@@ -428,7 +428,7 @@ class Shard:
             self._part = "whole"
 
     def _placeholder(self, inputs: Inputs, hidden_BSD: torch.Tensor) -> Inputs:
-        """What the model is given as its input where the embedding is elsewhere.
+        """The stand-in for the model's input where another shard has the embedding.
 
         Only shape and type matter: the received hidden state takes its place later.
         """
@@ -443,7 +443,7 @@ class Shard:
         return {"inputs_embeds": zeros}
 
     def _install(self) -> None:
-        """What puts the hidden state in, takes it out and announces the places.
+        """The hooks that insert the hidden state, take it out and announce each block.
 
         The model's blocks know the shard weakly: dropped together they are freed at once, without
         waiting for the garbage collector.

@@ -157,8 +157,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
             if found.config_class is type(config):
                 return found
     raise ArchitectureError(
-        f"transformers has no causal language model for model type {config.model_type!r}.",
-        hint="Choose a model whose config.json names a text-generation architecture.",
+        f"transformers has no causal language model for model type {config.model_type!r}",
+        hint="choose a model whose config.json names a text-generation architecture",
     )
 
 
@@ -182,7 +182,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     Raises ArchitectureError for a type that transformers does not know.
     """
     if model_type not in CONFIG_MAPPING:
-        raise ArchitectureError(f"transformers knows no model type {model_type!r}.")
+        raise ArchitectureError(f"transformers knows no model type {model_type!r}")
     cls: Any = CONFIG_MAPPING[model_type]
     extra = _DEFAULTS.get(model_type, {})
     default = cls(**extra).to_dict()

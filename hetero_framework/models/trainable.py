@@ -1,4 +1,4 @@
-"""What a shard trains and what it leaves behind: every weight, or an adapter over frozen ones.
+"""The weights that a shard trains and exports: all of them, or an adapter over frozen ones.
 
 PEFT is imported for adapters alone: it takes a third of the time that importing torch takes.
 """

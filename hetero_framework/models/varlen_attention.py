@@ -105,7 +105,7 @@ def _spelled_out(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """What torch's kernels cannot do: capped scores (Gemma 2), attention sinks (gpt_oss)."""
+    """Features that torch's kernels lack: capped scores (Gemma 2), attention sinks (gpt_oss)."""
     groups = query_1HLE.shape[1] // key_1KLE.shape[1]
     key_1HLE, value_1HLE = (t.repeat_interleave(groups, dim=1) for t in (key_1KLE, value_1KLE))
     scale = query_1HLE.shape[-1] ** -0.5 if scaling is None else scaling

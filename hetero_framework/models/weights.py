@@ -39,8 +39,8 @@ def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
     written_as_path = path.is_absolute() or name_or_path.startswith((".", "~"))
     if written_as_path or name_or_path.count("/") > 1 or "\\" in name_or_path:
         raise ModelError(
-            f"{platform.node()} has no model directory {local}.",
-            hint="Copy the model there, or set model.name_or_path to where it is on every machine.",
+            f"{platform.node()} has no model directory {local}",
+            hint="copy the model there, or set model.name_or_path to where it is on every machine",
         )
     return name_or_path
 
@@ -57,8 +57,8 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{platform.node()} cannot read the configuration of model {source!r}: {error}",
-            hint="Set model.name_or_path to a Hugging Face checkpoint directory that this machine"
-            " has, or to a hub name that it can reach.",
+            hint="set model.name_or_path to a Hugging Face checkpoint directory that this machine"
+            " has, or to a hub name that it can reach",
         ) from error
 
 
@@ -92,15 +92,15 @@ class Checkpoint:
         if self.index is None:
             raise ModelError(
                 f"{platform.node()} finds neither {SINGLE_FILE} nor {INDEX_FILE} in model"
-                f" {source!r}.",
-                hint="Only safetensors are read. Convert .bin files once with"
-                " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...).",
+                f" {source!r}",
+                hint="only safetensors are read. Convert .bin files once with"
+                " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
             )
         with _open(self.index) as file:
             self.files = dict.fromkeys(file.keys(), SINGLE_FILE)
 
     def path(self, filename: str) -> Path | None:
-        """Where a file of the model is on this machine, downloaded if need be; None without it."""
+        """The local path of a file of the model, downloaded if need be; None if there is none."""
         try:
             found = cached_file(
                 self.source,
@@ -126,8 +126,8 @@ class Checkpoint:
         path = self.path(filename)
         if path is None:
             raise ModelError(
-                f"Model {self.source!r} lacks its file {filename}.",
-                hint="Copy or download the model again.",
+                f"model {self.source!r} lacks its file {filename}",
+                hint="copy or download the model again",
             )
         return path
 
@@ -176,8 +176,8 @@ def _damage(path: Path | str) -> Iterator[None]:
     except (SafetensorError, OSError) as error:
         if isinstance(path, Path) and _is_pointer(path):
             raise ModelError(
-                f"{path} is a Git LFS pointer and not the weights themselves.",
-                hint="Run `git lfs pull` there, or download the model with `hf download`.",
+                f"{path} is a Git LFS pointer and not the weights themselves",
+                hint="run `git lfs pull` there, or download the model with `hf download`",
             ) from error
         raise _damaged(path, str(error)) from error
 
@@ -192,6 +192,6 @@ def _is_pointer(path: Path) -> bool:
 
 def _damaged(path: Path | str, why: str) -> ModelError:
     return ModelError(
-        f"{path} cannot be read: {why}.",
-        hint="The file is incomplete or was changed; copy or download it again.",
+        f"{path} cannot be read: {why}",
+        hint="the file is incomplete or was changed; copy or download it again",
     )

@@ -1,4 +1,4 @@
-"""What may run now, and which of it is run: the rules that simulator and executor share.
+"""Which tasks are ready and which of them runs next: rules that simulator and executor share.
 
 `Readiness` knows the tasks of one device: a stage takes its micro-batches in ascending order in
 each direction, a task needs its tensors, a stage stores at most its in-flight limit of forwards,

@@ -98,7 +98,7 @@ class Tuner:
         self._choices: dict[tuple[int, frozenset[int]], TunedSchedule] = {}
 
     def profile(self, direct: frozenset[int]) -> Profile:
-        """What is known, or else assumed, of stages and edges."""
+        """The times of stages and edges, measured or else assumed."""
         if not self._seconds:
             return assumed_profile(self._stages, direct)
         return make_profile(self._stages, self._seconds, self._latency_s, direct)

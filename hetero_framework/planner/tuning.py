@@ -21,7 +21,7 @@ are not urgent; found by random search over simulated pipelines (docs/decisions.
 
 @dataclass(frozen=True)
 class TunedSchedule:
-    """How a step is to be run, and what the simulation expects of it."""
+    """A way to run a step, and the time that the simulation expects."""
 
     policy: Policy
     max_in_flight: int

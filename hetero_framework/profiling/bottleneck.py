@@ -94,7 +94,7 @@ class ProcessTimes:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The way between a stage and the next one, as measured."""
+    """The boundary between a stage and the next one, as measured."""
 
     after: int
     way: str
@@ -390,7 +390,7 @@ def _ports_of(way: Sequence[int]) -> list[_Port]:
 
 
 def _boundary(trace: Trace, spans: Sequence[_Step], ports: _Ports, after: int) -> Boundary:
-    """What was measured between stage `after` and the next one."""
+    """The measurements between stage `after` and the next one."""
     one, other = trace.stages[after].process, trace.stages[after + 1].process
     if one == other:
         return Boundary(after, "same process", 0.0, 0.0, 0.0, 0, 0, "", "")
@@ -459,7 +459,7 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is played."""
+    """The plan that is simulated."""
 
     stages: tuple[StageTimes, ...]
     boundaries: tuple[Boundary, ...]

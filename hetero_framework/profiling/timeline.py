@@ -209,7 +209,7 @@ class Timeline:
             _log.warning("no timeline: cannot write %s: %s", self.path, error.strerror)
 
     def trace(self) -> Trace:
-        """What has been gathered, on one clock that begins with the first event."""
+        """Everything recorded so far, on one clock that begins with the first event."""
         events = aligned(_with_bytes(self._events))
         zero = min((event.began for event in events), default=0.0)
         moved = [
@@ -259,7 +259,7 @@ def process_name(owner: WorkerId) -> str:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What of the configuration decides about speed, as far as it has it."""
+    """The settings of the configuration that affect speed, where they are set."""
     raw = config.to_dict()
     chosen: dict[str, Any] = {name: raw[name] for name in ("links", "wire") if name in raw}
     names = ("max_in_flight", "per_device_train_batch_size", "timeline_steps")

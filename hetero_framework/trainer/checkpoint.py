@@ -70,7 +70,7 @@ class CheckpointStore:
     ) -> None:
         if save_total_limit is not None and save_total_limit < 1:
             raise CheckpointError(
-                f"save_total_limit is {save_total_limit}.", hint="Give 1 or more, or null for all."
+                f"save_total_limit is {save_total_limit}", hint="give 1 or more, or null for all"
             )
         self.root = Path(root)
         self.save_total_limit = save_total_limit
@@ -103,10 +103,10 @@ class CheckpointStore:
                 raise _in_the_way(path)
             final = self.root / f"step_{match[1]}"
             if match[2] == "old" and put_back(final, path):
-                done.append(f"Put checkpoint {match[1]} back: its replacement was interrupted.")
+                done.append(f"put checkpoint {match[1]} back: its replacement was interrupted")
             else:
                 shutil.rmtree(path)
-                done.append(f"Removed {path.name}, left by an interrupted write.")
+                done.append(f"removed {path.name}, left by an interrupted write")
         for line in done:
             _log.warning("%s", line)
         return done
@@ -137,14 +137,14 @@ class CheckpointStore:
         if which == "latest":
             return self._resolve_latest()
         if isinstance(which, bool) or not re.fullmatch(r"[0-9]{1,18}", str(which)):
-            raise CheckpointError(f"Checkpoint {which!r}: give a step number or 'latest'.")
+            raise CheckpointError(f"checkpoint {which!r}: give a step number or 'latest'")
         step = int(which)
         try:
             self.open(step).verify()
         except CheckpointError as error:
             others = [other for other in self.complete_steps() if other != step]
             hints = [error.hint, self._list_text(others)]
-            raise CheckpointError(error.message, hint=" ".join(filter(None, hints))) from error
+            raise CheckpointError(error.message, hint="; ".join(filter(None, hints))) from error
         return step
 
     def _resolve_latest(self) -> int:
@@ -157,13 +157,13 @@ class CheckpointStore:
                 problems.append(error.message)
                 continue
             for problem in problems:
-                _log.warning("%s Using checkpoint %s.", problem, step)
+                _log.warning("%s; using checkpoint %d", problem, step)
             return step
         if problems:
-            raise CheckpointError(" ".join(problems), hint=f"No valid checkpoint in {self.root}.")
+            raise CheckpointError("; ".join(problems), hint=f"no valid checkpoint in {self.root}")
         raise CheckpointError(
-            f"There is no checkpoint in {self.root}.",
-            hint="Start without a step to resume from, or point checkpoint_dir at the old run.",
+            f"there is no checkpoint in {self.root}",
+            hint="start without a step to resume from, or point checkpoint_dir at the old run",
         )
 
     def open(self, step: int) -> CheckpointReader:
@@ -174,11 +174,11 @@ class CheckpointStore:
         directory = self._directory(step)
         if directory.is_symlink():
             raise CheckpointError(
-                f"{directory} is a symbolic link.",
-                hint="Put the checkpoint directory itself there.",
+                f"{directory} is a symbolic link",
+                hint="put the checkpoint directory itself there",
             )
         if not directory.is_dir():
-            raise CheckpointError(f"There is no checkpoint {step} in {self.root}.")
+            raise CheckpointError(f"there is no checkpoint {step} in {self.root}")
         return CheckpointReader(step, directory, self._verified)
 
     def rotate(self, newest: int) -> None:
@@ -202,7 +202,7 @@ class CheckpointStore:
             shutil.rmtree(trash)
         except OSError as error:
             # Disk is lost, not state: a file held open elsewhere (Windows) must not end a run.
-            _log.warning("Could not delete the old checkpoint %s: %s.", directory, error)
+            _log.warning("could not delete the old checkpoint %s: %s", directory, error)
 
     def _directory(self, step: int) -> Path:
         directory = self.root / f"step_{step}"
@@ -220,18 +220,18 @@ class CheckpointStore:
             return self._entries()
         except NotADirectoryError as error:
             raise CheckpointError(
-                f"The checkpoint directory {self.root} is a file.",
-                hint="Move it away or set another checkpoint_dir.",
+                f"the checkpoint directory {self.root} is a file",
+                hint="move it away or set another checkpoint_dir",
             ) from error
         except OSError as error:
             raise CheckpointError(
-                f"Cannot read the checkpoint directory {self.root}: {error.strerror}."
+                f"cannot read the checkpoint directory {self.root}: {error.strerror}"
             ) from error
 
     def _list_text(self, steps: list[int]) -> str:
         if not steps:
-            return f"There is no complete one in {self.root}."
-        return f"Complete in {self.root}: {', '.join(map(str, steps))}."
+            return f"there is no complete one in {self.root}"
+        return f"complete in {self.root}: {', '.join(map(str, steps))}"
 
 
 class CheckpointWriter:
@@ -270,11 +270,11 @@ class CheckpointWriter:
         twice = sorted(self._names.intersection(tensors))
         if twice:
             self.abort()
-            raise CheckpointError(f"Checkpoint {self.step} got {twice[0]!r} from two stages.")
+            raise CheckpointError(f"checkpoint {self.step} got {twice[0]!r} from two stages")
         path = self._directory / f"stage-{stage_index}.{part}.safetensors"
         if path.exists():
             self.abort()
-            raise CheckpointError(f"Checkpoint {self.step} got {path.name} twice.")
+            raise CheckpointError(f"checkpoint {self.step} got {path.name} twice")
         try:
             save_file(_separate(tensors), path)
             sync_file(path)
@@ -357,10 +357,10 @@ class CheckpointWriter:
             except OSError as problem:
                 free = f"what is free cannot be told ({problem.strerror})"
             return ResourceError(
-                f"No space for checkpoint {self.step} in {self._store.root}: it needs at least "
-                f"{_size(self._bytes + needed_bytes)}, {free}.",
-                hint="Free some space, lower save_total_limit or set another checkpoint_dir. "
-                "Earlier checkpoints are intact.",
+                f"no space for checkpoint {self.step} in {self._store.root}: it needs at least "
+                f"{_size(self._bytes + needed_bytes)}, {free}",
+                hint="free some space, lower save_total_limit or set another checkpoint_dir. "
+                "Earlier checkpoints are intact",
             )
         return _cannot_write(error, path)
 
@@ -404,8 +404,8 @@ class CheckpointReader:
         if missing:
             shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             raise CheckpointError(
-                f"Checkpoint {self.step} lacks {len(missing)} of {len(wanted)} tensors: {shown}.",
-                hint="It was written by a run with another model, adapter or optimizer.",
+                f"checkpoint {self.step} lacks {len(missing)} of {len(wanted)} tensors: {shown}",
+                hint="it was written by a run with another model, adapter or optimizer",
             )
         return self._parts(wanted, part_bytes)
 
@@ -435,7 +435,7 @@ class CheckpointReader:
             content = json.loads(path.read_bytes())
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"Checkpoint {self.step} is incomplete: it has no {MANIFEST}."
+                f"checkpoint {self.step} is incomplete: it has no {MANIFEST}"
             ) from error
         except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(f"{MANIFEST} cannot be read ({error})") from error
@@ -444,9 +444,9 @@ class CheckpointReader:
         version = content.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise CheckpointError(
-                f"Checkpoint {self.step} has format {version}, this version reads up to "
-                f"{FORMAT_VERSION}.",
-                hint="Upgrade hetero-framework.",
+                f"checkpoint {self.step} has format {version}, this version reads up to "
+                f"{FORMAT_VERSION}",
+                hint="upgrade hetero-framework",
             )
         if version != FORMAT_VERSION:
             raise self._damaged(f"{MANIFEST} has format_version {version!r}")
@@ -455,8 +455,8 @@ class CheckpointReader:
             raise self._damaged(f"{MANIFEST} was changed after it was written")
         if content.get("step") != self.step:
             raise CheckpointError(
-                f"{self.directory} holds the checkpoint of step {content.get('step')}.",
-                hint=f"Rename it to step_{content.get('step')}.",
+                f"{self.directory} holds the checkpoint of step {content.get('step')}",
+                hint=f"rename it to step_{content.get('step')}",
             )
         return content
 
@@ -488,7 +488,7 @@ class CheckpointReader:
         self._verified.add(key)
 
     def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(f"Checkpoint {self.step} is damaged: {why}.")
+        return CheckpointError(f"checkpoint {self.step} is damaged: {why}")
 
 
 def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -518,20 +518,20 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _in_the_way(path: Path) -> ResourceError:
     return ResourceError(
-        f"{path} is in the way of a checkpoint: it is not a directory.", hint="Move it away."
+        f"{path} is in the way of a checkpoint: it is not a directory", hint="move it away"
     )
 
 
 def _cannot_write(error: Exception, path: Path) -> ResourceError:
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         return ResourceError(
-            f"Cannot write a checkpoint to {path}: a file is in the way.",
-            hint="Move it away or set another checkpoint_dir.",
+            f"cannot write a checkpoint to {path}: a file is in the way",
+            hint="move it away or set another checkpoint_dir",
         )
     reason = getattr(error, "strerror", None) or str(error)
     return ResourceError(
-        f"Cannot write a checkpoint to {path}: {reason}.",
-        hint="Make the directory writable or set another checkpoint_dir.",
+        f"cannot write a checkpoint to {path}: {reason}",
+        hint="make the directory writable or set another checkpoint_dir",
     )
 
 

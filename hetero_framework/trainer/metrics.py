@@ -88,7 +88,7 @@ class MetricsWriter:
         except FileNotFoundError:
             return 0
         except OSError as error:
-            raise UserError(f"Cannot read {self.path}: {error.strerror}.") from error
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from error
         kept = []
         for number, line in enumerate(lines, 1):
             if number == len(lines) and not line.endswith(b"\n"):
@@ -234,7 +234,7 @@ def _open_tensorboard(directory: Path, resumed_step: int, run_id: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        _log.warning("report_to asks for tensorboard, which is not installed: no event files.")
+        _log.warning("report_to asks for tensorboard, which is not installed: no event files")
         return None
     # purge_step hides the events of steps that a crash left behind and this run repeats; also other
     # runs' in this directory, so a fresh run, whose own former events have gone, does without.
@@ -272,8 +272,8 @@ def _step_of(line: bytes, number: int, path: Path) -> int:
         step = None
     if not isinstance(step, int):
         raise DataError(
-            f"{path}, line {number}: this is not a line of metrics.",
-            hint="Move the file away or set another training.output_dir.",
+            f"{path}, line {number}: this is not a line of metrics",
+            hint="move the file away or set another training.output_dir",
         )
     return step
 
@@ -289,6 +289,6 @@ def _replace_file(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ResourceError(
-            f"Cannot write {path}: {error.strerror}.",
-            hint="Free some space or set another training.output_dir, then resume.",
+            f"cannot write {path}: {error.strerror}",
+            hint="free some space or set another training.output_dir, then resume",
         ) from error

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DiagramDetails:
-    """What the configuration does not say. Stages by index, devices by owner; all optional.
+    """Facts that the configuration does not have. Stages by index, devices by owner; all optional.
 
     `direct` has the boundaries (the stage before each) with a link from worker to worker, once
     that is known.
@@ -75,7 +75,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What is between stage `before` and the next one."""
+    """The boundary between stage `before` and the next one."""
 
     before: int
     how: How
@@ -499,8 +499,8 @@ def draw(
     chosen = (format or target.suffix.removeprefix(".")).lower()
     if chosen not in get_args(Format):
         raise UserError(
-            f"There is no picture format {chosen!r}.",
-            hint=f"Give one of: {', '.join(get_args(Format))}.",
+            f"there is no picture format {chosen!r}",
+            hint=f"give one of: {', '.join(get_args(Format))}",
         )
     diagram = Diagram.of(config, details)
     if chosen == "mmd":

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on.
+"""The progress display of a run.
 
 A live display when the output is a terminal, one plain line per logged step otherwise. Nothing
 here may end a run: when the output goes away (a closed pipe, a closed terminal) the display falls

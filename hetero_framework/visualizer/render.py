@@ -42,6 +42,6 @@ def write_picture(path: Path, content: bytes) -> Path:
         path.write_bytes(content)
     except OSError as error:
         raise UserError(
-            f"Cannot write the picture {path}: {error.strerror}.", hint="Give another --output."
+            f"cannot write the picture {path}: {error.strerror}", hint="give another --output"
         ) from error
     return path

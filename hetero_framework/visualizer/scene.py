@@ -72,7 +72,7 @@ class Arrow:
 
 @dataclass
 class Scene:
-    """What is drawn, in drawing order: all boxes, then arrows, then labels."""
+    """The shapes of a picture, in drawing order: all boxes, then arrows, then labels."""
 
     width: float
     height: float

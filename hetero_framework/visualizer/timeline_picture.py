@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StepPicture:
-    """What is drawn. `bound_s` is marked: no schedule could have ended the pipeline before."""
+    """The contents of the picture. `bound_s` is marked: no schedule could end earlier."""
 
     title: str
     subtitle: str
@@ -104,7 +104,7 @@ def draw(
     chosen = (form or target.suffix.removeprefix(".")).lower()
     if chosen not in FORMATS:
         raise UserError(
-            f"There is no picture format {chosen!r}.", hint=f"Give one of: {', '.join(FORMATS)}."
+            f"there is no picture format {chosen!r}", hint=f"give one of: {', '.join(FORMATS)}"
         )
     scene = layout(picture)
     try:
@@ -157,7 +157,7 @@ def layout(picture: StepPicture) -> Scene:
 
 
 def _plot_width(picture: StepPicture) -> float:
-    """So wide that the median forward has room for its number, within limits."""
+    """Wide enough for the median forward to show its number, within limits."""
     forwards = sorted(
         bar.ended - bar.began for row in picture.rows for bar in row.bars if bar.kind == "forward"
     )

@@ -15,7 +15,7 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
-from hetero_framework.core.frames import PROTOCOL_VERSION, Message, encode
+from hetero_framework.core.messages import PROTOCOL_VERSION, Message, encode
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.integration.conftest import Notes, Pool, is_listening

@@ -83,7 +83,7 @@ def test_the_third_failed_save_in_a_row_ends_the_run_with_code_6(
     real = Path.mkdir
     failing = Failing(real, 100, errno.EIO, config.checkpoints)
     monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
-    with pytest.raises(ResourceError, match="Cannot write a checkpoint") as raised:
+    with pytest.raises(ResourceError, match="cannot write a checkpoint") as raised:
         train(config)
     assert raised.value.exit_code == 6
     assert [line["step"] for line in lines_of(config)] == [1, 2, 3]

@@ -371,5 +371,5 @@ def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.svg").mkdir()
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for path in (tmp_path / "a.svg", tmp_path / "file" / "b.svg"):
-        with pytest.raises(UserError, match="Cannot write the picture"):
+        with pytest.raises(UserError, match="cannot write the picture"):
             draw(THREE, path)

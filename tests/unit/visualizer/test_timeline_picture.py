@@ -181,5 +181,5 @@ def test_wrong_format_and_place_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)no picture format 'jpg'.*svg, png, pdf"):
         draw(shown, tmp_path / "a.jpg")
     (tmp_path / "b.svg").mkdir()
-    with pytest.raises(UserError, match="Cannot write the picture"):
+    with pytest.raises(UserError, match="cannot write the picture"):
         draw(shown, tmp_path / "b.svg")
