@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,17 +125,6 @@ class Plan:
             f"the plan covers {covered} layers, but the model has {num_layers};"
             f" nobody holds the layers from {covered} to {num_layers - 1}",
             hint=f"let shard_plan[{last}] end at {num_layers}",
-        )
-
-    def with_checkpointing(self, chosen: Mapping[int, bool]) -> Plan:
-        """The plan with gradient_checkpointing of these stages written out."""
-        return Plan(
-            tuple(
-                entry.model_copy(update={"gradient_checkpointing": chosen[i]})
-                if i in chosen
-                else entry
-                for i, entry in enumerate(self.entries)
-            )
         )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import hetero_framework
 from hetero_framework.errors import ConfigError
 from hetero_framework.trainer.resolved import Decision, Resolved
 from tests.unit.trainer.conftest import Alone
@@ -37,3 +40,11 @@ def test_decide_sets_the_setting_and_keeps_the_reason(alone: Alone) -> None:
 def test_decide_refuses_what_a_file_could_not_say(alone: Alone, setting: str, value: int) -> None:
     with pytest.raises(ConfigError):
         Resolved.start(alone()).decide(setting, value, "")
+
+
+def test_nothing_in_the_package_changes_a_configuration_unchecked() -> None:
+    """pydantic's `model_copy` and `model_construct` skip validation."""
+    files = Path(hetero_framework.__file__).parent.rglob("*.py")
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    assert "model_copy(" not in text
+    assert "model_construct(" not in text
