@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework._version import __version__
-from hetero_framework.errors import HeteroError, StoppedEarly, UserError, as_hetero_error
+from hetero_framework.errors import (
+    HeteroError,
+    ResourceError,
+    StoppedEarly,
+    UserError,
+    as_hetero_error,
+)
 from hetero_framework.log import Lines, log_to, one_line, set_level, to_stderr
 
 DEFAULT_CONFIG = "hetero_config.json"
@@ -218,12 +224,19 @@ def _run_train(arguments: argparse.Namespace) -> int:
     _import_files(arguments)
     if not role.is_coordinator:
         return _serve(config, role.worker_ids, debug=arguments.debug)
-    try:
-        from hetero_framework.trainer.coordinator import train
+    config.require("model", "data")
+    from hetero_framework.cluster.local_workers import LocalWorkers
 
-        train(config, resume=arguments.resume, debug=arguments.debug)
-    except KeyboardInterrupt:  # while the libraries are imported
-        raise StoppedEarly("stopped before the run began") from None
+    with LocalWorkers(config, role.worker_ids, debug=arguments.debug) as workers:
+        try:
+            # They import torch while this process does; `train` says what is wrong with output_dir.
+            with contextlib.suppress(ResourceError):
+                workers.start()
+            from hetero_framework.trainer.coordinator import train
+
+            train(config, resume=arguments.resume, debug=arguments.debug, workers=workers)
+        except KeyboardInterrupt:  # while the libraries are imported
+            raise StoppedEarly("stopped before the run began") from None
     return 0
 
 

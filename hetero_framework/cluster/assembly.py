@@ -106,20 +106,18 @@ class Cluster:
         build: BuildStages = load_stages,
         debug: bool = False,
         run_id: str | None = None,
+        workers: LocalWorkers | None = None,
     ) -> None:
-        """`build` makes this process's stages; `run_id` is a lasting one."""
+        """`build` makes this process's stages; `run_id` is a lasting one. `workers` are those
+        of this machine where they are on their way already.
+        """
         self._config = config
         self._build = build
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         self.device.use()
         torch.set_num_threads(threads_for(config, "local"))
-        used = {entry.id for entry in config.shard_plan}
-        self._local = LocalWorkers(
-            config,
-            [worker for worker in local_worker_ids(config) if worker in used],
-            debug=debug,
-        )
+        self._local = workers or LocalWorkers(config, local_worker_ids(config), debug=debug)
         self._meter = ArrivalMeter(Recorder(config.training.timeline_steps))
         self._peers = WorkerLinks(
             config,
@@ -167,6 +165,7 @@ class Cluster:
     def connect(self) -> dict[str | int, MachineFacts]:
         """Start this machine's workers and reach all of them; what each process runs on."""
         self._local.start()
+        self._local.report()
         welcomes = self._peers.connect_all()
         memory = self.device.memory()
         facts: dict[str | int, MachineFacts] = {

@@ -149,7 +149,12 @@ class LocalWorkers:
             begin = output.tell()
             process = spawner.spawn(worker_id, output)
         self._children[worker_id] = _Child(process, log, begin)
-        _log.info("worker %s: started as process %d; its log is %s", worker_id, process.pid, log)
+
+    def report(self) -> None:
+        """Say which processes were started: who starts them early has no log yet."""
+        for worker_id, child in self._children.items():
+            pid = child.process.pid
+            _log.info("worker %s: started as process %d; its log is %s", worker_id, pid, child.log)
 
     def pids(self) -> dict[WorkerId, int]:
         """Process ids of the workers that run now."""

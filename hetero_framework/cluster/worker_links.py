@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 _HANDSHAKE_S = 60.0
-_QUIET_S = 20.0
+_QUIET_S = 3.0
 _BUSY_PAUSE_S = 1.0
 # A process that lost its link still listens; so long a refusal means that it has ended.
 _REFUSED_S = 5.0
@@ -235,7 +235,6 @@ class WorkerLinks:
                 raise NetworkError(
                     f"nothing listens at {worker.ip}:{worker.port} any more (its process ended)"
                 )
-            # A worker of this machine is still importing torch; that is not worth a line.
             if not told and elapsed_s > _QUIET_S:
                 told = True
                 _log.info(

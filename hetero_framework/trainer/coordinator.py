@@ -19,6 +19,7 @@ from typing import Any
 
 from hetero_framework import control
 from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.roles import local_worker_ids
 from hetero_framework.config import Config, interval
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
@@ -95,10 +96,12 @@ def train(
     resume: int | str | None = None,
     debug: bool = False,
     progress: Progress | None = None,
+    workers: LocalWorkers | None = None,
 ) -> RunSummary:
     """Train as the coordinator, start to finish.
 
-    `resume` is a step number or "latest"; it overrides `resume_step` of the configuration. Raises
+    `resume` is a step number or "latest"; it overrides `resume_step` of the configuration.
+    `workers` are those of this machine where they have been started before. Raises
     a HeteroError of the kind that says what happened; whatever happens, no worker is left behind.
     """
     config.require("model", "data")
@@ -125,6 +128,7 @@ def train(
                 max_frame_bytes=parts.max_frame_bytes,
                 debug=debug,
                 run_id=directories.run_id,
+                workers=workers,
             ) as cluster:
                 facts = cluster.connect()
                 parts = setup.fit_devices(parts, facts)

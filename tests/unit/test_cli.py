@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hetero_framework import cli
+from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import load_config
 from hetero_framework.errors import (
     NetworkError,
@@ -272,11 +273,14 @@ def test_train_runs_the_coordinator_with_the_options(
 
     calls: list[Any] = []
     monkeypatch.setattr(coordinator, "train", lambda config, **given: calls.append((config, given)))
+    monkeypatch.setattr(LocalWorkers, "start", lambda workers: calls.append(workers))
     monkeypatch.chdir(tmp_path)
+    needed = {"model": {"name_or_path": "m"}, "data": {"train": "d"}}
+    config_file.write_text(json.dumps({**SEED, **needed}), encoding="utf-8")
     options = ["--resume", "latest", "--output-dir", "here", "--set", "training.seed=7"]
     assert cli.main(["train", "--config", str(config_file), *options]) == 0
-    ((config, given),) = calls
-    assert given == {"resume": "latest", "debug": False}
+    workers, (config, given) = calls  # the workers are on their way before anything is imported
+    assert given == {"resume": "latest", "debug": False, "workers": workers}
     assert config.output_dir == tmp_path / "here"
     assert config.training.seed == 7
 

@@ -101,6 +101,8 @@ def test_workers_start_with_their_threads_and_stop(
         workers.start()  # again: all are there
         assert workers.pids() == pids
         assert workers.exited() == []
+        assert logged == []  # who starts them early has no log yet
+        workers.report()
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
 
