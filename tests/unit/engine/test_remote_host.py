@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.core.messages import (
+    Abort,
+    Aborted,
+    Body,
+    Bye,
+    Control,
+    Message,
+    State,
+    StateRequest,
+)
+from hetero_framework.engine import messages
+from hetero_framework.engine.hosts import Event, LinkLost, StepResults
+from hetero_framework.engine.remote_host import RemoteHost
+from hetero_framework.engine.stage_api import CommitOrder, StatePart, StepInfo, StepSchedule
+
+INFO = StepInfo(step=2, attempt=5, train=True, micro_batches=1, num_items=8)
+
+
+class Links:
+    """One link, which `renew` replaces by another."""
+
+    def __init__(self) -> None:
+        self.sent: list[Body] = []
+        self.tensors = 0
+        self.renew()
+
+    def renew(self) -> None:
+        self._generation = object()
+
+    def expect(self, step: int, attempt: int) -> None: ...
+    def ping(self, worker_id: int | str) -> None: ...
+    def generation(self, worker_id: int | str) -> object:
+        return self._generation
+
+    def send(self, worker_id: int | str, message: Message) -> None:
+        self.sent.append(message.body)
+        self.tensors += len(message.tensors)
+
+    def receive(self, timeout_s: float) -> Event | None:
+        return None
+
+
+def made(**options: Any) -> tuple[RemoteHost, Links]:
+    links = Links()
+
+    def deliver(message: Message, arrival: object) -> None:
+        raise AssertionError("no tensor comes")
+
+    options = {"holds_head": False, **options}
+    host = RemoteHost(7, [1, 3], links, StepResults(), deliver, **options)
+    host.begin(INFO, StepSchedule(in_flight_limits=(1,) * 4))
+    links.sent.clear()
+    return host, links
+
+
+def part(stage: int, number: int, *, last: bool = False) -> Message:
+    found = StatePart({"weights/a": torch.ones(2)}, last=last)
+    return messages.part_message(State, stage, "checkpoint", number, found)
+
+
+def test_question_is_sent_once_over_each_link() -> None:
+    host, links = made()
+    assert not host.abort()
+    assert not host.abort()
+    assert links.sent == [Abort(2, 5)]
+    links.renew()
+    assert not host.abort()
+    assert links.sent == [Abort(2, 5)] * 2
+    host.receive(Message(Aborted(2, 5)), None)
+    assert host.abort()
+
+
+def test_state_is_the_part_that_was_asked_for_and_no_other() -> None:
+    host, links = made()
+    assert host.state(1, "checkpoint", 0, 2) is None
+    host.receive(part(3, 0), None)  # of a question that was given up
+    assert host.state(1, "checkpoint", 0, 2) is None
+    host.receive(part(1, 0), None)
+    found = host.state(1, "checkpoint", 0, 2)
+    assert found is not None
+    assert list(found.tensors) == ["weights/a"]
+    assert links.sent == [StateRequest(1, "checkpoint", 0, 2)]
+
+
+def test_snapshot_is_announced_until_the_worker_is_known_to_keep_it() -> None:
+    host, links = made()
+    host.snapshot(2)
+    host.snapshot(2)
+    assert links.sent == [StateRequest(1, "checkpoint", 0, 2)]
+    links.renew()  # the request may have been lost
+    host.snapshot(2)
+    host.receive(part(1, 0), None)
+    assert host.state(1, "checkpoint", 0, 2) is not None
+    host.snapshot(2)
+    assert links.sent == [StateRequest(1, "checkpoint", 0, 2)] * 2
+
+
+@pytest.mark.parametrize("holds_head", [False, True])
+def test_commit_carries_the_embedding_where_the_head_is(holds_head: bool) -> None:
+    host, links = made(holds_head=holds_head)
+    host.commit(CommitOrder(2, 5, 1e-3, 1.0, torch.ones(2)))
+    assert links.tensors == int(holds_head)
+    assert not host.is_committed()
+
+
+def test_answer_to_another_request_is_dropped() -> None:
+    host, _ = made()
+    question = Message(Control("name", request=4))
+    assert host.answer(question) is None
+    host.receive(Message(Control("name", answers=3)), None)
+    assert host.answer(question) is None
+    host.receive(Message(Control("name", answers=4)), None)
+    assert host.answer(question) is not None
+
+
+def test_goodbye_is_a_lost_link() -> None:
+    host, _ = made()
+    with pytest.raises(LinkLost, match="worker 7: it is over"):
+        host.receive(Message(Bye("it is over")), None)

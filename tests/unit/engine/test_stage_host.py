@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hetero_framework.core.devices import open_device
+from hetero_framework.core.messages import Forward, Message
+from hetero_framework.core.trace import Recorder
+from hetero_framework.engine.boundary_io import ArrivalMeter, Done
+from hetero_framework.engine.hosts import BatchInputs
+from hetero_framework.engine.stage_api import (
+    Arrival,
+    CommitOrder,
+    Loss,
+    StatePart,
+    StepInfo,
+    StepSchedule,
+)
+from hetero_framework.engine.stage_host import StageHost
+from hetero_framework.errors import ProtocolError
+from tests.samples import boundary_message
+from tests.unit.engine.test_executor import FakeStage
+from tests.unit.engine.test_pipeline import CONFIG
+
+INFO = StepInfo(step=0, attempt=1, train=True, micro_batches=1, num_items=8)
+SCHEDULE = StepSchedule(in_flight_limits=(4, 4))
+BATCH = BatchInputs({"labels": torch.ones(1, 2)})
+
+
+class Outlet:
+    """Of worker 7, which has the last stage."""
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+
+    def post(self, message: Message, done: Done | None = None) -> None:
+        self.left.append(message.name)
+
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+        assert isinstance(loss, float)
+        self.left.append("loss")
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        raise AssertionError("the first stage is elsewhere")
+
+    def failed(self, error: Exception) -> None:
+        raise error
+
+
+@pytest.fixture
+def host() -> Iterator[StageHost]:
+    meter = ArrivalMeter(Recorder(0))
+    made = StageHost([FakeStage(1, last=True)], CONFIG, open_device("cpu"), meter, Outlet(), id=7)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def arrive(host: StageHost, info: StepInfo) -> list[int]:
+    """Micro-batch 0 comes for this attempt; how often its buffer is given back."""
+    released: list[int] = []
+    message = boundary_message(Forward, info, 1, 0, torch.zeros(1, 2, 3))
+    message._buffer_release = lambda: released.append(1)
+    host.data(message, Arrival(torch.zeros(1, 2, 3), message.release))
+    return released
+
+
+def take_step(host: StageHost, info: StepInfo) -> None:
+    host.begin(info, SCHEDULE)
+    host.feed(1, 0, ["labels"], BATCH)
+    arrive(host, info)
+    assert host.run_next()
+
+
+def test_report_comes_once_when_all_micro_batches_are_through(host: StageHost) -> None:
+    host.begin(INFO, SCHEDULE)
+    assert host.report() is None
+    take_step(host, replace(INFO, attempt=2))
+    report = host.report()
+    assert report is not None
+    assert list(report.gradients) == list(report.figures) == [1]
+    assert host.report() is None
+
+
+def test_data_of_an_attempt_to_come_waits_for_it_and_old_data_is_dropped(host: StageHost) -> None:
+    early = arrive(host, replace(INFO, attempt=5))
+    host.begin(INFO, SCHEDULE)
+    assert arrive(host, replace(INFO, attempt=0)) == [1]
+    assert early == []
+    host.begin(replace(INFO, attempt=5), SCHEDULE)
+    host.feed(1, 0, ["labels"], BATCH)
+    assert host.run_next()
+    assert early == [1]
+
+
+def test_commit_is_done_once_and_only_where_the_gradients_are(host: StageHost) -> None:
+    take_step(host, INFO)
+    with pytest.raises(ProtocolError, match="whose gradients are not here"):
+        host.commit(CommitOrder(0, 9, 1e-3, 1.0))
+    for _ in range(2):  # the second time over a new link
+        host.commit(CommitOrder(0, 1, 1e-3, 1.0))
+    [stage] = host.stages
+    assert [call[0] for call in stage.calls].count("commit") == 1  # type: ignore[attr-defined]
+    assert host.last_step == 0
+
+
+def test_snapshot_is_of_the_last_step_or_of_one_that_it_keeps(host: StageHost) -> None:
+    take_step(host, INFO)
+    host.commit(CommitOrder(0, 1, 1e-3, 1.0))
+    host.snapshot(0)
+    following = replace(INFO, step=1, attempt=2)
+    take_step(host, following)
+    host.commit(CommitOrder(1, 2, 1e-3, 1.0))
+    host.snapshot(0)  # asked again: it is kept
+    assert host.state(1, "checkpoint", 0, 0).last
+    assert host.state(1, "checkpoint", 0, 1).last
+    with pytest.raises(ProtocolError, match="the state after step 0 is gone: step 1 is committed"):
+        host.snapshot(0)
+
+
+def test_export_is_read_in_order(host: StageHost) -> None:
+    assert isinstance(host.state(1, "export", 0, None), StatePart)
+    with pytest.raises(ProtocolError, match="out of order"):
+        host.state(1, "export", 3, None)
