@@ -132,7 +132,7 @@ class Cluster:
         self._attempt = 0
         self._requests = 0
         self._remotes: dict[WorkerId, RemoteHost] = {}
-        self._pace: Tuner
+        self._tuner: Tuner
         self.pipeline: Pipeline
         self.trainable: Trainable
         # Of the weights that all stages were read from, under any cut.
@@ -197,7 +197,7 @@ class Cluster:
         """
         if config is not None:
             self._config = config
-        self._pace = Tuner(
+        self._tuner = Tuner(
             self._config.stages(),
             max_in_flight=self._config.training.max_in_flight,
             memory_limits=memory_limits,
@@ -351,7 +351,7 @@ class Cluster:
         self._peers.dial_again(_PEER_S)
         info = StepInfo(step, self._attempt, train, micro_batches, num_items, loss_scale)
         direct = self.direct
-        choice = self._pace.choice(micro_batches, direct)
+        choice = self._tuner.choice(micro_batches, direct)
         self.pipeline.begin(
             info, StepSchedule(choice.in_flight_limits, choice.policy, direct), choice.max_in_flight
         )
@@ -379,11 +379,11 @@ class Cluster:
                     for owner in {before.owner, after.owner} - {"local"}
                 )
             latency_s[before.index] = round_trip_s / 2
-        self._pace.observe(seconds, latency_s)
+        self._tuner.observe(seconds, latency_s)
 
     def profile(self) -> Profile:
         """What the steps have shown of stages and boundaries."""
-        return self._pace.profile(self.direct)
+        return self._tuner.profile(self.direct)
 
     def clock_offsets(self) -> dict[WorkerId, float]:
         """Each worker's time.perf_counter() minus ours, seconds; without those not known yet."""

@@ -199,7 +199,7 @@ def _predicted(
     choice = tune(
         profile, micro_batches, max_in_flight=max_in_flight, in_flight_limits=memory_limits
     )
-    played = simulate(
+    simulated = simulate(
         profile,
         micro_batches,
         choice.max_in_flight,
@@ -207,9 +207,9 @@ def _predicted(
         in_flight_limits=choice.in_flight_limits,
     )
     return {
-        "step_s": played.seconds,
+        "step_s": simulated.seconds,
         "bound_s": step_bound(profile, micro_batches),
-        "bubble": 1.0 - sum(played.busy) / len(played.busy),
+        "bubble": 1.0 - sum(simulated.busy) / len(simulated.busy),
         "window": choice.max_in_flight,
         "held": list(choice.in_flight_limits),
     }

@@ -1,9 +1,9 @@
 """Where the time of a run's steps went, and which one change would help most.
 
 Everything is computed from timeline.json: the times of stages and boundaries as they were
-measured give a `schedule.Profile`; playing it gives what the pipeline should have taken, and
-playing it with one thing changed gives what that change would bring. A prediction is scaled by
-what was measured: `measured x played with the change / played as it is`.
+measured give a `simulator.Profile`; simulating it gives what the pipeline should have taken, and
+simulating it with one thing changed gives what that change would bring. A prediction is scaled by
+what was measured: `measured x simulated with the change / simulated as it is`.
 
 Units: seconds. F and B are the forward and backward time of a stage for one micro-batch.
 """
@@ -39,7 +39,7 @@ WORTH_IT = 0.05
 SAME_RESULT = frozenset({"direct", "window", "cut", "interleave", "smaller"})
 """Kinds of changes after which a run learns the same: to the last bit, or but for rounding."""
 _AS_GOOD = 0.01
-_AS_PLAYED = 1.02
+_AS_SIMULATED = 1.02
 _UNEXPLAINED = 1.15
 _UNEVEN = 2.0
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -129,7 +129,7 @@ class Diagnosis:
     update_s: float
     between_s: float | None
     bound_s: float
-    played_s: float
+    simulated_s: float
     stages: tuple[StageTimes, ...]
     processes: tuple[ProcessTimes, ...]
     boundaries: tuple[Boundary, ...]
@@ -185,14 +185,14 @@ def diagnose(trace: Trace) -> Diagnosis:
         if after.step == before.step + 1
     ]
     stages = _stage_times(trace, spans)
-    ports = _Ports(spans)
-    boundaries = tuple(_boundary(trace, spans, ports, k) for k in range(len(trace.stages) - 1))
+    nics = _Nics(spans)
+    boundaries = tuple(_boundary(trace, spans, nics, k) for k in range(len(trace.stages) - 1))
     pipeline_s = statistics.fmean(span.computed - span.began for span in spans)
     plan = _Plan(stages, boundaries)
     max_in_flight = trace.settings.get("max_in_flight")
-    played_s = _play(plan.profile, m, max_in_flight)
-    if played_s > _AS_PLAYED * pipeline_s:
-        plan, played_s = _overlapping(plan, m, max_in_flight, pipeline_s)
+    simulated_s = _simulated_s(plan.profile, m, max_in_flight)
+    if simulated_s > _AS_SIMULATED * pipeline_s:
+        plan, simulated_s = _overlapping(plan, m, max_in_flight, pipeline_s)
     found = Diagnosis(
         steps=tuple(step + 1 for step in steps),
         micro_batches=m,
@@ -201,14 +201,14 @@ def diagnose(trace: Trace) -> Diagnosis:
         update_s=statistics.fmean(s.ended - s.computed for s in spans),
         between_s=statistics.fmean(between) if between else None,
         bound_s=step_bound(plan.profile, m),
-        played_s=played_s,
+        simulated_s=simulated_s,
         stages=stages,
         processes=tuple(_process_times(trace, spans, n) for n in range(len(trace.processes))),
         boundaries=boundaries,
         changes=(),
         dropped=trace.dropped,
     )
-    return replace(found, changes=tuple(_changes(trace, found, plan, ports, max_in_flight)))
+    return replace(found, changes=tuple(_changes(trace, found, plan, nics, max_in_flight)))
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ def _overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
     return seconds
 
 
-class _Ports:
+class _Nics:
     """How fast each process's way in and way out are, by the frames that passed.
 
     The tensors of several links may pass one way at the same time and slow each other down; so
@@ -354,7 +354,7 @@ class _Ports:
     """
 
     def __init__(self, spans: Sequence[_Step]) -> None:
-        passed: dict[_Port, list[Event]] = {}
+        passed: dict[_Nic, list[Event]] = {}
         for span in spans:
             for event in span.events:
                 if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
@@ -362,34 +362,31 @@ class _Ports:
                     if event.peer is not None:
                         passed.setdefault((event.peer, "out"), []).append(event)
         self._shared = {
-            port: _length(_union((e.began, e.ended) for e in events))
-            / sum(e.nbytes for e in events)
-            for port, events in passed.items()
+            nic: _length(_union((e.began, e.ended) for e in events)) / sum(e.nbytes for e in events)
+            for nic, events in passed.items()
         }
         self._frame = {
-            port: _lower_quartile([e.seconds / e.nbytes for e in events])
-            for port, events in passed.items()
+            nic: _lower_quartile([e.seconds / e.nbytes for e in events])
+            for nic, events in passed.items()
         }
 
     def seconds(self, nbytes: float, way: Sequence[int]) -> float:
         """Seconds for which so many bytes occupy the way from process to process."""
-        return nbytes * max(self._shared.get(port, 0.0) for port in _ports_of(way))
+        return nbytes * max(self._shared.get(nic, 0.0) for nic in _nics_of(way))
 
     def frame_s(self, nbytes: float, way: Sequence[int]) -> float:
         """Seconds of one frame of so many bytes, by the quicker ones that passed."""
-        return nbytes * max(self._frame.get(port, 0.0) for port in _ports_of(way))
+        return nbytes * max(self._frame.get(nic, 0.0) for nic in _nics_of(way))
 
 
-_Port = tuple[int, str]
+_Nic = tuple[int, str]
 
 
-def _ports_of(way: Sequence[int]) -> list[_Port]:
-    return [
-        port for one, other in itertools.pairwise(way) for port in ((one, "out"), (other, "in"))
-    ]
+def _nics_of(way: Sequence[int]) -> list[_Nic]:
+    return [nic for one, other in itertools.pairwise(way) for nic in ((one, "out"), (other, "in"))]
 
 
-def _boundary(trace: Trace, spans: Sequence[_Step], ports: _Ports, after: int) -> Boundary:
+def _boundary(trace: Trace, spans: Sequence[_Step], nics: _Nics, after: int) -> Boundary:
     """The measurements between stage `after` and the next one."""
     one, other = trace.stages[after].process, trace.stages[after + 1].process
     if one == other:
@@ -399,8 +396,8 @@ def _boundary(trace: Trace, spans: Sequence[_Step], ports: _Ports, after: int) -
     arrived = forward.arrived + backward.arrived
     relayed = any(event.peer not in (one, other) for event in arrived)
     way = [one, 0, other] if relayed else [one, other]
-    forward_s = ports.seconds(forward.nbytes, way)
-    backward_s = ports.seconds(backward.nbytes, way[::-1])
+    forward_s = nics.seconds(forward.nbytes, way)
+    backward_s = nics.seconds(backward.nbytes, way[::-1])
     latencies = [
         max(0.0, frames.delay_s - seconds)
         for frames, seconds in ((forward, forward_s), (backward, backward_s))
@@ -491,26 +488,26 @@ class _Plan:
         )
 
 
-def _play(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
+def _simulated_s(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
     """Seconds of a step, run as the coordinator would choose to run it."""
     choice = tune(profile, micro_batches, max_in_flight=max_in_flight)
-    played = simulate(
+    found = simulate(
         profile,
         micro_batches,
         choice.max_in_flight,
         policy=choice.policy,
         in_flight_limits=choice.in_flight_limits,
     )
-    return played.seconds
+    return found.seconds
 
 
 def _overlapping(
     plan: _Plan, micro_batches: int, max_in_flight: int | None, pipeline_s: float
 ) -> tuple[_Plan, float]:
     """The plan with as much of the time on the wire at the same time as other frames' as makes it
-    no slower than what was measured, and its seconds when played.
+    no slower than what was measured, and its simulated seconds.
 
-    What is played has the frames of a process take turns. Several links may move several at once.
+    The simulator lets the frames of a process take turns. Several links may move several at once.
     """
 
     def overlapping(share: float) -> _Plan:
@@ -530,12 +527,12 @@ def _overlapping(
     low, high = 0.0, 1.0
     for _ in range(5):
         middle = (low + high) / 2
-        if _play(overlapping(middle).profile, micro_batches, max_in_flight) > pipeline_s:
+        if _simulated_s(overlapping(middle).profile, micro_batches, max_in_flight) > pipeline_s:
             low = middle
         else:
             high = middle
     chosen = overlapping(high)
-    return chosen, _play(chosen.profile, micro_batches, max_in_flight)
+    return chosen, _simulated_s(chosen.profile, micro_batches, max_in_flight)
 
 
 @dataclass(frozen=True)
@@ -549,15 +546,15 @@ class _Idea:
 
 
 def _changes(
-    trace: Trace, found: Diagnosis, plan: _Plan, ports: _Ports, max_in_flight: int | None
+    trace: Trace, found: Diagnosis, plan: _Plan, nics: _Nics, max_in_flight: int | None
 ) -> Iterator[Change]:
     """Every change that can be made here with its prediction, those that ask least first."""
     between = found.between_s or 0.0
     now = found.step_s + between
-    scale = found.pipeline_s / found.played_s if found.played_s else 1.0
+    scale = found.pipeline_s / found.simulated_s if found.simulated_s else 1.0
     m, rows = found.micro_batches, trace.settings.get("per_device_train_batch_size")
     ideas = [
-        _direct(trace, plan, ports, m),
+        _direct(trace, plan, nics, m),
         _max_in_flight(plan, m, max_in_flight),
         _cut(trace, plan, m),
         _interleaved(plan, m),
@@ -569,16 +566,16 @@ def _changes(
     for idea in ideas:
         if idea is not None:
             limit = None if idea.kind == "window" else max_in_flight
-            pipeline = scale * _play(idea.plan.profile, idea.micro_batches, limit)
+            pipeline = scale * _simulated_s(idea.plan.profile, idea.micro_batches, limit)
             step = pipeline + found.update_s
             # What happens between steps (data, a checkpoint) is taken to grow with the samples.
             gain = idea.samples * now / (step + between * idea.samples) - 1
             if idea.kind == "cut" and gain < _AS_GOOD:
-                continue  # better by the bound, but not when it is played
+                continue  # better by the bound, but not when it is simulated
             yield Change(idea.kind, idea.text, step, gain)
 
 
-def _direct(trace: Trace, plan: _Plan, ports: _Ports, micro_batches: int) -> _Idea | None:
+def _direct(trace: Trace, plan: _Plan, nics: _Nics, micro_batches: int) -> _Idea | None:
     relayed = [b for b in plan.boundaries if b.way == "relay"]
     if not relayed:
         return None
@@ -588,8 +585,8 @@ def _direct(trace: Trace, plan: _Plan, ports: _Ports, micro_batches: int) -> _Id
         # other links were at their best, and its way half as long, since it has half the legs.
         way = [plan.stages[b.after].process, plan.stages[b.after + 1].process]
         frames = [
-            ports.frame_s(b.forward_bytes, way),
-            ports.frame_s(b.backward_bytes, way[::-1]),
+            nics.frame_s(b.forward_bytes, way),
+            nics.frame_s(b.backward_bytes, way[::-1]),
         ]
         forward_s, backward_s = map(min, zip((b.forward_s, b.backward_s), frames, strict=True))
         delay = b.latency_s + (b.forward_s + b.backward_s) / 2
@@ -846,10 +843,10 @@ def _advice(found: Diagnosis) -> list[str]:
 
 def _notes(found: Diagnosis) -> list[str]:
     notes = []
-    if found.played_s and found.pipeline_s > _UNEXPLAINED * found.played_s:
+    if found.simulated_s and found.pipeline_s > _UNEXPLAINED * found.simulated_s:
         notes.append(
-            f"the pipeline took {found.pipeline_s / found.played_s:.2f} times what these times of "
-            "stages and links explain: processes that share cores or a link, other work on a "
+            f"the pipeline took {found.pipeline_s / found.simulated_s:.2f} times what these times "
+            "of stages and links explain: processes that share cores or a link, other work on a "
             "machine, or uneven micro-batches; trust the predictions less"
         )
     uneven = [stage for stage in found.stages if stage.slowest > _UNEVEN]
