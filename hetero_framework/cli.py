@@ -88,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_timeline,
         _add_verify,
         _add_merge,
+        _add_export,
         _add_doctor,
         _add_schema,
     ):
@@ -492,6 +493,42 @@ def _run_merge(arguments: argparse.Namespace) -> int:
         revision=arguments.revision,
     )
     print(f"wrote {arguments.output}")
+    return 0
+
+
+def _add_export(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "export",
+        _run_export,
+        "write the adapter or model of a checkpoint, without workers",
+        """
+        hetero export --checkpoint runs/default/checkpoints/step_500 --output step500
+        hetero export --checkpoint runs/default --output latest
+        """,
+    )
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a step_N directory, or the output_dir of a run (its latest)",
+    )
+    _add_output_directory(parser)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="where model and tokenizer are now (default: as the run had them)",
+    )
+
+
+def _run_export(arguments: argparse.Namespace) -> int:
+    from hetero_framework.commands.export import export_checkpoint
+    from hetero_framework.models.export import OutputDirectory
+
+    output = OutputDirectory(Path(arguments.output), overwrite=arguments.overwrite)
+    config = Path(arguments.config) if arguments.config is not None else None
+    reader = export_checkpoint(Path(arguments.checkpoint), output, config)
+    print(f"wrote {arguments.output}: the result of step {reader.step}")
     return 0
 
 

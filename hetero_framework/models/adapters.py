@@ -187,6 +187,21 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
     refuse_float16(shard.model)
 
 
+def tensors_of_plan(
+    model_config: PretrainedConfig, plan: AdapterPlan, trained: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The adapter file's tensors from all trained ones, by parameter name; needs no base weights.
+
+    For plans without `embedding_tensors`, which are the base's own.
+    """
+    model = meta_model(model_config)
+    _inject(model, copy.deepcopy(plan.lora_config), seed=0)
+    for name, tensor in trained.items():
+        module, _, parameter = name.rpartition(".")
+        setattr(model.get_submodule(module), parameter, nn.Parameter(tensor))
+    return {key: tensor.detach() for key, tensor in _file_tensors(model, frozenset()).items()}
+
+
 def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
     """This shard's part of the adapter file: PEFT's keys, tensors that alias the parameters.
 

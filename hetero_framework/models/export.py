@@ -134,6 +134,11 @@ def write_adapter(
     config = copy.deepcopy(plan.lora_config)
     config.base_model_name_or_path, config.revision = base_model, revision
     config.inference_mode = True
+    # How the weights began is no part of what they are; sets have no order of their own.
+    config.init_lora_weights, config.task_type = True, "CAUSAL_LM"
+    for name, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, name, sorted(value))
     with output.writing() as folder:
         save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
         config.save_pretrained(str(folder))

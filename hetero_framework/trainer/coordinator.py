@@ -357,7 +357,12 @@ class Coordinator:
         try:
             path = self._cluster.retrying(
                 lambda: run_checkpoint.save(
-                    store, self._pipeline, self._parts.resolved, state, self._data.fingerprint
+                    store,
+                    self._pipeline,
+                    self._parts.resolved,
+                    state,
+                    self._data.fingerprint,
+                    self._cluster.fingerprint,
                 )
             )
         except ResourceError as error:
@@ -513,7 +518,9 @@ class Coordinator:
     def _restore(self, step: int) -> None:
         reader = self._store.open(step)
         self._state = self._cluster.retrying(
-            lambda: run_checkpoint.load(reader, self._pipeline, self._cluster.trainable)
+            lambda: run_checkpoint.load(
+                reader, self._pipeline, self._cluster.trainable, self._cluster.fingerprint
+            )
         )
         self._saved = Saved(step, self._store.root)
         self._directories.own_checkpoints()

@@ -21,11 +21,12 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
 from hetero_framework.log import EVENTS_FILE
+from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
 from hetero_framework.models.shard import num_layers
 from hetero_framework.models.weights import resolve_model_path
@@ -249,28 +250,41 @@ def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
 
 
 def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Path:
-    """Write the finished artefact from what the stages gave; returns its directory.
-
-    `output_dir/adapter` where an adapter was trained, else the Hugging Face checkpoint
-    `output_dir/model`; complete, or an error that lists what is missing.
+    """Write the finished artefact from what the stages gave; returns its directory,
+    `output_dir/adapter` where an adapter was trained, else `output_dir/model`.
     """
-    config, model = parts.config, parts.config.model
-    assert model is not None
-    if parts.adapter_plan is not None:
-        target = config.output_dir / "adapter"
-        base = model.name_or_path
-        if base is not None:
-            base = resolve_model_path(base, config.base_dir)
-        output = OutputDirectory(target, overwrite=True)
-        write_adapter(
-            output, tensors, parts.adapter_plan, base, model.revision, tokenizer=parts.tokenizer
-        )
-        return target
-    target = config.output_dir / "model"
-    output = OutputDirectory(target, overwrite=True)
-    generation = GenerationConfig.from_model_config(parts.model_config)
-    write_checkpoint(output, tensors, parts.model_config, generation, parts.tokenizer)
+    target = parts.config.output_dir / ("adapter" if parts.adapter_plan is not None else "model")
+    write_result(
+        OutputDirectory(target, overwrite=True),
+        parts.config,
+        parts.model_config,
+        parts.adapter_plan,
+        parts.tokenizer,
+        tensors,
+    )
     return target
+
+
+def write_result(
+    output: OutputDirectory,
+    config: Config,
+    model_config: PretrainedConfig,
+    plan: AdapterPlan | None,
+    tokenizer: PreTrainedTokenizerBase,
+    tensors: Iterable[Mapping[str, torch.Tensor]],
+) -> None:
+    """Write an adapter as PEFT does, or (`plan` None) a Hugging Face checkpoint; complete, or an
+    error that lists what is missing.
+    """
+    assert config.model is not None
+    base, revision = config.model.name_or_path, config.model.revision
+    if plan is None:
+        generation = GenerationConfig.from_model_config(model_config)
+        write_checkpoint(output, tensors, model_config, generation, tokenizer)
+        return
+    if base is not None:
+        base = resolve_model_path(base, config.base_dir)
+    write_adapter(output, tensors, plan, base, revision, tokenizer)
 
 
 def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:

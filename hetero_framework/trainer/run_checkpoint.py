@@ -16,6 +16,7 @@ import transformers
 
 from hetero_framework._version import __version__
 from hetero_framework.cluster.assembly import Trainable
+from hetero_framework.config import Config
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
@@ -45,8 +46,11 @@ def save(
     resolved: Resolved,
     state: TrainState,
     data_fingerprint: str,
+    base_fingerprint: str,
 ) -> str:
     """Gather every stage's state into `step_<n>`; returns its path.
+
+    `base_fingerprint` is that of the weights that the run began with.
 
     Raises ResourceError when it cannot be written; what was written of it is removed.
     """
@@ -58,6 +62,11 @@ def save(
             values.update(part.values)
         manifest = {
             "identity": identity(resolved, data_fingerprint),
+            "base": base_fingerprint,
+            "config": {
+                "settings": resolved.config.to_dict(),
+                "base_dir": str(resolved.config.base_dir.absolute()),
+            },
             "position": state.state_dict(),
             "plan": [entry.model_dump(mode="json") for entry in resolved.config.shard_plan],
             "values": values,
@@ -70,12 +79,19 @@ def save(
         return str(writer.commit(manifest))
 
 
-def load(reader: CheckpointReader, pipeline: Pipeline, trainable: Trainable) -> TrainState:
+def load(
+    reader: CheckpointReader, pipeline: Pipeline, trainable: Trainable, base_fingerprint: str
+) -> TrainState:
     """Give every stage its part of a checkpoint, whatever plan wrote it.
 
     The caller has had `check_identity` look at it. Raises CheckpointError when it is damaged or
-    lacks anything.
+    lacks anything, or when the run began with other weights than those that are loaded now.
     """
+    if reader.manifest.get("base", base_fingerprint) != base_fingerprint:
+        raise CheckpointError(
+            f"checkpoint {reader.step} began with other weights than the model has now",
+            hint="put the model back as it was, or start without --resume",
+        )
     states = _names_by_parameter(reader.names())
     values: dict[str, Any] = reader.manifest["values"]
     value_names = _names_by_parameter(values)
@@ -93,13 +109,17 @@ def identity(resolved: Resolved, data_fingerprint: str) -> dict[str, Any]:
     config = resolved.given
     assert config.model is not None
     model, training = config.model.model_dump(mode="json"), config.training.model_dump(mode="json")
-    adapter = config.adapter.model_dump(mode="json") if config.adapter is not None else None
     return {
         "model": {key: model[key] for key in _SAME_MODEL},
-        "adapter": adapter,
+        "adapter": adapter_settings(config),
         "training": {key: training[key] for key in _SAME_TRAINING},
         "data": data_fingerprint,
     }
+
+
+def adapter_settings(config: Config) -> dict[str, Any] | None:
+    """The adapter's part of a run's identity."""
+    return config.adapter.model_dump(mode="json") if config.adapter is not None else None
 
 
 def check_identity(reader: CheckpointReader, resolved: Resolved, data_fingerprint: str) -> None:

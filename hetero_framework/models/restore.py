@@ -1,0 +1,46 @@
+"""What a run would have written at a checkpoint of it, made without its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetero_framework.core.devices import open_device
+from hetero_framework.models.export import Tensors
+from hetero_framework.models.shard import ShardRange, load_model_config, load_shard, num_layers
+from hetero_framework.models.trainable import attach_adapter, export_parts, trainable_parameters
+
+if TYPE_CHECKING:
+    from hetero_framework.config import ModelConfig
+    from hetero_framework.models.adapter_plan import AdapterPlan
+
+Read = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
+
+
+def finished_tensors(
+    settings: ModelConfig, base_dir: Path, plan: AdapterPlan | None, read: Read
+) -> Iterator[Tensors]:
+    """The tensors of the finished artefact; `read` gives trained weights by parameter name.
+
+    Of the base model only what the artefact contains is read: nothing for an adapter that leaves
+    the embeddings alone, else block by block, so that memory holds about one.
+    """
+    if plan is not None and not plan.embedding_tensors:
+        from hetero_framework.models.adapters import tensors_of_plan
+
+        yield tensors_of_plan(load_model_config(settings, base_dir), plan, read(plan.trainable))
+        return
+    settings = settings.model_copy(update={"quantization": None})
+    count = num_layers(load_model_config(settings, base_dir))
+    for layer in range(count):
+        span = ShardRange(layer, layer + 1, is_first=layer == 0, is_last=layer == count - 1)
+        shard = load_shard(settings, base_dir, span, open_device("cpu"), seed=0)
+        attach_adapter(shard, None, base_dir, 0, plan)
+        tied_head = shard.head_name if shard.tied else None
+        own = {name: p for name, p in trainable_parameters(shard) if name != tied_head}
+        for name, tensor in read(own).items():
+            own[name].data = tensor
+        yield dict(export_parts(shard))
