@@ -23,7 +23,7 @@ from hetero_framework.errors import (
     UserError,
     as_hetero_error,
 )
-from hetero_framework.log import Lines, log_to, one_line, set_level, to_stderr
+from hetero_framework.log import Lines, log_to, one_line, printable, set_level, to_stderr
 
 DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -183,7 +183,7 @@ def _run_check(arguments: argparse.Namespace) -> int:
     from hetero_framework.commands.check import check, text
 
     found = check(config)
-    print(json.dumps(found, indent=2) if arguments.json else text(found))
+    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
     return 0
 
 
@@ -375,7 +375,7 @@ def _run_timeline(arguments: argparse.Namespace) -> int:
             f"step {step} was not recorded",
             hint=f"recorded: {', '.join(map(str, steps))}; training.timeline_steps says how many",
         )
-    print(json.dumps(found.to_dict(), indent=2) if arguments.json else text(found))
+    print(json.dumps(found.to_dict(), indent=2) if arguments.json else printable(text(found)))
     if arguments.json and arguments.output is None:
         return 0
     place = Path(arguments.place)
@@ -445,7 +445,7 @@ def _print_result(result: Any) -> None:
     )
     subject = f"{result.model_type} ({result.subject}): {result.verdict}"
     parts = [subject, cuts, numbers]
-    print("; ".join(part for part in [*parts, result.reason] if part), flush=True)
+    print(printable("; ".join(part for part in [*parts, result.reason] if part)), flush=True)
 
 
 def _add_merge(commands: Any) -> None:
@@ -553,7 +553,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     from hetero_framework.commands.doctor import examine, text
 
     found = examine()
-    print(json.dumps(found, indent=2) if arguments.json else text(found))
+    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
     return 0
 
 
@@ -608,7 +608,7 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     from hetero_framework.commands.bench import bench, text
 
     found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6)
-    print(json.dumps(found, indent=2) if arguments.json else text(found))
+    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
     return 0
 
 

@@ -22,6 +22,7 @@ from hetero_framework.errors import (
     PeerLostError,
     ResourceError,
     StoppedEarly,
+    UserError,
 )
 from tests.unit.timeline_samples import record
 
@@ -461,3 +462,24 @@ def test_llama_demo_takes_another_model_and_cuts_it_over_the_same_machines(tmp_p
     assert config.model is not None
     assert config.model.name_or_path == str(tmp_path)
     assert demo.settings(None, None) == []
+
+
+def test_text_of_a_file_does_not_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import hetero_framework.commands.doctor as doctor
+
+    monkeypatch.setattr(doctor, "examine", dict)
+    monkeypatch.setattr(doctor, "text", lambda found: "one\ntwo \x1b[2J\u202e")
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out == "one\ntwo \\x1b[2J\\u202e\n"
+
+    def fail() -> None:
+        raise UserError("a\x1b]0;b\x07" + "c" * 5000, hint="d\x1b[2J")
+
+    monkeypatch.setattr(doctor, "examine", fail)
+    assert cli.main(["doctor"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(r"hetero: error: a\x1b]0;b\x07ccc")
+    assert "\x1b" not in shown
+    assert len(shown) < 1200
