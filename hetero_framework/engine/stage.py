@@ -1,7 +1,7 @@
 """A stage: one block of layers on one device, and what can be asked of it.
 
-The same class serves the coordinator's own shard and a worker's; a remote stage is these verbs
-over a channel. Shapes: B rows of a micro-batch, S tokens, D hidden size; `hidden_BSD` crosses a
+The same class serves the coordinator's own shard and a worker's: each process has a `StageHost` of
+them. Shapes: B rows of a micro-batch, S tokens, D hidden size; `hidden_BSD` crosses a
 boundary forward, its gradient crosses it backward.
 
 Order is part of it: micro-batches go forward and backward in ascending order on every

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from hetero_framework.cluster import worker_links
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
-from hetero_framework.core.messages import Connected, PeerResult
+from hetero_framework.core.messages import Connected, Message, PeerResult
+from hetero_framework.errors import ResourceError
 from tests.samples import free_ports
 
 
@@ -87,3 +90,26 @@ def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
 
 def connected(other: int, problem: str | None = None) -> Connected:
     return Connected((PeerResult(other, problem),))
+
+
+class _AnySession:
+    """A conversation in which every message is legal."""
+
+    def receive(self, message: Message) -> None: ...
+
+
+def test_no_memory_for_what_arrives_is_not_the_links_failure() -> None:
+    """Raised in the reader thread it would close the link, and be taken for the network's fault."""
+    made = links()
+    error = ResourceError("stage 0, BACKWARD of micro-batch 3: out of memory")
+
+    def unpack(message: Message) -> None:
+        raise error
+
+    made._unpack = unpack
+    wire = SimpleNamespace(session=_AnySession())
+    receive = made._receiver(1, wire, queue.SimpleQueue())  # type: ignore[arg-type]
+    receive(Message(connected(2)))  # the answer to the greeting
+    receive(Message(connected(2)))
+    with pytest.raises(ResourceError, match="stage 0, BACKWARD of micro-batch 3"):
+        made.receive(0)
