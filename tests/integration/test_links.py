@@ -21,7 +21,7 @@ from hetero_framework.config import Config
 from hetero_framework.core import messages as m
 from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
 from hetero_framework.core.messages import Message
-from hetero_framework.engine.boundary_io import _Packed
+from hetero_framework.engine import boundary_io
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
@@ -258,13 +258,13 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
         "training": {"max_steps": 3},
     }
     run("calm", [2, 4], **sections)
-    quick, pause = _Packed.encode, threading.Event()
+    quick, pause = boundary_io._message, threading.Event()
 
-    def slow(packed: _Packed, tensor: Any) -> Any:
-        pause.wait(0.1 if packed.info.step == 1 else 0.0)
-        return quick(packed, tensor)
+    def slow(body: m.Boundary, parts: Any) -> Message:
+        pause.wait(0.1 if body.step == 1 else 0.0)
+        return quick(body, parts)
 
-    monkeypatch.setattr(_Packed, "encode", slow)
+    monkeypatch.setattr(boundary_io, "_message", slow)
     with FaultProxy(("127.0.0.1", worker_here)) as proxy:
         commit = m.Commit if direction == "up" else m.Committed
         proxy.cuts.append(FrameCut(direction, commit, "after"))
