@@ -33,7 +33,8 @@ from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.trace import COMPUTE, RECEIVE, SEND
 from hetero_framework.errors import HeteroError
-from hetero_framework.profiling.timeline import Trace, read_timeline
+from hetero_framework.profiling.timeline import Trace
+from hetero_framework.profiling.trace_file import read_timeline
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 

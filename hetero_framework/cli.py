@@ -314,7 +314,9 @@ def _add_diagram(commands: Any) -> None:
     )
     _add_config(parser)
     parser.add_argument(
-        "--format", choices=("png", "svg", "pdf", "mmd"), help="default: by --output"
+        "--format",
+        choices=("png", "svg", "pdf", "mmd"),
+        help="default: by --output, else training.visualization_format; png and pdf need Graphviz",
     )
     parser.add_argument(
         "--output",
@@ -356,15 +358,18 @@ def _add_timeline(commands: Any) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="draw this step (default: the last)")
     parser.add_argument("--format", choices=("png", "svg", "pdf"), help="default: by --output")
     parser.add_argument(
-        "--output", metavar="PATH", help="picture to write (default: timeline.png beside the run's)"
+        "--output",
+        metavar="PATH",
+        help="picture to write (default: timeline.png beside timeline.json)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; draw only with --output")
 
 
 def _run_timeline(arguments: argparse.Namespace) -> int:
     from hetero_framework.profiling.bottleneck import diagnose, text
-    from hetero_framework.profiling.timeline import picture, read_timeline
-    from hetero_framework.visualizer.timeline_picture import draw
+    from hetero_framework.profiling.picture import picture
+    from hetero_framework.profiling.trace_file import read_timeline
+    from hetero_framework.visualizer.timeline_picture import can_draw, draw
 
     trace = read_timeline(arguments.place)
     found = diagnose(trace)
@@ -376,12 +381,16 @@ def _run_timeline(arguments: argparse.Namespace) -> int:
             hint=f"recorded: {', '.join(map(str, steps))}; training.timeline_steps says how many",
         )
     print(json.dumps(found.to_dict(), indent=2) if arguments.json else printable(text(found)))
-    if arguments.json and arguments.output is None:
-        return 0
+    if arguments.output is None:
+        if arguments.json:
+            return 0
+        if not can_draw():
+            print('\nno picture: it needs matplotlib (pip install "hetero-framework[pictures]")')
+            return 0
     place = Path(arguments.place)
     folder = place if place.is_dir() else place.parent
     output = arguments.output or folder / f"timeline.{arguments.format or 'png'}"
-    file = draw(picture(trace, step - 1, found.bound_s), output, arguments.format)
+    file = draw(picture(trace, step - 1), output, arguments.format)
     if not arguments.json:
         print(f"\ndrawn: step {step} in {file}")
     return 0

@@ -28,7 +28,8 @@ from hetero_framework.planner.simulator import Profile, simulate, step_bound
 from hetero_framework.planner.tuning import tune
 from hetero_framework.trainer import setup
 from hetero_framework.trainer.signals import StopRequest
-from hetero_framework.visualizer.text import table
+from hetero_framework.units import bit_rate, plural, seconds, share
+from hetero_framework.visualizer.tables import table
 
 _log = logging.getLogger(__name__)
 
@@ -144,11 +145,11 @@ def _steps(cluster: Cluster, parts: setup.Prepared, steps: int) -> list[_Taken]:
         cluster.begin(number, len(batches), train=True, num_items=tokens)
         cluster.pipeline.run(batches)
         _, found = cluster.pipeline.report_gradients()
-        seconds = time.perf_counter() - began
+        took = time.perf_counter() - began
         cluster.observe(len(batches), found)
         cluster.pipeline.abort()
-        taken.append(_Taken(seconds, tokens, len(batches)))
-        _log.info("step %d of %d: %s", number + 1, steps, _time(seconds))
+        taken.append(_Taken(took, tokens, len(batches)))
+        _log.info("step %d of %d: %s", number + 1, steps, seconds(took))
     return taken[1:]
 
 
@@ -219,7 +220,8 @@ def _predicted(
 
 _LINK_HEAD = ("link", "round trip", "there", "back")
 _STAGE_HEAD = (
-    "stage", "process", "device", "layers", "forward", "backward", "forward/layer", "backward/layer"
+    "stage", "process", "device", "layers", "forward", "backward", "forward per layer",
+    "backward per layer",
 )  # fmt: skip
 _BOUNDARY_HEAD = ("boundary", "way", "activation", "gradient", "delay")
 
@@ -231,7 +233,7 @@ def text(found: dict[str, Any]) -> str:
         lines += [f"Links, with messages of {found['link_bytes'] / 1e6:.3g} MB:"]
         lines += [*table(_LINK_HEAD, [_link_row(link) for link in found["links"]]), ""]
     rows = found["micro_batch_samples"]
-    lines += [f"For each micro-batch of {rows} sample{'s' * (rows > 1)}:"]
+    lines += [f"For each micro-batch of {plural(rows, 'sample')}:"]
     lines += table(_STAGE_HEAD, [_stage_row(s) for s in found["stages"]], left=(0, 1, 2, 3))
     if found["boundaries"]:
         rows = [_boundary_row(boundary) for boundary in found["boundaries"]]
@@ -242,15 +244,15 @@ def text(found: dict[str, Any]) -> str:
 def _step_lines(found: dict[str, Any]) -> list[str]:
     predicted, m = found["predicted"], found["micro_batches"]
     lines = [
-        f"A step of {_count(m, 'micro-batch')} took {_time(found['step_s'])}: "
+        f"A step of {plural(m, 'micro-batch')} took {seconds(found['step_s'])}: "
         f"{found['tokens_per_s']:,.0f} tokens/s, without the optimizer's part.",
-        f"These times predict {_time(predicted['step_s'])}; no schedule can be faster than "
-        f"{_time(predicted['bound_s'])}.",
+        f"Estimates from these means: {seconds(predicted['step_s'])} for a step, "
+        f"{seconds(predicted['bound_s'])} under the best schedule.",
     ]
     if len(found["stages"]) > 1:
         lines.append(
-            f"Predicted: devices idle {predicted['bubble']:.0%} of the time, with "
-            f"{_count(predicted['window'], 'micro-batch')} under way."
+            f"Predicted: devices idle {share(predicted['bubble'])} of the time, with "
+            f"{plural(predicted['window'], 'micro-batch')} under way."
         )
     times = found["step_s"] / predicted["step_s"]
     if times > _UNEXPLAINED:
@@ -265,9 +267,9 @@ def _link_row(link: dict[str, Any]) -> tuple[str, ...]:
     one = link["from"] if link["from"] == "coordinator" else f"worker {link['from']}"
     return (
         f"{one} - worker {link['to']}",
-        _time(link["round_trip_s"]),
-        _rate(link["up_bytes_per_s"]),
-        _rate(link["down_bytes_per_s"]),
+        seconds(link["round_trip_s"]),
+        bit_rate(link["up_bytes_per_s"]),
+        bit_rate(link["down_bytes_per_s"]),
     )
 
 
@@ -278,8 +280,8 @@ def _stage_row(stage: dict[str, Any]) -> tuple[str, ...]:
             return ("-", "-")
         forward, backward = stage[f"forward_s{suffix}"], stage[f"backward_s{suffix}"]
         if forward is None:
-            return (_time(both), "(both)")
-        return (_time(forward), _time(backward))
+            return (seconds(both), "(both)")
+        return (seconds(forward), seconds(backward))
 
     where = (str(stage["index"]), stage["process"], stage["device"], stage["layers"])
     return (*where, *pair(""), *pair("_per_layer"))
@@ -288,19 +290,4 @@ def _stage_row(stage: dict[str, Any]) -> tuple[str, ...]:
 def _boundary_row(boundary: dict[str, Any]) -> tuple[str, ...]:
     after = boundary["after"]
     times = (boundary[name] for name in ("activation_s", "gradient_s", "latency_s"))
-    return (f"{after} - {after + 1}", boundary["way"], *map(_time, times))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'es' * (number != 1)}"
-
-
-def _time(seconds: float) -> str:
-    """Milliseconds below a second."""
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _rate(bytes_per_s: float) -> str:
-    """As networks are sold: decimal bits."""
-    bits = 8 * bytes_per_s
-    return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"
+    return (f"{after} - {after + 1}", boundary["way"], *map(seconds, times))

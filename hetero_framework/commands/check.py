@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hetero_framework.cluster.roles import Role, decide_role
-from hetero_framework.commands.doctor import gib
 from hetero_framework.config import Config, Machine
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
@@ -26,7 +25,8 @@ from hetero_framework.planner.tuner import assumed_profile
 from hetero_framework.planner.tuning import tune
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import resolve_loss_chunk
-from hetero_framework.visualizer.text import table
+from hetero_framework.units import share, size
+from hetero_framework.visualizer.tables import table
 
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2
@@ -105,7 +105,7 @@ def _forecast_lines(found: dict[str, Any], stages: int) -> list[str]:
     lines = [
         "",
         f"A step of {found['micro_batches']} micro-batches{chunks}: devices idle "
-        f"{found['bubble']:.0%} of the time, by numbers of layers alone.",
+        f"{share(found['bubble'])} of the time, by numbers of layers alone.",
         f"  {found['window']} micro-batches under way; stages store up to {in_flight} forwards",
     ]
     if found["bubble"] > _LARGE_BUBBLE:
@@ -128,7 +128,7 @@ def text(found: dict[str, Any]) -> str:
         if process["hostname"]:
             where = f"{process['hostname']}, {where}"
         stages = ", ".join(_layers(stage) for stage in process["stages"]) or "none (relays only)"
-        memory = gib(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
+        memory = size(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
         rows.append((process["name"], where, process["device"], stages, memory))
     lines += table(_HEAD, rows, left=(0, 1, 2, 3))
     count = sum(len(process["stages"]) for process in found["processes"])
@@ -228,7 +228,7 @@ def _this_machine(
             free[device.name] = (device.label, device.memory().free)
     lines = []
     for name, (label, available) in free.items():
-        lines.append(f"{name} ({label}): needs {gib(needed[name])}, {gib(available)} free")
+        lines.append(f"{name} ({label}): needs {size(needed[name])}, {size(available)} free")
         if needed[name] > available:
             notes.append(f"warning: {name} of this machine has too little free memory")
     return {"role": " and ".join(names), "devices": lines}

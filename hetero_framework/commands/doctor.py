@@ -16,6 +16,7 @@ from hetero_framework.cluster.roles import available_cores
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import Device, Support, list_devices
+from hetero_framework.units import size
 
 _PACKAGES = (
     "torch",
@@ -60,14 +61,14 @@ def text(found: dict[str, Any]) -> str:
         "packages: " + ", ".join(f"{n} {v or '(absent)'}" for n, v in found["packages"].items()),
         f"names: {', '.join(found['host_names'])}",
         f"addresses: {', '.join(found['addresses'])}",
-        f"cores: {found['cores']}; memory: {gib(found['memory_bytes'])},"
-        f" {gib(found['memory_available_bytes'])} available",
+        f"cores: {found['cores']}; memory: {size(found['memory_bytes'])},"
+        f" {size(found['memory_available_bytes'])} available",
         "",
     ]
     for device in found["devices"]:
         lines.append(
-            f"device {device['name']}: {device['label']}, {gib(device['memory_bytes'])},"
-            f" {gib(device['memory_free_bytes'])} free"
+            f"device {device['name']}: {device['label']}, {size(device['memory_bytes'])},"
+            f" {size(device['memory_free_bytes'])} free"
         )
         for name, answer in [*device["dtypes"].items(), ("4-bit (nf4)", device["four_bit"])]:
             lines.append(f"  {name}: {_words(answer)}")
@@ -77,13 +78,6 @@ def text(found: dict[str, Any]) -> str:
     lines += ["", f"graphviz: {dot}"]
     lines += [f"port {port}: {state}" for port, state in found["ports"].items()]
     return "\n".join(lines)
-
-
-def gib(size: int) -> str:
-    """Bytes for a person, in units of 1024."""
-    if size < 2**30:
-        return f"{size / 2**20:.1f} MiB"
-    return f"{size / 2**30:.1f} GiB"
 
 
 def _device(device: Device) -> dict[str, Any]:

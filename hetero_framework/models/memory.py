@@ -46,10 +46,10 @@ from hetero_framework.models.quantization import (
     stored_settings,
 )
 from hetero_framework.models.shard import ShardRange, Skeleton
+from hetero_framework.units import size
 
 DEFAULT_TOKENS = 1024
 ACTIVATION_MARGIN = 1.4
-GIB = 1 << 30
 
 # bitsandbytes: numbers that share one scale, scales that share one scale of scales, and the
 # tables that each double-quantised matrix carries (16 and 256 float32, one offset).
@@ -100,8 +100,8 @@ class StageMemory:
 
     def __str__(self) -> str:
         parts = ("weights", "gradients", "optimizer", "activations", "logits")
-        sizes = [f"{name} {gib(getattr(self, name))}" for name in parts if getattr(self, name)]
-        return f"{gib(self.total)} GiB ({', '.join(sizes)})"
+        sizes = [f"{name} {size(getattr(self, name))}" for name in parts if getattr(self, name)]
+        return f"{size(self.total)} ({', '.join(sizes)})"
 
 
 def estimate_memory(
@@ -199,14 +199,9 @@ def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> 
             short += own
             who = "the coordinator" if owner == "local" else f"worker {owner}"
             needs = "; ".join(f"stage {m.index} ({m.stage.layers}) needs {m}" for m in own)
-            problems.append(f"{who} has {gib(available)} GiB free, but {needs}")
+            problems.append(f"{who} has {size(available)} free, but {needs}")
     if problems:
         raise PlanError("\n".join(problems), hint=_advice(short))
-
-
-def gib(size: int) -> str:
-    """Bytes in GiB, with enough digits for small models too."""
-    return f"{size / GIB:.2f}" if size >= GIB // 10 else f"{size / GIB:.2g}"
 
 
 def _advice(memory: Sequence[StageMemory]) -> str:

@@ -40,6 +40,7 @@ from hetero_framework.core.files import (
     sync_file,
 )
 from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
+from hetero_framework.units import size
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -353,12 +354,12 @@ class CheckpointWriter:
         if code in _NO_SPACE:
             # The files written so far are gone by now, so both numbers are about the whole of it.
             try:
-                free = f"{_size(shutil.disk_usage(self._store.root).free)} are free"
+                free = f"{size(shutil.disk_usage(self._store.root).free)} are free"
             except OSError as problem:
                 free = f"what is free cannot be told ({problem.strerror})"
             return ResourceError(
                 f"no space for checkpoint {self.step} in {self._store.root}: it needs at least "
-                f"{_size(self._bytes + needed_bytes)}, {free}",
+                f"{size(self._bytes + needed_bytes)}, {free}",
                 hint="free some space, lower save_total_limit or set another checkpoint_dir. "
                 "Earlier checkpoints are intact",
             )
@@ -533,7 +534,3 @@ def _cannot_write(error: Exception, path: Path) -> ResourceError:
         f"cannot write a checkpoint to {path}: {reason}",
         hint="make the directory writable or set another checkpoint_dir",
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"

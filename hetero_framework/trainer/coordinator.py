@@ -48,7 +48,7 @@ from hetero_framework.log import (
     with_level,
 )
 from hetero_framework.models.objective import objective_of
-from hetero_framework.profiling.timeline import Timeline
+from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.trainer import outputs, run_checkpoint, setup
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
@@ -80,6 +80,7 @@ class RunFiles:
     store: CheckpointStore
     metrics: MetricsWriter
     events: Events
+    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,17 @@ def train(
                 facts = cluster.connect()
                 parts = setup.fit_devices(parts, facts)
                 cluster.load(parts.config, parts.memory_limits)
-                with MetricsWriter(
-                    config.output_dir,
-                    config.training.report_to,
-                    logging_dir=config.logging_dir,
-                    run_id=directories.run_id,
-                ) as metrics:
-                    files = RunFiles(directories, store, metrics, events)
+                labels = {owner: fact.label for owner, fact in facts.items()}
+                with (
+                    MetricsWriter(
+                        config.output_dir,
+                        config.training.report_to,
+                        logging_dir=config.logging_dir,
+                        run_id=directories.run_id,
+                    ) as metrics,
+                    Timeline(config, devices=labels) as timeline,
+                ):
+                    files = RunFiles(directories, store, metrics, events, timeline)
                     run = Coordinator(parts, cluster, files, show, stop)
                     return run.run(resume, facts)
         except KeyboardInterrupt:
@@ -177,12 +182,12 @@ class Coordinator:
         self._order = ModelOrder(cluster.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
         self._events = files.events
+        self._timeline = files.timeline
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(parts.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._saved: Saved | None = None
         self._losses: list[float] = []
-        self._timeline: Timeline
 
     # -- the run --------------------------------------------------------------------------------
 
@@ -215,8 +220,6 @@ class Coordinator:
             )
             for spec in self._config.stages()
         ]
-        labels = {owner: fact.label for owner, fact in facts.items()}
-        self._timeline = Timeline(self._config, devices=labels)
         outputs.draw_diagram(self._parts, facts, self._cluster.direct)
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
@@ -399,7 +402,7 @@ class Coordinator:
         result = self._export()
         self._cluster.retrying(self._pipeline.drain_commits)
         self._keep_spans()
-        self._timeline.write()
+        self._timeline.close()
         files = outputs.result_files(self._config, result, self._metrics.path)
         self._progress.close(files)
         _log.info("", extra=event("run finished", step=self._state.step))
@@ -431,7 +434,6 @@ class Coordinator:
         offsets = self._cluster.clock_offsets()
         for owner, spans in self._pipeline.take_spans().items():
             self._timeline.add(owner, spans, offsets.get(owner, 0.0))
-        self._timeline.step_done()
 
     # -- between steps --------------------------------------------------------------------------
 

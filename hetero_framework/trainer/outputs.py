@@ -30,7 +30,7 @@ from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
 from hetero_framework.models.shard import num_layers
 from hetero_framework.models.weights import resolve_model_path
-from hetero_framework.profiling.timeline import TIMELINE_FILE
+from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import METRICS_FILE, wants_tensorboard
 from hetero_framework.trainer.setup import Facts, Prepared

@@ -22,8 +22,7 @@ import graphviz
 from hetero_framework.config import Config, Machine, StageSpec
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable
-from hetero_framework.visualizer.render import write_picture
-from hetero_framework.visualizer.text import bytes_text, count_text
+from hetero_framework.units import count, plural, size
 
 Format = Literal["png", "svg", "pdf", "mmd"]
 How = Literal["inside", "direct", "relay", "auto"]
@@ -100,10 +99,10 @@ class Diagram:
             _boundary(config, before, after, details) for before, after in pairwise(stages)
         )
         layers = details.num_layers or stages[-1].end
-        counts = ((layers, "layer"), (len(stages), "stage"), (len(owners), "process"))
+        nouns = ((layers, "layer"), (len(stages), "stage"), (len(owners), "process"))
         return cls(
             title=_title(config, details),
-            counts=", ".join(_plural(*count) for count in counts),
+            counts=", ".join(plural(*noun) for noun in nouns),
             places=tuple(_place(config, owner, details) for owner in owners),
             boundaries=boundaries,
             caption=_caption(config, boundaries),
@@ -170,9 +169,9 @@ def _stage_lines(stage: StageSpec, details: DiagramDetails) -> tuple[str, ...]:
     parts += ["head"] if stage.is_last else []
     facts = []
     if stage.index in details.parameters:
-        facts.append(f"{count_text(details.parameters[stage.index])} parameters")
+        facts.append(f"{count(details.parameters[stage.index])} parameters")
     if stage.index in details.memory_bytes:
-        facts.append(bytes_text(details.memory_bytes[stage.index]))
+        facts.append(size(details.memory_bytes[stage.index]))
     lines = (f"stage {stage.index}", " + ".join(parts) or "no layers", ", ".join(facts))
     return tuple(line for line in lines if line)
 
@@ -182,10 +181,6 @@ def _title(config: Config, details: DiagramDetails) -> tuple[str, ...]:
     kind = str((model.from_config or {}).get("model_type", "")) if model else ""
     name = details.model or (model and model.name_or_path) or kind or "plan"
     return _wrap(name, 60)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"1 {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def _one_line(text: str) -> str:
@@ -332,9 +327,7 @@ class _Grid:
         self._diagram = diagram
         self._cells = _cells(diagram)
         self._parts: list[str] = []
-        self._rows = [
-            diagram.places[i : i + PER_ROW] for i in range(0, len(diagram.places), PER_ROW)
-        ]
+        self._rows = diagram.rows
         self._lanes: list[list[Boundary]] = [[] for _ in self._rows]
         for b in diagram.boundaries:
             if b.how != "inside" and not self._is_straight(b):
@@ -527,3 +520,15 @@ def draw(
         other,
     )
     return svg
+
+
+def write_picture(path: Path, content: bytes) -> Path:
+    """Write the file and its folders. Raises UserError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the picture {path}: {error.strerror}", hint="give another --output"
+        ) from error
+    return path

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -25,9 +26,11 @@ from rich.text import Text
 
 from hetero_framework.config import layers_text
 from hetero_framework.log import printable
-from hetero_framework.visualizer.text import bytes_text, duration_text
+from hetero_framework.units import clock, share, size
 
 REDRAW_INTERVAL_S = 0.1
+_LEAST = 10
+"""Columns of an owner's and a device's name, before a device is left out."""
 RECENT_STEPS = 20  # the speed and the remaining time are means over so many steps
 
 
@@ -199,7 +202,7 @@ class Progress:
         if self._speed() is not None:
             facts.append(f"{self._speed():,.0f} tokens/s")
         if self._remaining_s() is not None:
-            facts.append(f"ETA {duration_text(self._remaining_s() or 0.0)}")
+            facts.append(f"ETA {clock(self._remaining_s() or 0.0)}")
         if "grad_norm" in last:
             facts.append(f"grad_norm {_number(last['grad_norm'])}")
         if last.get("learning_rate") is not None:
@@ -266,27 +269,41 @@ class Progress:
         return Group(*parts)
 
     def _stage_table(self, width: int) -> Table:
-        """One line per stage; what matters least goes first when the terminal is narrow."""
-        table = Table(box=None, padding=(0, 2, 0, 0), width=width - 1, header_style="dim")
-        shown = ["stage", "owner", "layers", "device", "busy", "queue", "memory"]
-        for name, needed in (("memory", 72), ("device", 60), ("queue", 48), ("layers", 34)):
-            if width < needed:
-                shown.remove(name)
-        for name in shown:
+        """One line per stage. Where the terminal is narrow the device's name gives way first."""
+        cells = {
+            "stage": [str(index) for index in range(len(self._rows))],
+            "owner": [row.owner for row in self._rows],
+            "layers": [
+                row.layers.removeprefix("layers ").removeprefix("layer ") for row in self._rows
+            ],
+            "device": [row.device for row in self._rows],
+            "busy": [share(totals.busy_share) for totals in self._stages],
+            "queue": [str(totals.queue) for totals in self._stages],
+            "memory": [
+                size(totals.peak_memory_bytes) if totals.peak_memory_bytes else ""
+                for totals in self._stages
+            ],
+        }
+        cells = {name: [printable(cell) for cell in own] for name, own in cells.items()}
+        widths = {name: max(map(cell_len, (name, *own))) for name, own in cells.items()}
+        whole, widths["owner"] = widths["owner"], min(widths["owner"], max(_LEAST, width // 3))
+
+        def spare() -> int:
+            return width - 1 - sum(widths.values()) - 2 * (len(widths) - 1)
+
+        for name in ("device", "queue", "layers", "memory"):
+            if spare() < 0 and name == "device" and widths[name] + spare() >= _LEAST:
+                widths[name] += spare()
+            elif spare() < 0:
+                del widths[name]
+        widths["owner"] = max(1, min(whole, widths["owner"] + spare()))
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for name, wide in widths.items():
             right = name in ("stage", "busy", "queue", "memory")
-            ratio = {"owner": 2, "device": 3}.get(name)
-            table.add_column(name, justify="right" if right else "left", no_wrap=True, ratio=ratio)
-        for index, (row, totals) in enumerate(zip(self._rows, self._stages, strict=True)):
-            cells = {
-                "stage": str(index),
-                "owner": row.owner,
-                "layers": row.layers.removeprefix("layers ").removeprefix("layer "),
-                "device": row.device,
-                "busy": f"{totals.busy_share:.0%}",
-                "queue": str(totals.queue),
-                "memory": bytes_text(totals.peak_memory_bytes) if totals.peak_memory_bytes else "",
-            }
-            table.add_row(*(Text(printable(cells[name])) for name in shown))
+            justify = "right" if right else "left"
+            table.add_column(name, justify=justify, no_wrap=True, width=wide)  # type: ignore[arg-type]
+        for index in range(len(self._rows)):
+            table.add_row(*(Text(cells[name][index]) for name in widths))
         return table
 
     def _summary_lines(self) -> list[tuple[str, str]]:
@@ -300,15 +317,15 @@ class Progress:
             step, loss = self._evaluation.get("step"), self._evaluation["eval_loss"]
             lines.append(("evaluation loss", f"{_number(loss)} after step {step}"))
         if self._seconds:
-            lines.append(("time in steps", duration_text(self._seconds)))
+            lines.append(("time in steps", clock(self._seconds)))
             if self._tokens:
                 lines.append(("speed", f"{self._tokens / self._seconds:,.0f} tokens/s"))
         if self._wire_bytes:
             per_step = self._wire_bytes / self._num_steps
-            lines.append(("on the wire", f"{bytes_text(per_step)} per step"))
+            lines.append(("on the wire", f"{size(per_step)} per step"))
         for index, (row, totals) in enumerate(zip(self._rows, self._stages, strict=True)):
-            share = totals.busy_s / self._seconds if self._seconds else 0.0
-            text = f"busy {share:.0%}  {row.owner}, {row.layers}"
+            busy = totals.busy_s / self._seconds if self._seconds else 0.0
+            text = f"busy {share(busy)}  {row.owner}, {row.layers}"
             lines.append((f"stage {index}", f"{text}, {row.device}" if row.device else text))
         return lines
 

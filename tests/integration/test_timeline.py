@@ -13,7 +13,8 @@ import pytest
 from hetero_framework import cli
 from hetero_framework.core.trace import COMPUTE
 from hetero_framework.profiling.bottleneck import diagnose
-from hetero_framework.profiling.timeline import Trace, read_timeline, transfers
+from hetero_framework.profiling.timeline import Trace, transfers
+from hetero_framework.profiling.trace_file import read_timeline
 
 INTERLEAVED = [
     {"id": owner, "start": start, "end": start + 1}
@@ -74,7 +75,7 @@ def test_run_writes_a_timeline(
         "direct" if legs == 1 else "relay",
     ]
     assert found.micro_batches == 4
-    assert 0 < found.bound_s <= found.pipeline_s * 1.05
+    assert 0 < found.bound_s <= found.pipeline_s
     capsys.readouterr()
     assert cli.main(["timeline", str(tmp_path / "run"), "--format", "svg"]) == 0
     assert "3 stages" in capsys.readouterr().out

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "hetero_framework"
 LAYERS = {
     "_version": 0,
     "errors": 0,
+    "units": 0,
     "log": 1,
     "core": 2,
     "control": 3,

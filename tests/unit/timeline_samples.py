@@ -15,7 +15,8 @@ from typing import Any
 
 from hetero_framework.config import Config
 from hetero_framework.core.trace import Span
-from hetero_framework.profiling.timeline import Timeline, Trace
+from hetero_framework.profiling.timeline import Trace
+from hetero_framework.profiling.trace_file import Timeline, read_timeline
 
 Spans = dict[int, list[Span]]
 
@@ -53,16 +54,16 @@ def record(
     `clock_error_s` is by how much the measured offset of each worker's clock is wrong.
     """
     owners = [device or "local" for device in settings["devices"]]
-    timeline = Timeline(config_of(owners, layers, output_dir=str(output), **training))
+    config = config_of(owners, layers, output_dir=str(output), **training)
     start = 0.0
-    for step in steps:
-        spans = step_spans(**settings, step=step, start=start)
-        for process, own in spans.items():
-            offset = clock(process) + (clock_error_s if process else 0.0)
-            timeline.add(process or "local", own, offset)
-            start = max([start, *(span["ended"] + 0.01 - clock(process) for span in own)])
-    timeline.write()
-    return timeline.trace()
+    with Timeline(config) as timeline:
+        for step in steps:
+            spans = step_spans(**settings, step=step, start=start)
+            for process, own in spans.items():
+                offset = clock(process) + (clock_error_s if process else 0.0)
+                timeline.add(process or "local", own, offset)
+                start = max([start, *(span["ended"] + 0.01 - clock(process) for span in own)])
+    return read_timeline(output)
 
 
 def step_spans(
@@ -80,9 +81,11 @@ def step_spans(
     step: int = 0,
     start: float = 0.0,
     update_s: float = 0.0,
+    jitter: Callable[[], float] = lambda: 1.0,
     clock: Callable[[int], float] = clock,
 ) -> Spans:
-    """The spans of one step of each process, by its number (worker n is process n)."""
+    """The spans of one step of each process, by its number (worker n is process n); each task and
+    transfer takes `jitter()` times its seconds."""
     return _Play(locals()).run()
 
 
@@ -129,7 +132,7 @@ class _Play:
         forward, backward = self.forward_s[stage], self.backward_s[stage]
         last = stage == self.p - 1
         seconds = backward if kind == "backward" else forward + (backward if last else 0.0)
-        ended = began + seconds
+        ended = began + seconds * self.jitter()
         self.free[self.devices[stage]] = ended
         self.note(self.devices[stage], "forward_backward" if last else kind, stage, k, began, ended)
         if kind == "forward" and not last:
@@ -150,7 +153,7 @@ class _Play:
             extra = {"what": kind.upper(), "bytes": self.nbytes, "dtype": self.dtype, "codec": ""}
             if self.turns:
                 at = max(at, self.port[one, "out"], self.port[other, "in"])
-            end = at + self.wire_s
+            end = at + self.wire_s * self.jitter()
             self.port[one, "out"] = self.port[other, "in"] = end
             self.note(one, "send", target, k, at, end, peer=other or "local", **extra)
             self.note(other, "receive", target, k, at, end, peer=one or "local", **extra)

@@ -100,22 +100,22 @@ def test_report_is_aligned(found: dict[str, Any]) -> None:
     found["step_s"] = 0.6
     expected = """\
 Links, with messages of 8 MB:
-link                    round trip        there          back
-coordinator - worker 1     0.40 ms  1.00 Gbit/s  100.0 Mbit/s
-worker 1 - worker box       1.50 s  1.00 Gbit/s   2.00 Gbit/s
+link                    round trip        there         back
+coordinator - worker 1     0.40 ms  1.00 Gbit/s   100 Mbit/s
+worker 1 - worker box       1.50 s  1.00 Gbit/s  2.00 Gbit/s
 
 For each micro-batch of 2 samples:
-stage  process      device  layers       forward  backward  forward/layer  backward/layer
-0      coordinator  cuda:0  no layers   20.00 ms  40.00 ms              -               -
-1      worker 1     cuda:1  layers 0-1  20.00 ms  40.00 ms       10.00 ms        20.00 ms
-2      worker box   cuda:2  layers 2-5  60.00 ms    (both)       15.00 ms          (both)
+stage  process      device  layers      forward  backward  forward per layer  backward per layer
+0      coordinator  cuda:0  no layers   20.0 ms   40.0 ms                  -                   -
+1      worker 1     cuda:1  layers 0-1  20.0 ms   40.0 ms            10.0 ms             20.0 ms
+2      worker box   cuda:2  layers 2-5  60.0 ms    (both)            15.0 ms              (both)
 
 boundary  way     activation  gradient    delay
 0 - 1     direct     1.00 ms   2.00 ms  0.50 ms
 1 - 2     relay      3.00 ms   4.00 ms  0.70 ms
 
-A step of 4 micro-batches took 600.00 ms: 12,346 tokens/s, without the optimizer's part.
-These times predict 372.40 ms; no schedule can be faster than 372.40 ms.
+A step of 4 micro-batches took 600 ms: 12,346 tokens/s, without the optimizer's part.
+Estimates from these means: 372 ms for a step, 372 ms under the best schedule.
 Predicted: devices idle 36% of the time, with 4 micro-batches under way.
 It took 1.6 times what they predict: processes share cores or a link,
 a machine has other work, or samples differ much in length."""
@@ -141,7 +141,7 @@ def test_report_of_one_process_has_no_links_and_no_idle_devices() -> None:
         }
     )
     assert shown.startswith("For each micro-batch of 1 sample:\n")
-    assert "A step of 1 micro-batch took 60.00 ms: 100 tokens/s" in shown
+    assert "A step of 1 micro-batch took 60.0 ms: 100 tokens/s" in shown
     assert "idle" not in shown
     assert "Links" not in shown
     assert "times what" not in shown
@@ -195,11 +195,15 @@ class FakeData:
         return [batch] * (1 if step == 3 else 2)
 
 
+def parts_of(data: FakeData) -> Any:
+    return SimpleNamespace(data=data)
+
+
 def test_steps_are_forgotten_and_the_first_does_not_count(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     cluster = FakeCluster([9.0, 1.0, 2.0, 3.0], monkeypatch)
-    taken = bench._steps(cluster, SimpleNamespace(data=FakeData()), 4)  # type: ignore[arg-type]
+    taken = bench._steps(cluster, parts_of(FakeData()), 4)
     assert [step.seconds for step in taken] == [1.0, 2.0, 3.0]
     # Padding does not count, and of the epoch's four steps not the short one.
     assert [step.tokens for step in taken] == [8, 12, 4]
@@ -211,8 +215,7 @@ def test_steps_are_forgotten_and_the_first_does_not_count(
 
 def test_run_of_one_step_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = FakeCluster([1.0] * 3, monkeypatch)
-    parts = SimpleNamespace(data=FakeData(total_steps=1))
-    taken = bench._steps(cluster, parts, 3)  # type: ignore[arg-type]
+    taken = bench._steps(cluster, parts_of(FakeData(total_steps=1)), 3)
     assert [step.tokens for step in taken] == [4, 4]
 
 

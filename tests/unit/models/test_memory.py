@@ -17,7 +17,6 @@ from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.errors import PlanError
 from hetero_framework.models.chunked_loss import chunked_loss, spans
 from hetero_framework.models.memory import (
-    GIB,
     StageMemory,
     check_fits,
     estimate_memory,
@@ -259,9 +258,9 @@ def test_stages_that_do_not_fit_are_named_with_numbers_and_a_way_out(tmp_path: P
     base = save_model(tmp_path)
     memory = memory_of(config_of(base, (0, 1, 4)))
     need = memory[1].total
-    check_fits(memory, {"local": 10 * GIB, 1: need})
+    check_fits(memory, {"local": 10 << 30, 1: need})
     with pytest.raises(PlanError) as caught:
-        check_fits(memory, {"local": 10 * GIB, 1: need - 1})
+        check_fits(memory, {"local": 10 << 30, 1: need - 1})
     text = str(caught.value)
     assert "worker 1 has" in text
     assert "stage 1 (layers 1-3) needs" in text

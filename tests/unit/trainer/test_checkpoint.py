@@ -386,7 +386,7 @@ def test_full_disk_is_a_resource_error_and_keeps_the_old(
         raise error
 
     monkeypatch.setattr(checkpoint_module, operation, fail)
-    with pytest.raises(ResourceError, match=r"needs at least [\d.]+ MiB, [\d.]+ .iB are free"):
+    with pytest.raises(ResourceError, match=r"needs at least [\d.]+ \w+, [\d.]+ .iB are free"):
         save(store, 2)
     assert [p.name for p in store.root.iterdir()] == ["step_1"]
     assert store.resolve("latest") == 1

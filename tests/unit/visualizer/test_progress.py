@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.config import layers_text
 from hetero_framework.visualizer.progress import Progress, StageRow
-from hetero_framework.visualizer.text import (
-    bytes_text,
-    count_text,
-    duration_text,
-)
 
 ROWS = [
     StageRow("coordinator", 0, 8, "NVIDIA H200"),
@@ -121,7 +115,7 @@ def test_summary_says_what_happened_and_where_things_are(
         "evaluation loss  2.5000 after step 6",
         "time in steps    0:00:03",
         "speed            200 tokens/s",
-        "on the wire      3.0 MiB per step",
+        "on the wire      3.00 MiB per step",
         "stage 0          busy 20%  coordinator, layers 0-7, NVIDIA H200",
         "stage 1          busy 40%  worker 1, layers 8-23, AMD Radeon RX 7900 XTX",
         "stage 2          busy 60%  worker 2, layer 24",
@@ -168,7 +162,7 @@ def test_live_display_shows_the_last_state(terminal: io.StringIO) -> None:
     assert lines[0].split("  ")[:4] == ["step 6/6", "loss 1.6667", "200 tokens/s", "ETA 0:00:00"]
     assert set(lines[1]) == {"━"}
     assert lines[2].split() == ["stage", "owner", "layers", "device", "busy", "queue", "memory"]
-    assert " ".join(lines[4].split()) == "1 worker 1 8-23 AMD Radeon RX 7900 XTX 40% 1 3.0 GiB"
+    assert " ".join(lines[4].split()) == "1 worker 1 8-23 AMD Radeon RX 7900 XTX 40% 1 3.00 GiB"
     assert "adapter        runs/a/adapter" in lines
 
 
@@ -311,23 +305,33 @@ def test_messages_from_other_threads_come_whole(terminal: io.StringIO) -> None:
     assert sorted(said) == sorted(f"{name} says {i}" for name in "abc" for i in range(20))
 
 
-def test_texts() -> None:
-    assert [layers_text(0, 0), layers_text(3, 4), layers_text(0, 8)] == [
-        "no layers",
-        "layer 3",
-        "layers 0-7",
-    ]
-    assert [bytes_text(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3.0 TiB",
-    ]
-    assert [duration_text(s) for s in (0, 59.6, 3600, 360_000)] == [
-        "0:00:00",
-        "0:01:00",
-        "1:00:00",
-        "100:00:00",
-    ]
-    assert [count_text(n) for n in (7, 1500, 2_000_000, 8.03e9)] == ["7", "1.5 K", "2.0 M", "8.0 B"]
+@pytest.mark.parametrize("columns", [60, 80])
+def test_owners_and_memory_stay_whole_while_the_device_can_give_way(
+    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [StageRow("coordinator", 0, 8, "cpu"), StageRow("worker gpu-17", 8, 24, "cpu"), ROWS[2]]
+    progress = Progress(terminal, live=True)
+    progress.start(2, rows)
+    progress.step(metrics_of(1))
+    progress.step(metrics_of(2))
+    progress.close()
+    lines = screen(terminal.getvalue())
+    assert lines[2].split() == ["stage", "owner", "layers", "device", "busy", "queue", "memory"]
+    assert "worker gpu-17 " in lines[4]
+    assert lines[4].rstrip().endswith("3.00 GiB")
+    assert max(len(line) for line in lines) <= columns
+
+
+def test_a_long_device_is_cut_before_anything_else(
+    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    progress = Progress(terminal, live=True)
+    progress.start(1, [StageRow("worker 1", 0, 8, "AMD Radeon RX 7900 XTX, 24 GiB, gfx1100")])
+    progress.step({**metrics_of(1), "stages": metrics_of(1)["stages"][:1]})
+    progress.close()
+    line = next(line for line in screen(terminal.getvalue()) if "worker 1" in line)
+    assert "AMD Radeon" in line
+    assert "…" in line
+    assert "3.00 GiB" in line

@@ -1,0 +1,294 @@
+"""What the steps of a trace took: means for each stage, process and boundary.
+
+Units: seconds. F and B are the forward and backward time of a stage for one micro-batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hetero_framework.core.trace import (
+    BACKWARD,
+    COLLECT,
+    COMMIT,
+    COMPUTE,
+    FORWARD,
+    FORWARD_BACKWARD,
+    RECEIVE,
+    SEND,
+)
+from hetero_framework.profiling.bound import length, overlap, step_bound, union
+from hetero_framework.profiling.timeline import Event, Trace, Wait, waits
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One stage: its place, and means over micro-batches and steps. The last stage does F and B
+    as one task; how they share its time is taken from the other stages, and changes nothing."""
+
+    index: int
+    process: int
+    start: int
+    end: int
+    forward_s: float
+    backward_s: float
+    slowest: float
+    """The slowest task over the median one."""
+
+
+@dataclass(frozen=True)
+class ProcessTimes:
+    """Where a process's share of a step went: means over the steps.
+
+    compute + activations + gradients + start + done = the pipeline's seconds. `wire_s` is the
+    part of the waits in which the awaited tensor was finished already and on its way. Sending and
+    receiving run beside these; `*_hidden` is their share during which this process computed.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    compute_s: float
+    activations_s: float
+    gradients_s: float
+    start_s: float
+    done_s: float
+    wire_s: float
+    send_s: float
+    send_hidden: float
+    receive_s: float
+    receive_hidden: float
+    sent_bytes: float
+    received_bytes: float
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The boundary between a stage and the next one, as measured."""
+
+    after: int
+    way: str
+    """"same process", "direct" or "relay"."""
+    forward_s: float
+    backward_s: float
+    latency_s: float
+    forward_bytes: int
+    backward_bytes: int
+    dtype: str
+    codec: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's events: from its first task to its last (`computed`) and to its end."""
+
+    step: int
+    events: list[Event]
+    waits: list[Wait]
+    began: float
+    computed: float
+    ended: float
+    bound_s: float
+
+    @classmethod
+    def of(cls, trace: Trace, step: int) -> Step:
+        events = trace.of_step(step)
+        tasks = [event for event in events if event.kind in COMPUTE]
+        update = [event.ended for event in events if event.kind in (COLLECT, COMMIT)]
+        computed = max(task.ended for task in tasks)
+        return cls(
+            step,
+            events,
+            waits(trace.stages, events),
+            min(task.began for task in tasks),
+            computed,
+            max([computed, *update]),
+            step_bound(trace.stages, events),
+        )
+
+    def tasks(self, stage: int) -> Iterator[Event]:
+        return (e for e in self.events if e.kind in COMPUTE and e.stage == stage)
+
+
+def stage_times(trace: Trace, spans: Sequence[Step]) -> tuple[StageTimes, ...]:
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for span in spans:
+        for event in span.events:
+            if event.kind in COMPUTE:
+                seconds.setdefault((event.stage, event.kind), []).append(event.seconds)
+    mean = {key: statistics.fmean(values) for key, values in seconds.items()}
+    forward = sum(value for (_, kind), value in mean.items() if kind == FORWARD)
+    backward = sum(value for (_, kind), value in mean.items() if kind == BACKWARD)
+    share = forward / (forward + backward) if forward and backward else 1 / 3
+    found = []
+    for index, info in enumerate(trace.stages):
+        both = mean.get((index, FORWARD_BACKWARD), 0.0)
+        uneven = [
+            max(values) / statistics.median(values)
+            for (stage, _), values in seconds.items()
+            if stage == index and statistics.median(values) > 0
+        ]
+        found.append(
+            StageTimes(
+                index,
+                info.process,
+                info.start,
+                info.end,
+                mean.get((index, FORWARD), 0.0) + share * both,
+                mean.get((index, BACKWARD), 0.0) + (1 - share) * both,
+                max(uneven, default=1.0),
+            )
+        )
+    return tuple(found)
+
+
+def process_times(trace: Trace, spans: Sequence[Step], process: int) -> ProcessTimes:
+    def mean(value: Callable[[Step], float]) -> float:
+        return statistics.fmean(value(span) for span in spans)
+
+    def waited(span: Step, reason: str) -> float:
+        return sum(w.seconds for w in span.waits if w.process == process and w.reason == reason)
+
+    def own(span: Step, *kinds: str) -> list[Event]:
+        return [e for e in span.events if e.process == process and e.kind in kinds]
+
+    def done(span: Step) -> float:
+        return span.computed - max((e.ended for e in own(span, *COMPUTE)), default=span.began)
+
+    def hidden(kind: str) -> float:
+        total = covered = 0.0
+        for span in spans:
+            moving = union((e.began, e.ended) for e in own(span, kind))
+            working = union((e.began, e.ended) for e in own(span, *COMPUTE))
+            total += length(moving)
+            covered += overlap(moving, working)
+        return covered / total if total else 1.0
+
+    def moving(kind: str) -> float:
+        return mean(lambda span: length(union((e.began, e.ended) for e in own(span, kind))))
+
+    return ProcessTimes(
+        name=trace.processes[process].name,
+        stages=tuple(k for k, stage in enumerate(trace.stages) if stage.process == process),
+        compute_s=mean(lambda span: sum(e.seconds for e in own(span, *COMPUTE))),
+        activations_s=mean(lambda span: waited(span, "activations")),
+        gradients_s=mean(lambda span: waited(span, "gradients")),
+        start_s=mean(lambda span: waited(span, "start")),
+        done_s=mean(done),
+        wire_s=mean(lambda span: sum(w.wire_s for w in span.waits if w.process == process)),
+        send_s=moving(SEND),
+        send_hidden=hidden(SEND),
+        receive_s=moving(RECEIVE),
+        receive_hidden=hidden(RECEIVE),
+        sent_bytes=mean(lambda span: sum(e.nbytes for e in own(span, SEND))),
+        received_bytes=mean(lambda span: sum(e.nbytes for e in own(span, RECEIVE))),
+    )
+
+
+class Ports:
+    """How fast each process's way in and way out are, by the frames that passed.
+
+    The tensors of several links may pass one way at the same time and slow each other down; so
+    the speed of a way is all its bytes over the time in which any were moving.
+    """
+
+    def __init__(self, spans: Sequence[Step]) -> None:
+        passed: dict[_Port, list[Event]] = {}
+        for span in spans:
+            for event in span.events:
+                if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
+                    passed.setdefault((event.process, "in"), []).append(event)
+                    if event.peer is not None:
+                        passed.setdefault((event.peer, "out"), []).append(event)
+        self._shared = {
+            port: length(union((e.began, e.ended) for e in events)) / sum(e.nbytes for e in events)
+            for port, events in passed.items()
+        }
+        self._frame = {
+            port: _lower_quartile([e.seconds / e.nbytes for e in events])
+            for port, events in passed.items()
+        }
+
+    def seconds(self, nbytes: float, way: Sequence[int]) -> float:
+        """Seconds for which so many bytes occupy the way from process to process."""
+        return nbytes * max(self._shared.get(port, 0.0) for port in _ports_of(way))
+
+    def frame_s(self, nbytes: float, way: Sequence[int]) -> float:
+        """Seconds of one frame of so many bytes, by the quicker ones that passed."""
+        return nbytes * max(self._frame.get(port, 0.0) for port in _ports_of(way))
+
+
+_Port = tuple[int, str]
+
+
+def _ports_of(way: Sequence[int]) -> list[_Port]:
+    return [
+        port for one, other in itertools.pairwise(way) for port in ((one, "out"), (other, "in"))
+    ]
+
+
+def boundary_of(trace: Trace, spans: Sequence[Step], ports: Ports, after: int) -> Boundary:
+    """The measurements between stage `after` and the next one."""
+    one, other = trace.stages[after].process, trace.stages[after + 1].process
+    if one == other:
+        return Boundary(after, "same process", 0.0, 0.0, 0.0, 0, 0, "", "")
+    forward = _Frames(spans, "FORWARD", source=after, target=after + 1, receiver=other)
+    backward = _Frames(spans, "BACKWARD", source=after + 1, target=after, receiver=one)
+    arrived = forward.arrived + backward.arrived
+    relayed = any(event.peer not in (one, other) for event in arrived)
+    way = [one, 0, other] if relayed else [one, other]
+    forward_s = ports.seconds(forward.nbytes, way)
+    backward_s = ports.seconds(backward.nbytes, way[::-1])
+    latencies = [
+        max(0.0, frames.delay_s - seconds)
+        for frames, seconds in ((forward, forward_s), (backward, backward_s))
+        if frames.arrived
+    ]
+    return Boundary(
+        after,
+        "relay" if relayed else "direct",
+        forward_s,
+        backward_s,
+        statistics.fmean(latencies) if latencies else 0.0,
+        round(forward.nbytes),
+        round(backward.nbytes),
+        next((event.dtype for event in arrived if event.dtype), ""),
+        next((event.codec for event in arrived if event.codec), ""),
+    )
+
+
+class _Frames:
+    """The frames of one direction over a boundary: their mean size, and the shortest time from the
+    end of a task to its tensor's arrival at the neighbour in each step; others wait for frames in
+    front of them."""
+
+    def __init__(
+        self, spans: Sequence[Step], what: str, *, source: int, target: int, receiver: int
+    ) -> None:
+        self.arrived: list[Event] = []
+        delays = []
+        for span in spans:
+            made = {
+                task.micro_batch: task.ended
+                for task in span.tasks(source)
+                if (task.kind == FORWARD) == (what == "FORWARD")
+            }
+            arrived = [
+                event
+                for event in span.events
+                if (event.kind, event.what) == (RECEIVE, what)
+                and (event.stage, event.process) == (target, receiver)
+            ]
+            known = [event for event in arrived if event.micro_batch in made]
+            if known:
+                delays.append(min(event.ended - made[event.micro_batch] for event in known))
+            self.arrived += arrived
+        self.delay_s = max(0.0, statistics.median(delays)) if delays else 0.0
+        sizes = [event.nbytes for event in self.arrived]
+        self.nbytes = statistics.fmean(sizes) if sizes else 0.0
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 4]

@@ -1,0 +1,65 @@
+"""One recorded step as the rows and bars of its picture."""
+
+from __future__ import annotations
+
+from hetero_framework import units
+from hetero_framework.core.trace import COLLECT, COMMIT, COMPUTE, RECEIVE, SEND
+from hetero_framework.profiling.bound import step_bound
+from hetero_framework.profiling.timeline import Event, Trace, waits
+from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture
+
+
+def picture(trace: Trace, step: int) -> StepPicture:
+    """Step `step`, counted from 0, ready to be drawn, with its own bound."""
+    events = trace.of_step(step)
+    tasks = [event for event in events if event.kind in COMPUTE]
+    zero = min(event.began for event in tasks)
+    seconds = max(event.ended for event in tasks) - zero
+    stages_of = [
+        [k for k, stage in enumerate(trace.stages) if stage.process == number]
+        for number in range(len(trace.processes))
+    ]
+
+    def shade(event: Event) -> float:
+        own = stages_of[event.process]
+        return own.index(event.stage) / max(1, len(own) - 1)
+
+    def row(number: int) -> Row:
+        own = [event for event in events if event.process == number]
+        bars = [
+            Bar(e.kind, e.began - zero, e.ended - zero, e.micro_batch, shade(e))
+            for e in own
+            if e.kind in COMPUTE
+        ]
+        bars += [
+            Bar("update", e.began - zero, e.ended - zero)
+            for e in own
+            if e.kind in (COLLECT, COMMIT)
+        ]
+        bars += [
+            Bar(wait.reason, wait.began - zero, wait.ended - zero)
+            for wait in waits(trace.stages, events)
+            if wait.process == number and wait.reason != "start"
+        ]
+        held = stages_of[number]
+        detail = f"stage{'s' * (len(held) > 1)} {', '.join(map(str, held))}"
+        name = trace.processes[number].name
+        return Row(name, detail, bars, moved(own, SEND), moved(own, RECEIVE))
+
+    def moved(own: list[Event], kind: str) -> list[Bar]:
+        return [
+            Bar(event.what.lower(), event.began - zero, event.ended - zero)
+            for event in own
+            if event.kind == kind and event.what in ("FORWARD", "BACKWARD") and event.began >= zero
+        ]
+
+    bound_s = step_bound(trace.stages, events)
+    count = len({task.micro_batch for task in tasks})
+    return StepPicture(
+        f"Step {step + 1}",
+        f"{units.plural(count, 'micro-batch')}, {units.plural(len(trace.stages), 'stage')} on "
+        f"{units.plural(len(trace.processes), 'process')}; "
+        f"the pipeline took {units.seconds(seconds)}, {seconds / bound_s:.2f} times its bound",
+        [row(number) for number in range(len(trace.processes))],
+        bound_s,
+    )

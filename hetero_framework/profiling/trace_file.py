@@ -1,0 +1,511 @@
+"""timeline.json: the events of a run in the Trace Event Format, written while it goes on.
+
+https://ui.perfetto.dev and chrome://tracing open the file; `read_timeline` reads it back for
+`hetero timeline`. A step is appended when all processes have told of it, by a thread of its own,
+and every time the file is valid JSON again.
+
+Rows: one group for each process; in it a row for each stage (its tasks, and the waits that they
+ended), one for what each link sends and one for what it receives.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hetero_framework.config import Config
+from hetero_framework.core.trace import (
+    BACKWARD,
+    COLLECT,
+    COMMIT,
+    COMPUTE,
+    FORWARD,
+    FORWARD_BACKWARD,
+    KINDS,
+    RECEIVE,
+    SEND,
+    Span,
+)
+from hetero_framework.errors import ProtocolError, UserError
+from hetero_framework.profiling.timeline import (
+    Event,
+    Process,
+    StageInfo,
+    Trace,
+    WorkerId,
+    aligned,
+    awaited,
+    tasks_of,
+    waits,
+    with_bytes,
+)
+
+TIMELINE_FILE = "timeline.json"
+FORMAT = "hetero timeline 2"
+MAX_EVENTS = 400_000
+"""More are not kept: about 2000 steps of 4 stages and 16 micro-batches, 100 MB."""
+_log = logging.getLogger(__name__)
+_MOST_OPEN = 3
+"""Steps that may wait for a process's spans; one that never comes was lost with its link."""
+
+NAMES = {
+    FORWARD: "F",
+    BACKWARD: "B",
+    FORWARD_BACKWARD: "FB",
+    COLLECT: "collect gradients",
+    COMMIT: "optimizer step",
+}
+
+
+# --------------------------------------------------------------------------------- while it runs
+
+
+class Timeline:
+    """Gathers the spans of a run and appends them to output_dir/timeline.json; a context manager.
+
+    What costs time is done by one thread. Its errors come out of the next `add`, or of `close`; a
+    file that cannot be written is reported once and ends no run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        devices: Mapping[WorkerId, str] | None = None,
+    ) -> None:
+        labels = devices or {}
+        owners = list(dict.fromkeys(["local", *(spec.owner for spec in config.stages())]))
+        numbers = {owner: number for number, owner in enumerate(owners)}
+        self._spans = _Spans(
+            numbers,
+            [Process(owner, labels.get(owner, "")) for owner in owners],
+            [StageInfo(numbers[s.owner], s.start, s.end) for s in config.stages()],
+        )
+        self._file = _File(config.output_dir / TIMELINE_FILE, self._spans, _settings(config))
+        self._kept = self._dropped = 0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="timeline")
+        self._jobs: deque[Future[None]] = deque()
+        self._failed = self._closed = False
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except ProtocolError:
+            if error is None:
+                raise
+
+    def add(self, owner: WorkerId, spans: Sequence[Span], offset_s: float = 0.0) -> None:
+        """Take over what a process recorded; `offset_s` is its clock minus the coordinator's.
+
+        Raises ProtocolError when an earlier call brought data that no Recorder made.
+        """
+        while self._jobs and self._jobs[0].done():
+            self._jobs.popleft().result()
+        kept = spans[: MAX_EVENTS - self._kept]
+        self._kept += len(kept)
+        self._dropped += len(spans) - len(kept)
+        if kept:
+            self._jobs.append(self._writer.submit(self._take, owner, kept, offset_s))
+
+    def close(self) -> None:
+        """Write what is left; further calls do nothing. Raises as `add` does."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.append(self._writer.submit(self._write, self._spans.rest))
+        self._writer.shutdown()
+        while self._jobs:
+            self._jobs.popleft().result()
+
+    def _take(self, owner: WorkerId, spans: Sequence[Span], offset_s: float) -> None:
+        self._spans.add(owner, spans, offset_s)
+        self._write(self._spans.complete)
+
+    def _write(self, steps: Callable[[], Iterator[list[Event]]]) -> None:
+        if self._failed:
+            return
+        try:
+            self._file.write(steps(), self._dropped)
+        except OSError as error:
+            self._failed = True
+            _log.warning("no timeline: cannot write %s: %s", self._file.path, error.strerror)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The settings of the configuration that affect speed, where they are set."""
+    raw = config.to_dict()
+    chosen: dict[str, Any] = {name: raw[name] for name in ("links", "wire") if name in raw}
+    names = ("max_in_flight", "per_device_train_batch_size", "timeline_steps")
+    return chosen | {name: raw["training"][name] for name in names if name in raw["training"]}
+
+
+class _Spans:
+    """Spans become events of a step, on one clock."""
+
+    def __init__(
+        self,
+        numbers: Mapping[WorkerId, int],
+        processes: Sequence[Process],
+        stages: Sequence[StageInfo],
+    ) -> None:
+        self.processes, self.stages = processes, stages
+        self._numbers = numbers
+        self._open: dict[int, list[Event]] = {}
+
+    def add(self, owner: WorkerId, spans: Sequence[Span], offset_s: float) -> None:
+        for span in spans:
+            event = self._event(self._numbers[owner], span, offset_s)
+            self._open.setdefault(event.step, []).append(event)
+
+    def complete(self) -> Iterator[list[Event]]:
+        """The events of each step that all processes have told of, or that is too old to wait."""
+        for step in sorted(self._open):
+            told = {e.process for e in self._open[step] if e.kind in COMPUTE}
+            if len(told) == len(self.processes) or step + _MOST_OPEN < max(self._open):
+                yield self._aligned(self._open.pop(step))
+
+    def rest(self) -> Iterator[list[Event]]:
+        for step in sorted(self._open):
+            yield self._aligned(self._open.pop(step))
+
+    def _aligned(self, events: list[Event]) -> list[Event]:
+        return sorted(aligned(with_bytes(events)), key=lambda event: (event.began, event.ended))
+
+    def _event(self, process: int, span: Span, offset_s: float) -> Event:
+        try:
+            kind, stage, peer = span["kind"], span["stage"], span.get("peer")
+            began, ended = float(span["began"]) - offset_s, float(span["ended"]) - offset_s
+            numbers = (stage, span["micro_batch"], span["step"], span.get("bytes", 0))
+            texts = tuple(span.get(name, "") for name in ("what", "dtype", "codec"))
+            if kind == FORWARD and stage == len(self.stages) - 1:
+                kind = FORWARD_BACKWARD  # the last stage's only task
+            if (
+                kind not in KINDS
+                or not all(isinstance(number, int) for number in numbers)
+                or not all(isinstance(text, str) for text in texts)
+                or not 0 <= stage < len(self.stages)
+                or not (math.isfinite(began) and math.isfinite(ended))
+            ):
+                raise ValueError
+            return Event(
+                kind=kind,
+                process=process,
+                stage=stage,
+                micro_batch=numbers[1],
+                step=numbers[2],
+                began=began,
+                ended=max(began, ended),
+                what=texts[0],
+                peer=None if peer is None else self._numbers[peer],
+                nbytes=numbers[3],
+                dtype=texts[1],
+                codec=texts[2],
+            )
+        except (KeyError, TypeError, ValueError):
+            raise ProtocolError(
+                f"{self.processes[process].name} sent a span that is none: {str(span)[:200]}"
+            ) from None
+
+
+class _File:
+    """The file, open to its end: entries are written over the closing brackets, which follow."""
+
+    def __init__(self, path: Path, spans: _Spans, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._rows = _Rows(spans)
+        self._stages = spans.stages
+        self._about = {
+            "format": FORMAT,
+            "processes": [{"owner": p.owner, "device": p.device} for p in spans.processes],
+            "stages": [
+                {"process": s.process, "start": s.start, "end": s.end} for s in spans.stages
+            ],
+            "settings": dict(settings),
+        }
+        self._zero: float | None = None
+        self._end = 0  # bytes before the closing brackets
+
+    def write(self, steps: Iterable[list[Event]], dropped: int) -> None:
+        """Append steps, if there are any, and what makes the file valid JSON. Raises OSError."""
+        text = "".join(map(self._step, steps))
+        if not self._end and text:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_bytes(b"")
+            about = json.dumps({"displayTimeUnit": "ms", "otherData": self._about})
+            text = about[:-1] + ', "traceEvents": [' + text[1:]
+        if self._end or text:
+            with self.path.open("r+b") as file:
+                file.seek(self._end)
+                content = text.encode()
+                file.write(content + _tail(dropped).encode())
+            self._end += len(content)
+
+    def _step(self, events: Sequence[Event]) -> str:
+        if self._zero is None:
+            self._zero = events[0].began
+        moved = [
+            replace(event, began=event.began - self._zero, ended=event.ended - self._zero)
+            for event in events
+        ]
+        return "".join(f",\n{json.dumps(entry)}" for entry in self._entries(moved))
+
+    def _entries(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+        rows, pauses, arrows = self._rows, waits(self._stages, events), _arrows(events, self._rows)
+        spans = [_complete(event, *rows.of_event(event)) for event in events]
+        spans += [
+            {
+                "name": f"wait for {wait.reason}",
+                "cat": "wait",
+                "ph": "X",
+                "pid": wait.process + 1,
+                "tid": rows.of_stage(wait.stage),
+                "ts": _micro(wait.began),
+                "dur": _micro(wait.seconds),
+                "args": {
+                    "step": events[0].step + 1,
+                    "stage": wait.stage,
+                    "micro_batch": wait.micro_batch,
+                    "on_the_wire_ms": round(wait.wire_s * 1e3, 3),
+                },
+            }
+            for wait in pauses
+        ]
+        yield from rows.new_names()
+        yield from sorted(spans, key=lambda span: (span["ts"], -span["dur"]))
+        yield from arrows
+
+
+def _tail(dropped: int) -> str:
+    return f'\n], "dropped": {dropped}}}\n'
+
+
+# --------------------------------------------------------------------------------------- its form
+
+_ROWS = 10_000
+"""Rows of process n have the numbers after _ROWS (n + 1), and its pid is n + 1: viewers take 0 for
+the idle process, and want a thread's number once."""
+_UPDATE_ROW = 999
+_SEND_ROW = 1000
+_RECEIVE_ROW = 5000
+
+
+def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
+    args: dict[str, Any] = {"step": event.step + 1, "stage": event.stage}
+    if event.micro_batch >= 0:
+        args["micro_batch"] = event.micro_batch
+    if event.kind in (SEND, RECEIVE):
+        args |= {"what": event.what, "peer": event.peer, "bytes": event.nbytes}
+        args |= {"dtype": event.dtype, "codec": event.codec}
+    return {
+        "name": name,
+        "cat": event.kind,
+        "ph": "X",
+        "pid": event.process + 1,
+        "tid": row,
+        "ts": _micro(event.began),
+        "dur": _micro(event.ended) - _micro(event.began),
+        "args": args,
+    }
+
+
+def _arrows(events: Sequence[Event], rows: _Rows) -> Iterator[dict[str, Any]]:
+    """Flow events: an arrow from each task to the one at another process that took its tensor."""
+    tasks = tasks_of(events)
+    for task in tasks.values():
+        before = awaited(task, tasks)
+        if before is None or before.process == task.process:
+            continue
+        number = rows.new_arrow()
+        # The arrow leaves just before the end: at the end the next task of the row begins.
+        leaves = max(before.began, before.ended - 1e-8)
+        for phase, event, at in (("s", before, leaves), ("f", task, task.began)):
+            yield {
+                "name": "tensor",
+                "cat": "tensor",
+                "ph": phase,
+                "id": number,
+                "pid": event.process + 1,
+                "tid": rows.of_stage(event.stage),
+                "ts": _micro(at),
+                **({"bp": "e"} if phase == "f" else {}),
+            }
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+class _Rows:
+    """Numbers and names of the rows. Spans of one row must not overlap, or a viewer nests them:
+    what overlaps on a link (it has several threads) goes to a further row of that link."""
+
+    def __init__(self, spans: _Spans) -> None:
+        self._processes, self._stages = spans.processes, spans.stages
+        self._names: dict[tuple[int, int], str] = {}
+        self._named: set[tuple[int, int]] = set()
+        self._free: dict[int, float] = {}
+        self._arrows = 0
+        for index, stage in enumerate(self._stages):
+            self._names[stage.process, self.of_stage(index)] = f"stage {index}: {stage.layers}"
+
+    def of_stage(self, stage: int) -> int:
+        return _ROWS * (self._stages[stage].process + 1) + stage + 1
+
+    def of_event(self, event: Event) -> tuple[int, str]:
+        """(row, name) of an event; to be asked in the order of their beginnings."""
+        if event.kind in COMPUTE:
+            return self.of_stage(event.stage), f"{NAMES[event.kind]}{event.micro_batch}"
+        first = _ROWS * (event.process + 1)
+        if event.kind in (COLLECT, COMMIT):
+            return self._lane(event, first + _UPDATE_ROW, "update"), NAMES[event.kind]
+        outward, peer = event.kind == SEND, event.peer or 0
+        label = f"{'send to' if outward else 'receive from'} {self._processes[peer].name}"
+        row = self._lane(event, first + (_SEND_ROW if outward else _RECEIVE_ROW) + 10 * peer, label)
+        return row, f"{event.what} {event.micro_batch} for stage {event.stage}"
+
+    def _lane(self, event: Event, row: int, label: str) -> int:
+        lane = 0
+        while self._free.get(row + lane, -math.inf) > event.began and lane < 9:
+            lane += 1
+        self._free[row + lane] = event.ended
+        self._names[event.process, row + lane] = f"{label} ({lane + 1})" if lane else label
+        return row + lane
+
+    def new_arrow(self) -> int:
+        self._arrows += 1
+        return self._arrows
+
+    def new_names(self) -> Iterator[dict[str, Any]]:
+        """Names of processes and rows that have not been written yet."""
+        if not self._named:
+            for number, process in enumerate(self._processes):
+                device = f" ({process.device})" if process.device else ""
+                pid, main = number + 1, _ROWS * (number + 1)
+                yield _metadata("process_name", pid, main, process.name + device)
+                yield _metadata("process_sort_index", pid, main, number)
+        for number, row in sorted(set(self._names) - self._named):
+            name = self._names[number, row]
+            yield _metadata("thread_name", number + 1, row, name)
+            yield _metadata("thread_sort_index", number + 1, row, row)
+        self._named |= set(self._names)
+
+
+def _metadata(what: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
+    args = {"sort_index" if what.endswith("sort_index") else "name": value}
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+# ------------------------------------------------------------------------------------ reading it
+
+
+def read_timeline(run: str | os.PathLike[str]) -> Trace:
+    """Read timeline.json of a run's output directory, or a file of that form.
+
+    Raises UserError that says what to do when there is none, or it is not one of ours.
+    """
+    path = Path(run)
+    if path.is_dir():
+        path = path / TIMELINE_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"there is no timeline: {path} does not exist",
+            hint="give the output_dir of a run that did two steps at least; "
+            "training.timeline_steps says how many are recorded (0: none)",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"cannot read {path}: {reason}") from None
+    try:
+        trace = _parse(_json(text))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is damaged, or no timeline of this program ({type(error).__name__}: {error})",
+            hint="run again to write a new one",
+        ) from None
+    if not trace.steps:
+        raise UserError(
+            f"{path} has no steps",
+            hint="the run ended before its second step, or training.timeline_steps was 0",
+        )
+    return trace
+
+
+def _json(text: str) -> Any:
+    """The parsed file; of one whose writer was killed meanwhile, all whole entries."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        head, *lines = text.split("\n")
+        raw = json.loads(head + _tail(0))
+        for number, line in enumerate(lines):
+            try:
+                raw["traceEvents"].append(json.loads(line.rstrip(",")))
+            except json.JSONDecodeError:
+                if number < len(lines) - 1:
+                    raise
+        return raw
+
+
+def _parse(raw: Any) -> Trace:
+    about = raw["otherData"]
+    if about["format"] != FORMAT:
+        raise ValueError(f"format {about['format']!r}")
+    processes = tuple(Process(p["owner"], str(p["device"])) for p in about["processes"])
+    stages = tuple(
+        StageInfo(_index(s["process"], processes), int(s["start"]), int(s["end"]))
+        for s in about["stages"]
+    )
+    events = tuple(
+        _parse_event(entry, processes, stages)
+        for entry in raw["traceEvents"]
+        if entry["ph"] == "X" and entry["cat"] in KINDS
+    )
+    return Trace(processes, stages, events, dict(about["settings"]), int(raw["dropped"]))
+
+
+def _parse_event(
+    entry: Any, processes: Collection[Process], stages: Collection[StageInfo]
+) -> Event:
+    args = entry["args"]
+    began, seconds = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
+    if not (math.isfinite(began) and math.isfinite(seconds) and seconds >= 0):
+        raise ValueError("a time that is none")
+    peer = args.get("peer")
+    return Event(
+        kind=entry["cat"],
+        process=_index(entry["pid"] - 1, processes),
+        stage=_index(args["stage"], stages),
+        micro_batch=int(args.get("micro_batch", -1)),
+        step=int(args["step"]) - 1,
+        began=began,
+        ended=began + seconds,
+        what=str(args.get("what", "")),
+        peer=None if peer is None else _index(peer, processes),
+        nbytes=int(args.get("bytes", 0)),
+        dtype=str(args.get("dtype", "")),
+        codec=str(args.get("codec", "")),
+    )
+
+
+def _index(value: Any, things: Collection[Any]) -> int:
+    if not isinstance(value, int) or not 0 <= value < len(things):
+        raise ValueError(f"number {value!r} of {len(things)}")
+    return value

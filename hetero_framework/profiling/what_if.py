@@ -1,0 +1,343 @@
+"""What one change would bring: the measured plan, changed and simulated.
+
+A prediction is scaled by what was measured: `measured x simulated with the change / simulated as it
+is`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
+from hetero_framework.planner.tuning import tune
+from hetero_framework.profiling.measured import Boundary, Ports, StageTimes
+from hetero_framework.profiling.timeline import Trace
+
+AS_GOOD = 0.01
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_INT8_BYTES = 66 / 64
+"""Bytes of an element as int8 in blocks of 64 with a bfloat16 scale each."""
+_CODING_S = 2.5e-9
+"""Seconds per element to encode and decode on one CPU thread; a GPU needs less."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change, what a step would take with it, and the gain in samples per second."""
+
+    kind: str
+    text: str
+    step_s: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The steps as they were: means in seconds. `played_s` is the pipeline when simulated."""
+
+    micro_batches: int
+    max_in_flight: int | None
+    step_s: float
+    pipeline_s: float
+    update_s: float
+    between_s: float
+    played_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan that is simulated."""
+
+    stages: tuple[StageTimes, ...]
+    boundaries: tuple[Boundary, ...]
+
+    @property
+    def profile(self) -> Profile:
+        return Profile.of(
+            [stage.forward_s for stage in self.stages],
+            [stage.backward_s for stage in self.stages],
+            devices=[stage.process for stage in self.stages],
+            edges=[
+                Edge(b.forward_s, b.backward_s, b.latency_s, 0 if b.way == "relay" else None)
+                for b in self.boundaries
+            ],
+        )
+
+    def scaled(self, work: float, bytes_: float) -> Plan:
+        """All stages' seconds times `work`, all boundaries' times `bytes_`."""
+        return replace(
+            self,
+            stages=tuple(
+                replace(s, forward_s=s.forward_s * work, backward_s=s.backward_s * work)
+                for s in self.stages
+            ),
+            boundaries=tuple(
+                replace(b, forward_s=b.forward_s * bytes_, backward_s=b.backward_s * bytes_)
+                for b in self.boundaries
+            ),
+        )
+
+
+def play(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
+    """Seconds of a step, run as the coordinator would choose to run it."""
+    choice = tune(profile, micro_batches, max_in_flight=max_in_flight)
+    played = simulate(
+        profile,
+        micro_batches,
+        choice.max_in_flight,
+        policy=choice.policy,
+        in_flight_limits=choice.in_flight_limits,
+    )
+    return played.seconds
+
+
+def overlapping(
+    plan: Plan, micro_batches: int, max_in_flight: int | None, pipeline_s: float
+) -> tuple[Plan, float]:
+    """The plan with as much of the time on the wire at the same time as other frames' as makes it
+    no slower than what was measured, and its seconds when played.
+
+    What is played has the frames of a process take turns. Several links may move several at once.
+    """
+
+    def overlapping(share: float) -> Plan:
+        return replace(
+            plan,
+            boundaries=tuple(
+                replace(
+                    b,
+                    forward_s=b.forward_s * (1 - share),
+                    backward_s=b.backward_s * (1 - share),
+                    latency_s=b.latency_s + share * (b.forward_s + b.backward_s) / 2,
+                )
+                for b in plan.boundaries
+            ),
+        )
+
+    low, high = 0.0, 1.0
+    for _ in range(5):
+        middle = (low + high) / 2
+        if play(overlapping(middle).profile, micro_batches, max_in_flight) > pipeline_s:
+            low = middle
+        else:
+            high = middle
+    chosen = overlapping(high)
+    return chosen, play(chosen.profile, micro_batches, max_in_flight)
+
+
+@dataclass(frozen=True)
+class _Idea:
+    kind: str
+    text: str
+    plan: Plan
+    micro_batches: int
+    samples: float = 1.0
+    """Samples in a step over those of now."""
+
+
+def changes(trace: Trace, now: Baseline, plan: Plan, ports: Ports) -> Iterator[Change]:
+    """Every change that can be made here with its prediction, those that ask least first."""
+    m, rows = now.micro_batches, trace.settings.get("per_device_train_batch_size")
+    scale = now.pipeline_s / now.played_s if now.played_s else 1.0
+    ideas = [
+        _direct(trace, plan, ports, m),
+        _max_in_flight(plan, m, now.max_in_flight),
+        _cut(trace, plan, m),
+        _interleaved(plan, m),
+        _codec(plan, m, "bf16"),
+        _smaller(plan, m, rows),
+        _more(plan, m),
+        _codec(plan, m, "int8"),
+    ]
+    for idea in ideas:
+        if idea is not None:
+            limit = None if idea.kind == "window" else now.max_in_flight
+            pipeline = scale * play(idea.plan.profile, idea.micro_batches, limit)
+            step = pipeline + now.update_s
+            # What happens between steps (data, a checkpoint) is taken to grow with the samples.
+            took = now.step_s + now.between_s
+            gain = idea.samples * took / (step + now.between_s * idea.samples) - 1
+            if idea.kind == "cut" and gain < AS_GOOD:
+                continue  # better by the bound, but not when it is played
+            yield Change(idea.kind, idea.text, step, gain)
+
+
+def _direct(trace: Trace, plan: Plan, ports: Ports, micro_batches: int) -> _Idea | None:
+    relayed = [b for b in plan.boundaries if b.way == "relay"]
+    if not relayed:
+        return None
+
+    def direct(b: Boundary) -> Boundary:
+        # How fast the new link is nobody knows: it is taken to be as fast as the two machines'
+        # other links were at their best, and its way half as long, since it has half the legs.
+        way = [plan.stages[b.after].process, plan.stages[b.after + 1].process]
+        frames = [
+            ports.frame_s(b.forward_bytes, way),
+            ports.frame_s(b.backward_bytes, way[::-1]),
+        ]
+        forward_s, backward_s = map(min, zip((b.forward_s, b.backward_s), frames, strict=True))
+        delay = b.latency_s + (b.forward_s + b.backward_s) / 2
+        delay = min(delay, max(delay / 2, statistics.fmean(frames)))
+        latency_s = max(0.0, delay - (forward_s + backward_s) / 2)
+        return replace(
+            b, way="direct", forward_s=forward_s, backward_s=backward_s, latency_s=latency_s
+        )
+
+    changed = tuple(direct(b) if b.way == "relay" else b for b in plan.boundaries)
+    pairs = [sorted(plan.stages[k].process for k in (b.after, b.after + 1)) for b in relayed]
+    names = list(
+        dict.fromkeys(" and ".join(trace.processes[n].name for n in pair) for pair in pairs)
+    )
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    text = f'direct links (links: "auto"), if they can reach each other: {shown}'
+    return _Idea("direct", text, replace(plan, boundaries=changed), micro_batches)
+
+
+def _max_in_flight(plan: Plan, micro_batches: int, max_in_flight: int | None) -> _Idea | None:
+    if max_in_flight is None:
+        return None
+    text = f"training.max_in_flight null instead of {max_in_flight}, if memory allows"
+    return _Idea("window", text, plan, micro_batches)
+
+
+def _cut(trace: Trace, plan: Plan, micro_batches: int) -> _Idea | None:
+    """Layers moved between stages one at a time, the best move first, as long as the bound falls;
+    of the cuts on that way the first whose bound is within 1 % of the last one's."""
+
+    def score(cut: Plan) -> tuple[float, float]:
+        # The bound, then how even the devices' loads are: moves that only prepare others count
+        # too. Rounded, since sums in another order must not look like an improvement.
+        loads: dict[int, float] = {}
+        for stage in cut.stages:
+            load = loads.get(stage.process, 0.0) + stage.forward_s + stage.backward_s
+            loads[stage.process] = load
+        bound = round(step_bound(cut.profile, micro_batches), 9)
+        return bound, round(sum(load * load for load in loads.values()), 12)
+
+    counts = [stage.end - stage.start for stage in plan.stages]
+    way = [(score(plan), counts, plan)]
+    while True:
+        tried = [(n, _with_layers(trace, plan, n)) for n in _moved(way[-1][1])]
+        best = min(((score(cut), n, cut) for n, cut in tried), key=lambda t: t[0], default=way[-1])
+        if best[0] >= way[-1][0]:
+            break
+        way.append(best)
+    goal = (1 + AS_GOOD) * way[-1][0][0]
+    _, chosen, cut = next(entry for entry in way if entry[0][0] <= goal)
+    if chosen == counts:
+        return None
+    old, new = (", ".join(map(str, numbers)) for numbers in (counts, chosen))
+    text = f"layers per stage {new} instead of {old}, if memory allows"
+    return _Idea("cut", text, cut, micro_batches)
+
+
+def _moved(counts: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of layers after moving one of them from any stage to any other."""
+    for source, number in enumerate(counts):
+        if number > 1:
+            for target in range(len(counts)):
+                if target != source:
+                    moved = list(counts)
+                    moved[source] -= 1
+                    moved[target] += 1
+                    yield moved
+
+
+def _with_layers(trace: Trace, plan: Plan, counts: Sequence[int]) -> Plan:
+    """The plan with so many layers on its stages, all layers of a stage alike.
+
+    The first and the last stage also hold embedding and head, whose share nobody measured: a
+    layer added there is charged like one of the stage's mean, a layer taken away is credited
+    with no more than a layer costs on a like device, or else on the quickest of the others.
+    """
+
+    def per_layer(stage: StageTimes) -> tuple[float, float]:
+        own = stage.end - stage.start
+        return stage.forward_s / own, stage.backward_s / own
+
+    def like(stage: StageTimes, other: StageTimes) -> bool:
+        device = trace.processes[stage.process].device
+        same_kind = device != "" and trace.processes[other.process].device == device
+        return other.process == stage.process or same_kind
+
+    middle = [stage for stage in plan.stages[1:-1] if stage.end > stage.start]
+    stages = []
+    for stage, layers in zip(plan.stages, counts, strict=True):
+        own = stage.end - stage.start
+        if not own or layers == own:
+            stages.append(stage)
+            continue
+        forward, backward = per_layer(stage)
+        alike = [other for other in middle if like(stage, other)]
+        if stage.index in (0, len(counts) - 1) and (alike or (middle and layers < own)):
+            quick = min((per_layer(other) for other in alike or middle), key=sum)
+            forward, backward = min(forward, quick[0]), min(backward, quick[1])
+        more = layers - own
+        stages.append(
+            replace(
+                stage,
+                forward_s=stage.forward_s + more * forward,
+                backward_s=stage.backward_s + more * backward,
+            )
+        )
+    return replace(plan, stages=tuple(stages))
+
+
+def _interleaved(plan: Plan, micro_batches: int) -> _Idea | None:
+    """Each process holds two stages of half the layers instead of one."""
+    p = len(plan.stages)
+    one_each = len({stage.process for stage in plan.stages}) == p > 1
+    if not one_each or min(stage.end - stage.start for stage in plan.stages) < 2:
+        return None
+    half = plan.scaled(0.5, 1.0)
+    # The last process has a link to the first one, the coordinator, whatever else it has.
+    back = replace(half.boundaries[-1], way="direct")
+    text = "two stages of half the layers for each process (a plan that lists each twice)"
+    changed = replace(
+        half, stages=half.stages * 2, boundaries=(*half.boundaries, back, *half.boundaries)
+    )
+    return _Idea("interleave", text, changed, micro_batches)
+
+
+def _codec(plan: Plan, micro_batches: int, codec: str) -> _Idea | None:
+    """Activations and gradients in fewer bytes, where they are not yet."""
+    size = {"bf16": 2, "int8": _INT8_BYTES}[codec]
+    boundaries = []
+    for b in plan.boundaries:
+        item = _ITEM_BYTES.get(b.dtype, 0)
+        if b.way != "same process" and not b.codec and item > size:
+            elements = max(b.forward_bytes, b.backward_bytes) / item
+            b = replace(
+                b,
+                forward_s=b.forward_s * size / item,
+                backward_s=b.backward_s * size / item,
+                latency_s=b.latency_s + elements * _CODING_S,
+            )
+        boundaries.append(b)
+    if tuple(boundaries) == plan.boundaries:
+        return None
+    text = f'wire.activations and wire.gradients "{codec}" (rounds what crosses a boundary)'
+    return _Idea(codec, text, replace(plan, boundaries=tuple(boundaries)), micro_batches)
+
+
+def _smaller(plan: Plan, micro_batches: int, rows: Any) -> _Idea | None:
+    """The same samples in twice as many micro-batches."""
+    if len(plan.stages) == 1 or not isinstance(rows, int) or rows < 2:
+        return None
+    text = (
+        f"micro-batches of {rows // 2} instead of {rows} and twice as many, if one of half the "
+        "size takes half the time"
+    )
+    share = (rows // 2) / rows
+    return _Idea("smaller", text, plan.scaled(share, share), 2 * micro_batches, 2 * share)
+
+
+def _more(plan: Plan, micro_batches: int) -> _Idea | None:
+    if len(plan.stages) == 1:
+        return None
+    m = micro_batches
+    text = f"{2 * m} micro-batches in a step instead of {m} (a batch twice as large)"
+    return _Idea("more", text, plan, 2 * micro_batches, 2.0)
