@@ -55,11 +55,16 @@ def check(trace: Trace, stages: int) -> None:
     assert all(receive.ended >= send.began - 1e-9 for send, receive in transfers(trace.events))
 
 
-@pytest.mark.parametrize("links", ["relay", "direct"])
+@pytest.mark.parametrize("links", ["relay", "auto"])
 def test_run_writes_a_timeline(
     losses: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], links: str
 ) -> None:
-    losses([2, 4], links=links)
+    drawn = {"visualize": True, "visualization_format": "mmd"}
+    losses([2, 4], links=links, training=drawn)
+    # The diagram says what the links turned out to be.
+    diagram = (tmp_path / "run" / "architecture.mmd").read_text(encoding="utf-8")
+    how = "through the coordinator" if links == "relay" else "direct"
+    assert f'|"{how}"| s2' in diagram
     trace = read_timeline(tmp_path / "run")
     assert trace.steps == [1, 2, 3]  # after the first
     check(trace, stages=3)
