@@ -333,7 +333,7 @@ def test_a_model_that_only_a_worker_lacks(run, directory, pool: Pool) -> None:
 
 def test_a_stage_that_does_not_fit_its_device(run, monkeypatch) -> None:
     monkeypatch.setattr(Device, "memory", lambda self: Memory(1 << 20, 1 << 20))
-    run().expect(2, r"stage 0", "GiB", "layers")
+    run().expect(2, r"stage 0", "1.00 MiB free", "layers")
 
 
 # -- numbers and disks ----------------------------------------------------------------------------
