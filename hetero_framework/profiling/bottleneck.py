@@ -17,7 +17,7 @@ from hetero_framework.config import layers_text
 from hetero_framework.core.trace import ALL_STEPS, COMPUTE
 from hetero_framework.profiling.measured import (
     Boundary,
-    Ports,
+    Nics,
     ProcessTimes,
     StageTimes,
     Step,
@@ -33,7 +33,7 @@ from hetero_framework.profiling.what_if import (
     Plan,
     changes,
     overlapping,
-    play,
+    simulated,
 )
 from hetero_framework.units import plural, seconds, share, size
 from hetero_framework.visualizer.tables import table
@@ -42,7 +42,7 @@ WORTH_IT = 0.05
 """A change that brings less is not called a help: measured steps differ by as much."""
 SAME_RESULT = frozenset({"direct", "window", "cut", "interleave", "smaller"})
 """Kinds of changes after which a run learns the same: to the last bit, or but for rounding."""
-_AS_PLAYED = 1.02
+_AS_SIMULATED = 1.02
 _UNEXPLAINED = 1.15
 _UNEVEN = 2.0
 
@@ -58,7 +58,7 @@ class Diagnosis:
     update_s: float
     between_s: float | None
     bound_s: float
-    played_s: float
+    simulated_s: float
     stages: tuple[StageTimes, ...]
     processes: tuple[ProcessTimes, ...]
     boundaries: tuple[Boundary, ...]
@@ -111,18 +111,18 @@ def diagnose(trace: Trace) -> Diagnosis:
         if after.step == before.step + 1
     ]
     stages = stage_times(trace, spans)
-    ports = Ports(spans)
-    boundaries = tuple(boundary_of(trace, spans, ports, k) for k in range(len(trace.stages) - 1))
+    nics = Nics(spans)
+    boundaries = tuple(boundary_of(trace, spans, nics, k) for k in range(len(trace.stages) - 1))
     pipeline_s = statistics.fmean(span.computed - span.began for span in spans)
     plan = Plan(stages, boundaries)
     max_in_flight = trace.settings.get("max_in_flight")
-    played_s = play(plan.profile, m, max_in_flight)
-    if played_s > _AS_PLAYED * pipeline_s:
-        plan, played_s = overlapping(plan, m, max_in_flight, pipeline_s)
+    simulated_s = simulated(plan.profile, m, max_in_flight)
+    if simulated_s > _AS_SIMULATED * pipeline_s:
+        plan, simulated_s = overlapping(plan, m, max_in_flight, pipeline_s)
     step_s = statistics.fmean(s.ended - s.began for s in spans)
     update_s = statistics.fmean(s.ended - s.computed for s in spans)
     between_s = statistics.fmean(between) if between else None
-    now = Baseline(m, max_in_flight, step_s, pipeline_s, update_s, between_s or 0.0, played_s)
+    now = Baseline(m, max_in_flight, step_s, pipeline_s, update_s, between_s or 0.0, simulated_s)
     return Diagnosis(
         steps=tuple(step + 1 for step in steps),
         micro_batches=m,
@@ -131,11 +131,11 @@ def diagnose(trace: Trace) -> Diagnosis:
         update_s=update_s,
         between_s=between_s,
         bound_s=statistics.fmean(span.bound_s for span in spans),
-        played_s=played_s,
+        simulated_s=simulated_s,
         stages=stages,
         processes=tuple(process_times(trace, spans, n) for n in range(len(trace.processes))),
         boundaries=boundaries,
-        changes=tuple(changes(trace, now, plan, ports)),
+        changes=tuple(changes(trace, now, plan, nics)),
         dropped=trace.dropped,
     )
 
@@ -235,10 +235,10 @@ def _advice(found: Diagnosis) -> list[str]:
 
 def _notes(found: Diagnosis) -> list[str]:
     notes = []
-    if found.played_s and found.pipeline_s > _UNEXPLAINED * found.played_s:
+    if found.simulated_s and found.pipeline_s > _UNEXPLAINED * found.simulated_s:
         notes.append(
-            f"the pipeline took {found.pipeline_s / found.played_s:.2f} times what these times of "
-            "stages and links explain: processes that share cores or a link, other work on a "
+            f"the pipeline took {found.pipeline_s / found.simulated_s:.2f} times what these times "
+            "of stages and links explain: processes that share cores or a link, other work on a "
             "machine, or uneven micro-batches; trust the predictions less"
         )
     uneven = [stage for stage in found.stages if stage.slowest > _UNEVEN]

@@ -187,7 +187,7 @@ def process_times(trace: Trace, spans: Sequence[Step], process: int) -> ProcessT
     )
 
 
-class Ports:
+class Nics:
     """How fast each process's way in and way out are, by the frames that passed.
 
     The tensors of several links may pass one way at the same time and slow each other down; so
@@ -195,7 +195,7 @@ class Ports:
     """
 
     def __init__(self, spans: Sequence[Step]) -> None:
-        passed: dict[_Port, list[Event]] = {}
+        passed: dict[_Nic, list[Event]] = {}
         for span in spans:
             for event in span.events:
                 if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
@@ -203,33 +203,31 @@ class Ports:
                     if event.peer is not None:
                         passed.setdefault((event.peer, "out"), []).append(event)
         self._shared = {
-            port: length(union((e.began, e.ended) for e in events)) / sum(e.nbytes for e in events)
-            for port, events in passed.items()
+            nic: length(union((e.began, e.ended) for e in events)) / sum(e.nbytes for e in events)
+            for nic, events in passed.items()
         }
         self._frame = {
-            port: _lower_quartile([e.seconds / e.nbytes for e in events])
-            for port, events in passed.items()
+            nic: _lower_quartile([e.seconds / e.nbytes for e in events])
+            for nic, events in passed.items()
         }
 
     def seconds(self, nbytes: float, way: Sequence[int]) -> float:
         """Seconds for which so many bytes occupy the way from process to process."""
-        return nbytes * max(self._shared.get(port, 0.0) for port in _ports_of(way))
+        return nbytes * max(self._shared.get(nic, 0.0) for nic in _nics_of(way))
 
     def frame_s(self, nbytes: float, way: Sequence[int]) -> float:
         """Seconds of one frame of so many bytes, by the quicker ones that passed."""
-        return nbytes * max(self._frame.get(port, 0.0) for port in _ports_of(way))
+        return nbytes * max(self._frame.get(nic, 0.0) for nic in _nics_of(way))
 
 
-_Port = tuple[int, str]
+_Nic = tuple[int, str]
 
 
-def _ports_of(way: Sequence[int]) -> list[_Port]:
-    return [
-        port for one, other in itertools.pairwise(way) for port in ((one, "out"), (other, "in"))
-    ]
+def _nics_of(way: Sequence[int]) -> list[_Nic]:
+    return [nic for one, other in itertools.pairwise(way) for nic in ((one, "out"), (other, "in"))]
 
 
-def boundary_of(trace: Trace, spans: Sequence[Step], ports: Ports, after: int) -> Boundary:
+def boundary_of(trace: Trace, spans: Sequence[Step], nics: Nics, after: int) -> Boundary:
     """The measurements between stage `after` and the next one."""
     one, other = trace.stages[after].process, trace.stages[after + 1].process
     if one == other:
@@ -239,8 +237,8 @@ def boundary_of(trace: Trace, spans: Sequence[Step], ports: Ports, after: int) -
     arrived = forward.arrived + backward.arrived
     relayed = any(event.peer not in (one, other) for event in arrived)
     way = [one, 0, other] if relayed else [one, other]
-    forward_s = ports.seconds(forward.nbytes, way)
-    backward_s = ports.seconds(backward.nbytes, way[::-1])
+    forward_s = nics.seconds(forward.nbytes, way)
+    backward_s = nics.seconds(backward.nbytes, way[::-1])
     latencies = [
         max(0.0, frames.delay_s - seconds)
         for frames, seconds in ((forward, forward_s), (backward, backward_s))

@@ -13,7 +13,7 @@ from typing import Any
 
 from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
 from hetero_framework.planner.tuning import tune
-from hetero_framework.profiling.measured import Boundary, Ports, StageTimes
+from hetero_framework.profiling.measured import Boundary, Nics, StageTimes
 from hetero_framework.profiling.timeline import Trace
 
 AS_GOOD = 0.01
@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The steps as they were: means in seconds. `played_s` is the pipeline when simulated."""
+    """The steps as they were: means in seconds. `simulated_s` is the pipeline when simulated."""
 
     micro_batches: int
     max_in_flight: int | None
@@ -44,7 +44,7 @@ class Baseline:
     pipeline_s: float
     update_s: float
     between_s: float
-    played_s: float
+    simulated_s: float
 
 
 @dataclass(frozen=True)
@@ -81,26 +81,26 @@ class Plan:
         )
 
 
-def play(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
+def simulated(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
     """Seconds of a step, run as the coordinator would choose to run it."""
     choice = tune(profile, micro_batches, max_in_flight=max_in_flight)
-    played = simulate(
+    found = simulate(
         profile,
         micro_batches,
         choice.max_in_flight,
         policy=choice.policy,
         in_flight_limits=choice.in_flight_limits,
     )
-    return played.seconds
+    return found.seconds
 
 
 def overlapping(
     plan: Plan, micro_batches: int, max_in_flight: int | None, pipeline_s: float
 ) -> tuple[Plan, float]:
     """The plan with as much of the time on the wire at the same time as other frames' as makes it
-    no slower than what was measured, and its seconds when played.
+    no slower than what was measured, and its simulated seconds.
 
-    What is played has the frames of a process take turns. Several links may move several at once.
+    The simulator has the frames of a process take turns. Several links may move several at once.
     """
 
     def overlapping(share: float) -> Plan:
@@ -120,12 +120,12 @@ def overlapping(
     low, high = 0.0, 1.0
     for _ in range(5):
         middle = (low + high) / 2
-        if play(overlapping(middle).profile, micro_batches, max_in_flight) > pipeline_s:
+        if simulated(overlapping(middle).profile, micro_batches, max_in_flight) > pipeline_s:
             low = middle
         else:
             high = middle
     chosen = overlapping(high)
-    return chosen, play(chosen.profile, micro_batches, max_in_flight)
+    return chosen, simulated(chosen.profile, micro_batches, max_in_flight)
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ class _Idea:
     """Samples in a step over those of now."""
 
 
-def changes(trace: Trace, now: Baseline, plan: Plan, ports: Ports) -> Iterator[Change]:
+def changes(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[Change]:
     """Every change that can be made here with its prediction, those that ask least first."""
     m, rows = now.micro_batches, trace.settings.get("per_device_train_batch_size")
-    scale = now.pipeline_s / now.played_s if now.played_s else 1.0
+    scale = now.pipeline_s / now.simulated_s if now.simulated_s else 1.0
     ideas = [
-        _direct(trace, plan, ports, m),
+        _direct(trace, plan, nics, m),
         _max_in_flight(plan, m, now.max_in_flight),
         _cut(trace, plan, m),
         _interleaved(plan, m),
@@ -155,17 +155,17 @@ def changes(trace: Trace, now: Baseline, plan: Plan, ports: Ports) -> Iterator[C
     for idea in ideas:
         if idea is not None:
             limit = None if idea.kind == "window" else now.max_in_flight
-            pipeline = scale * play(idea.plan.profile, idea.micro_batches, limit)
+            pipeline = scale * simulated(idea.plan.profile, idea.micro_batches, limit)
             step = pipeline + now.update_s
             # What happens between steps (data, a checkpoint) is taken to grow with the samples.
             took = now.step_s + now.between_s
             gain = idea.samples * took / (step + now.between_s * idea.samples) - 1
             if idea.kind == "cut" and gain < AS_GOOD:
-                continue  # better by the bound, but not when it is played
+                continue  # better by the bound, but not when it is simulated
             yield Change(idea.kind, idea.text, step, gain)
 
 
-def _direct(trace: Trace, plan: Plan, ports: Ports, micro_batches: int) -> _Idea | None:
+def _direct(trace: Trace, plan: Plan, nics: Nics, micro_batches: int) -> _Idea | None:
     relayed = [b for b in plan.boundaries if b.way == "relay"]
     if not relayed:
         return None
@@ -175,8 +175,8 @@ def _direct(trace: Trace, plan: Plan, ports: Ports, micro_batches: int) -> _Idea
         # other links were at their best, and its way half as long, since it has half the legs.
         way = [plan.stages[b.after].process, plan.stages[b.after + 1].process]
         frames = [
-            ports.frame_s(b.forward_bytes, way),
-            ports.frame_s(b.backward_bytes, way[::-1]),
+            nics.frame_s(b.forward_bytes, way),
+            nics.frame_s(b.backward_bytes, way[::-1]),
         ]
         forward_s, backward_s = map(min, zip((b.forward_s, b.backward_s), frames, strict=True))
         delay = b.latency_s + (b.forward_s + b.backward_s) / 2

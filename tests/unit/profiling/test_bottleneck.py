@@ -59,7 +59,7 @@ def test_bound_and_ratio_are_those_of_1f1b(tmp_path: Path) -> None:
     d = found(tmp_path, wire_s=0.0)
     assert d.bound_s == pytest.approx((16 + 4 - 1) * 0.06, rel=1e-3)
     assert d.ratio == pytest.approx(1.0, abs=0.01)
-    assert d.played_s == pytest.approx(d.pipeline_s, rel=0.01)
+    assert d.simulated_s == pytest.approx(d.pipeline_s, rel=0.01)
 
 
 def test_shares_of_a_process_add_up_to_the_pipeline(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_window_that_was_set_is_lifted(tmp_path: Path) -> None:
     trace = record(tmp_path, settings(window=1), steps=[1, 2])
     trace.settings["max_in_flight"] = 1  # type: ignore[index]
     d = diagnose(trace)
-    assert d.played_s == pytest.approx(d.pipeline_s, rel=0.02)
+    assert d.simulated_s == pytest.approx(d.pipeline_s, rel=0.02)
     assert d.best is not None
     assert d.best.kind == "window"
     assert d.best.gain > 1.5
