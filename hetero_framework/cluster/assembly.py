@@ -420,7 +420,7 @@ class Cluster:
         return self.pipeline.until(lambda: host.answer(question), f"an answer of worker {worker}")
 
     def traffic(self) -> dict[WorkerId, tuple[int, int, float, int]]:
-        """Per worker, since its links opened: bytes received, bytes sent and seconds spent writing
+        """Per worker, over all its links: bytes received, bytes sent and seconds spent writing
         on its link with the coordinator, and bytes that it sent straight to other workers."""
         direct = self.pipeline.direct_bytes
         return {

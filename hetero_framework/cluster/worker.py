@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from hetero_framework import control, log
@@ -28,12 +29,14 @@ from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import timeouts
+from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, PROTOCOL_VERSION
-from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
+    COORDINATOR,
+    DIALLER,
     Abort,
     Aborted,
     BackwardDone,
@@ -52,7 +55,6 @@ from hetero_framework.core.messages import (
     LoadState,
     Log,
     Message,
-    OtherVersion,
     Parameter,
     PeerHello,
     PeerLost,
@@ -68,7 +70,7 @@ from hetero_framework.core.messages import (
     Welcome,
 )
 from hetero_framework.core.messages import Loss as LossMessage
-from hetero_framework.core.session import Phase, Session
+from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
@@ -86,7 +88,7 @@ from hetero_framework.errors import (
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 
 _log = logging.getLogger(__name__)
-_HELLO_S = 10.0
+_MAX_STRANGERS = 16
 _POLL_S = 0.5
 _MAX_LINES = 100  # that wait for the coordinator
 _STAY_S = 1800.0
@@ -101,7 +103,7 @@ class _Event:
     """What the main thread is told: a message with what it carried, unpacked, or that a link is
     gone."""
 
-    link: Link
+    connection: Connection
     message: Message | None = None
     arrival: Any = None
     lost: str | None = None
@@ -111,8 +113,7 @@ class _Event:
 class _Joining:
     """A coordinator has said HELLO; `welcomed`: and it has its answer."""
 
-    link: Link
-    session: Session
+    connection: Connection
     hello: Hello
     welcomed: bool
 
@@ -135,6 +136,9 @@ class _Run:
     lost: float | None = None
     # Nothing is lost with a run that has no stages yet.
     grace_s: float = 0.0
+    # The coordinator's process and the last of its connections.
+    process: str = ""
+    epoch: int = 0
     stages: StageHost | None = None
     meter: ArrivalMeter | None = None
     owners: dict[int, WorkerId] = field(default_factory=dict)
@@ -146,7 +150,14 @@ class _Run:
 
     def afresh(self, grace_s: float) -> _Run:
         """The same run before it has loaded anything here."""
-        return _Run(self.run_id, self.host, self.began, grace_s=grace_s)
+        return _Run(
+            self.run_id,
+            self.host,
+            self.began,
+            grace_s=grace_s,
+            process=self.process,
+            epoch=self.epoch,
+        )
 
     @property
     def is_kept(self) -> bool:
@@ -241,14 +252,14 @@ class Worker:
         self._events: queue.SimpleQueue[_Event | _Joining | Introduced | _Failure] = (
             queue.SimpleQueue()
         )
-        self._link: Link | None = None
+        self._connection: Connection | None = None
+        self._strangers: set[Connection] = set()
         self._lines: deque[tuple[str, str]] = deque(maxlen=_MAX_LINES)
         self._peers = PeerLinks(
             self._entry.id,
-            self._greet_peer,
+            lambda stream, name, limit: self._begin(stream, name, limit, DIALLER),
             self._events.put,
         )
-        self._session = Session("worker")
         self._run: _Run | None = None
         self._done = False
 
@@ -280,21 +291,25 @@ class Worker:
                     known = as_hetero_error(error) or HeteroError(
                         f"{type(error).__name__}: {error}"
                     )
-                    self._report(known)
                     # A process whose device is broken would fail every later run as well.
                     if not self._keep or not self._device.works():
+                        self._report(known)
                         raise
-                    _log.error("the run failed here: %s", known.message)
+                    failed = type(known)(known.message, hint=known.hint)
                     del known
-                self._leave()  # not in the handler: the traceback holds the stages
+                # Not in the handler: the traceback holds the stages, and whatever is raised there
+                # holds the traceback.
+                self._report(failed)
+                _log.error("the run failed here: %s", failed.message)
+                self._leave()
         except KeyboardInterrupt:
             # Without this the coordinator would wait for a link that cannot come back.
             self._report(PeerLostError("it was stopped on its own machine (Ctrl-C)"))
             raise
         finally:
             listener.close()
-            if self._link is not None:
-                self._link.close()
+            if self._connection is not None:
+                self._connection.close()
             self._forget_run()
             acceptor.join()
 
@@ -308,13 +323,14 @@ class Worker:
         event = self._next_event(_POLL_S)
         if event is not None:
             self._handle(event)
-        elif self._link is None:
+        elif self._connection is None:
             self._give_up()
 
     def _compute(self) -> bool:
         """Do one task, if one is ready."""
         host = self._run.stages if self._run is not None else None
-        if host is None or self._link is None or self._session.phase not in _WORKING:
+        connection = self._connection
+        if host is None or connection is None or connection.phase not in _WORKING:
             return False
         with suppress(LinkGone):
             if not host.run_next():
@@ -356,20 +372,20 @@ class Worker:
             with suppress(LinkGone):
                 self._join(event)
         elif event.message is not None and isinstance(event.message.body, PeerHello):
-            self._on_peer_hello(event.link, event.message)
-        elif event.link is self._link:
+            self._on_peer_hello(event.connection, event.message.body)
+        elif event.connection is self._connection:
             self._from_coordinator(event)
-        elif self._peers.knows(event.link):
+        elif self._peers.knows(event.connection):
             self._from_peer(event)
         elif event.message is not None:
             # Of a link that has been replaced, or of a stranger who does not begin with HELLO.
             event.message.release()
-            event.link.close(drain_s=0)
+            event.connection.close(drain_s=0)
 
     def _from_coordinator(self, event: _Event) -> None:
         message = event.message
         if message is None:
-            self._link = None
+            self._connection = None
             if self._run is not None:
                 self._run.lost = self._gone_since = time.monotonic()
                 _log.warning(
@@ -378,7 +394,6 @@ class Worker:
                     extra=log.event("coordinator lost", "waiting for it"),
                 )
             return
-        self._session.receive(message)
         with suppress(LinkGone):
             self._obey(event, message)
 
@@ -391,8 +406,8 @@ class Worker:
             case Setup():
                 self._on_setup(body)
             case Connect():
-                assert self._link is not None
-                self._peers.dial(body.peers, body.timeout_s, self._link.max_frame_bytes)
+                assert self._connection is not None
+                self._peers.dial(body.peers, body.timeout_s, self._connection.link.max_frame_bytes)
             case Start():
                 self._on_start(body)
             case Step():
@@ -426,11 +441,14 @@ class Worker:
         if event.message is not None:
             body = event.message.body
             if isinstance(body, Control):
-                self._peers.answer(event.link, event.message)
-            elif self._peers.receive(event.link, event.message) and self._run is not None:
+                self._peers.answer(event.connection, event.message)
+            elif isinstance(body, Bye):
+                self._peers.lost(event.connection)
+                event.connection.close(drain_s=0)
+            elif isinstance(body, Boundary) and self._run is not None:
                 self._host.data(event.message, event.arrival)
             return
-        worker = self._peers.lost(event.link)
+        worker = self._peers.lost(event.connection)
         if worker is not None and self._run is not None:
             _log.warning(
                 "lost the link to worker %s (%s)",
@@ -451,69 +469,75 @@ class Worker:
                 return  # the listener was closed
             except OSError as error:
                 # No descriptors or memory, or the network's own trouble: it passes.
-                logging.getLogger(__name__).warning("cannot accept a connection: %s", error)
+                _log.warning("cannot accept a connection: %s", error)
                 time.sleep(timeouts.ACCEPT_PAUSE_S)
                 continue
-            with suppress(OSError, NetworkError):  # it was gone before it could be greeted
+            try:
                 self._greet(stream)
+            except (OSError, NetworkError):
+                stream.close()  # it was gone before it could be greeted, or there is no thread
 
     def _greet(self, stream: Stream) -> None:
-        """Start a link for a connection. Nothing but its HELLO, in time, makes it matter."""
-        self._start_link(stream, f"coordinator {stream.peer}", HANDSHAKE_MAX_FRAME_BYTES, _HELLO_S)
+        """Start a connection. Nothing but its greeting, in time, makes it matter."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            stream.close()
+            return
+        name = f"coordinator {stream.peer}"
+        self._begin(stream, name, HANDSHAKE_MAX_FRAME_BYTES, None)
 
-    def _greet_peer(self, stream: Stream, name: str, max_frame_bytes: int) -> Link:
-        """Start the link that this worker has dialled to another one."""
-        return self._start_link(stream, name, max_frame_bytes, _HELLO_S)
-
-    def _start_link(
-        self, stream: Stream, name: str, max_frame_bytes: int, handshake_s: float
-    ) -> Link:
-        links: list[Link] = []
-
-        def tell(message: Message | None, lost: str | None = None) -> None:
-            if self._peers.answers(links[0], message):
-                return
-            if message is not None and isinstance(message.body, (Hello, OtherVersion)):
-                self._on_hello(links[0], message)
-                return
-            try:
-                arrival = unpack(message, self._device) if message is not None else None
-            except ProtocolError:
-                raise
-            except Exception as error:  # memory, as a rule: not the link's failure but the run's
-                if (run := self._run) is not None:
-                    self._events.put(_Failure(run, error))
-                return
-            self._events.put(_Event(links[0], message, arrival, lost))
-
-        links.append(
-            Link(
-                stream,
-                name=name,
-                on_message=tell,
-                on_close=lambda reason: tell(None, str(reason) if reason else "closed"),
-                max_frame_bytes=max_frame_bytes,
-                liveness_s=self._liveness_s,
-                handshake_s=handshake_s,
-                allocate=self._device.allocate_host,
-            )
+    def _begin(
+        self, stream: Stream, name: str, max_frame_bytes: int, role: str | None
+    ) -> Connection:
+        """Start a connection; `role` is ours, None for one that has yet to say who it is."""
+        connection = Connection(
+            stream,
+            name,
+            role,
+            self._received,
+            self._lost,
+            max_frame_bytes=max_frame_bytes,
+            liveness_s=self._liveness_s,
+            handshake_s=timeouts.STRANGER_S,
+            allocate=self._device.allocate_host,
         )
-        links[0].start()
-        return links[0]
+        if role is None:
+            self._strangers.add(connection)
+        try:
+            connection.start()
+        except NetworkError:
+            self._strangers.discard(connection)
+            raise
+        return connection
 
-    def _on_hello(self, link: Link, message: Message) -> None:
+    def _received(self, connection: Connection, message: Message) -> None:
+        """In the reader thread; the connection's session has allowed the message."""
+        body = message.body
+        if isinstance(body, Hello):
+            self._on_hello(connection, body)
+            return
+        try:
+            arrival = unpack(message, self._device)
+        except ProtocolError:
+            raise
+        except Exception as error:  # memory, as a rule: not the link's failure but the run's
+            if (run := self._run) is not None:
+                self._events.put(_Failure(run, error))
+            return
+        self._events.put(_Event(connection, message, arrival))
+
+    def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
+        self._strangers.discard(connection)
+        if (fault := connection.fault) is not None and (run := self._run) is not None:
+            # An error of its own: the connection keeps the other one, and with a traceback stages.
+            self._events.put(_Failure(run, ProtocolError(fault.message, hint=fault.hint)))
+        self._events.put(_Event(connection, lost=str(reason) if reason else "closed"))
+
+    def _on_hello(self, connection: Connection, hello: Hello) -> None:
         """In the reader thread, for the main thread may compute for minutes: refuse who is wrong
         here, welcome who comes back. Who is new waits until the main thread has made room."""
-        session = Session("worker")
-        try:
-            session.receive(message)
-            hello = message.expect(Hello)
-        except ProtocolError as error:
-            self._refuse(link, "protocol", error.message, error.hint)
-            return
         if str(hello.worker_id) != str(self._entry.id):
             self._refuse(
-                link,
+                connection,
                 "identity",
                 f"this is worker {self._entry.id}, not {hello.worker_id}",
                 "two workers have exchanged their addresses in the configuration",
@@ -521,44 +545,56 @@ class Worker:
             return
         run = self._run
         if run is not None and run.run_id == hello.run_id:
-            self._welcome(link, session, run)
-            self._events.put(_Joining(link, session, hello, welcomed=True))
+            if hello.process == run.process and hello.epoch <= run.epoch:
+                self._refuse(connection, "stale", "a later connection of this run is here", None)
+                return
+            run.process, run.epoch = hello.process, hello.epoch
+            self._welcome(connection, run)
+            self._events.put(_Joining(connection, hello, welcomed=True))
         elif run is not None and run.is_kept:
-            self._refuse(link, "busy", str(run), _BUSY_HINT)
+            self._refuse(connection, "busy", str(run), _BUSY_HINT)
         else:
-            self._events.put(_Joining(link, session, hello, welcomed=False))
+            self._events.put(_Joining(connection, hello, welcomed=False))
 
     def _join(self, joining: _Joining) -> None:
         """Serve the coordinator of this link from now on."""
-        link, hello = joining.link, joining.hello
+        connection, hello = joining.connection, joining.hello
         same_run = self._run is not None and self._run.run_id == hello.run_id
         if joining.welcomed and not same_run:
-            link.close(drain_s=0)  # given up a moment ago; when it comes again it is told so
+            connection.close(drain_s=0)  # given up a moment ago; when it comes again it is told so
             return
         if not same_run and self._run is not None and self._run.is_kept:
-            self._refuse(link, "busy", str(self._run), _BUSY_HINT)
+            self._refuse(connection, "busy", str(self._run), _BUSY_HINT)
             return
-        if self._link is not None:
-            self._link.close(drain_s=0)
-            self._link = None
+        if self._connection is not None:
+            self._connection.close(drain_s=0)
+            self._connection = None
         if not same_run:
             self._forget_run()
-            self._run = _Run(hello.run_id, link.name)
+            self._run = _Run(
+                hello.run_id, connection.name, process=hello.process, epoch=hello.epoch
+            )
         run = self._current
         if run.stages is not None:
             # What the sending thread still has goes to the old link, where it is lost.
             run.stages.flush()
-        self._link, self._session = link, joining.session
+        self._connection = connection
+        connection.peer = COORDINATOR
+        self._strangers.discard(connection)
         self._gone_since = run.lost = None
-        link.max_frame_bytes = hello.max_frame_bytes
+        # More than half of the memory here would be a mistake, or meant badly.
+        most = psutil.virtual_memory().total // 2
+        connection.link.max_frame_bytes = min(hello.max_frame_bytes, most)
         if run.meter is not None:
-            link.on_moved = run.meter.watch("local")
-        _log.info("serving the run of %s", link.name, extra=log.event("coordinator connected"))
+            connection.link.on_moved = run.meter.watch("local")
+        _log.info(
+            "serving the run of %s", connection.name, extra=log.event("coordinator connected")
+        )
         self._lines.clear()  # what was said before is not for this coordinator
         if not joining.welcomed:
-            self._welcome(link, joining.session, run)
+            self._welcome(connection, run)
 
-    def _welcome(self, link: Link, session: Session, run: _Run) -> None:
+    def _welcome(self, connection: Connection, run: _Run) -> None:
         memory = self._device.memory()
         message = Message(
             Welcome(
@@ -572,18 +608,16 @@ class Worker:
                 run_id=run.run_id if run.started else None,
             )
         )
-        session.send(message)
         with suppress(HeteroError):  # if it is gone already, its reader says so
-            link.send(message)
+            connection.send(message)
 
-    def _refuse(self, link: Link, code: RejectCode, message: str, hint: str | None) -> None:
+    def _refuse(
+        self, connection: Connection, code: RejectCode, message: str, hint: str | None
+    ) -> None:
         # A stranger's host, not its port: each of its connections has another one.
-        peer = link.name.rpartition(":")[0]
-        _log.warning("refused %s: %s", link.name, message, extra=log.said_by(peer))
-        with suppress(HeteroError):
-            link.send(Message(Reject(code, message, hint)))
-        # Not here: closing waits for the peer, and a run may be going on.
-        threading.Thread(target=link.close, name="refuse", daemon=True).start()
+        peer = connection.name.rpartition(":")[0]
+        _log.warning("refused %s: %s", connection.name, message, extra=log.said_by(peer))
+        connection.refuse(code, message, hint)
 
     # -- a run ----------------------------------------------------------------------------------
 
@@ -618,8 +652,8 @@ class Worker:
             stages, config, self._device, run.meter, _Outlet(self, run), id=self._entry.id
         )
         self._peers.run_id, self._peers.watch = run.run_id, run.meter.watch
-        if self._link is not None:
-            self._link.on_moved = run.meter.watch("local")
+        if self._connection is not None:
+            self._connection.link.on_moved = run.meter.watch("local")
 
     def _forget_run(self) -> None:
         """Free what a run has here. Stages and shards refer to each other; whoever comes next is
@@ -632,11 +666,12 @@ class Worker:
             gc.collect()
             self._device.empty_cache()
 
-    def _on_peer_hello(self, link: Link, message: Message) -> None:
+    def _on_peer_hello(self, connection: Connection, hello: PeerHello) -> None:
         try:
-            self._peers.accept(link, message)
+            self._peers.accept(connection, hello)
+            self._strangers.discard(connection)
         except HeteroError as error:
-            self._refuse(link, "peer", error.message, error.hint)
+            self._refuse(connection, "peer", error.message, error.hint)
 
     def _on_start(self, start: Start) -> None:
         for stage in self._host.stages:
@@ -698,9 +733,9 @@ class Worker:
             self._send(reply)
 
     def _leave(self, *, stay: bool = False) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = None
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
         self._gone_since = time.monotonic()
         self._forget_run()
         self._done = not (self._keep or stay)
@@ -744,15 +779,12 @@ class Worker:
         return host
 
     def _send(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        link = self._link  # the sender thread comes here too
-        if link is None:
+        connection = self._connection  # the sender thread comes here too
+        if connection is None:
             raise LinkGone
-        self._session.send(message)
         try:
-            link.send(message, done)
-        except HeteroError as error:
-            if not link.closed:
-                raise  # a frame that is too large
+            connection.send(message, done)
+        except PeerLostError as error:
             raise LinkGone from error
 
     def show_to_coordinator(self, level: str, text: str) -> None:
@@ -761,15 +793,15 @@ class Worker:
         self._lines.append((level, text))
 
     def _send_lines(self) -> None:
-        while self._lines and self._link is not None:
+        while self._lines and self._connection is not None:
             self.to_coordinator(Message(Log(*self._lines.popleft())))
 
     def _report(self, error: HeteroError) -> None:
         """Tell the coordinator why this worker ends."""
-        if self._link is None:
+        if self._connection is None:
             return
         with suppress(HeteroError):
-            self._link.send(Message(Error(type(error).__name__, error.message, error.hint)))
+            self._connection.send(Message(Error(type(error).__name__, error.message, error.hint)))
 
 
 class LinkGone(Exception):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +20,13 @@ from typing import Any
 
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, StageSpec, WorkerConfig
+from hetero_framework.core import timeouts
+from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.frames import PROTOCOL_VERSION
-from hetero_framework.core.link import Clock, Link
+from hetero_framework.core.link import Clock, Link, LinkStats
 from hetero_framework.core.messages import (
+    COORDINATOR,
     Boundary,
     Connect,
     Connected,
@@ -34,13 +39,14 @@ from hetero_framework.core.messages import (
     Reject,
     Welcome,
 )
-from hetero_framework.core.session import Phase, Session
+from hetero_framework.core.session import Phase
 from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
     PeerLostError,
     ProtocolError,
+    ResourceError,
     error_from_peer,
 )
 from hetero_framework.log import event, said_by
@@ -49,7 +55,6 @@ Watch = Callable[[str, Message, float, float], None]
 _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
-_HANDSHAKE_S = 60.0
 _QUIET_S = 3.0
 _BUSY_PAUSE_S = 1.0
 # A process that lost its link still listens; so long a refusal means that it has ended.
@@ -75,19 +80,6 @@ class _Redial:
     way: tuple[WorkerId, WorkerId]
     at: float = 0.0
     pause_s: float = 0.0
-
-
-class _Wire:
-    """One connection to a worker and how far its conversation has come."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        # None for the moment between making the wire and its link.
-        self.link: Link | None = None
-
-    def close(self, drain_s: float = _GOODBYE_S) -> None:
-        if self.link is not None:
-            self.link.close(drain_s)
 
 
 class WorkerLinks:
@@ -122,7 +114,11 @@ class WorkerLinks:
         self._back: set[frozenset[WorkerId]] = set()
         self._redials: dict[frozenset[WorkerId], _Redial] = {}
         self._dialled: dict[tuple[WorkerId, WorkerId], str | None] = {}
-        self._wires: dict[WorkerId, _Wire] = {}
+        self._wires: dict[WorkerId, Connection] = {}
+        self._stats: dict[WorkerId, LinkStats] = {w: LinkStats() for w in self._workers}
+        # A run that is started again keeps its id, but begins to count anew.
+        self._process = secrets.token_hex(8)
+        self._epochs: Counter[WorkerId] = Counter()
         self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._owners: dict[int, WorkerId] = {}
         self._current: tuple[int, int] = (-1, -1)
@@ -252,59 +248,57 @@ class WorkerLinks:
         if self._stop.is_set():
             stream.close()
             raise NetworkError(f"worker {worker.id}: the run ended while it was connecting")
-        answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
-        wire = _Wire(Session("coordinator"))
-        wire.link = Link(
+        self._epochs[worker.id] += 1
+        connection = Connection(
             stream,
-            name=f"worker {worker.id}",
-            on_message=self._receiver(worker.id, wire, answers),
-            on_close=lambda reason: self._closed(worker.id, wire, reason, answers),
-            route=lambda message: self._carrier(wire, message),
+            f"worker {worker.id}",
+            COORDINATOR,
+            self._received,
+            self._closed,
+            carrier=self._carrier,
+            stats=self._stats[worker.id],
             max_frame_bytes=self._max_frame_bytes,
             liveness_s=self._config.training.liveness_timeout_s,
-            handshake_s=_HANDSHAKE_S,
+            handshake_s=timeouts.HANDSHAKE_S,
+            send_s=self._config.training.step_timeout_s,
             allocate=self._allocate,
         )
+        connection.peer = worker.id
         if self._watch is not None:
-            wire.link.on_moved = self._watch(worker.id)
-        self._wires[worker.id] = wire
-        wire.link.start()
+            connection.link.on_moved = self._watch(worker.id)
+        self._wires[worker.id] = connection
+        connection.start()
         hello = Hello(
             PROTOCOL_VERSION,
             __version__,
             self._run_id,
             worker.id,
+            self._process,
+            self._epochs[worker.id],
             self._max_frame_bytes,
         )
-        with suppress(LinkLost):
-            self.send(worker.id, Message(hello))
-        answer = self._answer(answers, time.monotonic() + _HANDSHAKE_S)
-        if answer is None or isinstance(answer, HeteroError):
-            wire.close(drain_s=0)
-            why = answer.message if answer is not None else "it accepts, but says nothing"
+        hint, why = None, "it accepts, but says nothing"
+        answer = None
+        try:
+            answer = connection.ask(Message(hello), timeouts.HANDSHAKE_S, self._stop)
+        except HeteroError as error:
+            hint, why = (error.hint if isinstance(error, ProtocolError) else None), error.message
+        if answer is None:
+            connection.close(drain_s=0)
             raise _Silent(
                 f"what answers at {worker.ip}:{worker.port} is no worker that works: {why}",
-                hint=(answer.hint if isinstance(answer, ProtocolError) else None)
+                hint=hint
                 or "is it another program that has this port? Else look at the worker's own "
                 "screen or log",
             )
         refusal = answer.body
         if isinstance(refusal, Reject):
-            wire.close()
+            connection.close()
             if refusal.code == "busy":
                 raise _Busy(refusal.message)
             kind = ProtocolError if refusal.code == "protocol" else NetworkError
             raise kind(f"worker {worker.id} refused: {refusal.message}", hint=refusal.hint)
         return answer.expect(Welcome)
-
-    def _answer(
-        self, answers: queue.SimpleQueue[Message | HeteroError], deadline: float
-    ) -> Message | HeteroError | None:
-        """The first thing that comes back; None at the deadline or when the run is over."""
-        while time.monotonic() < deadline and not self._stop.is_set():
-            with suppress(queue.Empty):
-                return answers.get(timeout=_SLICE_S)
-        return None
 
     # -- links between workers ------------------------------------------------------------------
 
@@ -338,7 +332,7 @@ class WorkerLinks:
             left = [(a, b) for a, b in way if frozenset((a, b)) not in self._direct]
             self._dialled.clear()
             self._order_dials(left, timeout_s)
-            deadline = time.monotonic() + timeout_s + _HANDSHAKE_S
+            deadline = time.monotonic() + timeout_s + timeouts.HANDSHAKE_S
             while set(left) - self._dialled.keys() and time.monotonic() < deadline:
                 try:
                     self.receive(_SLICE_S)
@@ -397,42 +391,33 @@ class WorkerLinks:
 
     def send(self, worker_id: WorkerId, message: Message) -> None:
         """Queue a message. Raises LinkLost when the link is already gone."""
-        wire = self._wires.get(worker_id)
-        if wire is None or wire.link is None:
+        connection = self._wires.get(worker_id)
+        if connection is None:
             raise LinkLost(worker_id, "the link is closed")
-        wire.session.send(message)
         try:
-            wire.link.send(message)
-        except HeteroError as error:
-            if not wire.link.closed:
-                raise  # a frame that is too large
+            connection.send(message)
+        except PeerLostError as error:
             raise LinkLost(worker_id, error.message) from error
 
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Send a boundary message to the worker of its stage. A link that is gone is ignored: its
         reader reports the loss. So is one that has come back: the attempt is void, and the thread
         that encodes may not have heard of it yet."""
-        wire = self._wires.get(self._owners[message.expect(Boundary).stage])
-        if wire is None or wire.link is None or wire.session.phase not in _WORKING:
-            return
-        wire.session.send(message)
-        try:
-            wire.link.send(message, done)
-        except HeteroError:
-            if not wire.link.closed:
-                raise  # a frame that is too large
+        connection = self._wires.get(self._owners[message.expect(Boundary).stage])
+        if connection is not None and connection.phase in _WORKING:
+            with suppress(PeerLostError):
+                connection.send(message, done)
 
     def ping(self, worker_id: WorkerId) -> None:
         """Have a link measure its round trip and the worker's clock."""
-        wire = self._wires.get(worker_id)
-        if wire is not None and wire.link is not None:
-            with suppress(HeteroError):
-                wire.link.ping()
+        connection = self._wires.get(worker_id)
+        if connection is not None:
+            connection.link.ping()
 
     def clock(self, worker_id: WorkerId) -> Clock:
         """What pings have shown so far."""
-        wire = self._wires.get(worker_id)
-        return wire.link.clock if wire is not None and wire.link is not None else Clock()
+        connection = self._wires.get(worker_id)
+        return connection.link.clock if connection is not None else Clock()
 
     def fail(self, error: Exception) -> None:
         """Have `receive` raise an error that came up in another thread."""
@@ -486,12 +471,8 @@ class WorkerLinks:
         return event
 
     def traffic(self) -> dict[WorkerId, tuple[int, int, float]]:
-        """Per worker: bytes received, bytes sent, seconds spent writing, since its link opened."""
-        return {
-            worker: (link.stats.bytes_in, link.stats.bytes_out, link.stats.write_s)
-            for worker, wire in self._wires.items()
-            if (link := wire.link) is not None
-        }
+        """Per worker, over all its links: bytes received, bytes sent, seconds spent writing."""
+        return {w: (s.bytes_in, s.bytes_out, s.write_s) for w, s in self._stats.items()}
 
     def close(self, goodbye: Message, drain_s: float = _GOODBYE_S) -> None:
         """Say goodbye to every worker and close the links; what is queued goes out first, for at
@@ -501,54 +482,41 @@ class WorkerLinks:
         deadline = time.monotonic() + drain_s
         for thread in self._dialling:
             thread.join(max(0.0, deadline - time.monotonic()))
-        wires = list(self._wires.values())
+        connections = list(self._wires.values())
         self._wires.clear()
-        for wire in wires:
-            if wire.link is not None:
-                with suppress(HeteroError):
-                    wire.link.send(goodbye)
-        for wire in wires:
-            wire.close(max(0.0, deadline - time.monotonic()))
+        for connection in connections:
+            with suppress(HeteroError):
+                connection.send(goodbye)
+        for connection in connections:
+            connection.close(max(0.0, deadline - time.monotonic()))
 
     # -- reader threads -------------------------------------------------------------------------
 
-    def _receiver(
-        self, worker_id: WorkerId, wire: _Wire, answers: queue.SimpleQueue[Message | HeteroError]
-    ) -> Callable[[Message], None]:
-        greeted = False
+    def _received(self, connection: Connection, message: Message) -> None:
+        if isinstance(message.body, Boundary) and not self._is_for_us(message.body):
+            message.release()
+            return
+        try:
+            arrival = self._unpack(message)
+        except ProtocolError:
+            raise
+        except HeteroError as error:  # no memory, as a rule: not the link's failure
+            self._inbox.put(error)
+            return
+        assert connection.peer is not None
+        self._inbox.put(Event(connection.peer, connection, message, arrival))
 
-        def receive(message: Message) -> None:
-            nonlocal greeted
-            wire.session.receive(message)
-            if isinstance(message.body, Boundary) and not self._is_for_us(message.body):
-                message.release()
-                return
-            if greeted:
-                try:
-                    arrival = self._unpack(message)
-                except ProtocolError:
-                    raise
-                except HeteroError as error:  # no memory, as a rule: not the link's failure
-                    self._inbox.put(error)
-                    return
-                self._inbox.put(Event(worker_id, wire, message, arrival))
-            else:
-                greeted = True
-                answers.put(message)
-
-        return receive
-
-    def _carrier(self, wire: _Wire, message: Message) -> Link | None:
+    def _carrier(self, connection: Connection, message: Message) -> Link | None:
         """The link that carries a boundary frame on, of which only the header is here yet; None
         for one that is for this process, or of an attempt that is over."""
         if not isinstance(message.body, Boundary) or not self._is_current(message.body):
             return None
-        wire.session.receive(message)
+        connection.accept(message)
         owner = self._owners.get(message.body.stage)
         onward = self._wires.get(owner) if owner is not None else None
-        if onward is None or onward.link is None or onward.session.phase not in _WORKING:
+        if onward is None or onward.phase not in _WORKING or onward.closed:
             return None  # a link that has just come back would not expect it
-        return None if onward.link.closed else onward.link
+        return onward.link
 
     def _is_for_us(self, body: Boundary) -> bool:
         return self._is_current(body) and body.stage not in self._owners
@@ -556,13 +524,9 @@ class WorkerLinks:
     def _is_current(self, body: Boundary) -> bool:
         return (body.step, body.attempt) == self._current
 
-    def _closed(
-        self,
-        worker_id: WorkerId,
-        wire: _Wire,
-        reason: HeteroError | None,
-        answers: queue.SimpleQueue[Message | HeteroError],
-    ) -> None:
-        reason = reason or PeerLostError(f"worker {worker_id}: the link was closed here")
-        answers.put(reason)
-        self._inbox.put(Event(worker_id, wire, lost=reason.message))
+    def _closed(self, connection: Connection, reason: HeteroError | None) -> None:
+        assert connection.peer is not None
+        if isinstance(reason, ResourceError):
+            self._inbox.put(reason)  # memory ran out here; to dial again would not help
+        why = reason.message if reason is not None else "the link was closed here"
+        self._inbox.put(Event(connection.peer, connection, lost=why))

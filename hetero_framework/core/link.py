@@ -103,6 +103,7 @@ class Link:
     message must be complete so soon. `send_s`: the link fails when the peer takes nothing for so
     long while something waits. `allocate(nbytes)` makes receive buffers (pinned memory);
     `max_queue_bytes` bounds what waits to be written: `send` blocks above it.
+    `stats` goes on counting where the link before this one ended.
     `max_frame_bytes` may be set when the peers have agreed on another value.
 
     `clock` is what the answers to `ping` have shown so far.
@@ -126,10 +127,11 @@ class Link:
         send_s: float = timeouts.SEND_S,
         allocate: Callable[[int], memoryview] | None = None,
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        stats: LinkStats | None = None,
     ) -> None:
         self.name = name
         self.max_frame_bytes = max_frame_bytes
-        self.stats = LinkStats()
+        self.stats = stats or LinkStats()
         self.clock = Clock()
         self.on_moved: OnMoved | None = None
         self._stream = stream

@@ -47,7 +47,7 @@ DIALLER = "connecting worker"
 LISTENER = "accepting worker"
 EITHER = "either"
 
-RejectCode = Literal["busy", "identity", "peer", "protocol"]
+RejectCode = Literal["busy", "identity", "peer", "protocol", "stale"]
 StateKind = Literal["checkpoint", "export"]
 LoadKind = Literal["checkpoint", "adapter", "tied"]
 
@@ -143,10 +143,14 @@ class _Greeting(Body):
 @dataclass(frozen=True, slots=True)
 class Hello(_Greeting):
     """Coordinator to worker, the first message of a connection: who I am, which worker I mean, the
-    largest frame either side may send from now on. Answered by WELCOME or REJECT."""
+    how manieth connection of the run to it this is, and the largest frame either side may send from
+    now on. Answered by WELCOME or REJECT. `epoch` grows with every connection of a coordinator's
+    `process` (a random number of it): one of an older epoch comes too late."""
 
     run_id: str
     worker_id: WorkerId
+    process: str
+    epoch: int
     max_frame_bytes: int
 
 

@@ -194,11 +194,9 @@ def stage_lines(
     for spec in stages:
         found = statistics.get(spec.index, StageStatistics())
         now, then = after.get(spec.owner, nothing), before.get(spec.owner, nothing)
-        # A link that was opened again counts from zero; a worker's links are counted once.
+        # A worker's links are counted once.
         bytes_in, bytes_out, wire_s, direct_bytes = (
-            nothing
-            if spec.owner in seen
-            else tuple(n - b if n >= b else n for n, b in zip(now, then, strict=True))
+            nothing if spec.owner in seen else tuple(n - b for n, b in zip(now, then, strict=True))
         )
         seen.add(spec.owner)
         lines.append(

@@ -102,7 +102,7 @@ def steps_of(output: Path) -> list[tuple]:
     return read_metrics(output) if (output / "metrics.jsonl").exists() else []
 
 
-HELLO = m.Hello(PROTOCOL_VERSION, "0", "stranger", 1, 1 << 20)
+HELLO = m.Hello(PROTOCOL_VERSION, "0", "stranger", 1, process="p", epoch=1, max_frame_bytes=1 << 20)
 
 
 @pytest.fixture

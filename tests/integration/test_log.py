@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_
 
 def refused(port: int, worker_id: str) -> bytes:
     """What a worker answers to a greeting that is not for it."""
-    hello = Message(m.Hello(PROTOCOL_VERSION, "0", "stranger", worker_id, 1 << 20))
+    hello = Message(m.Hello(PROTOCOL_VERSION, "0", "stranger", worker_id, "p", 1, 1 << 20))
     with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
         sock.settimeout(30)
         sock.sendall(b"".join(encode(hello)))

@@ -15,22 +15,24 @@ import torch
 from hetero_framework import control
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
 from hetero_framework.core import timeouts
+from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, WireTensor
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
+    DIALLER,
     Backward,
     Body,
+    Bye,
     Control,
     Forward,
     Loss,
     Message,
-    OtherVersion,
     PeerAddress,
     PeerHello,
     PeerResult,
-    Reject,
 )
+from hetero_framework.core.stream import Stream
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from tests.samples import boundary_message, free_ports
@@ -74,7 +76,7 @@ class Machine:
         self.refusals: list[str] = []
         self.answers_hello = True
         self.greeted = threading.Event()
-        self.open: list[Link] = []
+        self.open: list[Connection] = []
         self._listener = Listener("127.0.0.1", 0)
         self.port = self._listener.port
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
@@ -104,45 +106,46 @@ class Machine:
     def _accept(self) -> None:
         while True:
             try:
-                sock = self._listener.accept()
+                stream = self._listener.accept()
             except NetworkError:
                 return
-            self._start(sock, "somebody", HANDSHAKE_MAX_FRAME_BYTES)
+            self._start(stream, "somebody", HANDSHAKE_MAX_FRAME_BYTES, None)
 
-    def _start(self, sock: Any, name: str, max_frame_bytes: int) -> Link:
-        links: list[Link] = []
+    def _start(
+        self, stream: Stream, name: str, max_frame_bytes: int, role: str | None = DIALLER
+    ) -> Connection:
+        made = Connection(
+            stream, name, role, self._hear, self._gone, max_frame_bytes=max_frame_bytes
+        )
+        self.open.append(made)
+        made.start()
+        return made
 
-        def tell(message: Message | None) -> None:
-            self._hear(links[0], message)
+    def _gone(self, connection: Connection, reason: HeteroError | None) -> None:
+        if (worker := self.links.lost(connection)) is not None:
+            self.lost.put(worker)
 
-        link = Link(sock, name, tell, lambda reason: tell(None), max_frame_bytes=max_frame_bytes)
-        links.append(link)
-        self.open.append(link)
-        link.start()
-        return link
-
-    def _hear(self, link: Link, message: Message | None) -> None:
-        if self.links.answers(link, message):
-            return
-        if message is None:
-            if (worker := self.links.lost(link)) is not None:
-                self.lost.put(worker)
-        elif isinstance(message.body, (PeerHello, OtherVersion)):
-            self._greet(link, message)
-        elif isinstance(message.body, Control):
-            self.links.answer(link, message)
-        elif self.links.receive(link, message):
+    def _hear(self, connection: Connection, message: Message) -> None:
+        body = message.body
+        if isinstance(body, PeerHello):
+            self._greet(connection, body)
+        elif isinstance(body, Control):
+            self.links.answer(connection, message)
+        elif isinstance(body, Bye):
+            self.links.lost(connection)
+            connection.close(drain_s=0)
+        else:
             self.tensors.put(message)
 
-    def _greet(self, link: Link, hello: Message) -> None:
+    def _greet(self, connection: Connection, hello: PeerHello) -> None:
         self.greeted.set()
         if not self.answers_hello:
             return
         try:
-            self.links.accept(link, hello)
+            self.links.accept(connection, hello)
         except HeteroError as error:
             self.refusals.append(error.message)
-            link.send(Message(Reject("peer", error.message, error.hint)))
+            connection.refuse("peer", error.message, error.hint)
 
 
 @pytest.fixture
@@ -299,7 +302,7 @@ def test_new_link_takes_the_place_of_the_old_one(pair: tuple[Machine, Machine]) 
 def test_link_that_breaks_is_reported_at_both_ends(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     link_up(one, other)
-    one.open[0]._stream.stop()
+    one.open[0].link._stream.stop()
     assert one.lost.get(timeout=WAIT_S) == "box"
     assert other.lost.get(timeout=WAIT_S) == 1
     one.links.send("box", boundary())  # its loss has been reported
@@ -333,7 +336,7 @@ def test_message_out_of_order_is_refused(pair: tuple[Machine, Machine]) -> None:
     link_up(one, other)
     message = Message(Loss(INFO.step, INFO.attempt, 0, 0.5))
     with pytest.raises(ProtocolError, match="sent LOSS out of order: FLOWING"):
-        other.links.receive(other.open[0], message)
+        other.open[0].accept(message)
 
 
 def test_ping_measures_the_round_trip(pair: tuple[Machine, Machine]) -> None:
@@ -379,7 +382,7 @@ def test_welcome_that_comes_when_the_run_is_over_opens_no_link(
     one, other = pair
     greet = other.links.accept
 
-    def late(link: Link, hello: Message) -> None:
+    def late(link: Connection, hello: PeerHello) -> None:
         one.links.close()
         greet(link, hello)
 
@@ -494,7 +497,7 @@ def test_dialling_that_fails_in_any_way_is_answered(
     def start(*args: Any) -> Link:
         raise error
 
-    monkeypatch.setattr(one.links, "_start_link", start)
+    monkeypatch.setattr(one.links, "_begin", start)
     [entry] = one.dial(other.entry("box"))
     assert type(error).__name__ in entry.problem
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ from hetero_framework.core.messages import (
     Bye,
     Error,
     Hello,
+    Inputs,
     Log,
     Loss,
     Message,
@@ -39,6 +42,7 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.errors import HeteroError, PeerLostError
+from tests.framed import framed
 from tests.samples import free_ports
 
 WAIT_S = 10.0
@@ -52,6 +56,7 @@ class StandIn:
         self.index, self.is_first, self.is_last = spec.index, spec.is_first, spec.is_last
         self.input_requires_grad = self.differentiates = True
         self.weights = torch.zeros(8)
+        self.fingerprint: dict[str, str] = {}
         self.itself = self
 
     def begin(self, info: StepInfo) -> None: ...
@@ -113,8 +118,8 @@ class Served:
         self._thread.join(WAIT_S)
         return not self._thread.is_alive()
 
-    def dial(self, run_id: str = "run") -> Coordinator:
-        made = Coordinator(self, run_id)
+    def dial(self, run_id: str = "run", process: str = "p") -> Coordinator:
+        made = Coordinator(self, run_id, process)
         self._stack.callback(made.link.close, 0)
         return made
 
@@ -122,13 +127,15 @@ class Served:
 class Coordinator:
     """The other end of a worker's link, without a run behind it."""
 
-    def __init__(self, served: Served, run_id: str) -> None:
+    epochs = itertools.count(1)
+
+    def __init__(self, served: Served, run_id: str, process: str) -> None:
         self._config = served.config
         self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
         stream = connect("127.0.0.1", served.port, WAIT_S)
         self.link = Link(stream, "worker", self.inbox.put, self.inbox.put)
         self.link.start()
-        self.send(Hello(PROTOCOL_VERSION, "0", run_id, 1, 1 << 20))
+        self.send(Hello(PROTOCOL_VERSION, "0", run_id, 1, process, next(self.epochs), 1 << 20))
 
     def send(self, body: Body) -> None:
         self.link.send(Message(body))
@@ -222,11 +229,14 @@ def test_worker_without_keep_ends_when_nobody_takes_the_run_up_again(
     assert isinstance(served.error, PeerLostError)
 
 
-def test_coordinator_that_was_started_again_takes_its_worker_at_once(serve: Any) -> None:
+def test_coordinator_that_was_started_again_takes_its_worker_at_once(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has the id of the one that died, whose link may still stand for all the worker knows."""
     served = serve(keep=True)
     served.dial("run").set_up()
-    served.dial("run").set_up()
+    monkeypatch.setattr(Coordinator, "epochs", itertools.count(1))  # it begins to count anew
+    served.dial("run", "another").set_up()
     assert len(served.weights) == 2
     assert served.weights[0]() is None
 
@@ -296,3 +306,44 @@ def test_failure_to_take_a_message_in_is_told_as_it_is(
     error = coordinator.expect(Error)
     assert error.kind == "ResourceError"
     assert "memory ran out" in error.message
+
+
+def test_strangers_bytes_are_never_unpacked(serve: Any, monkeypatch: Any) -> None:
+    """A frame of 86 bytes made a worker fill any amount of memory."""
+    unpacked: list[Message] = []
+    monkeypatch.setattr(worker_module, "unpack", lambda message, device: unpacked.append(message))
+    served = serve()
+    stranger = served.dial()
+    other = connect("127.0.0.1", served.port, WAIT_S)
+    bomb = Message(Inputs(0, 0, 1, 0, (), {"a": (2**27,), "b": (2**27,)}))
+    other.write(deque([memoryview(framed(bomb))]))
+    assert other.read(memoryview(bytearray(1))) == 0
+    other.close()
+    stranger.expect(Welcome)
+    assert unpacked == []
+
+
+def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
+    served = serve()
+    streams = [connect("127.0.0.1", served.port, WAIT_S) for _ in range(16)]
+    wait_until(lambda: len(served._worker._strangers) == 16)
+    late = connect("127.0.0.1", served.port, WAIT_S)
+    assert late.read(memoryview(bytearray(1))) == 0
+    late.close()
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: not served._worker._strangers)
+    served.dial().expect(Welcome)
+
+
+def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:
+    served = serve()
+    first = served.dial().set_up()
+    stream = connect("127.0.0.1", served.port, WAIT_S)
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    link = Link(stream, "late", heard.put, heard.put)
+    link.start()
+    link.send(Message(Hello(PROTOCOL_VERSION, "0", "run", 1, "p", 0, 1 << 20)))
+    assert heard.get(timeout=WAIT_S).expect(Reject).code == "stale"
+    link.close(0)
+    assert not first.link.closed

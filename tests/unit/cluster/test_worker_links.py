@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,12 +91,6 @@ def connected(other: int, problem: str | None = None) -> Connected:
     return Connected((PeerResult(other, problem),))
 
 
-class _AnySession:
-    """A conversation in which every message is legal."""
-
-    def receive(self, message: Message) -> None: ...
-
-
 def test_no_memory_for_what_arrives_is_not_the_links_failure() -> None:
     """Raised in the reader thread it would close the link, and be taken for the network's fault."""
     made = links()
@@ -107,9 +100,6 @@ def test_no_memory_for_what_arrives_is_not_the_links_failure() -> None:
         raise error
 
     made._unpack = unpack
-    wire = SimpleNamespace(session=_AnySession())
-    receive = made._receiver(1, wire, queue.SimpleQueue())  # type: ignore[arg-type]
-    receive(Message(connected(2)))  # the answer to the greeting
-    receive(Message(connected(2)))
+    made._received(SimpleNamespace(peer=1), Message(connected(2)))  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match="stage 0, BACKWARD of micro-batch 3"):
         made.receive(0)

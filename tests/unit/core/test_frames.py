@@ -57,7 +57,7 @@ def examples() -> dict[str, Message]:
     policy = m.TaskOrder(-1e9, 1.0, 0.0, 1.0, 0.0, False)
     figures = m.StageFigures(0.5, 1.5, 2, 3, 1 << 30, 0.125, 0.0)
     made: list[tuple[m.Body, list[WireTensor]]] = [
-        (m.Hello(*versions, "r", 1, 1 << 30), []),
+        (m.Hello(*versions, "r", 1, "p", 1, 1 << 30), []),
         (m.Welcome(*versions, "2.13.0", "cuda:0", "GPU", 8 << 30, 7 << 30), []),
         (m.Reject("protocol", "no", "upgrade"), []),
         (m.Setup({"version": "1"}, (1,)), []),
@@ -502,7 +502,6 @@ def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
         (UP + "STEP GRADIENT_NORMS COMMIT", "COMMIT", WORKER),
         (UP + "STEP GRADIENT_NORMS COMMIT", "LOSS", COORDINATOR),
         (UP + "STEP", "LOAD_STATE", WORKER),
-        (UP, "CONNECT", WORKER),
         (UP, "STEP", COORDINATOR),  # a worker may not command
         (UP, "PEER_HELLO", WORKER),
         (UP + "BYE", "STEP", WORKER),

@@ -1,0 +1,204 @@
+"""`Connection`: one peer over one stream: its link, its session, who it is, what it answers.
+
+Built first, `start`ed after. A message is handed on only when it is known who sent it and that it
+is legal now, so nothing of a stranger is unpacked.
+
+What happens, in order, when a link breaks:
+
+1. The reader or writer thread of the link meets the error (`link.py`). The first reason stays; the
+   stream is stopped, so that both threads end. What was queued is given up, and its memory freed.
+2. `lost(connection, reason)` is called once, in the reader thread, after the last message. Whoever
+   waits in `ask` gets the reason. A frame that was being relayed from here becomes void behind it.
+3. Worker: its stages stay as they are; the attempt is not touched until the coordinator says so
+   (`cluster/worker.py`, `_from_coordinator`). Without a coordinator for `reconnect_timeout_s` they
+   are freed. A lost link between workers is told with PEER_LOST (`_tell_lost`).
+4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
+   between workers. Out of memory in a reader is raised as it is: it is no loss of the link.
+5. `Assembly.retrying` (`cluster/assembly.py`) mends it: `recover` dials again with the next epoch;
+   the worker refuses a HELLO of an older one. COMMIT is said again where it was not confirmed.
+6. The attempt is aborted everywhere (ABORT, ABORTED), so that nothing of it is on its way any more,
+   and the step is done again with the next attempt's number. Frames of the old one are dropped.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from hetero_framework.core import timeouts
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.link import Link
+from hetero_framework.core.messages import (
+    LISTENER,
+    WORKER,
+    Bye,
+    Control,
+    Error,
+    Hello,
+    Message,
+    OtherVersion,
+    PeerHello,
+    PeerWelcome,
+    Reject,
+    RejectCode,
+    Welcome,
+)
+from hetero_framework.core.session import Phase, Session
+from hetero_framework.core.stream import Stream
+from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
+
+_ANSWERS = (Welcome, PeerWelcome, Reject, Error, Bye)
+_SLICE_S = 0.1
+_ROLES = {Hello.spec.number: WORKER, PeerHello.spec.number: LISTENER}
+
+
+class Connection:
+    """A conversation with one peer, which owns `stream` from now on.
+
+    `received(connection, message)` is called in the reader thread for every message that is legal
+    and that nobody waits for in `ask`; what it raises ends the connection and is told to the peer.
+    `lost(connection, reason)` is called once, as the last thing; None after `close`.
+    `carrier(connection, message)` may name the link that carries a frame on (`Link.route`).
+    `role` is this side's; None on the accepting side, where the peer's greeting decides it.
+    `options` are those of `Link`.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        name: str,
+        role: str | None,
+        received: Callable[[Connection, Message], None],
+        lost: Callable[[Connection, HeteroError | None], None],
+        *,
+        carrier: Callable[[Connection, Message], Link | None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.peer: WorkerId | None = None
+        """Who the other end is, once it has been accepted."""
+        self.fault: ProtocolError | None = None
+        """What the accepted peer did wrong: a bug, which a new link would not mend."""
+        self._session = None if role is None else Session(role)
+        self._received = received
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._asking: queue.SimpleQueue[Message | HeteroError] | None = None
+        self.link = Link(
+            stream,
+            name,
+            self._on_message,
+            self._on_close,
+            route=None if carrier is None else lambda message: carrier(self, message),
+            **options,
+        )
+
+    def start(self) -> None:
+        """Begin to read and write. Raises NetworkError when there is no thread to be had."""
+        self.link.start()
+
+    @property
+    def name(self) -> str:
+        return self.link.name
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.OPEN if self._session is None else self._session.phase
+
+    @property
+    def closed(self) -> bool:
+        return self.link.closed
+
+    def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Queue a message that is legal now. Raises PeerLostError when the link is gone, and
+        ProtocolError for a frame that is too large and for a message out of order (our own bug)."""
+        assert self._session is not None
+        self._session.send(message)
+        try:
+            self.link.send(message, done)
+        except HeteroError as error:
+            if not self.link.closed:
+                raise  # a frame that is too large
+            raise PeerLostError(error.message, hint=error.hint) from error
+
+    def accept(self, message: Message) -> None:
+        """Record that the peer may send this now; ProtocolError otherwise."""
+        assert self._session is not None
+        self._session.receive(message)
+
+    def ask(
+        self, message: Message, timeout_s: float, stop: threading.Event | None = None
+    ) -> Message | None:
+        """Send a greeting or a CONTROL request and wait for the answer, which the caller releases;
+        None when there is none in time, or `stop` is set. Raises the reason when the link ends."""
+        answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
+        with self._lock:
+            self._asking = answers
+        try:
+            self.send(message)
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline and not (stop is not None and stop.is_set()):
+                with suppress(queue.Empty):
+                    answer = answers.get(timeout=_SLICE_S)
+                    if isinstance(answer, HeteroError):
+                        raise answer
+                    return answer
+            return None
+        finally:
+            with self._lock:
+                self._asking = None
+
+    def refuse(self, code: RejectCode, message: str, hint: str | None = None) -> None:
+        """Say why this peer is not wanted, and close; does not wait for that."""
+        with suppress(HeteroError):
+            self.link.send(Message(Reject(code, message, hint)))
+        threading.Thread(target=self.link.close, name="refuse", daemon=True).start()
+
+    def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
+        self.link.close(drain_s)
+
+    # -- reader thread --------------------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        body = message.body
+        if self._session is None:
+            role = _ROLES.get(body.spec.number)
+            if role is None:
+                raise ProtocolError(f"{message.name} came before a greeting")
+            self._session = Session(role)
+        try:
+            self._session.receive(message)
+            if not self._is_answer(message):
+                self._received(self, message)
+        except ProtocolError as error:
+            if isinstance(body, OtherVersion):
+                self.refuse("protocol", error.message, error.hint)
+                return
+            if self.peer is not None:  # a stranger learns nothing
+                self.fault = error
+                with suppress(HeteroError):
+                    self.link.send(Message(Error("ProtocolError", error.message, error.hint)))
+            raise
+
+    def _is_answer(self, message: Message) -> bool:
+        """Whether somebody waits for this."""
+        body = message.body
+        if not isinstance(body, _ANSWERS) and not (
+            isinstance(body, Control) and body.answers is not None
+        ):
+            return False
+        with self._lock:
+            asking, self._asking = self._asking, None
+        if asking is not None:
+            asking.put(message)
+        return asking is not None
+
+    def _on_close(self, reason: HeteroError | None) -> None:
+        with self._lock:
+            asking, self._asking = self._asking, None
+        if asking is not None:
+            asking.put(reason or PeerLostError(f"{self.name}: the link was closed here"))
+        self._lost(self, reason)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from hetero_framework.core import messages as m
+from hetero_framework.core.connection import Connection
+from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.link import LinkStats
+from hetero_framework.core.messages import COORDINATOR, Body, Message
+from hetero_framework.core.session import Phase
+from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
+from tests.framed import framed
+from tests.unit.core.test_stream import over_tcp
+
+WAIT_S = 10.0
+VERSIONS = (PROTOCOL_VERSION, "0")
+HELLO = m.Hello(*VERSIONS, "run", 1, "p", 1, 1 << 20)
+WELCOME = m.Welcome(*VERSIONS, "2", "cpu", "cpu", 1, 1)
+INPUTS = m.Inputs(0, 0, 1, 0, (), {"a": (1,)})
+
+
+class Side:
+    """A connection with all that it was told."""
+
+    def __init__(self, stack: ExitStack, stream: Any, role: str | None, **options: Any) -> None:
+        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[HeteroError | None] = queue.SimpleQueue()
+        self.answer: Callable[[Message], None] = lambda message: None
+        self.connection = Connection(
+            stream, "peer", role, self._hear, lambda _, reason: self.ends.put(reason), **options
+        )
+        stack.callback(self.connection.close, 0)
+        self.connection.start()
+
+    def _hear(self, connection: Connection, message: Message) -> None:
+        self.heard.put(message)
+        self.answer(message)
+
+    def send(self, body: Body) -> None:
+        self.connection.send(Message(body))
+
+    def end(self) -> HeteroError | None:
+        return self.ends.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    """The one who dials, a coordinator, and the one who was dialled."""
+    threads = set(threading.enumerate())
+    with ExitStack() as stack:
+        near, far = over_tcp()
+        yield Side(stack, near, COORDINATOR), Side(stack, far, None)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(WAIT_S)
+
+
+def test_ask_gets_the_answer_and_nobody_else_does(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    far.answer = lambda message: far.send(WELCOME)
+    answer = near.connection.ask(Message(HELLO), WAIT_S)
+    assert answer is not None
+    assert answer.body == WELCOME
+    assert near.connection.phase is far.connection.phase is Phase.WELCOMED
+    assert near.heard.empty()
+
+
+def test_ask_without_an_answer_ends_in_time(sides: tuple[Side, Side]) -> None:
+    assert sides[0].connection.ask(Message(HELLO), 0.05) is None
+
+
+def test_ask_raises_why_the_link_ended(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    far.answer = lambda message: far.connection.close(drain_s=0)
+    with pytest.raises(PeerLostError):
+        near.connection.ask(Message(HELLO), WAIT_S)
+
+
+@pytest.mark.parametrize("body", [INPUTS, WELCOME, m.Bye("x"), m.Control("x")])
+def test_message_of_a_stranger_reaches_nobody(body: Body, sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    near.connection.link.send(Message(body))
+    assert "came before a greeting" in str(far.end())
+    assert far.heard.empty()
+
+
+def test_second_greeting_reaches_nobody(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    near.send(HELLO)
+    near.connection.link.send(Message(HELLO))
+    reason = far.end()
+    assert isinstance(reason, ProtocolError)
+    assert "out of order" in str(reason)
+    assert far.heard.get(timeout=WAIT_S).body == HELLO
+    assert far.heard.empty()
+
+
+def test_peer_that_was_accepted_hears_what_it_did_wrong(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    far.connection.peer = COORDINATOR
+    near.send(HELLO)
+    far.heard.get(timeout=WAIT_S)
+    near.connection.link.send(Message(INPUTS))
+    error = near.heard.get(timeout=WAIT_S).expect(m.Error)
+    assert (error.kind, "INPUTS out of order" in error.message) == ("ProtocolError", True)
+
+
+def test_other_version_is_refused_with_both_numbers(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    other = m.Hello(99, "9.9", "run", 1, "p", 1, 1 << 20)
+    answer = near.connection.ask(Message(other), WAIT_S)
+    assert answer is not None
+    refusal = answer.expect(m.Reject)
+    assert refusal.code == "protocol"
+    assert "version 99" in refusal.message
+    assert far.heard.empty()
+
+
+def test_send_out_of_order_is_our_own_bug(sides: tuple[Side, Side]) -> None:
+    with pytest.raises(ProtocolError, match="we tried to send START out of order"):
+        sides[0].send(m.Start(()))
+
+
+def test_send_over_a_link_that_is_gone_is_a_lost_peer(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    far.connection.close(drain_s=0)
+    near.end()
+    with pytest.raises(PeerLostError):
+        near.send(HELLO)
+
+
+def test_counters_go_on_over_a_new_link() -> None:
+    stats = LinkStats()
+    size = len(framed(Message(HELLO)))
+    for round_number in (1, 2):
+        with ExitStack() as stack:
+            near, far = over_tcp()
+            one, other = Side(stack, near, COORDINATOR, stats=stats), Side(stack, far, None)
+            one.send(HELLO)
+            other.heard.get(timeout=WAIT_S)
+            assert stats.bytes_out == round_number * size
