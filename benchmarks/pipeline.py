@@ -205,13 +205,14 @@ def coordinate(connection: Connection, load: Load, counters: Counters, verbose: 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     while True:
         raw, steps, leak_bytes = connection.recv()
+        config = Config.from_dict(raw)
         with Cluster(
-            Config.from_dict(raw),
+            config,
             max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
             build=load.build,
         ) as cluster:
-            cluster.connect()
-            cluster.load()
+            cluster.start()
+            cluster.assemble(config)
             samples = measure(cluster, load, counters, steps, leak_bytes)
         connection.send(samples)
 
@@ -274,7 +275,7 @@ def run_step(
 
     stages = cluster.retrying(gradients)
     cluster.pipeline.commit(0.0, 1.0, cluster.recover)
-    cluster.observe(len(batches), stages)
+    cluster.assembly.observe(len(batches), stages)
     return stages
 
 

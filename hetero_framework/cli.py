@@ -259,20 +259,23 @@ def _add_worker(commands: Any) -> None:
     _add_import(parser)
     parser.add_argument("--base-dir", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--run-id", help=argparse.SUPPRESS)
 
 
 def _run_worker(arguments: argparse.Namespace) -> int:
-    if arguments.supervised:
-        from hetero_framework.cluster.local_workers import watch_parent
-
-        watch_parent()
     config = _load(arguments)
     from hetero_framework.cluster.roles import decide_role
 
     role = decide_role(config, role="worker", worker_id=arguments.worker_id)
     _import_files(arguments)
-    logs = config.output_dir / "logs" if arguments.supervised else None
-    return _serve(config, role.worker_ids, keep=arguments.keep, debug=arguments.debug, logs=logs)
+    return _serve(
+        config,
+        role.worker_ids,
+        keep=arguments.keep,
+        debug=arguments.debug,
+        supervised=arguments.supervised,
+        run_id=arguments.run_id,
+    )
 
 
 def _serve(
@@ -281,7 +284,8 @@ def _serve(
     *,
     keep: bool = False,
     debug: bool,
-    logs: Path | None = None,
+    supervised: bool = False,
+    run_id: str | None = None,
 ) -> int:
     if len(worker_ids) > 1:
         from hetero_framework.cluster.local_workers import run_workers
@@ -294,7 +298,14 @@ def _serve(
     from hetero_framework.cluster.worker import serve
     from hetero_framework.engine.loading import load_stages
 
-    serve(config, worker_ids[0], build=load_stages, keep=keep, logs=logs)
+    logs = None
+    if supervised:
+        from hetero_framework.cluster.local_workers import watch_parent
+
+        # After the imports: on Windows they would wait for a thread that reads standard input.
+        watch_parent()
+        logs = config.output_dir / "logs"
+    serve(config, worker_ids[0], build=load_stages, keep=keep, logs=logs, run_id=run_id)
     return 0
 
 

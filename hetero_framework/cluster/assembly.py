@@ -1,6 +1,8 @@
 """All processes of a run as one: starts local workers, connects, has every stage loaded, recovers.
 
-`Cluster` owns the processes and links. What it gives to the training loop is a `Pipeline`.
+`Cluster` owns the processes and their links. What follows from the plan and from who takes part is
+an `Assembly`: it is built once all stages are loaded, never changed, and replaced when the plan or
+a worker changes. What happens to a worker, and what is to be done then, is membership.py's table.
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,7 @@ import torch
 
 from hetero_framework import control
 from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.cluster.membership import Action, Event, Membership
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
@@ -28,7 +30,7 @@ from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.messages import Bye, Error, Message, Ready, Setup, Start
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
-from hetero_framework.engine.hosts import DirectLost, LinkLost, StepResults, WorkerId
+from hetero_framework.engine.hosts import DirectLost, LinkLost, StepResults, WorkerId, WorkerLeaving
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost, RemoteInbox
@@ -54,7 +56,6 @@ from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner
 
 _log = logging.getLogger(__name__)
-_MAX_RECOVERIES = 5
 _LOAD_POLL_S = 0.5
 _IN_ORDER_S = 10.0
 _AT_ONCE_S = 2.0
@@ -95,8 +96,142 @@ class MachineFacts:
     memory_free: int
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What the processes have loaded: this one's stages, the trained parameters of each stage, and
+    the fingerprint of the weights that all of them were read from, under any cut."""
+
+    local: Sequence[StageInterface]
+    trainable: Trainable
+    fingerprint: str
+
+
+class Assembly:
+    """What follows from a plan and from the workers that have loaded it: who talks to whom, what
+    is trained where, and how steps are run. Its parts do not change; what runs on them does."""
+
+    def __init__(
+        self,
+        config: Config,
+        links: WorkerLinks,
+        loaded: Loaded,
+        device: Device,
+        meter: ArrivalMeter,
+        memory_limits: tuple[int, ...] | None,
+    ) -> None:
+        """`memory_limits` is how many forwards each stage has memory for."""
+        specs = config.stages()
+        self.trainable, self.fingerprint = loaded.trainable, loaded.fingerprint
+        self._boundaries = Boundaries(config)
+        self._links = links
+        self._tuner = Tuner(
+            config.stages(),
+            max_in_flight=config.training.max_in_flight,
+            memory_limits=memory_limits,
+            # Steps need not wait for it; the next ones take what has been found by then.
+            run=lambda job: threading.Thread(target=job, name="tune", daemon=True).start(),
+        )
+        results = StepResults()
+        host = StageHost(loaded.local, config, device, meter, _Outlet(results, links))
+        self.remotes = {
+            worker: RemoteHost(
+                worker,
+                [spec.index for spec in specs if spec.owner == worker],
+                links,
+                results,
+                host.data,
+                holds_head=specs[-1].owner == worker,
+            )
+            for worker in links.workers
+        }
+        links.route(specs)
+        self.pipeline = Pipeline(
+            specs,
+            [host, *self.remotes.values()],
+            RemoteInbox(links, self.remotes),
+            results,
+            objective=objective_of(config.training),
+            step_timeout_s=config.training.step_timeout_s,
+        )
+
+    @property
+    def direct(self) -> frozenset[int]:
+        """Boundaries (numbers of the stage before each) with a link from worker to worker."""
+        return self._boundaries.direct(self._links.direct)
+
+    def begin(self, info: StepInfo) -> None:
+        """Announce a step to every stage, to be run as well as is known by now."""
+        direct = self.direct
+        choice = self._tuner.choice(info.micro_batches, direct)
+        self.pipeline.begin(
+            info, StepSchedule(choice.in_flight_limits, choice.policy, direct), choice.max_in_flight
+        )
+
+    def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> None:
+        """Learn from a step's times how to run the next ones."""
+        seconds = {
+            index: StageSeconds(
+                found.forward_s / micro_batches,
+                found.backward_s / micro_batches,
+                found.arrive_forward_s,
+                found.arrive_backward_s,
+            )
+            for index, found in statistics.items()
+        }
+        direct, latency_s = self.direct, {}
+        for before, after in self._boundaries.all:
+            if before.index in direct:
+                pair = frozenset((before.owner, after.owner))
+                round_trip_s = self.pipeline.round_trips.get(pair, 0.0)
+            else:
+                round_trip_s = sum(
+                    self._links.clock(owner).round_trip_s or 0.0
+                    for owner in {before.owner, after.owner} - {"local"}
+                )
+            latency_s[before.index] = round_trip_s / 2
+        self._tuner.observe(seconds, latency_s)
+
+    def profile(self) -> Profile:
+        """What the steps have shown of stages and boundaries."""
+        return self._tuner.profile(self.direct)
+
+
+class Boundaries:
+    """Where the stages of a plan meet, and which of these a link between workers may serve."""
+
+    def __init__(self, config: Config) -> None:
+        self.all = list(pairwise(config.stages()))
+        self._modes = {
+            s.index: config.shard_plan[s.index].links or config.links for s in config.stages()
+        }
+
+    def mode(self, after: StageSpec) -> str:
+        """ "auto", "direct" or "relay", of the boundary in front of a stage."""
+        return self._modes[after.index]
+
+    @property
+    def between_workers(self) -> list[tuple[StageSpec, StageSpec]]:
+        """Those that a direct link may serve."""
+        return [
+            (before, after)
+            for before, after in self.all
+            if "local" not in (before.owner, after.owner)
+            and before.owner != after.owner
+            and self.mode(after) != "relay"
+        ]
+
+    def direct(self, links: Collection[frozenset[WorkerId]]) -> frozenset[int]:
+        """Numbers of the stages before the boundaries that one of these links serves."""
+        return frozenset(
+            before.index
+            for before, after in self.between_workers
+            if frozenset((before.owner, after.owner)) in links
+        )
+
+
 class Cluster:
-    """The processes of one run; a context manager that leaves none behind."""
+    """The processes of one run and what they make together now; a context manager that leaves
+    none behind. `start` and then `assemble` come before all else."""
 
     def __init__(
         self,
@@ -115,9 +250,10 @@ class Cluster:
         self._build = build
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
-        self.device.use()
         torch.set_num_threads(threads_for(config, "local"))
-        self._local = workers or LocalWorkers(config, local_worker_ids(config), debug=debug)
+        self._local = workers or LocalWorkers(
+            config, local_worker_ids(config), debug=debug, run_id=self.run_id
+        )
         self._meter = ArrivalMeter(Recorder(config.training.timeline_steps))
         self._peers = WorkerLinks(
             config,
@@ -128,15 +264,10 @@ class Cluster:
             unpack=lambda message: unpack(message, self.device),
             watch=self._meter.watch,
         )
-        self._recoveries: Counter[WorkerId] = Counter()
+        self._members = Membership(self._peers.workers)
         self._attempt = 0
+        self._current: Assembly | None = None
         self._requests = 0
-        self._remotes: dict[WorkerId, RemoteHost] = {}
-        self._tuner: Tuner
-        self.pipeline: Pipeline
-        self.trainable: Trainable
-        # Of the weights that all stages were read from, under any cut.
-        self.fingerprint: str
 
     def __enter__(self) -> Cluster:
         return self
@@ -154,24 +285,27 @@ class Cluster:
             goodbye = _failure(error)
         at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
         try:
-            if hasattr(self, "pipeline"):
-                self.pipeline.close()
+            if self._current is not None:
+                self._current.pipeline.close()
             self._peers.close(goodbye, _AT_ONCE_S if at_once else _IN_ORDER_S)
         finally:
             self._local.stop(_AT_ONCE_S if at_once else _IN_ORDER_S)
 
     # -- start ----------------------------------------------------------------------------------
 
-    def connect(self) -> dict[str | int, MachineFacts]:
+    def start(self) -> dict[str | int, MachineFacts]:
         """Start this machine's workers and reach all of them; what each process runs on."""
         self._local.start()
         self._local.report()
+        for worker in self.workers:
+            self._members.on(worker, Event.DIAL)
         welcomes = self._peers.connect_all()
         memory = self.device.memory()
         facts: dict[str | int, MachineFacts] = {
             "local": MachineFacts(self.device.name, self.device.label, memory.total, memory.free)
         }
         for worker, said in welcomes.items():
+            self._members.on(worker, Event.FRESH)
             facts[worker] = MachineFacts(
                 said.device, said.device_label, said.memory_total, said.memory_free
             )
@@ -187,79 +321,60 @@ class Cluster:
             _log.info("", extra=connected)
         return facts
 
-    def load(
-        self, config: Config | None = None, memory_limits: tuple[int, ...] | None = None
-    ) -> None:
-        """Have every process load its stages, all at once, and build the pipeline.
+    def assemble(self, config: Config, memory_limits: tuple[int, ...] | None = None) -> Assembly:
+        """Have every process load its stages of `config`, all at once.
 
-        `config` replaces the one of the start where facts of the machines decided something in it;
-        `memory_limits` is how many forwards each stage has memory for.
+        `memory_limits` is how many forwards each stage has memory for. A link that breaks
+        meanwhile is opened again: nothing is lost yet. Raises PeerLostError for a worker that is
+        gone or takes longer than `load_timeout_s`.
         """
-        if config is not None:
-            self._config = config
-        self._tuner = Tuner(
-            self._config.stages(),
-            max_in_flight=self._config.training.max_in_flight,
-            memory_limits=memory_limits,
-            # Steps need not wait for it; the next ones take what has been found by then.
-            run=lambda job: threading.Thread(target=job, name="tune", daemon=True).start(),
-        )
-        try:
-            self._load()
-        except LinkLost as lost:
-            raise PeerLostError(
-                f"worker {lost.worker} went away while it loaded: {self.why(lost)}",
-                hint="look at its screen or log, then start again",
-            ) from lost
-        self.retrying(self.pipeline.share_tied_weight)
-
-    def _load(self) -> None:
-        config, specs = self._config, self._config.stages()
-        for worker in self._peers.workers:
-            self._peers.send(worker, self._setup_message(worker, specs))
-        expected = _in_background(self._expected_weights)
+        self._config = config
+        for worker in self.workers:
+            self._guard(worker, Event.PLANNED)
+        specs, expected = config.stages(), _in_background(self._expected_weights)
         local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
-        ready_messages = self._ready_messages()
-        loaded = [("the coordinator", stage.fingerprint) for stage in local]
-        for worker, ready in ready_messages.items():
-            loaded += [(f"worker {worker}", stage.fingerprint) for stage in ready.stages]
-        check_same_model(loaded, expected.result())
-        self.fingerprint = summary(fingerprint for _, fingerprint in loaded)
         trainable = {stage.index: stage.trainable() for stage in local}
-        for ready in ready_messages.values():
-            for entry in ready.stages:
-                trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
-        self.trainable = [trainable[spec.index] for spec in specs]
-        self._connect_workers(specs)
-        needs = gradient_needs(self.trainable)
+        ready: dict[WorkerId, Ready] = {}
+        started: set[WorkerId] = set()
+        deadline = time.monotonic() + config.training.load_timeout_s
+        while True:
+            try:
+                self._await_ready(ready, deadline)
+                loaded = [("the coordinator", stage.fingerprint) for stage in local]
+                for worker, message in ready.items():
+                    for entry in message.stages:
+                        loaded.append((f"worker {worker}", entry.fingerprint))
+                        trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
+                check_same_model(loaded, expected.result())
+                needs = gradient_needs([trainable[spec.index] for spec in specs])
+                self._connect_workers()
+                for worker in [w for w in self.workers if w not in started]:
+                    own = (spec.index for spec in specs if spec.owner == worker)
+                    self._peers.send(worker, Message(Start(tuple(k for k in own if needs[k]))))
+                    started.add(worker)
+                break
+            except LinkLost as lost:
+                ready.pop(lost.worker, None)
+                started.discard(lost.worker)
+                self.recover(lost)
         for stage in local:
             stage.input_requires_grad = needs[stage.index]
-        for worker in self._peers.workers:
-            own = (spec.index for spec in specs if spec.owner == worker)
-            self._peers.send(worker, Message(Start(tuple(k for k in own if needs[k]))))
-        results = StepResults()
-        outlet = _Outlet(results, self._peers)
-        host = StageHost(local, config, self.device, self._meter, outlet)
-        self._remotes = {
-            worker: RemoteHost(
-                worker,
-                [spec.index for spec in specs if spec.owner == worker],
-                self._peers,
-                results,
-                host.data,
-                holds_head=specs[-1].owner == worker,
-            )
-            for worker in self._peers.workers
-        }
-        self._peers.route(specs)
-        self.pipeline = Pipeline(
-            specs,
-            [host, *self._remotes.values()],
-            RemoteInbox(self._peers, self._remotes),
-            results,
-            objective=objective_of(config.training),
-            step_timeout_s=config.training.step_timeout_s,
+        for worker in self.workers:
+            self._members.on(worker, Event.LOADED)
+        self._current = Assembly(
+            config,
+            self._peers,
+            Loaded(
+                local,
+                [trainable[spec.index] for spec in specs],
+                summary(fingerprint for _, fingerprint in loaded),
+            ),
+            self.device,
+            self._meter,
+            memory_limits,
         )
+        self.retrying(self.pipeline.share_tied_weight)
+        return self._current
 
     def _expected_weights(self) -> Fingerprint | None:
         """Of all weights, from this machine's files; None where it has not all of them."""
@@ -269,78 +384,72 @@ class Cluster:
         source = resolve_model_path(model.name_or_path, self._config.base_dir)
         return whole_fingerprint(source, model.revision)
 
-    def _connect_workers(self, specs: Sequence[StageSpec]) -> None:
+    def _await_ready(self, ready: dict[WorkerId, Ready], deadline: float) -> None:
+        """Gather READY of every worker. Heartbeats show that one lives, not that it gets on."""
+        told = time.monotonic()
+        while waiting := [str(worker) for worker in self.workers if worker not in ready]:
+            event = self._peers.receive(_LOAD_POLL_S)
+            now = time.monotonic()
+            if event is not None and event.message is not None:
+                if isinstance(event.message.body, Ready):
+                    ready[event.worker] = event.message.body
+            elif now > deadline:
+                raise PeerLostError(
+                    f"worker {', '.join(waiting)} has not loaded its stages in "
+                    f"{self._config.training.load_timeout_s:.0f} s",
+                    hint="look at its screen or log: a download may hang; "
+                    "training.load_timeout_s sets this limit",
+                )
+            elif now - told > 60:
+                told = now
+                _log.info("still loading: worker %s", ", ".join(waiting))
+
+    def _connect_workers(self) -> None:
         """Open the links between workers that the plan has use for.
 
         Raises NetworkError where the configuration insists on one that cannot be had.
         """
-        pairs = [
-            (before.owner, after.owner)
-            for before, after in pairwise(specs)
-            if self._may_be_direct(before, after)
-        ]
+        boundaries = Boundaries(self._config)
+        pairs = [(before.owner, after.owner) for before, after in boundaries.between_workers]
         problems = self._peers.connect_workers(pairs, _PEER_S) if pairs else {}
         for one, other in {pair for pair in pairs if frozenset(pair) in self._peers.direct}:
             _log.info("", extra=event("direct link opened", workers=f"{one}, {other}"))
-        told = set()
-        for before, after in pairwise(specs):
-            pair = frozenset((before.owner, after.owner))
-            if not self._may_be_direct(before, after) or pair not in problems:
+        for before, after in boundaries.between_workers:
+            # Once for each pair.
+            problem = problems.pop(frozenset((before.owner, after.owner)), None)
+            if problem is None:
                 continue
-            if self._links(after) == "direct":
+            if boundaries.mode(after) == "direct":
                 raise NetworkError(
-                    f"no direct link between {before.layers} and {after.layers}: {problems[pair]}",
+                    f"no direct link between {before.layers} and {after.layers}: {problem}",
                     hint='open the port in the firewall, or set links to "auto" or "relay"',
                 )
-            if pair not in told:
-                told.add(pair)
-                _log.warning(
-                    "%s; their tensors go through the coordinator",
-                    problems[pair],
-                    extra=event(
-                        "no direct link", "relay", workers=", ".join(sorted(map(str, pair)))
-                    ),
-                )
+            _log.warning(
+                "%s; their tensors go through the coordinator",
+                problem,
+                extra=event("no direct link", "relay", workers=f"{before.owner}, {after.owner}"),
+            )
 
-    def _links(self, after: StageSpec) -> str:
-        """The mode of the boundary in front of a stage."""
-        return self._config.shard_plan[after.index].links or self._config.links
-
-    def _may_be_direct(self, before: StageSpec, after: StageSpec) -> bool:
-        between_workers = "local" not in (before.owner, after.owner)
-        return between_workers and before.owner != after.owner and self._links(after) != "relay"
-
-    @property
-    def direct(self) -> frozenset[int]:
-        """Boundaries (numbers of the stage before each) with a link from worker to worker."""
-        specs, connected = self._config.stages(), self._peers.direct
-        return frozenset(
-            before.index
-            for before, after in pairwise(specs)
-            if self._may_be_direct(before, after)
-            and frozenset((before.owner, after.owner)) in connected
-        )
-
-    def _setup_message(self, worker: WorkerId, specs: Sequence[StageSpec]) -> Message:
-        own = tuple(spec.index for spec in specs if spec.owner == worker)
-        return Message(Setup(self._config.to_dict(), own))
-
-    def _ready_messages(self) -> dict[WorkerId, Ready]:
-        """READY of every worker. Loading may take long; heartbeats show that a worker lives."""
-        ready: dict[WorkerId, Ready] = {}
-        told = time.monotonic()
-        while len(ready) < len(self._peers.workers):
-            event = self._peers.receive(_LOAD_POLL_S)
-            if event is not None and event.message is not None:
-                if isinstance(event.message.body, Ready):
-                    ready[event.worker] = event.message.body
-            elif time.monotonic() - told > 60:
-                told = time.monotonic()
-                absent = [str(w) for w in self._peers.workers if w not in ready]
-                _log.info("still loading: worker %s", ", ".join(absent))
-        return ready
+    def _setup_message(self, worker: WorkerId) -> Message:
+        own = (spec.index for spec in self._config.stages() if spec.owner == worker)
+        return Message(Setup(self._config.to_dict(), tuple(own)))
 
     # -- steps ----------------------------------------------------------------------------------
+
+    @property
+    def assembly(self) -> Assembly:
+        """The present one."""
+        assert self._current is not None, "assemble comes first"
+        return self._current
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.assembly.pipeline
+
+    @property
+    def workers(self) -> list[WorkerId]:
+        """Ids of the workers that take part."""
+        return self._peers.workers
 
     def begin(
         self, step: int, micro_batches: int, *, train: bool, num_items: int, loss_scale: float = 1.0
@@ -350,52 +459,12 @@ class Cluster:
         _log.debug("step %d, attempt %d: %d micro-batches", step + 1, self._attempt, micro_batches)
         self._peers.dial_again(_PEER_S)
         info = StepInfo(step, self._attempt, train, micro_batches, num_items, loss_scale)
-        direct = self.direct
-        choice = self._tuner.choice(micro_batches, direct)
-        self.pipeline.begin(
-            info, StepSchedule(choice.in_flight_limits, choice.policy, direct), choice.max_in_flight
-        )
-
-    def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> None:
-        """Learn from a step's times how to run the next ones."""
-        seconds = {
-            index: StageSeconds(
-                found.forward_s / micro_batches,
-                found.backward_s / micro_batches,
-                found.arrive_forward_s,
-                found.arrive_backward_s,
-            )
-            for index, found in statistics.items()
-        }
-        specs, direct = self._config.stages(), self.direct
-        latency_s = {}
-        for before, after in pairwise(specs):
-            if before.index in direct:
-                pair = frozenset((before.owner, after.owner))
-                round_trip_s = self.pipeline.round_trips.get(pair, 0.0)
-            else:
-                round_trip_s = sum(
-                    self._peers.clock(owner).round_trip_s or 0.0
-                    for owner in {before.owner, after.owner} - {"local"}
-                )
-            latency_s[before.index] = round_trip_s / 2
-        self._tuner.observe(seconds, latency_s)
-
-    def profile(self) -> Profile:
-        """What the steps have shown of stages and boundaries."""
-        return self._tuner.profile(self.direct)
+        self.assembly.begin(info)
 
     def clock_offsets(self) -> dict[WorkerId, float]:
         """Each worker's time.perf_counter() minus ours, seconds; without those not known yet."""
         offsets = {worker: self._peers.clock(worker).offset_s for worker in self.workers}
         return {worker: offset for worker, offset in offsets.items() if offset is not None}
-
-    # -- recovery -------------------------------------------------------------------------------
-
-    @property
-    def workers(self) -> list[WorkerId]:
-        """Ids of the workers that take part."""
-        return self._peers.workers
 
     def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
         """Between steps: what the handler for `name` in a worker says to `data`.
@@ -416,7 +485,7 @@ class Cluster:
 
     def ask(self, worker: WorkerId, question: Message) -> Message:
         """A worker's answer to a CONTROL request, which the caller releases."""
-        host = self._remotes[worker]
+        host = self.assembly.remotes[worker]
         return self.pipeline.until(lambda: host.answer(question), f"an answer of worker {worker}")
 
     def traffic(self) -> dict[WorkerId, tuple[int, int, float, int]]:
@@ -428,13 +497,17 @@ class Cluster:
             for worker, counts in self._peers.traffic().items()
         }
 
+    # -- recovery -------------------------------------------------------------------------------
+
     def retrying(self, action: Callable[[], T]) -> T:
         """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. For a
         link between workers nobody waits: what it carried goes through the coordinator until they
         have opened another one.
 
-        Nothing in `action` may have changed a weight before the break. Raises PeerLostError when
-        the worker or its state is gone.
+        What `action` did before the break must do no harm when it is done again: gradients and
+        activations of the attempt are forgotten, and what was loaded is loaded over; weights and
+        optimizer must not have stepped. Raises PeerLostError when a worker or its state is gone,
+        and WorkerLeaving, with the attempt forgotten, when one is about to end.
         """
         broken = False
         while True:
@@ -447,6 +520,10 @@ class Cluster:
             except LinkLost as lost:
                 broken = True
                 self.recover(lost)
+            except WorkerLeaving as leaving:
+                leaving.hint = self._advice(leaving.worker)
+                self._guard(leaving.worker, Event.LEAVING, leaving.message)
+                raise
             except DirectLost as lost:
                 broken = True
                 self._peers.drop_direct(lost.pair)
@@ -460,35 +537,74 @@ class Cluster:
                     extra=event("direct link lost", "relay", workers=f"{one}, {other}"),
                 )
             else:
-                self._recoveries.clear()
+                self._members.settled()
                 return result
 
     def recover(self, lost: LinkLost) -> None:
-        """Open the link to a lost worker again; it has its stages still. Raises PeerLostError."""
-        self._recoveries[lost.worker] += 1
-        times = self._recoveries[lost.worker]
-        if times > _MAX_RECOVERIES:
-            raise PeerLostError(
-                f"the link to worker {lost.worker} broke {times} times in one step: {lost.reason}",
-                hint="check the network",
-            ) from lost
-        ended = self._exit_text(lost.worker)
-        if ended is not None:
-            raise PeerLostError(f"worker {lost.worker} is gone: {ended}") from lost
+        """Have a worker take part again whose link broke. Raises PeerLostError."""
+        self._guard(lost.worker, Event.LINK_LOST, lost.reason)
+
+    def _guard(self, worker: WorkerId, happened: Event, why: str = "") -> None:
+        """Do what is to be done about an event, also when the worker's link breaks over it."""
+        while True:
+            try:
+                self._on(worker, happened, why)
+                return
+            except LinkLost as lost:
+                worker, happened, why = lost.worker, Event.LINK_LOST, lost.reason
+
+    def _on(self, worker: WorkerId, happened: Event, why: str) -> None:
+        for action in self._members.on(worker, happened):
+            if action is Action.DIAL:
+                self._dial(worker, why)
+            elif action is Action.SET_UP:
+                self._peers.send(worker, self._setup_message(worker))
+            elif action is Action.REPEAT_COMMIT:
+                self.pipeline.repeat_commit(worker)
+            elif action is Action.HAND_OVER:
+                self.pipeline.abort()
+            else:
+                assert action is Action.GIVE_UP
+                self._give_up(worker, happened, why)
+
+    def _dial(self, worker: WorkerId, why: str) -> None:
+        if (ended := self._exit_text(worker)) is not None:
+            self._on(worker, Event.GONE, f"worker {worker} is gone: {ended}")
+            return
         _log.warning(
             "lost the link to worker %s (%s); connecting again",
-            lost.worker,
-            lost.reason,
-            extra=event("worker lost", "connecting again", worker=lost.worker),
+            worker,
+            why,
+            extra=event("worker lost", "connecting again", worker=worker),
         )
-        self._peers.reconnect(lost.worker)
         try:
-            self.pipeline.repeat_commit(lost.worker)
-        except LinkLost as again:
-            self.recover(again)
+            has_stages = self._peers.reconnect(worker)
+        except PeerLostError as gone:
+            self._on(worker, Event.GONE, gone.message)
             return
-        back = event("worker back", worker=lost.worker)
-        _log.info("worker %s is back", lost.worker, extra=back)
+        self._on(worker, Event.BACK if has_stages else Event.FRESH, "")
+        _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
+
+    def _give_up(self, worker: WorkerId, happened: Event, why: str) -> None:
+        """End the run. `train` adds to the advice how it goes on."""
+        if happened is Event.FRESH:
+            raise PeerLostError(
+                f"worker {worker} came back without its stages (it was started again?)"
+            )
+        if happened is Event.LINK_LOST:
+            raise PeerLostError(
+                f"the link to worker {worker} broke {self._members.losses(worker)} times in one "
+                f"step: {why}",
+                hint="check the network",
+            )
+        raise PeerLostError(why, hint=self._advice(worker))
+
+    def _advice(self, worker: WorkerId) -> str | None:
+        """What to do about a worker that is gone; those that were started here start by themselves,
+        and the others stay for a while."""
+        if self._local.starts(worker):
+            return None
+        return f"start worker {worker} again on its machine"
 
     def why(self, lost: LinkLost) -> str:
         """How the worker of a lost link ended, if it was started here; else what broke the link."""

@@ -95,12 +95,14 @@ class LocalWorkers:
         worker_ids: Iterable[WorkerId],
         *,
         debug: bool = False,
+        run_id: str | None = None,
         program: Sequence[str] = PROGRAM,
     ) -> None:
+        """With `run_id` the workers serve that run alone."""
         self._config = config
         self._ids = tuple(worker_ids)
         self._debug = debug
-        self._program = program
+        self._program = [*program, *(["--run-id", run_id] if run_id else [])]
         self._children: dict[WorkerId, _Child] = {}
 
     def __enter__(self) -> LocalWorkers:
@@ -156,6 +158,10 @@ class LocalWorkers:
             pid = child.process.pid
             _log.info("worker %s: started as process %d; its log is %s", worker_id, pid, child.log)
 
+    def starts(self, worker_id: WorkerId) -> bool:
+        """Whether the process of this worker was started here."""
+        return worker_id in self._children
+
     def pids(self) -> dict[WorkerId, int]:
         """Process ids of the workers that run now."""
         return {
@@ -194,6 +200,13 @@ def run_workers(
     """
     processes: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        for process in processes:
+            process.terminate()
+
+    # What is to end this process is to end them, in their own way.
+    before = signal.signal(signal.SIGTERM, pass_on) if _is_main_thread() else None
     try:
         spawner = _Spawner(config, [*program, *["--keep"] * keep], debug=debug)
         for worker_id in worker_ids:
@@ -205,11 +218,17 @@ def run_workers(
         raise ResourceError(f"cannot start the workers of this machine: {error}") from error
     finally:
         _stop(processes, GRACE_S)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
         for printer in printers:
             printer.join()
         for process in processes:
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import queue
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,8 @@ from hetero_framework import control, log
 from hetero_framework._version import __version__
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import Introduced, PeerLinks
-from hetero_framework.config import Config, StageSpec
-from hetero_framework.core import timeouts
+from hetero_framework.config import Config, StageSpec, WorkerConfig
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.dial import Listener
@@ -51,6 +53,7 @@ from hetero_framework.core.messages import (
     Forward,
     Hello,
     Inputs,
+    Leaving,
     LoadedStage,
     LoadState,
     Log,
@@ -93,6 +96,8 @@ _POLL_S = 0.5
 _MAX_LINES = 100  # that wait for the coordinator
 _STAY_S = 1800.0
 """How long a worker without --keep waits for its coordinator to be started again."""
+_HAND_OVER_S = 60.0
+"""How long a worker that was told to end still serves its coordinator."""
 _BUSY_HINT = "wait, stop that run, or start this worker again"
 # Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
 _WORKING = (Phase.STEP, Phase.EVALUATION)
@@ -116,6 +121,14 @@ class _Joining:
     connection: Connection
     hello: Hello
     welcomed: bool
+
+
+class _Told:
+    """This process has been told to end; for the main thread."""
+
+
+class _Terminated(BaseException):
+    """It was, and nothing that would be lost is here."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,17 @@ class _Outlet:
         self.worker.failed(self.run, error)
 
 
+def _check_name(config: Config, entry: WorkerConfig) -> None:
+    """On Debian a machine's own name is 127.0.1.1 to itself: nobody else could reach it there."""
+    if not addresses.is_loopback_by_name(entry.ip):
+        return
+    what = f"the name {entry.ip!r} of worker {entry.id} is a loopback address on this machine"
+    hint = f'give its "ip" as {addresses.primary_address()}, or correct this machine\'s /etc/hosts'
+    if not addresses.is_local_address(config.coordinator.ip):
+        raise NetworkError(f"{what}; the coordinator cannot reach it there", hint=hint)
+    _log.warning("%s; other machines cannot reach it: %s", what, hint)
+
+
 def serve(
     config: Config,
     worker_id: WorkerId,
@@ -208,18 +232,21 @@ def serve(
     build: BuildStages,
     keep: bool = False,
     logs: Path | None = None,
+    run_id: str | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
 
     `build` makes the stages: `loading.load_stages` loads real ones. Log lines go to standard error
-    and to the coordinator, events to `logs`/events.jsonl if there is such a directory.
+    and to the coordinator, events to `logs`/events.jsonl if there is such a directory. With
+    `run_id` no other run is served. In the main thread SIGTERM is told to the coordinator, which
+    may save the run's state before this worker ends.
 
     Raises NetworkError when the port is taken, DeviceError when the device is not there,
     PeerLostError when a run was lost and nobody took it up again, and the run's own error when it
     fails here; the coordinator has been told the same.
     """
-    worker = Worker(config, worker_id, keep=keep, build=build)
+    worker = Worker(config, worker_id, keep=keep, build=build, run_id=run_id)
     to_coordinator = log.Lines(worker.show_to_coordinator)
     to_coordinator.addFilter(lambda record: not hasattr(record, "peer"))  # no stranger's words
     handlers: list[logging.Handler] = [log.Lines(log.to_stderr), to_coordinator]
@@ -227,7 +254,7 @@ def serve(
         events = log.Events(logs / log.EVENTS_FILE, f"worker {worker_id}")
         events.open()
         handlers.append(events)
-    with log.log_to(config.training.log_level, *handlers):
+    with log.log_to(config.training.log_level, *handlers), worker.told_to_end():
         worker.serve(should_stop)
 
 
@@ -241,15 +268,19 @@ class Worker:
         *,
         keep: bool,
         build: BuildStages,
+        run_id: str | None = None,
     ) -> None:
+        self._config = config
         self._entry = config.worker(worker_id)
+        self._only_run = run_id
+        self._leave_by = math.inf
         self._base_dir = config.base_dir
         self._liveness_s = config.training.liveness_timeout_s
         self._gone_since: float | None = None
         self._keep = keep
         self._build = build
         self._device = open_device(self._entry.device)
-        self._events: queue.SimpleQueue[_Event | _Joining | Introduced | _Failure] = (
+        self._events: queue.SimpleQueue[_Event | _Joining | _Told | Introduced | _Failure] = (
             queue.SimpleQueue()
         )
         self._connection: Connection | None = None
@@ -268,6 +299,7 @@ class Worker:
     def serve(self, should_stop: Callable[[], bool]) -> None:
         entry = self._entry
         self._device.use()
+        _check_name(self._config, entry)
         listener = Listener(entry.ip, entry.port)
         acceptor = threading.Thread(
             target=self._accept, args=(listener,), name="accept", daemon=True
@@ -302,16 +334,37 @@ class Worker:
                 self._report(failed)
                 _log.error("the run failed here: %s", failed.message)
                 self._leave()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, _Terminated) as error:
             # Without this the coordinator would wait for a link that cannot come back.
-            self._report(PeerLostError("it was stopped on its own machine (Ctrl-C)"))
-            raise
+            how = "SIGTERM" if isinstance(error, _Terminated) else "Ctrl-C"
+            self._report(PeerLostError(f"it was stopped on its own machine ({how})"))
+            if isinstance(error, KeyboardInterrupt):
+                raise
         finally:
             listener.close()
             if self._connection is not None:
                 self._connection.close()
             self._forget_run()
             acceptor.join()
+
+    @contextmanager
+    def told_to_end(self) -> Iterator[None]:
+        """Within the block SIGTERM ends the worker in order, a second one at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def told(number: int, frame: object) -> None:
+            if self._run is None or not self._run.started or self._leave_by < math.inf:
+                raise _Terminated
+            self._leave_by = time.monotonic() + _HAND_OVER_S
+            self._events.put(_Told())
+
+        before = signal.signal(signal.SIGTERM, told)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _turn(self) -> None:
         """Handle what has arrived; then one task; wait only when there is neither."""
@@ -323,7 +376,7 @@ class Worker:
         event = self._next_event(_POLL_S)
         if event is not None:
             self._handle(event)
-        elif self._connection is None:
+        elif self._connection is None or time.monotonic() > self._leave_by:
             self._give_up()
 
     def _compute(self) -> bool:
@@ -340,6 +393,9 @@ class Worker:
 
     def _give_up(self) -> None:
         """Without a coordinator: free what it will not come back for, and at last end."""
+        if self._leave_by < math.inf:
+            self._done = True
+            return
         if self._run is not None and not self._run.is_kept:
             _log.warning(
                 "the coordinator did not come back; its stages are freed",
@@ -353,7 +409,7 @@ class Worker:
                 hint="hetero worker --keep waits for ever",
             )
 
-    def _next_event(self, timeout_s: float) -> _Event | _Joining | Introduced | None:
+    def _next_event(self, timeout_s: float) -> _Event | _Joining | _Told | Introduced | None:
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
         except queue.Empty:
@@ -364,10 +420,14 @@ class Worker:
             raise event.error
         return None
 
-    def _handle(self, event: _Event | _Joining | Introduced) -> None:
+    def _handle(self, event: _Event | _Joining | _Told | Introduced) -> None:
         if isinstance(event, Introduced):
             with suppress(LinkGone):
                 self._send(Message(Connected(event.results)))
+        elif isinstance(event, _Told):
+            _log.info("told to end (SIGTERM); the coordinator may save its state first")
+            with suppress(LinkGone):
+                self._send(Message(Leaving("it was stopped on its own machine (SIGTERM)")))
         elif isinstance(event, _Joining):
             with suppress(LinkGone):
                 self._join(event)
@@ -541,6 +601,15 @@ class Worker:
                 "identity",
                 f"this is worker {self._entry.id}, not {hello.worker_id}",
                 "two workers have exchanged their addresses in the configuration",
+            )
+            return
+        if self._only_run not in (None, hello.run_id):
+            self._refuse(
+                connection,
+                "identity",
+                "it was started by another run of its machine, and ends with that",
+                f'give this run another "port" for worker {self._entry.id} in the configuration, '
+                "or wait until the other one is over",
             )
             return
         run = self._run
@@ -738,7 +807,7 @@ class Worker:
         self._connection = None
         self._gone_since = time.monotonic()
         self._forget_run()
-        self._done = not (self._keep or stay)
+        self._done = not (self._keep or stay) or self._leave_by < math.inf
 
     # -- what stages hand on --------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from hetero_framework.core.messages import (
     Connected,
     Error,
     Hello,
+    Leaving,
     Log,
     Message,
     PeerAddress,
@@ -40,7 +41,7 @@ from hetero_framework.core.messages import (
     Welcome,
 )
 from hetero_framework.core.session import Phase
-from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId
+from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId, WorkerLeaving
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -176,15 +177,16 @@ class WorkerLinks:
                 raise errors[worker_id]
         return welcomes
 
-    def reconnect(self, worker_id: WorkerId) -> None:
-        """Dial a lost worker for `reconnect_timeout_s`. Raises PeerLostError when its process or
-        state is gone, or when it does not come back in time."""
+    def reconnect(self, worker_id: WorkerId) -> bool:
+        """Dial a lost worker for `reconnect_timeout_s`; whether it has its stages still.
+
+        Raises PeerLostError when its process is gone or it does not come back in time.
+        """
         deadline = time.monotonic() + self._config.training.reconnect_timeout_s
         while True:
             try:
                 left = max(0.1, deadline - time.monotonic())
                 welcome = self._open(self._workers[worker_id], left, again=True)
-                break
             except (HeteroError, _Busy) as error:
                 # A process that is being killed may accept and reset; a moment later it has ended.
                 self._stop.wait(_SLICE_S)
@@ -194,10 +196,7 @@ class WorkerLinks:
                     continue  # an outage may begin in the handshake too
                 text = ended or (error.message if isinstance(error, HeteroError) else str(error))
                 raise PeerLostError(f"worker {worker_id} does not come back: {text}") from error
-        if welcome.run_id != self._run_id:
-            raise PeerLostError(
-                f"worker {worker_id} came back without its stages (it was started again?)"
-            )
+            return bool(welcome.run_id == self._run_id)
 
     def _open_when_free(self, worker: WorkerConfig) -> Welcome:
         """Open the link at the start of a run; wait for a worker that ends another one."""
@@ -460,6 +459,8 @@ class WorkerLinks:
             if lost.pair in self._direct:
                 raise lost
             return None  # the other end has told it already
+        if isinstance(body, Leaving):
+            raise WorkerLeaving(event.worker, body.reason)
         if isinstance(body, Connected):
             self._note_dials(event.worker, body)
             return None

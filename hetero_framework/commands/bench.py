@@ -53,15 +53,15 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20) -> dict[str,
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
         parts = setup.prepare(config.with_changes(training={"output_dir": folder}))
         with Cluster(parts.config, max_frame_bytes=parts.max_frame_bytes) as cluster:
-            facts = cluster.connect()
+            facts = cluster.start()
             parts = setup.fit_devices(parts, facts)
-            cluster.load(parts.config, parts.memory_limits)
+            cluster.assemble(parts.config, parts.memory_limits)
             most = min(parts.max_frame_bytes - _FRAME_HEADER_BYTES, link_probe.MOST_BYTES)
             nbytes = min(nbytes, most)
             with _losses_told(cluster):
                 links = _links(cluster, config, nbytes)
                 taken = _steps(cluster, parts, max(2, steps))
-            profile = cluster.profile()
+            profile = cluster.assembly.profile()
     micro_batches = taken[-1].micro_batches
     return {
         "links": links,
@@ -112,7 +112,7 @@ def _direct_pairs(
     cluster: Cluster, specs: tuple[StageSpec, ...]
 ) -> list[tuple[int | str, int | str]]:
     """Each pair once, in the order of the plan."""
-    direct = cluster.direct
+    direct = cluster.assembly.direct
     found: dict[frozenset[int | str], tuple[int | str, int | str]] = {}
     for one, other in pairwise(specs):
         if one.index in direct:
@@ -146,7 +146,7 @@ def _steps(cluster: Cluster, parts: setup.Prepared, steps: int) -> list[_Taken]:
         cluster.pipeline.run(batches)
         _, found = cluster.pipeline.report_gradients()
         took = time.perf_counter() - began
-        cluster.observe(len(batches), found)
+        cluster.assembly.observe(len(batches), found)
         cluster.pipeline.abort()
         taken.append(_Taken(took, tokens, len(batches)))
         _log.info("step %d of %d: %s", number + 1, steps, seconds(took))

@@ -507,6 +507,12 @@ class TrainingConfig(Section):
         description="How long the coordinator tries to reach all workers.",
         json_schema_extra=_SECONDS,
     )
+    load_timeout_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="Longest time in which the workers may load their stages, downloads included.",
+        json_schema_extra=_SECONDS,
+    )
     reconnect_timeout_s: float = Field(
         default=300.0,
         gt=0,

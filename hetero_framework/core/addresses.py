@@ -61,6 +61,12 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback if address is not None else host.lower() in _LOOPBACK_NAMES
 
 
+def is_loopback_by_name(host: str) -> bool:
+    """Whether `host` is a name that this machine takes for itself alone; "localhost" says so."""
+    found = _resolve(host) if _parsed(host) is None and host.lower() not in _LOOPBACK_NAMES else ()
+    return bool(found) and all(is_loopback(address) for address in found)
+
+
 def primary_address() -> str:
     """The address of this machine to give to others: the first private or public one of an
     interface that is up, else loopback."""

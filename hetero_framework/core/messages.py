@@ -587,6 +587,15 @@ class PeerLost(Body):
     reason: str
 
 
+@_message(65, WORKER)
+@dataclass(frozen=True, slots=True)
+class Leaving(Body):
+    """Worker to coordinator: this process has been told to end. It still does what it is asked, so
+    that the run can save its state, until BYE comes or its patience is over. No answer."""
+
+    reason: str
+
+
 class OtherVersion(Body):
     """Instead of a greeting of another protocol version, which may have other fields. It is never
     sent; `error` is the readable refusal."""

@@ -26,6 +26,7 @@ from hetero_framework.engine.stage_api import (
     StepSchedule,
     Tensors,
 )
+from hetero_framework.errors import StoppedEarly
 
 
 class LinkLost(Exception):
@@ -44,6 +45,14 @@ class DirectLost(Exception):
         super().__init__(f"workers {one} and {other}: {reason}")
         self.pair = frozenset((one, other))
         self.reason = reason
+
+
+class WorkerLeaving(StoppedEarly):
+    """A worker was told to end, and still answers: what it holds can be saved."""
+
+    def __init__(self, worker: WorkerId, reason: str) -> None:
+        super().__init__(f"worker {worker} is leaving: {reason}")
+        self.worker = worker
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Any
 from hetero_framework import control
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.roles import local_worker_ids
 from hetero_framework.config import Config, interval
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
+from hetero_framework.engine.hosts import WorkerLeaving
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule, check_optimizer
 from hetero_framework.engine.pipeline import StageStatistics
@@ -131,9 +131,9 @@ def train(
                 run_id=directories.run_id,
                 workers=workers,
             ) as cluster:
-                facts = cluster.connect()
+                facts = cluster.start()
                 parts = setup.fit_devices(parts, facts)
-                cluster.load(parts.config, parts.memory_limits)
+                cluster.assemble(parts.config, parts.memory_limits)
                 labels = {owner: fact.label for owner, fact in facts.items()}
                 with (
                     MetricsWriter(
@@ -179,7 +179,7 @@ class Coordinator:
         self._progress = progress
         self._stop = stop
         self._replicas: ReplicaGroup = replicas or Single()
-        self._order = ModelOrder(cluster.trainable)
+        self._order = ModelOrder(cluster.assembly.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
         self._events = files.events
         self._timeline = files.timeline
@@ -200,7 +200,7 @@ class Coordinator:
                 return self.finish()
         except PeerLostError as error:
             # What broke is the cluster's to say; how to go on depends on what has been saved.
-            hint = ". ".join(filter(None, [error.hint, self._advice()]))
+            hint = ". ".join(filter(None, [error.hint, self._resume_advice()]))
             raise PeerLostError(error.message, hint=hint) from error
 
     def start(self, resume: int | None, facts: setup.Facts) -> None:
@@ -220,7 +220,7 @@ class Coordinator:
             )
             for spec in self._config.stages()
         ]
-        outputs.draw_diagram(self._parts, facts, self._cluster.direct)
+        outputs.draw_diagram(self._parts, facts, self._cluster.assembly.direct)
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
         self._progress.start(total, rows, self._state.step, logging_steps)
@@ -231,6 +231,12 @@ class Coordinator:
 
     def loop(self) -> None:
         """All steps that are left, with what comes between them."""
+        try:
+            self._steps()
+        except WorkerLeaving as leaving:
+            self._hand_over(leaving)
+
+    def _steps(self) -> None:
         if self._config.training.eval_on_start and self._state.step == 0 and self._has_eval:
             self.evaluate()
         while self._state.step < self._data.total_steps:
@@ -271,7 +277,7 @@ class Coordinator:
             self._state = state.after_skip(tokens, overflow=overflow)
             self._note_skip(losses, reports, overflow)
 
-        self._cluster.observe(len(batches), stages)
+        self._cluster.assembly.observe(len(batches), stages)
         self._losses.append(loss)
         seconds = time.perf_counter() - started
         self._keep_spans()
@@ -365,7 +371,7 @@ class Coordinator:
                     self._parts.resolved,
                     state,
                     self._data.fingerprint,
-                    self._cluster.fingerprint,
+                    self._cluster.assembly.fingerprint,
                 )
             )
         except ResourceError as error:
@@ -500,6 +506,13 @@ class Coordinator:
                 self._keep_work()
         raise StoppedEarly(where, hint=self._resume_advice())
 
+    def _hand_over(self, leaving: WorkerLeaving) -> None:
+        """A worker will end soon: save what it holds while it still answers."""
+        if self._state.step > 0 and not self._is_saved:
+            self._keep_work()
+        hint = ". ".join(filter(None, [leaving.hint, self._resume_advice()]))
+        raise StoppedEarly(leaving.message, hint=hint) from leaving
+
     def _resume_advice(self) -> str:
         """How to go on from what this run has saved."""
         if self._saved is None:
@@ -509,19 +522,12 @@ class Coordinator:
             advice += f" --set checkpoint_dir={self._saved.root}"
         return advice
 
-    def _advice(self) -> str:
-        """What to do once a worker was lost. Those that live wait for the next run; the ones of
-        this machine are started with it."""
-        here = local_worker_ids(self._config)
-        if all(worker.id in here for worker in self._config.planned_workers):
-            return self._resume_advice()
-        return f"start the workers that have ended again; then {self._resume_advice()}"
-
     def _restore(self, step: int) -> None:
         reader = self._store.open(step)
+        assembly = self._cluster.assembly
         self._state = self._cluster.retrying(
             lambda: run_checkpoint.load(
-                reader, self._pipeline, self._cluster.trainable, self._cluster.fingerprint
+                reader, self._pipeline, assembly.trainable, assembly.fingerprint
             )
         )
         self._saved = Saved(step, self._store.root)

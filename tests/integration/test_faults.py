@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero_framework.cluster import assembly
+from hetero_framework.cluster import membership
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
@@ -35,7 +35,7 @@ from hetero_framework.core.frames import PROTOCOL_VERSION
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
-from hetero_framework.errors import PeerLostError, StoppedEarly
+from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
@@ -194,7 +194,7 @@ def every_cut(reset: bool, first: bool) -> list[FrameCut]:
 def test_a_link_cut_at_any_frame_changes_nothing(
     worker, reset, make, proxies, whole, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(assembly, "_MAX_RECOVERIES", 50)
+    monkeypatch.setattr(membership, "MAX_RECOVERIES", 50)
     cuts = every_cut(reset, first=worker == 1)
     proxies[worker].cuts.extend(cuts)
     train(make("cut", [2, 4], proxies), progress=Notes())
@@ -465,6 +465,100 @@ def test_a_worker_that_is_stopped_by_hand_says_so(make) -> None:
     with pytest.raises(PeerLostError, match=r"worker 1: it was stopped on its own machine"):
         train(with_own_worker(make("run", [2, 4])), progress=notes)
     assert time.monotonic() - notes.acted < 8
+
+
+def test_a_worker_that_is_told_to_end_lets_the_run_save_its_state(make, whole, tmp_path) -> None:
+    """SIGTERM, as of a machine that shuts down: nothing is lost that was committed."""
+
+    class Terminate(SignalAt):
+        def act(self) -> None:
+            os.kill(pids(self)[0], signal.SIGTERM)
+
+    notes = Terminate(4)
+    config = with_own_worker(make("run", [2, 4]))
+    with pytest.raises(StoppedEarly, match=r"worker 1 is leaving: .*SIGTERM") as raised:
+        train(config, progress=notes)
+    assert time.monotonic() - notes.acted < 8
+    assert raised.value.exit_code == 75
+    assert "--resume latest" in str(raised.value.hint)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert int(newest.name.removeprefix("step_")) == len(steps_of(tmp_path / "run")) >= 4
+    train(config, resume="latest", progress=Notes())
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
+def test_advice_after_a_lost_worker_works_when_it_is_followed(make, whole, tmp_path) -> None:
+    """Two workers that were started by hand, without --keep; one of them is killed."""
+    raw = make("run", [2, 4]).to_dict()
+    for worker, port in zip(raw["workers"], free_ports(2), strict=True):
+        worker["port"] = port
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(raw))
+    config = Config.from_dict(raw)
+    command = [sys.executable, "-m", "hetero_framework", "worker", "--config", str(file)]
+    logs = {i: tmp_path / f"worker-{i}" for i in (1, 2)}
+    workers: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(number: int) -> None:
+        with logs[number].open("wb") as output:
+            workers[number] = subprocess.Popen(
+                [*command, "--worker-id", str(number)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        wait_for(lambda: "listens" in logs[number].read_text(), logs[number])
+
+    class Kill(SignalAt):
+        def act(self) -> None:
+            workers[1].kill()
+            workers[1].wait()
+
+    try:
+        for number in logs:
+            start(number)
+        with pytest.raises(PeerLostError, match="worker 1 does not come back") as raised:
+            train(config, progress=Kill(2))
+        assert "start worker 1 again on its machine" in raised.value.hint
+        assert "run the same command again" in raised.value.hint
+        start(1)
+        with pytest.raises(PeerLostError, match="worker 1 does not come back") as raised:
+            train(config, progress=Kill(5))
+        assert "start worker 1 again on its machine" in raised.value.hint
+        assert "--resume latest" in raised.value.hint
+        start(1)
+        train(config, resume="latest", progress=Notes())
+        assert [worker.wait(timeout=30) for worker in workers.values()] == [0, 0]
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
+def test_workers_of_another_run_of_this_machine_are_not_used(make, tmp_path) -> None:
+    config = with_own_worker(make("one", [3], training={"max_steps": 5000}))
+    second = config.with_changes(training={"output_dir": str(tmp_path / "two")})
+    refused: list[pytest.ExceptionInfo[NetworkError]] = []
+
+    class Second(SignalAt):
+        def act(self) -> None:
+            with pytest.raises(NetworkError, match="started by another run") as raised:
+                train(second, progress=Notes())
+            refused.append(raised)
+            super().act()
+
+    with pytest.raises(StoppedEarly):
+        train(config, progress=Second(2))
+    assert '"port" for worker 1' in str(refused[0].value)
+
+
+def test_a_link_that_blinks_while_stages_load_is_mended(make, proxies, whole, tmp_path) -> None:
+    proxies[1].cuts.append(FrameCut("up", m.Setup, "after"))
+    proxies[2].cuts.append(FrameCut("down", m.Ready, "middle"))
+    train(make("cut", [2, 4], proxies), progress=Notes())
+    assert not [*proxies[1].cuts, *proxies[2].cuts]
+    assert_equal_runs(tmp_path / "cut", whole("lora"))
 
 
 def test_a_worker_that_hangs_ends_the_run(make) -> None:

@@ -19,6 +19,7 @@ from hetero_framework import log
 from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import addresses
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import connect
 from hetero_framework.core.frames import PROTOCOL_VERSION
@@ -31,6 +32,7 @@ from hetero_framework.core.messages import (
     Error,
     Hello,
     Inputs,
+    Leaving,
     Log,
     Loss,
     Message,
@@ -41,7 +43,7 @@ from hetero_framework.core.messages import (
     Welcome,
 )
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
-from hetero_framework.errors import HeteroError, PeerLostError
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
 from tests.framed import framed
 from tests.samples import free_ports
 
@@ -71,7 +73,14 @@ class StandIn:
 class Served:
     """A worker that serves in a thread; `say` and the stages that it has made are kept."""
 
-    def __init__(self, stack: ExitStack, *, keep: bool = False, reconnect_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        *,
+        keep: bool = False,
+        reconnect_s: float = 60.0,
+        run_id: str | None = None,
+    ) -> None:
         (self.port,) = free_ports(1)
         self.config = Config.from_dict(
             {
@@ -92,7 +101,7 @@ class Served:
         self.error: BaseException | None = None
         self._stack = stack
         self._over = threading.Event()
-        self._worker = Worker(self.config, 1, keep=keep, build=self._build)
+        self._worker = Worker(self.config, 1, keep=keep, build=self._build, run_id=run_id)
         self._thread = threading.Thread(target=self._serve, name="served")
         self._thread.start()
         stack.callback(self.stop)
@@ -258,6 +267,15 @@ def test_hello_is_answered_while_the_worker_is_busy(serve: Any) -> None:
         go_on.set()
 
 
+def test_worker_of_another_run_of_its_machine_refuses_at_once(serve: Any) -> None:
+    served = serve(run_id="mine")
+    refusal = served.dial("yours").expect(Reject)
+    assert refusal.code == "identity"
+    assert "started by another run of its machine" in refusal.message
+    assert '"port" for worker 1' in refusal.hint
+    served.dial("mine").set_up()
+
+
 # ---- the end of a run
 
 
@@ -347,3 +365,59 @@ def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:
     assert heard.get(timeout=WAIT_S).expect(Reject).code == "stale"
     link.close(0)
     assert not first.link.closed
+
+
+# ---- being told to end
+
+
+def tell_to_end(served: Served) -> None:
+    """What the handler of SIGTERM does."""
+    served._worker._leave_by = time.monotonic() + WAIT_S
+    served._worker._events.put(worker_module._Told())
+
+
+def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> None:
+    served = serve(keep=True)
+    coordinator = served.dial().set_up()
+    tell_to_end(served)
+    assert "SIGTERM" in coordinator.expect(Leaving).reason
+    coordinator.send(Abort(0, 0))
+    coordinator.expect(Aborted)
+    coordinator.send(Bye("the run was stopped"))
+    assert served.ended()
+    assert served.error is None
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: bool) -> None:
+    served = serve(keep=True)
+    coordinator = served.dial().set_up()
+    tell_to_end(served)
+    coordinator.expect(Leaving)
+    if gone:
+        coordinator.hang_up()
+    else:
+        served._worker._leave_by = 0.0
+    assert served.ended()
+    assert served.error is None
+
+
+# ---- where it listens
+
+
+def test_own_name_that_means_loopback_is_refused_where_the_coordinator_is_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(addresses, "_resolve", lambda name: ("127.0.1.1",))
+    monkeypatch.setattr(addresses, "primary_address", lambda: "192.168.1.20")
+    raw: dict[str, Any] = {
+        "coordinator": {"ip": "192.0.2.1", "port": 1},
+        "workers": [{"id": 1, "ip": "box", "port": 9999, "device": "cpu"}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
+    }
+    worker = Worker(Config.from_dict(raw), 1, keep=False, build=lambda *_: [])
+    with pytest.raises(NetworkError, match="the name 'box' of worker 1 is a loopback") as raised:
+        worker.serve(lambda: True)
+    assert "192.168.1.20" in str(raised.value.hint)
+    raw["coordinator"]["ip"] = "127.0.0.1"
+    worker_module._check_name(Config.from_dict(raw), Config.from_dict(raw).worker(1))

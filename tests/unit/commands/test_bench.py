@@ -157,7 +157,7 @@ class FakeCluster:
 
     def __init__(self, seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
-        self.pipeline = self
+        self.pipeline = self.assembly = self
         self._seconds = iter(seconds)
         self._now = 0.0
         monkeypatch.setattr(bench.time, "perf_counter", lambda: self._now)

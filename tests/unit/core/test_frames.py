@@ -99,6 +99,7 @@ def examples() -> dict[str, Message]:
         (m.PeerHello(*versions, "r", "box", 1, 1 << 30), []),
         (m.PeerWelcome(*versions), []),
         (m.PeerLost("box", "connection reset"), []),
+        (m.Leaving("SIGTERM"), []),
     ]
     return {body.spec.name: Message(body, tensors) for body, tensors in made}
 
@@ -379,7 +380,7 @@ def test_session_of_a_whole_run_is_legal() -> None:
     steps = (
         "STEP INPUTS FORWARD LOSS BACKWARD_DONE BACKWARD GRADIENT_NORMS COMMIT COMMITTED "
         "STEP INPUTS FORWARD ABORT ABORTED STEP GRADIENT_NORMS ABORT ABORTED "
-        "STATE_REQUEST STATE LOAD_STATE STATE_LOADED PEER_LOST CONTROL LOG HEARTBEAT BYE"
+        "STATE_REQUEST STATE LOAD_STATE STATE_LOADED PEER_LOST LEAVING CONTROL LOG HEARTBEAT BYE"
     )
     coordinator, _ = walk(UP + steps)
     assert coordinator.phase is Phase.CLOSED

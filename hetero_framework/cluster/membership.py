@@ -1,0 +1,117 @@
+"""Who takes part in a run, as a table: what happens to a worker, and what is to be done then.
+
+Pure: it opens nothing and waits for nothing. `TABLE[state, event]` is the following state and the
+actions, which whoever holds the links carries out (`assembly.Cluster`). A worker that is gone for
+good ends the run through one action, GIVE_UP, wherever it was noticed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from enum import Enum
+
+from hetero_framework.errors import HeteroError
+
+WorkerId = int | str
+
+MAX_RECOVERIES = 5
+"""So often the link of one worker may break within one step."""
+
+
+class State(Enum):
+    """What a worker is to the run."""
+
+    ABSENT = "nobody has dialled it yet"
+    JOINING = "its link is being opened, or stands and waits for the plan"
+    LOADING = "it loads its stages; nothing is lost with it"
+    READY = "its stages take part"
+    LOST = "its link is gone; its stages wait for it as long as an outage may last"
+    LEFT = "it takes no part any more, or is about to"
+
+
+class Event(Enum):
+    """What may happen to it."""
+
+    DIAL = "the coordinator begins to dial, at the start or for one that replaces it"
+    FRESH = "it said WELCOME and has no stages of this run"
+    BACK = "it said WELCOME and has its stages"
+    PLANNED = "it is known what it shall load"
+    LOADED = "it said READY, and knows what its stages need"
+    LINK_LOST = "its link broke"
+    LEAVING = "it said that it will end soon"
+    GONE = "its process has ended, or it did not come back in time"
+
+
+class Action(Enum):
+    """What is to be done about it."""
+
+    DIAL = "open its link again; FRESH, BACK or GONE follows"
+    SET_UP = "send it the plan"
+    REPEAT_COMMIT = "tell it again what it has not confirmed"
+    HAND_OVER = "stop the run while it still answers, so that nothing is lost"
+    GIVE_UP = "end the run and say why"
+
+
+_S, _E, _A = State, Event, Action
+TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
+    (_S.ABSENT, _E.DIAL): (_S.JOINING, ()),
+    (_S.JOINING, _E.FRESH): (_S.JOINING, ()),
+    # A coordinator that was started again; the worker's stages are of before its last checkpoint.
+    (_S.JOINING, _E.BACK): (_S.JOINING, ()),
+    (_S.JOINING, _E.PLANNED): (_S.LOADING, (_A.SET_UP,)),
+    (_S.JOINING, _E.LINK_LOST): (_S.JOINING, (_A.DIAL,)),
+    (_S.JOINING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LOADING, _E.LOADED): (_S.READY, ()),
+    (_S.LOADING, _E.LINK_LOST): (_S.LOADING, (_A.DIAL,)),
+    (_S.LOADING, _E.FRESH): (_S.LOADING, (_A.SET_UP,)),
+    (_S.LOADING, _E.BACK): (_S.LOADING, (_A.SET_UP,)),
+    (_S.LOADING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.READY, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),
+    (_S.READY, _E.LEAVING): (_S.LEFT, (_A.HAND_OVER,)),
+    (_S.READY, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LOST, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),  # in the handshake
+    (_S.LOST, _E.BACK): (_S.READY, (_A.REPEAT_COMMIT,)),
+    (_S.LOST, _E.FRESH): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LOST, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LEFT, _E.LINK_LOST): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LEFT, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LEFT, _E.LEAVING): (_S.LEFT, (_A.HAND_OVER,)),
+    # One that takes its place begins as it began.
+    (_S.LEFT, _E.DIAL): (_S.JOINING, ()),
+}
+
+
+class Membership:
+    """The workers of a run, and how often their links broke since the last step was done."""
+
+    def __init__(self, workers: Iterable[WorkerId]) -> None:
+        self._states = dict.fromkeys(workers, State.ABSENT)
+        self._losses: Counter[WorkerId] = Counter()
+
+    def state(self, worker: WorkerId) -> State:
+        return self._states[worker]
+
+    def losses(self, worker: WorkerId) -> int:
+        """How often its link broke since `settled`."""
+        return self._losses[worker]
+
+    def on(self, worker: WorkerId, event: Event) -> tuple[Action, ...]:
+        """Note what happened; what is to be done about it, in order.
+
+        A link that broke too often counts as gone. Raises HeteroError, and changes nothing, for
+        an event that cannot happen now: a bug in this package.
+        """
+        state = self._states[worker]
+        if (state, event) not in TABLE:
+            raise HeteroError(f"worker {worker}: {event.name} while it is {state.name}")
+        if event is Event.LINK_LOST:
+            self._losses[worker] += 1
+            if self._losses[worker] > MAX_RECOVERIES:
+                event = Event.GONE
+        self._states[worker], actions = TABLE[state, event]
+        return actions
+
+    def settled(self) -> None:
+        """A step, or what else was repeated for a lost link, is done."""
+        self._losses.clear()

@@ -1,0 +1,205 @@
+"""The processes of a run, with links that only note what goes over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hetero_framework.cluster import assembly
+from hetero_framework.cluster.assembly import Boundaries, Cluster, gradient_needs
+from hetero_framework.cluster.membership import State
+from hetero_framework.config import Config
+from hetero_framework.core.messages import (
+    Body,
+    Commit,
+    LoadedStage,
+    Message,
+    Parameter,
+    Ready,
+    Setup,
+    Start,
+)
+from hetero_framework.engine.hosts import Event, LinkLost
+from hetero_framework.errors import NetworkError, PeerLostError
+
+PLAN = ["local", 1, 2, "local", 1, 2, 2]
+
+
+class Links:
+    """`WorkerLinks` without a wire. `events` are what `receive` gives or raises, in order."""
+
+    def __init__(self) -> None:
+        self.workers = [1, 2]
+        self.sent: list[tuple[Any, str]] = []
+        self.events: list[Any] = []
+        self.back: Callable[[Any], bool] = lambda worker: False
+        self.direct: set[frozenset[Any]] = set()
+        self.problems: dict[frozenset[Any], str] = {}
+
+    def send(self, worker: Any, message: Message) -> None:
+        self.sent.append((worker, message.name))
+
+    def receive(self, timeout_s: float) -> Event | None:
+        event = self.events.pop(0) if self.events else None
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def reconnect(self, worker: Any) -> bool:
+        return self.back(worker)
+
+    def connect_all(self) -> dict[Any, Any]:
+        return {}
+
+    def connect_workers(self, pairs: Any, timeout_s: float) -> dict[frozenset[Any], str]:
+        return dict(self.problems)
+
+    def route(self, stages: Any) -> None: ...
+    def close(self, goodbye: Message, drain_s: float = 0) -> None:
+        self.sent.append(("all", goodbye.name))
+
+
+def config(links: str = "auto", **training: Any) -> Config:
+    return Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1", "port": 1, "device": "cpu"},
+            "workers": [{"id": i, "ip": f"192.0.2.{i}", "port": 9999} for i in (1, 2)],
+            "shard_plan": [{"id": owner, "start": k, "end": k + 1} for k, owner in enumerate(PLAN)],
+            "links": links,
+            "training": training,
+        }
+    )
+
+
+def ready(worker: int) -> Event:
+    own = [k for k, owner in enumerate(PLAN) if owner == worker]
+    stages = tuple(LoadedStage(k, (Parameter(f"layer {k}", (k,)),), {}) for k in own)
+    return Event(worker, None, Message(Ready(stages)))
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Links:
+    made = Links()
+    monkeypatch.setattr(assembly, "WorkerLinks", lambda *args, **options: made)
+    monkeypatch.setattr(assembly, "Pipeline", lambda *args, **options: FakePipeline())
+    monkeypatch.setattr(assembly, "StageHost", lambda *args: SimpleNamespace(data={}))
+    return made
+
+
+class FakePipeline:
+    def __init__(self) -> None:
+        self.repeated: list[Any] = []
+
+    def share_tied_weight(self) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+    def repeat_commit(self, worker: Any) -> None:
+        self.repeated.append(worker)
+
+
+class LocalStage:
+    index, input_requires_grad = 0, True
+
+    def __init__(self) -> None:
+        self.fingerprint: dict[str, str] = {}
+
+    def trainable(self) -> list[Any]:
+        return []
+
+
+def started(links: Links, **training: Any) -> Cluster:
+    made = Cluster(config(**training), max_frame_bytes=1 << 20, build=lambda *args: [LocalStage()])
+    for worker in links.workers:
+        made._members.on(worker, assembly.Event.DIAL)
+    return made
+
+
+def names(links: Links, *kinds: type[Body]) -> list[tuple[Any, str]]:
+    return [entry for entry in links.sent if entry[1] in {kind.spec.name for kind in kinds}]
+
+
+@pytest.fixture
+def one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.unit.cluster.test_assembly.PLAN", ["local", 1, 2])
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None:
+    cluster = started(links)
+    links.events = [ready(2), ready(1)]
+    made = cluster.assemble(config())
+    assert names(links, Setup, Start) == [(1, "SETUP"), (2, "SETUP"), (1, "START"), (2, "START")]
+    assert made.trainable == [[], [("layer 1", (1,))], [("layer 2", (2,))]]
+    assert cluster.assembly is made
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_link_that_blinks_while_stages_load_is_mended(links: Links) -> None:
+    cluster = started(links)
+    links.events = [ready(1), LinkLost(1, "reset"), ready(2), ready(1)]
+    cluster.assemble(config())
+    assert names(links, Setup) == [(1, "SETUP"), (2, "SETUP"), (1, "SETUP")]
+    assert names(links, Start) == [(1, "START"), (2, "START")]
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_worker_that_loads_for_too_long_is_named(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(0, 10_000, 100))
+    monkeypatch.setattr(assembly.time, "monotonic", lambda: next(now))
+    cluster = started(links)
+    links.events = [ready(1)]
+    with pytest.raises(PeerLostError, match="worker 2 has not loaded its stages in 900 s"):
+        cluster.assemble(config(load_timeout_s=900))
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_worker_that_comes_back_is_told_of_the_commit_again(links: Links) -> None:
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    cluster.assemble(config())
+    links.back = lambda worker: True
+    cluster.recover(LinkLost(1, "reset"))
+    assert cluster.pipeline.repeated == [1]  # type: ignore[attr-defined]
+    assert cluster._members.state(1) is State.READY
+    assert Commit.spec.name not in dict(links.sent).values()
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_worker_without_its_stages_ends_the_run_and_others_are_told_that_it_failed(
+    links: Links,
+) -> None:
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    cluster.assemble(config())
+    with pytest.raises(PeerLostError, match="came back without its stages") as raised:
+        cluster.recover(LinkLost(1, "reset"))
+    cluster.__exit__(PeerLostError, raised.value, None)
+    assert links.sent[-1] == ("all", "ERROR")
+
+
+def test_boundaries_know_what_a_direct_link_may_serve() -> None:
+    boundaries = Boundaries(config())
+    between = [(a.index, b.index) for a, b in boundaries.between_workers]
+    assert between == [(1, 2), (4, 5)]
+    assert boundaries.direct({frozenset((1, 2))}) == {1, 4}
+    assert boundaries.direct(set()) == set()
+    assert Boundaries(config(links="relay")).between_workers == []
+
+
+def test_direct_link_that_cannot_be_had_is_an_error_where_it_was_asked_for(links: Links) -> None:
+    cluster = started(links)
+    links.problems = {frozenset((1, 2)): "worker 1 cannot reach worker 2: refused"}
+    cluster._connect_workers()
+    cluster._config = config(links="direct")
+    with pytest.raises(NetworkError, match="no direct link between layer 1 and layer 2: worker 1"):
+        cluster._connect_workers()
+
+
+def test_input_needs_a_gradient_where_something_before_is_trained() -> None:
+    parameter = [("w", (0,))]
+    assert gradient_needs([[], parameter, [], parameter]) == [False, False, True, True]

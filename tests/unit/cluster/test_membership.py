@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_framework.cluster.membership import (
+    MAX_RECOVERIES,
+    TABLE,
+    Action,
+    Event,
+    Membership,
+    State,
+)
+from hetero_framework.errors import HeteroError
+
+START = [Event.DIAL, Event.FRESH, Event.PLANNED, Event.LOADED]
+EVENTS = st.lists(st.tuples(st.sampled_from([1, "box"]), st.sampled_from(list(Event))), max_size=60)
+
+
+def ready(worker: int = 1) -> Membership:
+    members = Membership([worker])
+    for event in START:
+        members.on(worker, event)
+    return members
+
+
+def test_worker_is_dialled_set_up_and_started() -> None:
+    members = Membership([1])
+    assert [members.on(1, event) for event in START] == [
+        (),
+        (),
+        (Action.SET_UP,),
+        (),
+    ]
+    assert members.state(1) is State.READY
+
+
+def test_link_that_blinks_costs_nothing_while_stages_load() -> None:
+    members = Membership([1])
+    for event in START[:3]:
+        members.on(1, event)
+    assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
+    assert members.on(1, Event.FRESH) == (Action.SET_UP,)
+    assert members.state(1) is State.LOADING
+
+
+def test_worker_that_comes_back_with_its_stages_goes_on() -> None:
+    members = ready()
+    assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
+    assert members.on(1, Event.BACK) == (Action.REPEAT_COMMIT,)
+    assert members.state(1) is State.READY
+
+
+@pytest.mark.parametrize("event", [Event.FRESH, Event.GONE])
+def test_worker_whose_stages_are_gone_ends_the_run(event: Event) -> None:
+    members = ready()
+    members.on(1, Event.LINK_LOST)
+    assert members.on(1, event) == (Action.GIVE_UP,)
+    assert members.state(1) is State.LEFT
+
+
+@pytest.mark.parametrize(
+    ("event", "action"), [(Event.GONE, Action.GIVE_UP), (Event.LEAVING, Action.HAND_OVER)]
+)
+def test_worker_that_has_left_may_be_replaced(event: Event, action: Action) -> None:
+    members = ready()
+    assert members.on(1, event) == (action,)
+    for event in START:
+        members.on(1, event)
+    assert members.state(1) is State.READY
+
+
+def test_link_that_breaks_too_often_in_one_step_counts_as_gone() -> None:
+    members = ready()
+    for _ in range(2):
+        for _ in range(MAX_RECOVERIES):
+            assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
+            members.on(1, Event.BACK)
+        members.settled()
+    for _ in range(MAX_RECOVERIES):
+        members.on(1, Event.LINK_LOST)
+        members.on(1, Event.BACK)
+    assert members.on(1, Event.LINK_LOST) == (Action.GIVE_UP,)
+
+
+@given(EVENTS)
+def test_any_events_keep_to_the_table(events: list[tuple[int | str, Event]]) -> None:
+    members = Membership([1, "box"])
+    for worker, event in events:
+        before = members.state(1), members.state("box"), members.losses(worker)
+        state = members.state(worker)
+        try:
+            actions = members.on(worker, event)
+        except HeteroError:
+            assert (state, event) not in TABLE
+            assert (members.state(1), members.state("box"), members.losses(worker)) == before
+            continue
+        after = members.state(worker)
+        too_often = event is Event.LINK_LOST and members.losses(worker) > MAX_RECOVERIES
+        assert (after, actions) == TABLE[state, Event.GONE if too_often else event]
+        # A run ends exactly when somebody is found to be gone; nobody comes back by himself.
+        assert (Action.GIVE_UP in actions) <= (after is State.LEFT)
+        assert state is not State.LEFT or after is State.LEFT or event is Event.DIAL
+
+
+@given(EVENTS)
+def test_stages_take_part_only_when_loaded_or_kept(events: list[tuple[int | str, Event]]) -> None:
+    members = Membership([1, "box"])
+    for worker, event in events:
+        state = members.state(worker)
+        try:
+            members.on(worker, event)
+        except HeteroError:
+            continue
+        if members.state(worker) is State.READY and state is not State.READY:
+            assert (state, event) in (
+                (State.LOADING, Event.LOADED),
+                (State.LOST, Event.BACK),
+            )
+
+
+def test_every_state_but_the_first_survives_a_broken_link_or_says_that_it_is_over() -> None:
+    for state in State:
+        if state is State.ABSENT:
+            continue
+        _, actions = TABLE[state, Event.LINK_LOST]
+        assert actions in ((Action.DIAL,), (Action.GIVE_UP,))
+        assert TABLE[state, Event.GONE] == (State.LEFT, (Action.GIVE_UP,))
+
+
+def test_all_that_may_follow_a_dialling_is_foreseen() -> None:
+    for (state, _), (after, actions) in TABLE.items():
+        if Action.DIAL in actions:
+            assert {(after, e) for e in (Event.FRESH, Event.BACK, Event.GONE)} <= TABLE.keys(), (
+                state
+            )
