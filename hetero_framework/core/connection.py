@@ -175,6 +175,7 @@ class Connection:
                 self._received(self, message)
         except ProtocolError as error:
             if isinstance(body, OtherVersion):
+                self._tell_asking(error)
                 self.refuse("protocol", error.message, error.hint)
                 return
             if self.peer is not None:  # a stranger learns nothing
@@ -190,15 +191,16 @@ class Connection:
             isinstance(body, Control) and body.answers is not None
         ):
             return False
+        return self._tell_asking(message)
+
+    def _tell_asking(self, answer: Message | HeteroError) -> bool:
+        """Whether there was somebody to tell."""
         with self._lock:
             asking, self._asking = self._asking, None
         if asking is not None:
-            asking.put(message)
+            asking.put(answer)
         return asking is not None
 
     def _on_close(self, reason: HeteroError | None) -> None:
-        with self._lock:
-            asking, self._asking = self._asking, None
-        if asking is not None:
-            asking.put(reason or PeerLostError(f"{self.name}: the link was closed here"))
+        self._tell_asking(reason or PeerLostError(f"{self.name}: the link was closed here"))
         self._lost(self, reason)
