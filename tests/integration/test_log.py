@@ -15,9 +15,10 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
-from hetero_framework.core.messages import PROTOCOL_VERSION, Message, encode
+from hetero_framework.core.messages import PROTOCOL_VERSION, Message
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
+from tests.framed import framed
 from tests.integration.conftest import Notes, Pool, is_listening
 from tests.samples import free_ports
 
@@ -29,7 +30,7 @@ def refused(port: int, worker_id: str) -> bytes:
     hello = Message(m.Hello(PROTOCOL_VERSION, "0", "stranger", worker_id, "p", 1, 1 << 20))
     with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
         sock.settimeout(30)
-        sock.sendall(b"".join(encode(hello)))
+        sock.sendall(framed(hello))
         return sock.recv(1 << 16)
 
 
