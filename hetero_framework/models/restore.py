@@ -33,7 +33,7 @@ def finished_tensors(
 
         yield tensors_of_plan(load_model_config(settings, base_dir), plan, read(plan.trainable))
         return
-    settings = settings.model_copy(update={"quantization": None})
+    settings = type(settings).model_validate({**settings.model_dump(), "quantization": None})
     count = num_layers(load_model_config(settings, base_dir))
     for layer in range(count):
         span = ShardRange(layer, layer + 1, is_first=layer == 0, is_last=layer == count - 1)

@@ -205,13 +205,13 @@ def test_evaluation_keeps_no_batch_that_is_done(
     run = Coordinator.evaluate
 
     def evaluate(self: Coordinator) -> None:
-        launch = self._pipeline._launch  # the oracle: when a batch is made, how many were launched
+        feed = self._pipeline._feed  # the oracle: when a batch is made, how many went in
 
-        def launching(index: int, inputs: Any) -> None:
+        def feeding(index: int, inputs: Any) -> None:
             finished.append(len(made))
-            launch(index, inputs)
+            feed(index, inputs)
 
-        monkeypatch.setattr(self._pipeline, "_launch", launching)
+        monkeypatch.setattr(self._pipeline, "_feed", feeding)
         run(self)
 
     monkeypatch.setattr(Coordinator, "evaluate", evaluate)
