@@ -33,8 +33,8 @@ def cluster_of(pool: Pool, llama: Path, output: Path) -> Iterator[Cluster]:
     sections = {"model": {"name_or_path": str(llama)}, "shard_plan": PLAN}
     config = Config.from_dict(pool.config(output, [], **sections))
     with Cluster(config, max_frame_bytes=DEFAULT_MAX_FRAME_BYTES) as cluster:
-        cluster.connect()
-        cluster.load()
+        cluster.start()
+        cluster.assemble(config)
         yield cluster
 
 
