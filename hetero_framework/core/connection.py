@@ -81,7 +81,7 @@ class Connection:
         self.peer: WorkerId | None = None
         """Who the other end is, once it has been accepted."""
         self.fault: ProtocolError | None = None
-        """What the accepted peer did wrong: a bug, which a new link would not mend."""
+        """What a peer that we know did wrong; a new link would not mend it."""
         self._session = None if role is None else Session(role)
         self._received = received
         self._lost = lost
@@ -133,7 +133,8 @@ class Connection:
         self, message: Message, timeout_s: float, stop: threading.Event | None = None
     ) -> Message | None:
         """Send a greeting or a CONTROL request and wait for the answer, which the caller releases;
-        None when there is none in time, or `stop` is set. Raises the reason when the link ends."""
+        None when there is none in time, or `stop` is set. Raises the reason when the link ends, and
+        the peer's fault when that ended it."""
         answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
         with self._lock:
             self._asking = answers
@@ -147,6 +148,8 @@ class Connection:
                         raise answer
                     return answer
             return None
+        except PeerLostError as error:  # it may have said something wrong before it was asked
+            raise self.fault or error from error
         finally:
             with self._lock:
                 self._asking = None
@@ -174,12 +177,13 @@ class Connection:
             if not self._is_answer(message):
                 self._received(self, message)
         except ProtocolError as error:
+            if self.peer is not None:
+                self.fault = error
             if isinstance(body, OtherVersion):
                 self._tell_asking(error)
                 self.refuse("protocol", error.message, error.hint)
                 return
             if self.peer is not None:  # a stranger learns nothing
-                self.fault = error
                 with suppress(HeteroError):
                     self.link.send(Message(Error("ProtocolError", error.message, error.hint)))
             raise

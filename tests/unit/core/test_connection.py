@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -119,6 +120,21 @@ def test_other_version_is_refused_with_both_numbers(sides: tuple[Side, Side]) ->
     assert refusal.code == "protocol"
     assert "version 99" in refusal.message
     assert far.heard.empty()
+
+
+def test_ask_after_another_version_has_answered_says_so() -> None:
+    """A worker of another version may have greeted and been refused before it is asked."""
+    with ExitStack() as stack:
+        near, far = over_tcp()
+        stack.callback(far.close)
+        asked_by = Side(stack, near, COORDINATOR)
+        asked_by.connection.peer = 1
+        far.write(
+            deque([memoryview(framed(Message(m.Welcome(99, "9.9", "2", "cpu", "cpu", 1, 1))))])
+        )
+        assert asked_by.end() is None  # refused: closed on our side
+        with pytest.raises(ProtocolError, match="speaks protocol version 99"):
+            asked_by.connection.ask(Message(HELLO), WAIT_S)
 
 
 def test_send_out_of_order_is_our_own_bug(sides: tuple[Side, Side]) -> None:
