@@ -120,12 +120,12 @@ class Assembly:
         memory_limits: tuple[int, ...] | None,
     ) -> None:
         """`memory_limits` is how many forwards each stage has memory for."""
-        specs = config.stages()
+        specs = config.plan.stages
         self.trainable, self.fingerprint = loaded.trainable, loaded.fingerprint
         self._boundaries = Boundaries(config)
         self._links = links
         self._tuner = Tuner(
-            config.stages(),
+            config.plan.stages,
             max_in_flight=config.training.max_in_flight,
             memory_limits=memory_limits,
             # Steps need not wait for it; the next ones take what has been found by then.
@@ -200,9 +200,9 @@ class Boundaries:
     """Where the stages of a plan meet, and which of these a link between workers may serve."""
 
     def __init__(self, config: Config) -> None:
-        self.all = list(pairwise(config.stages()))
+        self.all = list(pairwise(config.plan.stages))
         self._modes = {
-            s.index: config.shard_plan[s.index].links or config.links for s in config.stages()
+            s.index: config.shard_plan[s.index].links or config.links for s in config.plan.stages
         }
 
     def mode(self, after: StageSpec) -> str:
@@ -331,7 +331,7 @@ class Cluster:
         self._config = config
         for worker in self.workers:
             self._guard(worker, Event.PLANNED)
-        specs, expected = config.stages(), _in_background(self._expected_weights)
+        specs, expected = config.plan.stages, _in_background(self._expected_weights)
         local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
         trainable = {stage.index: stage.trainable() for stage in local}
         ready: dict[WorkerId, Ready] = {}
@@ -431,7 +431,7 @@ class Cluster:
             )
 
     def _setup_message(self, worker: WorkerId) -> Message:
-        own = (spec.index for spec in self._config.stages() if spec.owner == worker)
+        own = (spec.index for spec in self._config.plan.stages if spec.owner == worker)
         return Message(Setup(self._config.to_dict(), tuple(own)))
 
     # -- steps ----------------------------------------------------------------------------------

@@ -695,7 +695,7 @@ class Worker:
         run = self._current.afresh(config.training.reconnect_timeout_s)
         self._forget_run()
         self._run = run
-        specs = [spec for spec in config.stages() if spec.index in setup.stages]
+        specs = [spec for spec in config.plan.stages if spec.index in setup.stages]
         layers = ", ".join(spec.layers for spec in specs)
         _log.info("loading %s", layers)
         self._send_lines()
@@ -716,7 +716,7 @@ class Worker:
 
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
         run.meter = ArrivalMeter(Recorder(config.training.timeline_steps))
-        run.owners = {spec.index: spec.owner for spec in config.stages()}
+        run.owners = {spec.index: spec.owner for spec in config.plan.stages}
         run.stages = StageHost(
             stages, config, self._device, run.meter, _Outlet(self, run), id=self._entry.id
         )

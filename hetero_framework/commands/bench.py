@@ -99,7 +99,7 @@ def _links(cluster: Cluster, config: Config, nbytes: int) -> list[dict[str, Any]
         _log.info("measuring the link to worker %s", worker)
         speed = link_probe.measure(partial(cluster.ask, worker), nbytes)
         found.append({"from": "coordinator", "to": worker, **asdict(speed)})
-    for one, other in _direct_pairs(cluster, config.stages()):
+    for one, other in _direct_pairs(cluster, config.plan.stages):
         _log.info("measuring the link between workers %s and %s", one, other)
         question = link_probe.peer_question(_REQUEST, other, nbytes)
         answer = cluster.ask(one, question)
@@ -155,7 +155,7 @@ def _steps(cluster: Cluster, parts: setup.Prepared, steps: int) -> list[_Taken]:
 
 def _stages(config: Config, profile: Profile, facts: setup.Facts) -> list[dict[str, Any]]:
     lines = []
-    for spec in config.stages():
+    for spec in config.plan.stages:
         layers = spec.end - spec.start
         forward_s, backward_s = profile.forward_s[spec.index], profile.backward_s[spec.index]
         lines.append(

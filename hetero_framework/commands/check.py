@@ -55,7 +55,7 @@ def check(config: Config) -> dict[str, Any]:
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
         config = resolved.config
         memory = estimate_memory(config, model_config, in_flight=schedule["held"])
-        if any(config.checkpointing(spec.index) == "auto" for spec in config.stages()):
+        if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")
     processes = _processes(config, memory)
     role = _role(config)
@@ -84,7 +84,7 @@ def forecast(config: Config) -> dict[str, Any]:
     An estimate: time in proportion to layers, backward twice forward, a tenth of a forward for
     each boundary. The run itself measures and chooses anew. Units: layers' forwards.
     """
-    stages, training = config.stages(), config.training
+    stages, training = config.plan.stages, config.training
     m = training.gradient_accumulation_steps
     choice = tune(assumed_profile(stages), m, max_in_flight=training.max_in_flight)
     owners = [spec.owner for spec in stages]
@@ -177,7 +177,7 @@ def _processes(config: Config, memory: list[StageMemory]) -> list[dict[str, Any]
                         "is_last": stage.is_last,
                         "memory": _parts(memory[stage.index]) if memory else None,
                     }
-                    for stage in config.stages()
+                    for stage in config.plan.stages
                     if stage.owner == owner
                 ],
             }

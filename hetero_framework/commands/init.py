@@ -195,7 +195,7 @@ def run_wizard(
             "the input ended before all questions were answered",
             hint="use --non-interactive with options; see `hetero init --help`",
         ) from None
-    for stage in config.stages():
+    for stage in config.plan.stages:
         who = "this machine" if stage.owner == "local" else f"worker {stage.owner}"
         say(f"  {stage.layers}: {who}")
     say(f"Wrote {output}. Next: hetero check --config {output}")

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hetero_framework.config.hosts import check_host, normal_host
-from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
+from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import Section, WorkerId
 from hetero_framework.errors import ConfigError, PlanError
@@ -795,10 +795,6 @@ class Config(Section):
     def plan(self) -> Plan:
         """Who holds which layers."""
         return Plan(self.shard_plan)
-
-    def stages(self) -> tuple[StageSpec, ...]:
-        """The plan as stages, in model order."""
-        return self.plan.stages
 
     @property
     def planned_workers(self) -> tuple[WorkerConfig, ...]:

@@ -70,7 +70,7 @@ class StageHost:
             loss_is_awaited=id != "local",
             flush_timeout_s=config.training.step_timeout_s,
         )
-        num_devices = len({spec.owner for spec in config.stages()})
+        num_devices = len({spec.owner for spec in config.plan.stages})
         self._executor = Executor(stages, device, meter.recorder, self._io, num_devices=num_devices)
         self._last_attempt = -1
         self._reported = False

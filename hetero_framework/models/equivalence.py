@@ -157,7 +157,9 @@ def verify_model(
         layers = introspect(model_config).num_layers
         ranges = ranges_from_cuts(_default_cuts(layers) if cuts is None else cuts, layers)
     else:
-        ranges = tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.stages())
+        ranges = tuple(
+            ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.plan.stages
+        )
     result = compare(model_config, ranges, checkpoint)
     wanted = config is not None and config.data is not None and config.data.padding_free
     if not result.passed or not (wanted or config is None):

@@ -122,7 +122,7 @@ def estimate_memory(
     `learn_anatomy`.
     """
     assert config.model is not None
-    stages = config.stages()
+    stages = config.plan.stages
     if config.adapter is not None and plan is None:
         from hetero_framework.models.adapters import plan_adapter
 

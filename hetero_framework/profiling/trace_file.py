@@ -83,12 +83,12 @@ class Timeline:
         devices: Mapping[WorkerId, str] | None = None,
     ) -> None:
         labels = devices or {}
-        owners = list(dict.fromkeys(["local", *(spec.owner for spec in config.stages())]))
+        owners = config.plan.owners
         numbers = {owner: number for number, owner in enumerate(owners)}
         self._spans = _Spans(
             numbers,
             [Process(owner, labels.get(owner, "")) for owner in owners],
-            [StageInfo(numbers[s.owner], s.start, s.end) for s in config.stages()],
+            [StageInfo(numbers[s.owner], s.start, s.end) for s in config.plan.stages],
         )
         self._file = _File(config.output_dir / TIMELINE_FILE, self._spans, _settings(config))
         self._kept = self._dropped = 0

@@ -218,7 +218,7 @@ class Coordinator:
                 spec.end,
                 facts[spec.owner].device,
             )
-            for spec in self._config.stages()
+            for spec in self._config.plan.stages
         ]
         outputs.draw_diagram(self._parts, facts, self._cluster.assembly.direct)
         total = self._data.total_steps
@@ -293,7 +293,7 @@ class Coordinator:
                 "step_seconds": seconds,
                 "skipped": self._state.committed_steps == state.committed_steps,
                 "stages": stage_lines(
-                    self._config.stages(), stages, traffic, self._cluster.traffic()
+                    self._config.plan.stages, stages, traffic, self._cluster.traffic()
                 ),
             }
         )
@@ -478,7 +478,7 @@ class Coordinator:
             )
             return
         where = first_nonfinite(losses, reports)
-        stage = self._config.stages()[where[0]] if where is not None else None
+        stage = self._config.plan.stages[where[0]] if where is not None else None
         text = "a gradient is not finite"
         if where is not None and stage is not None:
             owner = "the coordinator" if stage.owner == "local" else f"worker {stage.owner}"

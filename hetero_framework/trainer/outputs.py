@@ -68,6 +68,7 @@ class RunDirectories:
         }
         if not wants_tensorboard(self._config.training.report_to):
             del places["training.logging_dir"]
+        _spare_base_model(self._config, [*places.values(), result_directory(self._config)])
         with contextlib.ExitStack() as locks:
             done = set()
             for setting, directory in places.items():
@@ -172,6 +173,23 @@ def run_id_of(output_dir: Path) -> str:
     return run_id
 
 
+def result_directory(config: Config) -> Path:
+    """Where the finished artefact goes."""
+    return config.output_dir / ("model" if config.adapter is None else "adapter")
+
+
+def _spare_base_model(config: Config, written: Iterable[Path]) -> None:
+    """Raise ConfigError if a directory that the run writes is that of its base model."""
+    name = config.model and config.model.name_or_path
+    base = config.path(name).resolve() if name else None
+    if base is not None and base.is_dir() and base in {path.resolve() for path in written}:
+        raise ConfigError(
+            f"the run would write into the directory of its base model, {base}",
+            hint="choose another training.output_dir (--output-dir DIR), checkpoint_dir or"
+            " logging_dir, or move the model",
+        )
+
+
 def _owner(directory: Path) -> dict[str, str] | None:
     """Whose directory it is; None where no run has said."""
     try:
@@ -253,7 +271,7 @@ def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Pa
     """Write the finished artefact from what the stages gave; returns its directory,
     `output_dir/adapter` where an adapter was trained, else `output_dir/model`.
     """
-    target = parts.config.output_dir / ("adapter" if parts.adapter_plan is not None else "model")
+    target = result_directory(parts.config)
     write_result(
         OutputDirectory(target, overwrite=True),
         parts.config,
@@ -291,7 +309,7 @@ def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]
     """Label and place of everything that a run leaves."""
     found = {result.name: result, "metrics": metrics, "checkpoints": config.checkpoints}
     found["timeline"] = config.output_dir / TIMELINE_FILE
-    for chosen in (config.training.visualization_format, "svg"):
+    for chosen in (config.training.visualization_format, "mmd"):
         picture = config.output_dir / f"architecture.{chosen}"
         if config.training.visualize and picture.exists():
             found["diagram"] = picture

@@ -195,7 +195,7 @@ def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
 
 
 def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
-    return tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.stages())
+    return tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.plan.stages)
 
 
 def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
@@ -223,7 +223,7 @@ def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
     resolved, memory = parts.resolved, parts.memory
     config = resolved.config
     devices = _devices(config, facts)
-    optional = {s.index for s in config.stages() if config.checkpointing(s.index) == "auto"}
+    optional = {s.index for s in config.plan.stages if config.checkpointing(s.index) == "auto"}
     if optional:
         recomputing = estimate_memory(
             _checkpointing(resolved, dict.fromkeys(optional, True), "").config,
@@ -302,7 +302,7 @@ def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
     from hetero_framework.models.adapters import saved_tensors
 
     blocks = f"{PEFT_PREFIX}{introspect(parts.model_config).blocks}."
-    for spec in parts.config.stages():
+    for spec in parts.config.plan.stages:
         own = {str(layer) for layer in range(spec.start, spec.end)}
 
         def wanted(key: str, own: set[str] = own) -> bool:

@@ -1,7 +1,7 @@
 """The picture of a configuration: its machines, their stages, and what each boundary does.
 
 `Diagram.of` says what is drawn. Graphviz lays it out (`to_dot`); Mermaid gets the same as text
-(`to_mermaid`); where the program `dot` is absent, `to_svg` draws it on a plain grid.
+(`to_mermaid`), also where the program `dot` is absent.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -41,8 +40,8 @@ _WORDS: Mapping[How, tuple[str, ...]] = {
     "auto": ("direct", "if possible"),
 }
 _AUTO = "direct where they reach each other, else through the coordinator"
-_DASHES: Mapping[How, tuple[str, str]] = {"relay": ("dashed", "7 5"), "auto": ("dotted", "2 5")}
-"""How a line is broken, as Graphviz and as SVG say it; others are solid."""
+_STYLES: Mapping[How, str] = {"relay": "dashed", "auto": "dotted"}
+"""Of the lines that are not solid, in Graphviz's words."""
 _log = logging.getLogger(__name__)
 
 
@@ -93,8 +92,8 @@ class Diagram:
     @classmethod
     def of(cls, config: Config, details: DiagramDetails | None = None) -> Diagram:
         details = details or DiagramDetails()
-        stages = config.stages()
-        owners = list(dict.fromkeys(["local", *(stage.owner for stage in stages)]))
+        stages = config.plan.stages
+        owners = config.plan.owners
         boundaries = tuple(
             _boundary(config, before, after, details) for before, after in pairwise(stages)
         )
@@ -108,24 +107,17 @@ class Diagram:
             caption=_caption(config, boundaries),
         )
 
-    @property
-    def rows(self) -> list[tuple[Place, ...]]:
-        return [self.places[i : i + PER_ROW] for i in range(0, len(self.places), PER_ROW)]
-
 
 def _boundary(
     config: Config, before: StageSpec, after: StageSpec, details: DiagramDetails
 ) -> Boundary:
-    links = config.shard_plan[after.index].links or config.links
-    how: How
+    how: How = config.shard_plan[after.index].links or config.links
     if before.owner == after.owner:
         how = "inside"
     elif "local" in (before.owner, after.owner):
         how = "direct"
     elif details.direct is not None:
         how = "direct" if before.index in details.direct else "relay"
-    else:
-        how = links
     return Boundary(before.index, how)
 
 
@@ -154,11 +146,7 @@ def _place(config: Config, owner: int | str, details: DiagramDetails) -> Place:
     return Place(
         names=_wrap("coordinator" if is_local else f"worker {owner}"),
         lines=tuple(part for line in lines for part in _wrap(line)),
-        stages=tuple(
-            (spec.index, _stage_lines(spec, details))
-            for spec in config.stages()
-            if spec.owner == owner
-        ),
+        stages=tuple((spec.index, _stage_lines(spec, details)) for spec in config.plan.of(owner)),
         colors=_COORDINATOR if is_local else _WORKER,
     )
 
@@ -233,30 +221,21 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
             box.attr(color=line, penwidth="1.2", rank="same", margin="12")
             for index, (first, *rest) in place.stages:
                 box.node(f"s{index}", _html(_bold(first, 12), *map(_dot_text, rest)))
-    cells = _cells(diagram)
+    number_of = {i: number for number, place in enumerate(diagram.places) for i, _ in place.stages}
     for b in diagram.boundaries:
-        (one, _), (other, _) = cells[b.before], cells[b.before + 1]
+        one, other = number_of[b.before], number_of[b.before + 1]
         beside = one < other and one // PER_ROW == other // PER_ROW
         words = _html(*map(_dot_text, _WORDS[b.how]), _space(3)) if _WORDS[b.how] else ""
         # Only what leads to the right decides about columns; the rest finds its way around.
         dot.edge(
             f"s{b.before}", f"s{b.before + 1}", words,
-            style=_DASHES.get(b.how, ("solid", ""))[0], constraint=str(beside).lower(),
+            style=_STYLES.get(b.how, "solid"), constraint=str(beside).lower(),
         )  # fmt: skip
     return dot
 
 
-def _cells(diagram: Diagram) -> dict[int, tuple[int, int]]:
-    """Of each stage: the number of its place, and its own among those of the place."""
-    return {
-        index: (number, row)
-        for number, place in enumerate(diagram.places)
-        for row, (index, _) in enumerate(place.stages)
-    }
-
-
 def _html(*lines: str) -> str:
-    return "<" + "<br/>".join(lines or (" ",)) + ">"
+    return "<" + "<br/>".join(lines) + ">"
 
 
 def _bold(text: str, size: int) -> str:
@@ -289,7 +268,7 @@ def to_mermaid(diagram: Diagram) -> str:
     for b in diagram.boundaries:
         words = (_AUTO,) if b.how == "auto" else (" ".join(_WORDS[b.how]),)
         label = f"|{_quoted(*words)}|" if words[0] else ""
-        line = "-.->" if b.how in _DASHES else "-->"
+        line = "-.->" if b.how in _STYLES else "-->"
         lines.append(f"  s{b.before} {line}{label} s{b.before + 1}")
     for number, place in enumerate(diagram.places):
         lines.append(f"  style m{number} fill:{place.colors[0]},stroke:{place.colors[1]}")
@@ -307,172 +286,6 @@ def _mermaid_text(text: str) -> str:
     )
 
 
-# ----------------------------------------------------------------------------- SVG without Graphviz
-
-_GAP, _PAD, _LINE_HEIGHT, _HEAD = 100.0, 14.0, 17.0, 24.0
-_LANE = 30.0
-"""Between two lines that pass below a row of machines."""
-
-
-def to_svg(diagram: Diagram) -> str:
-    """The diagram as SVG: a grid of machines, and lines that leave the grid's gaps to no box."""
-    return _Grid(diagram).draw()
-
-
-class _Grid:
-    """Positions in points. A line to the next column goes straight; any other one goes down to a
-    lane of its own below the row, along it, and up or down to its target's left side."""
-
-    def __init__(self, diagram: Diagram) -> None:
-        self._diagram = diagram
-        self._cells = _cells(diagram)
-        self._parts: list[str] = []
-        self._rows = diagram.rows
-        self._lanes: list[list[Boundary]] = [[] for _ in self._rows]
-        for b in diagram.boundaries:
-            if b.how != "inside" and not self._is_straight(b):
-                self._lanes[self._cells[b.before][0] // PER_ROW].append(b)
-        detours = 12.0 * max(map(len, self._lanes))
-        self._left = 28 + detours
-        self._gap = _GAP + detours
-        self._widths = [
-            max(map(_width, diagram.places[c::PER_ROW])) for c in range(len(self._rows[0]))
-        ]
-        text = [_text_width(t, 17) for t in diagram.title]
-        text += [_text_width(t, 12) for t in diagram.caption]
-        grid = sum(self._widths) + self._gap * (len(self._widths) - 1)
-        self._left = max(self._left, (max(text) - grid) / 2 + 28)
-        self._page = 2 * self._left + grid
-        self._heads = [max(_head(place) for place in row) for row in self._rows]
-        self._tops = [68.0 + 22 * len(diagram.title)]
-        for row, head, lanes in zip(self._rows, self._heads, self._lanes, strict=True):
-            height = head + max(_body(place) for place in row)
-            self._tops.append(self._tops[-1] + height + 24 + _LANE * len(lanes))
-
-    def _is_straight(self, b: Boundary) -> bool:
-        (one, i), (other, k) = self._cells[b.before], self._cells[b.before + 1]
-        return other == one + 1 and other % PER_ROW != 0 and i == k
-
-    def draw(self) -> str:
-        diagram, bottom = self._diagram, self._tops[-1] + 6
-        for i, line in enumerate(diagram.title):
-            self._text(self._page / 2, 40 + 22 * i, line, 17, bold=True)
-        self._text(self._page / 2, self._tops[0] - 28, diagram.counts, 13, _FAINT)
-        for number, place in enumerate(diagram.places):
-            self._place(number, place)
-        for b in diagram.boundaries:
-            self._boundary(b)
-        for i, line in enumerate(diagram.caption):
-            self._text(self._page / 2, bottom + _LINE_HEIGHT * i, line, 12, _FAINT)
-        size = (round(self._page), round(bottom + _LINE_HEIGHT * len(diagram.caption) + 14))
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
-            f'viewBox="0 0 {size[0]} {size[1]}" font-family="{_FONT}" text-anchor="middle">\n'
-            '<defs><marker id="tip" orient="auto" markerUnits="userSpaceOnUse" markerWidth="11" '
-            f'markerHeight="9" refX="10" refY="4.5"><path d="M0,0 L11,4.5 L0,9 z" fill="{_LINE}"/>'
-            f'</marker></defs>\n<rect width="100%" height="100%" fill="{_PAPER}"/>'
-        )
-        return "\n".join([head, *self._parts, "</svg>", ""])
-
-    def _x(self, number: int) -> float:
-        column = number % PER_ROW
-        return self._left + sum(self._widths[:column]) + self._gap * column
-
-    def _stage(self, index: int) -> tuple[float, float, float, float]:
-        """x, y, width and height of a stage's box."""
-        number, row = self._cells[index]
-        stages = self._diagram.places[number].stages
-        y = self._tops[number // PER_ROW] + self._heads[number // PER_ROW]
-        y += sum(_height(lines) + _HEAD for _, lines in stages[:row])
-        width = self._widths[number % PER_ROW] - 2 * _PAD
-        return self._x(number) + _PAD, y, width, _height(stages[row][1])
-
-    def _place(self, number: int, place: Place) -> None:
-        row, width = number // PER_ROW, self._widths[number % PER_ROW]
-        x, y = self._x(number), self._tops[row]
-        self._box(x, y, width, self._heads[row] + _body(place), place.colors)
-        for i, line in enumerate((*place.names, *place.lines)):
-            size, color = (15, _INK) if line in place.names else (12, _FAINT)
-            self._text(x + width / 2, y + 20 + _LINE_HEIGHT * i, line, size, color, bold=size == 15)
-        for index, lines in place.stages:
-            left, top, wide, high = self._stage(index)
-            self._box(left, top, wide, high, ("#ffffff", _STAGE_EDGE))
-            for i, line in enumerate(lines):
-                at = top + 8 + _LINE_HEIGHT * (i + 0.5)
-                self._text(left + wide / 2, at, line, 12, bold=i == 0)
-
-    def _boundary(self, b: Boundary) -> None:
-        x, y, width, height = self._stage(b.before)
-        left, top, _, high = self._stage(b.before + 1)
-        words = _WORDS[b.how]
-        if b.how == "inside":
-            path = f"M{x + width / 2:.1f},{y + height:.1f} V{top - 1:.1f}"
-        elif self._is_straight(b):
-            start = y + min(height, high) / 2
-            path = f"M{x + width:.1f},{start:.1f} H{left - 1:.1f}"
-            for i, word in enumerate(reversed(words)):
-                middle = (x + width + left) / 2
-                self._text(middle, start - 11 - (_LINE_HEIGHT - 3) * i, word, 11, _FAINT)
-        else:
-            row = self._cells[b.before][0] // PER_ROW
-            lane = self._lanes[row].index(b)
-            below = self._tops[row + 1] - 14 - _LANE * (len(self._lanes[row]) - 1 - lane)
-            out, into = x + width + _PAD + 14 + 12 * lane, left - _PAD - 14 - 12 * lane
-            end = top + high / 2
-            path = (
-                f"M{x + width:.1f},{y + height * 0.7:.1f} H{out:.1f} V{below:.1f} H{into:.1f} "
-                f"V{end:.1f} H{left - 1:.1f}"
-            )
-            self._text((out + into) / 2, below - 10, " ".join(words), 11, _FAINT)
-        dashes = f' stroke-dasharray="{_DASHES[b.how][1]}"' if b.how in _DASHES else ""
-        self._parts.append(
-            f'<path d="{path}" fill="none" stroke="{_LINE}" stroke-width="1.8" '
-            f'stroke-linejoin="round"{dashes} marker-end="url(#tip)"/>'
-        )
-
-    def _box(
-        self, x: float, y: float, width: float, height: float, colors: tuple[str, str]
-    ) -> None:
-        self._parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="8" '
-            f'fill="{colors[0]}" stroke="{colors[1]}" stroke-width="1.2"/>'
-        )
-
-    def _text(
-        self, x: float, y: float, text: str, size: int, color: str = _INK, *, bold: bool = False
-    ) -> None:
-        weight = ' font-weight="bold"' if bold else ""
-        self._parts.append(
-            f'<text x="{x:.1f}" y="{y + size * 0.35:.1f}" font-size="{size}"{weight} '
-            f'fill="{color}">{escape(text)}</text>'
-        )
-
-
-def _text_width(text: str, size: float) -> float:
-    """A generous estimate, so that text stays in its box with whatever font there is."""
-    ems = sum(1.0 if unicodedata.east_asian_width(char) in "WF" else 0.6 for char in text)
-    return ems * size
-
-
-def _height(lines: Sequence[str]) -> float:
-    return 16 + _LINE_HEIGHT * len(lines)
-
-
-def _head(place: Place) -> float:
-    return 20 + _LINE_HEIGHT * len(place.names + place.lines) + 4
-
-
-def _body(place: Place) -> float:
-    return sum(_height(lines) + _HEAD for _, lines in place.stages) - _HEAD + _PAD
-
-
-def _width(place: Place) -> float:
-    stages = [_text_width(line, 12) + 24 for _, lines in place.stages for line in lines]
-    own = [_text_width(line, 12) for line in place.lines]
-    names = [_text_width(name, 16) for name in place.names]
-    return 2 * _PAD + max([110.0, *names, *own, *stages])
-
-
 # ------------------------------------------------------------------------------------------- files
 
 
@@ -484,17 +297,12 @@ def draw(
 ) -> Path:
     """Write the picture to `path` and return the file that was written.
 
-    `format` is png, svg, pdf or mmd (Mermaid); None takes it from the file's name. PNG and PDF need
-    Graphviz; without it an SVG and a Mermaid file are written instead, with a warning (the SVG is
-    returned). Raises UserError for an unknown format or a file that cannot be written.
+    `format` is png, svg, pdf or mmd (Mermaid); None takes it from the file's name. Without Graphviz
+    the Mermaid text is written instead, with a warning. Raises UserError for an unknown format or
+    a file that cannot be written.
     """
     target = Path(path)
-    chosen = (format or target.suffix.removeprefix(".")).lower()
-    if chosen not in get_args(Format):
-        raise UserError(
-            f"there is no picture format {chosen!r}",
-            hint=f"give one of: {', '.join(get_args(Format))}",
-        )
+    chosen = picture_format(target, format, get_args(Format))
     diagram = Diagram.of(config, details)
     if chosen == "mmd":
         return write_picture(target, to_mermaid(diagram).encode())
@@ -504,22 +312,27 @@ def draw(
     try:
         return write_picture(target, bytes(dot.pipe(format=chosen, quiet=True)))
     except graphviz.ExecutableNotFound:
-        problem = "Graphviz is not installed"
+        problem = "Graphviz (the program dot) is not installed"
     except subprocess.SubprocessError:
         problem = "Graphviz failed"
-    svg = write_picture(target.with_suffix(".svg"), to_svg(diagram).encode())
-    if chosen == "svg":
-        return svg
-    other = write_picture(target.with_suffix(".mmd"), to_mermaid(diagram).encode())
+    written = write_picture(target.with_suffix(".mmd"), to_mermaid(diagram).encode())
     _log.warning(
-        "%s, so no %s was drawn; wrote %s and %s instead. Install Graphviz (the program dot on "
-        "PATH) for PNG and PDF.",
+        "%s, so no %s was drawn; wrote %s instead, which Markdown viewers and mermaid.live draw",
         problem,
         chosen.upper(),
-        svg,
-        other,
+        written,
     )
-    return svg
+    return written
+
+
+def picture_format(path: Path, asked: str | None, known: Sequence[str]) -> str:
+    """The format that was asked for, else that of the file's name. Raises UserError."""
+    chosen = (asked or path.suffix.removeprefix(".")).lower()
+    if chosen not in known:
+        raise UserError(
+            f"there is no picture format {chosen!r}", hint=f"give one of: {', '.join(known)}"
+        )
+    return chosen
 
 
 def write_picture(path: Path, content: bytes) -> Path:

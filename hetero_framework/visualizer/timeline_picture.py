@@ -16,7 +16,7 @@ from typing import Any
 
 from hetero_framework.errors import UserError
 from hetero_framework.units import seconds
-from hetero_framework.visualizer.diagram import write_picture
+from hetero_framework.visualizer.diagram import picture_format, write_picture
 
 FORMATS = ("png", "svg", "pdf")
 SHADES = {"forward": ("#9ccdf0", "#1f6fae"), "backward": ("#f7c568", "#c46a00")}
@@ -92,11 +92,7 @@ def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = 
     matplotlib, for an unknown format and for a file that cannot be written.
     """
     target = Path(path)
-    chosen = (form or target.suffix.removeprefix(".")).lower()
-    if chosen not in FORMATS:
-        raise UserError(
-            f"there is no picture format {chosen!r}", hint=f"give one of: {', '.join(FORMATS)}"
-        )
+    chosen = picture_format(target, form, FORMATS)
     if not can_draw():
         raise UserError(
             "the picture needs matplotlib, which is not installed",

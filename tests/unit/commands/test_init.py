@@ -90,7 +90,7 @@ def test_proposal_for_several_machines_uses_this_machines_address() -> None:
     assert (config.coordinator.hostname, config.coordinator.ip) == ("desk", "10.0.0.1")
     assert config.workers[0].device == "cuda:0"
     assert config.workers[1].ip == "fd00::2"
-    assert config.stages()[-1].end == 6
+    assert config.plan.stages[-1].end == 6
     assert config.warnings() == ()
 
 
@@ -119,7 +119,7 @@ def test_existing_file_is_kept_without_force(tmp_path: Path) -> None:
         write_config(Answers(layers=4), output)
     assert output.read_text(encoding="utf-8") == "precious"
     write_config(Answers(layers=4), output, force=True)
-    assert load_config(output).stages()[0].end == 4
+    assert load_config(output).plan.stages[0].end == 4
     assert [file.name for file in tmp_path.iterdir()] == ["hetero_config.json"]
 
 
@@ -131,7 +131,7 @@ def test_number_of_layers_is_read_from_the_model(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     answers = Answers(model=str(model), workers=["localhost"])
     config = write_config(answers, tmp_path / "c.json")
-    assert [(s.start, s.end) for s in config.stages()] == [(0, 3), (3, 7)]
+    assert [(s.start, s.end) for s in config.plan.stages] == [(0, 3), (3, 7)]
     assert config.model is not None
     assert config.model.name_or_path == "sub/model"  # as the file has to write it
 
@@ -175,7 +175,7 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
     assert config.coordinator.device == "cpu"
     assert config.model is not None
     assert config.model.name_or_path == "absent/other"
-    assert config.stages()[-1].end == 6
+    assert config.plan.stages[-1].end == 6
     text = "\n".join(said)
     for complaint in (
         "an answer is needed",

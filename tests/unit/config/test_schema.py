@@ -65,7 +65,7 @@ def test_seed_format_is_accepted() -> None:
     config = Config.from_dict(SEED, "/base")
     assert config.model is None
     assert config.coordinator.port == 9998
-    assert [(s.owner, s.start, s.end, s.is_first, s.is_last) for s in config.stages()] == [
+    assert [(s.owner, s.start, s.end, s.is_first, s.is_last) for s in config.plan.stages] == [
         ("local", 0, 8, True, False),
         (1, 8, 24, False, False),
         (2, 24, 32, False, True),
@@ -134,7 +134,7 @@ def test_valid_plans_are_accepted(plan: list[tuple[Any, int, int]]) -> None:
 
 def test_a_plan_without_workers_is_accepted() -> None:
     raw = {"coordinator": {"ip": "::1"}, "shard_plan": [{"id": "local", "start": 0, "end": 4}]}
-    assert Config.from_dict(raw).stages()[0].is_last
+    assert Config.from_dict(raw).plan.stages[0].is_last
 
 
 # -- what is refused ------------------------------------------------------------------------------

@@ -122,8 +122,8 @@ class RemoteStage:
     def __init__(self, config: Config) -> None:
         self._peers = WorkerLinks(config, "contract", DEFAULT_MAX_FRAME_BYTES)
         self._peers.connect_all()
-        self._num_stages = len(config.stages())
-        spec = config.stages()[1]
+        self._num_stages = len(config.plan.stages)
+        spec = config.plan.stages[1]
         self._tell(Setup(config.to_dict(), (spec.index,)))
         [ready] = self._await(Ready).body.stages
         self._trainable = [(entry.name, entry.index) for entry in ready.trainable]
@@ -227,7 +227,7 @@ class RemoteStage:
 
 @contextmanager
 def local_stage(config: Config) -> Iterator[Any]:
-    [stage] = load_stages(config, config.stages()[1:2], open_device("cpu"))
+    [stage] = load_stages(config, config.plan.stages[1:2], open_device("cpu"))
     stage.input_requires_grad = True
     yield stage
 
@@ -609,7 +609,7 @@ class Chain:
             # Every second stage: what one does must not matter to the others.
             entry["gradient_checkpointing"] = way.get("again", False) and index % 2 == 0
         config = Config.from_dict(raw)
-        self.stages = load_stages(config, config.stages(), open_device("cpu"))
+        self.stages = load_stages(config, config.plan.stages, open_device("cpu"))
         needs = gradient_needs([stage.trainable() for stage in self.stages])
         for stage, needed in zip(self.stages, needs, strict=True):
             stage.input_requires_grad = needed
@@ -712,7 +712,7 @@ def test_dropped_stage_frees_its_weights_without_the_garbage_collector(
     raw = {**config.to_dict(), "adapter": adapter}
     raw["training"] = {**raw["training"], "gradient_checkpointing": True}
     config = Config.from_dict(raw)
-    [stage] = load_stages(config, config.stages()[1:2], open_device("cpu"))
+    [stage] = load_stages(config, config.plan.stages[1:2], open_device("cpu"))
     stage.input_requires_grad = True
     stage.begin(info())
     out_BSD = stage.forward(0, middle_inputs(0), torch.randn(2, 7, 32))

@@ -164,3 +164,23 @@ def test_a_directory_is_probed_by_what_a_run_does_there(
 def test_a_run_without_tensorboard_leaves_logging_dir_alone(alone: Alone, tmp_path: Path) -> None:
     with entered(alone(training={"logging_dir": str(tmp_path / "logs")})):
         assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("setting", ["output_dir", "result", "checkpoint_dir", "logging_dir"])
+def test_the_base_model_is_no_place_to_write_into(
+    alone: Alone, tmp_path: Path, setting: str
+) -> None:
+    base = tmp_path / "run" / "model" if setting == "result" else tmp_path / "base"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    sections = {
+        "output_dir": {"training": {"output_dir": str(base / ".." / "base")}},
+        "result": {},
+        "checkpoint_dir": {"checkpoint_dir": str(base)},
+        "logging_dir": {"training": {"logging_dir": str(base), "report_to": "tensorboard"}},
+    }[setting]
+    config = alone(model={"name_or_path": str(base)}, **sections)
+    refused = pytest.raises(ConfigError, match=r"directory of its base model.*\n.*--output-dir")
+    with refused, entered(config):
+        pass
+    assert names(base) == ["config.json"]
