@@ -29,7 +29,6 @@ from transformers import logging as transformers_logging
 
 from benchmarks import environment
 from hetero_framework.config import Config
-from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.trace import COMPUTE, RECEIVE, SEND
 from hetero_framework.errors import HeteroError
@@ -682,7 +681,7 @@ class Transfers:
         self._device = device
         self._outward = outward
         self._count = size.copies
-        self._pool = BufferPool(device.allocate_host)
+        self._pool = device.buffers()
         shape = (size.copy_elements,)
         self._there = torch.ones(shape, dtype=torch.bfloat16, device=device.torch_device)
         self.nbytes = self._count * size.copy_elements * 2
@@ -720,7 +719,7 @@ def mixed_up(device: Device, rounds: int, elements: int, width: int = 2048) -> i
     that memory handed out too early would be overwritten. `width`: of the matrix products that
     keep it long.
     """
-    pool = BufferPool(device.allocate_host)
+    pool = device.buffers()
     arrived: list[torch.Tensor | None] = [None] * rounds
     results: list[tuple[torch.Tensor, DeviceEvent] | None] = [None] * rounds
     wrong: list[int] = []

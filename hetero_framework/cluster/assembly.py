@@ -259,7 +259,7 @@ class Cluster:
             config,
             self.run_id,
             max_frame_bytes,
-            allocate=self.device.allocate_host,
+            buffers=self.device.buffers,
             exit_text=self._exit_text,
             unpack=lambda message: unpack(message, self.device),
             watch=self._meter.watch,

@@ -558,7 +558,7 @@ class Worker:
             max_frame_bytes=max_frame_bytes,
             liveness_s=self._liveness_s,
             handshake_s=timeouts.STRANGER_S,
-            allocate=self._device.allocate_host,
+            pool=self._device.buffers(),
         )
         if role is None:
             self._strangers.add(connection)

@@ -21,6 +21,7 @@ from typing import Any
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core import timeouts
+from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.frames import PROTOCOL_VERSION
@@ -92,14 +93,14 @@ class WorkerLinks:
         run_id: str,
         max_frame_bytes: int,
         *,
-        allocate: Callable[[int], memoryview] | None = None,
+        buffers: Callable[[], BufferPool] = BufferPool,
         exit_text: Callable[[WorkerId], str | None] = lambda worker: None,
         unpack: Callable[[Message], Any] = lambda message: None,
         watch: Callable[[WorkerId], Watch] | None = None,
     ) -> None:
-        """`allocate` makes receive buffers (pinned on GPUs); `exit_text` says how a local worker
-        process ended, None while it lives. `unpack` makes of a message for this process, in a
-        reader thread, what its Event has as `arrival`; `watch(worker)` gives the function that
+        """`buffers` makes a pool of receive buffers; `exit_text` says how a local worker process
+        ended, None while it lives. `unpack` makes of a message for this process, in a reader
+        thread, what its Event has as `arrival`; `watch(worker)` gives the function that
         hears of every frame on its link.
         """
         used = {entry.id for entry in config.shard_plan}
@@ -107,7 +108,7 @@ class WorkerLinks:
         self._config = config
         self._run_id = run_id
         self._max_frame_bytes = max_frame_bytes
-        self._allocate = allocate
+        self._buffers = buffers
         self._exit_text = exit_text
         self._unpack = unpack
         self._watch = watch
@@ -260,7 +261,7 @@ class WorkerLinks:
             liveness_s=self._config.training.liveness_timeout_s,
             handshake_s=timeouts.HANDSHAKE_S,
             send_s=self._config.training.step_timeout_s,
-            allocate=self._allocate,
+            pool=self._buffers(),
         )
         connection.peer = worker.id
         if self._watch is not None:

@@ -12,6 +12,9 @@ from collections.abc import Callable
 
 DEFAULT_POOL_BYTES = 256 * 1024 * 1024
 _SMALLEST = 4096
+MAX_PINNED_BYTES = 64 * 1024 * 1024
+"""torch never gives pinned memory back: one part of a large state would lock gigabytes for good. A
+copy of this size from plain memory costs little beside it."""
 
 
 def size_class(nbytes: int) -> int:
@@ -23,6 +26,14 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+def pinned_size_class(nbytes: int) -> int:
+    """The same for memory that is pinned up to MAX_PINNED_BYTES: what torch would allocate anyway,
+    so that lengths share buffers as far as that goes."""
+    if nbytes > MAX_PINNED_BYTES:
+        return size_class(nbytes)
+    return 1 << (max(nbytes, _SMALLEST) - 1).bit_length()
+
+
 def allocate_bytes(nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes))
 
@@ -30,16 +41,19 @@ def allocate_bytes(nbytes: int) -> memoryview:
 class BufferPool:
     """Free buffers by size class, at most `max_bytes` of them together (None: all).
 
-    `allocate(nbytes)` makes a new one. A buffer that is taken and never given back is simply
-    freed when its last user forgets it; the pool holds free buffers only. Thread-safe.
+    `allocate(nbytes)` makes a new one, of `rounding(nbytes)` bytes. A buffer that
+    is taken and never given back is freed when its last user forgets it; the pool holds free
+    buffers only. Thread-safe.
     """
 
     def __init__(
         self,
-        allocate: Callable[[int], memoryview] | None = None,
+        allocate: Callable[[int], memoryview] = allocate_bytes,
         max_bytes: int | None = DEFAULT_POOL_BYTES,
+        rounding: Callable[[int], int] = size_class,
     ) -> None:
-        self._allocate = allocate or allocate_bytes
+        self._allocate = allocate
+        self._rounding = rounding
         self._max_bytes = max_bytes
         self._free: dict[int, list[memoryview]] = {}
         self._free_bytes = 0
@@ -52,7 +66,7 @@ class BufferPool:
     def take(self, nbytes: int) -> tuple[memoryview, Callable[[], None]]:
         """A writable view of exactly `nbytes` and the function that gives it back, to be called
         at most once."""
-        size = size_class(nbytes)
+        size = self._rounding(nbytes)
         with self._lock:
             buffers = self._free.get(size)
             buffer = buffers.pop() if buffers else None

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from hetero_framework.core.buffers import BufferPool
+from hetero_framework.core.buffers import MAX_PINNED_BYTES, BufferPool, pinned_size_class
 from hetero_framework.errors import DeviceError
 
 KINDS = ("cuda", "rocm", "mps", "xpu", "cpu")
@@ -34,9 +34,6 @@ _POLL_S = 0.0002
 _CLOCK_AGE_S = 5.0
 _CLOCK_TRIES = 3
 _CLOCK_WIDTH_S = 100e-6
-# torch rounds pinned memory up to a power of two and never gives it back: one part of a large state
-# would lock gigabytes for good. A copy of this size from plain memory costs little beside it.
-_MOST_PINNED_BYTES = 64 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +88,8 @@ class Device:
 
     is_async = False
     """Whether a call returns before the device has done the work."""
+    one_thread = False
+    """Whether only the computing thread may copy to it: `copy_in` is for that thread then."""
 
     def __init__(self, index: int | None = None) -> None:
         self.index = index
@@ -164,6 +163,10 @@ class Device:
         """The same of any size, for memory that is used in every step."""
         return memoryview(bytearray(nbytes))
 
+    def buffers(self) -> BufferPool:
+        """A pool of memory from `allocate_host`."""
+        return BufferPool()
+
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         """The point that this thread's work for the device has come to. Does not wait.
 
@@ -190,8 +193,8 @@ class Device:
 
         `mark` was made after the tensor's last operation was queued, and nothing changes the
         tensor from then on. For a thread that sends: waits until the tensor is complete and
-        copied, not for anything that was queued behind it. The memory is `pool`'s, whose buffers
-        should be `allocate_host`'s; give it back once, after which the CPU tensor is void.
+        copied, not for anything that was queued behind it. The memory is `pool`'s, which should
+        be made by `buffers`; give it back once, after which the CPU tensor is void.
         """
         return tensor.detach(), _nothing
 
@@ -362,9 +365,12 @@ class _StreamDevice(Device):
         self._namespace.set_device(self.torch_device)
 
     def allocate_host(self, nbytes: int) -> memoryview:
-        if nbytes > _MOST_PINNED_BYTES:
+        if nbytes > MAX_PINNED_BYTES:
             return super().allocate_host(nbytes)
         return self.allocate_pinned(nbytes)
+
+    def buffers(self) -> BufferPool:
+        return BufferPool(self.allocate_host, rounding=pinned_size_class)
 
     def allocate_pinned(self, nbytes: int) -> memoryview:
         """Pinned memory: copies run at the bus's speed and beside the computing. Plain memory
@@ -588,10 +594,14 @@ class _PolledMark(_QueuedMark):
 class MpsDevice(Device):
     """The GPU of an Apple machine. It has one queue, for copies as well; a copy is done when
     everything before it is, so copies are queued early and waited for by asking.
+
+    Two threads that queue work at once can end the process (pytorch #197805), so only the computing
+    thread does; others ask whether an event is reached.
     """
 
     kind = "mps"
     is_async = True
+    one_thread = True
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(index)
@@ -645,8 +655,7 @@ class MpsDevice(Device):
         assert isinstance(mark, _PolledMark)
         mark.wait()
         copies = zip(mark.sources, mark.held, strict=True)
-        copy = next((copy for source, copy in copies if source is tensor), None)
-        return (self.to_host(tensor) if copy is None else copy), _nothing
+        return next(copy for source, copy in copies if source is tensor), _nothing
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
         # From a copy, as the queue comes to it later, and this thread shall not wait so long.

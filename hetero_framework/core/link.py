@@ -101,7 +101,7 @@ class Link:
     `heartbeat_s`: a heartbeat goes out after so much silence of ours. `liveness_s`: the link
     fails after so much silence of the peer; any byte counts as life. `handshake_s`: the first
     message must be complete so soon. `send_s`: the link fails when the peer takes nothing for so
-    long while something waits. `allocate(nbytes)` makes receive buffers (pinned memory);
+    long while something waits. `pool` has the receive buffers (pinned memory);
     `max_queue_bytes` bounds what waits to be written: `send` blocks above it.
     `stats` goes on counting where the link before this one ended.
     `max_frame_bytes` may be set when the peers have agreed on another value.
@@ -125,7 +125,7 @@ class Link:
         liveness_s: float = timeouts.LIVENESS_S,
         handshake_s: float = timeouts.HANDSHAKE_S,
         send_s: float = timeouts.SEND_S,
-        allocate: Callable[[int], memoryview] | None = None,
+        pool: BufferPool | None = None,
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
         stats: LinkStats | None = None,
     ) -> None:
@@ -144,7 +144,7 @@ class Link:
         self._handshake_s = handshake_s
         self._send_s = send_s
         self._max_queue_bytes = max_queue_bytes
-        self._pool = BufferPool(allocate)
+        self._pool = pool or BufferPool()
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received, and not looked at before
         self._ahead_from = self._ahead_to = 0
         self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)

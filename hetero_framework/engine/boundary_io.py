@@ -3,7 +3,8 @@
 The computing thread hands a result over and goes on. On the CPU, a tensor that travels as it is
 goes straight to its link. Where a device has to be waited for, or the CPU has to encode, one sender
 thread does that, in the order in which results were handed over. What arrives is unpacked in the
-link's reader thread, so that the computing thread finds it ready on its device.
+link's reader thread, so that the computing thread finds it ready on its device, or in CPU memory
+where only that thread may copy (`move_in`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Protocol
 import torch
 
 from hetero_framework.config import WireConfig
-from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import Backward, Boundary, Coded, Forward, Inputs, Message
@@ -58,14 +58,15 @@ _SLICE_S = 0.5  # waits are sliced, so that Ctrl-C is heard on every system
 
 
 def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
-    """The tensors of INPUTS, FORWARD or BACKWARD on the device, for use by the computing thread.
+    """The tensors of INPUTS, FORWARD or BACKWARD on the device, for use by the computing thread,
+    which calls `move_in` first.
 
     For reader threads. Where it can, the message's buffer is given back here. None for every
     other message. Raises ProtocolError for a codec that does not exist or does not fit, and
     ResourceError that names the stage when there is no memory for them.
     """
     try:
-        return _unpack(message, device)
+        return _unpack(message, Device() if device.one_thread else device)
     except (RuntimeError, MemoryError) as error:
         body = message.body
         assert isinstance(body, (Inputs, Boundary))
@@ -103,6 +104,18 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     return Arrival(decoded)
 
 
+def move_in(device: Device, unpacked: Arrival | Tensors) -> Arrival | Tensors:
+    """What `unpack` made of a message, on the device. For the computing thread."""
+    if not device.one_thread:
+        return unpacked
+    if not isinstance(unpacked, Arrival):
+        return {name: device.copy_in(tensor) for name, tensor in unpacked.items()}
+    assert unpacked.tensor is not None
+    moved = device.copy_in(unpacked.tensor)
+    unpacked.release()
+    return Arrival(moved)
+
+
 def can_code(device: Device) -> bool:
     """Whether codecs work on the device itself: they need bfloat16. Else the CPU does it."""
     return bool(device.supports(torch.bfloat16))
@@ -133,7 +146,7 @@ class BoundaryIO:
         self._gradients = _codec(wire.gradients)
         self._outlet = outlet
         self._loss_is_awaited = loss_is_awaited
-        self._pool = BufferPool(device.allocate_host)
+        self._pool = device.buffers()
         self._sender = Sender(outlet.failed, flush_timeout_s)
 
     # -- Outbox ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from hetero_framework.core.messages import (
     StateKind,
 )
 from hetero_framework.core.trace import Span
-from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet
+from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, move_in
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.hosts import BatchInputs
 from hetero_framework.engine.stage_api import (
@@ -74,7 +75,7 @@ class StageHost:
         self._executor = Executor(stages, device, meter.recorder, self._io, num_devices=num_devices)
         self._last_attempt = -1
         self._reported = False
-        self._early: list[tuple[Message, object]] = []
+        self._early: list[tuple[Message, Any]] = []
         self._snapshots: dict[int, Snapshot] = {}
         self._snapshot_step: int | None = None
         self._export: Iterator[StatePart] = iter(())
@@ -106,7 +107,7 @@ class StageHost:
     def has_inputs(self, stage: int) -> bool:
         return self._executor.has_inputs(stage)
 
-    def data(self, message: Message, arrival: object) -> None:
+    def data(self, message: Message, arrival: Any) -> None:
         """INPUTS, FORWARD or BACKWARD with what `unpack` made of it: for the attempt that runs, or
         for one that is to come, since another worker may have heard of it before us."""
         body = message.body
@@ -114,14 +115,17 @@ class StageHost:
         info, executor = self._executor.info, self._executor
         if body.attempt > (info.attempt if info is not None else self._last_attempt):
             self._early.append((message, arrival))
-        elif not self._is_current(body.step, body.attempt):
+            return
+        if not self._is_current(body.step, body.attempt):
             message.release()
-        elif isinstance(body, Inputs):
-            executor.put_inputs(body.stage, body.micro_batch, arrival)  # type: ignore[arg-type]
+            return
+        here: Any = move_in(self._device, arrival)
+        if isinstance(body, Inputs):
+            executor.put_inputs(body.stage, body.micro_batch, here)
         elif isinstance(body, Forward):
-            executor.put_hidden(body.stage, body.micro_batch, arrival)  # type: ignore[arg-type]
+            executor.put_hidden(body.stage, body.micro_batch, here)
         else:
-            executor.put_gradient(body.stage, body.micro_batch, arrival)  # type: ignore[arg-type]
+            executor.put_gradient(body.stage, body.micro_batch, here)
 
     def run_next(self) -> bool:
         return self._executor.run_next()

@@ -46,6 +46,7 @@ class QueuedDevice(Device):
         self.log: list[tuple[Any, ...]] = []
         self.marks: list[QueuedMark] = []
         self.out = self.given_back = 0
+        self.copied_in_by: list[str] = []
         self._at_once = at_once
         self._bfloat16 = bfloat16
 
@@ -88,4 +89,5 @@ class QueuedDevice(Device):
         return host, release
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.copied_in_by.append(threading.current_thread().name)
         return tensor.clone()

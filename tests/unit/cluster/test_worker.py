@@ -291,7 +291,8 @@ def test_stages_of_a_run_are_freed_before_the_next_one_is_told_of_the_memory(
         first.send(Loss(0, 0, 0, 0.0))  # out of order
         first.expect(Error)
     wait_until(lambda: first.link.closed)
-    served.dial("second").expect(Welcome)
+    # It is busy until its stages are freed.
+    wait_until(lambda: isinstance(served.dial("second").next().body, Welcome))
     assert served.weights[0]() is None
 
 

@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_framework.core.buffers import BufferPool, size_class
+from hetero_framework.core.buffers import (
+    MAX_PINNED_BYTES,
+    BufferPool,
+    pinned_size_class,
+    size_class,
+)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000, 2**20, 2**20 + 1, 16_000_000])
@@ -10,6 +15,23 @@ def test_size_class_wastes_at_most_an_eighth(nbytes: int) -> None:
     size = size_class(nbytes)
     assert nbytes <= size <= max(4096, nbytes * 9 // 8 + 1)
     assert size_class(size) == size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size"),
+    [
+        (1, 4096),
+        (4097, 8192),
+        (2**20, 2**20),
+        (5 * 2**20, 8 * 2**20),
+        (MAX_PINNED_BYTES, MAX_PINNED_BYTES),
+        (MAX_PINNED_BYTES + 1, size_class(MAX_PINNED_BYTES + 1)),
+    ],
+)
+def test_pinned_size_class_is_a_power_of_two_as_far_as_memory_is_pinned(
+    nbytes: int, size: int
+) -> None:
+    assert pinned_size_class(nbytes) == size
 
 
 def test_pool_is_bounded_and_shares_sizes() -> None:

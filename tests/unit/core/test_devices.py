@@ -74,7 +74,7 @@ def test_tensors_go_to_the_device_and_back(device: Device) -> None:
 @every_device
 def test_copies_beside_computing_carry_what_was_marked(device: Device) -> None:
     """One thread computes, one sends, one receives, as in a run: nothing is mixed up."""
-    pool = BufferPool(device.allocate_host)
+    pool = device.buffers()
     rounds, size = 40, 1 << 14
     received: list[torch.Tensor | None] = [None] * rounds
     sent: list[torch.Tensor | None] = [None] * rounds
@@ -132,7 +132,7 @@ def test_copies_beside_computing_carry_what_was_marked(device: Device) -> None:
 def test_copies_keep_shape_and_type(
     device: Device, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    pool = BufferPool(device.allocate_host)
+    pool = device.buffers()
     tensor = torch.full(shape, 3, dtype=dtype)
     there = device.copy_in(tensor)
     strided = there.mT if there.dim() == 2 else there
@@ -144,7 +144,7 @@ def test_copies_keep_shape_and_type(
 
 @every_device
 def test_empty_tensors_are_copied_too(device: Device) -> None:
-    pool = BufferPool(device.allocate_host)
+    pool = device.buffers()
     there = device.copy_in(torch.empty(0, 3, dtype=torch.bfloat16))
     host, release = device.copy_out(there, device.record_event(there), pool)
     assert (host.shape, host.dtype, host.device.type) == ((0, 3), torch.bfloat16, "cpu")
@@ -680,6 +680,24 @@ def test_large_host_memory_is_not_pinned_unless_it_is_kept(
     assert pinned == [limit, limit + 1]
 
 
+def test_pinned_buffers_are_shared_as_far_as_torch_rounds_them_up(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = streams
+    pinned: list[int] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        pinned.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    monkeypatch.setattr(device, "allocate_pinned", allocate)
+    pool = device.buffers()
+    for nbytes in (4 * 2**20 + 1, 5 * 2**20, 8 * 2**20):
+        _, release = pool.take(nbytes)
+        release()
+    assert pinned == [8 * 2**20]
+
+
 def test_the_computing_thread_makes_its_device_the_current_one(
     streams: tuple[Device, FakeStreams],
 ) -> None:
@@ -792,8 +810,6 @@ def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeM
     sender.join(5.0)
     assert torch.equal(result[0], tensor)
     assert result[0] is mark.held[0]  # type: ignore[attr-defined]
-    other = torch.full((2,), 5.0)  # not named at the mark: copied afterwards
-    assert torch.equal(device.copy_out(other, mark, BufferPool())[0], other)
     assert device.event_time(mark) <= time.perf_counter()
     assert device.seconds(mark, mark) == 0
 

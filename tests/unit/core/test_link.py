@@ -15,6 +15,7 @@ import pytest
 
 from hetero_framework.core import link as link_module
 from hetero_framework.core import stream as stream_module
+from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
@@ -178,7 +179,7 @@ def test_released_buffers_are_used_again_and_kept_ones_are_not(stack: ExitStack)
         return memoryview(bytearray(nbytes))
 
     near, far = sockets(stack)
-    a, b = end(stack, near), end(stack, far, allocate=allocate)
+    a, b = end(stack, near), end(stack, far, pool=BufferPool(allocate))
     for number in range(4):
         a.link.send(control(50_000, number))
         b.take(number + 1)[number].release()
@@ -491,7 +492,7 @@ def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
         allocated.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    relay = Relay(stack, {"allocate": allocate}, {})
+    relay = Relay(stack, {"pool": BufferPool(allocate)}, {})
     for number in range(5):
         frame = framed(control(700_000, number))
         relay.source_socket.sendall(frame)

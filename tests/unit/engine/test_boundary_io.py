@@ -26,7 +26,14 @@ from hetero_framework.core.messages import (
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.core.trace import RECEIVE, Recorder
 from hetero_framework.engine import messages
-from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Done, Sender, unpack
+from hetero_framework.engine.boundary_io import (
+    ArrivalMeter,
+    BoundaryIO,
+    Done,
+    Sender,
+    move_in,
+    unpack,
+)
 from hetero_framework.engine.stage_api import Arrival, CommitOrder, Loss, StepInfo
 from hetero_framework.errors import PeerLostError, ProtocolError, ResourceError
 from tests.samples import boundary_message
@@ -106,6 +113,46 @@ def test_unpack_coded_tensor_into_memory_of_its_own(
     assert torch.equal(arrival.tensor, codec.decode(codec.encode(sent), sent.shape, dtype))
     arrival.release()
     assert received.released == 1
+
+
+class OneThreadDevice(QueuedDevice):
+    """As MPS: only the computing thread may copy to it."""
+
+    one_thread = True
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_only_the_computing_thread_copies_to_a_device_of_one_thread(codec: str | None) -> None:
+    device, sent = OneThreadDevice(at_once=True), hidden()
+    if codec is None:
+        message, expected = boundary_message(Forward, INFO, 1, 0, sent), sent
+    else:
+        parts = CODECS[codec].encode(sent)
+        coded = Coded(codec, tuple(sent.shape), "float32")
+        message = boundary_message(Forward, INFO, 1, 0, *parts, coded=coded)
+        expected = CODECS[codec].decode(parts, sent.shape, torch.float32)
+    received = Received(message)
+    unpacked = unpack(received.message, device)
+    assert isinstance(unpacked, Arrival)
+    assert device.copied_in_by == []
+    arrival = move_in(device, unpacked)
+    assert isinstance(arrival, Arrival)
+    assert arrival.tensor is not None
+    assert len(device.copied_in_by) == received.released == 1
+    assert torch.equal(arrival.tensor, expected)
+
+
+def test_inputs_for_a_device_of_one_thread_are_copied_by_that() -> None:
+    device = OneThreadDevice(at_once=True)
+    inputs = {"labels": torch.tensor([[1, -100, 3]])}
+    received = Received(messages.inputs_message(INFO, 1, 0, messages.pack_inputs(inputs)))
+    unpacked = unpack(received.message, device)
+    assert isinstance(unpacked, dict)
+    assert (device.copied_in_by, received.released) == ([], 1)
+    moved = move_in(device, unpacked)
+    assert isinstance(moved, dict)
+    assert len(device.copied_in_by) == 1
+    assert torch.equal(moved["labels"], inputs["labels"])
 
 
 def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:

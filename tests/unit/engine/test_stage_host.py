@@ -22,6 +22,7 @@ from hetero_framework.engine.stage_api import (
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import ProtocolError
 from tests.samples import boundary_message
+from tests.unit.device_helpers import QueuedDevice
 from tests.unit.engine.test_executor import FakeStage
 from tests.unit.engine.test_pipeline import CONFIG
 
@@ -82,6 +83,22 @@ def test_report_comes_once_when_all_micro_batches_are_through(host: StageHost) -
     assert report is not None
     assert list(report.gradients) == list(report.figures) == [1]
     assert host.report() is None
+
+
+def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> None:
+    class OneThread(QueuedDevice):
+        one_thread = True
+
+    device = OneThread(at_once=True)
+    meter = ArrivalMeter(Recorder(0))
+    host = StageHost([FakeStage(1, last=True)], CONFIG, device, meter, Outlet(), id=7)  # type: ignore[arg-type]
+    early = arrive(host, INFO)
+    assert device.copied_in_by == []
+    host.begin(INFO, SCHEDULE)
+    assert len(device.copied_in_by) == len(early) == 1
+    host.feed(1, 0, ["labels"], BATCH)
+    assert host.run_next()
+    host.close()
 
 
 def test_data_of_an_attempt_to_come_waits_for_it_and_old_data_is_dropped(host: StageHost) -> None:
