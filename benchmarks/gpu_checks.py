@@ -764,14 +764,14 @@ def mixed_up(device: Device, rounds: int, elements: int, width: int = 2048) -> i
 
 
 def clock_error(device: Device) -> float:
-    """Seconds by which a mark's time lies outside of when it can have been."""
+    """Seconds by which a event's time lies outside of when it can have been."""
     worst = 0.0
     for _ in range(20):
         before = time.perf_counter()
-        mark = device.record_event()
-        mark.wait()
+        event = device.record_event()
+        event.wait()
         after = time.perf_counter()
-        at = device.event_time(mark)
+        at = device.event_time(event)
         worst = max(worst, before - at, at - after)
     return worst
 

@@ -60,7 +60,7 @@ class Support:
 
 
 class DeviceEvent:
-    """A point in a device's work: everything that the marking thread had given it until then.
+    """A point in a device's work: everything that the recording thread had given it until then.
 
     This class is the CPU's: what was called is done. May be asked from any thread.
     """
@@ -170,7 +170,7 @@ class Device:
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         """The point that this thread's work for the device has come to. Does not wait.
 
-        `tensors` are those that `copy_out` will be asked for with this mark. A device whose
+        `tensors` are those that `copy_out` will be asked for with this event. A device whose
         copies queue up behind its computing begins to copy them here; others ignore them.
         """
         return DeviceEvent()
@@ -179,19 +179,19 @@ class Device:
         """Seconds of the device between two points that are reached."""
         return end.made_s - begin.made_s
 
-    def event_time(self, mark: DeviceEvent) -> float:
+    def event_time(self, event: DeviceEvent) -> float:
         """When a point was reached, in seconds of this process's `time.perf_counter`.
 
         For a point that is reached; otherwise it waits for it.
         """
-        return mark.made_s
+        return event.made_s
 
     def copy_out(
-        self, tensor: torch.Tensor, mark: DeviceEvent, pool: BufferPool
+        self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """(the tensor in CPU memory, the function that gives that memory back).
 
-        `mark` was made after the tensor's last operation was queued, and nothing changes the
+        `event` was made after the tensor's last operation was queued, and nothing changes the
         tensor from then on. For a thread that sends: waits until the tensor is complete and
         copied, not for anything that was queued behind it. The memory is `pool`'s, which should
         be made by `buffers`; give it back once, after which the CPU tensor is void.
@@ -264,24 +264,24 @@ class HostCopy:
         return host
 
 
-class _QueuedMark(DeviceEvent):
+class _QueuedEvent(DeviceEvent):
     """An event in a device's queue, and when it was first seen reached.
 
     `held` is memory that the queue uses until then.
     """
 
-    def __init__(self, event: Any, held: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, native: Any, held: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.event = event
+        self.native = native
         self.held = held
         self._seen_s: float | None = None
 
     def wait(self) -> None:
-        self.event.synchronize()  # without the GIL
+        self.native.synchronize()  # without the GIL
         self.done()
 
     def done(self) -> bool:
-        if self._seen_s is None and self.event.query():
+        if self._seen_s is None and self.native.query():
             self._seen_s = time.perf_counter()
         return self._seen_s is not None
 
@@ -294,36 +294,36 @@ class _QueuedMark(DeviceEvent):
 
 
 class _Watcher:
-    """A thread that waits for marks one after the other, as they are made: so each is seen when
-    it is reached, and what it holds lives until then, whoever forgets the mark before."""
+    """A thread that waits for events one after the other, as they are made: so each is seen when
+    it is reached, and what it holds lives until then, whoever forgets the event before."""
 
     def __init__(self) -> None:
-        self._marks: queue.SimpleQueue[_QueuedMark] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_QueuedEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def watch(self, mark: _QueuedMark) -> None:
+    def watch(self, event: _QueuedEvent) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="watch marks", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="watch events", daemon=True)
                 self._thread.start()
-            self._marks.put(mark)
+            self._events.put(event)
 
     def _run(self) -> None:
         while True:
             try:
                 # No name for the event: it would keep the last one alive.
-                self._marks.get().wait()
+                self._events.get().wait()
             except Exception as error:
                 # The computing thread meets it as well; this one goes on with the next event.
                 _log.debug("a device event cannot be waited for: %s", error)
 
 
-class _EventMark(_QueuedMark):
+class _StreamEvent(_QueuedEvent):
     """`clock`: an earlier event and the host's time of it; None where events carry no time."""
 
-    def __init__(self, event: Any, clock: _Clock | None) -> None:
-        super().__init__(event)
+    def __init__(self, native: Any, clock: _Clock | None) -> None:
+        super().__init__(native)
         self.clock = clock
 
 
@@ -331,7 +331,7 @@ class _EventMark(_QueuedMark):
 class _Clock:
     """Ties the device's clock to the host's: `event` happened at `at_s` of time.perf_counter."""
 
-    event: Any
+    native: Any
     at_s: float
 
 
@@ -346,6 +346,8 @@ class _StreamDevice(Device):
     """
 
     is_async = True
+    _torch_kind = "cuda"
+    """The name of torch's device type, and of its namespace."""
     _event_options: ClassVar[dict[str, bool]] = {}
     """For events that threads wait on."""
 
@@ -359,7 +361,41 @@ class _StreamDevice(Device):
 
     @property
     def _namespace(self) -> Any:
-        raise NotImplementedError
+        return getattr(torch, self._torch_kind)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self._torch_kind, self.index or 0)
+
+    @property
+    def label(self) -> str:
+        return str(self._namespace.get_device_name(self.torch_device))
+
+    def synchronize(self) -> None:
+        self._namespace.synchronize(self.torch_device)
+
+    def _seed(self, value: int) -> None:
+        with self._namespace.device(self.torch_device):
+            self._namespace.manual_seed(value)
+
+    def random_state(self) -> dict[str, torch.Tensor]:
+        state = self._namespace.get_rng_state(self.torch_device)
+        return {**super().random_state(), self.kind: state}
+
+    def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
+        super().set_random_state(state)
+        if self.kind in state:
+            self._namespace.set_rng_state(state[self.kind], self.torch_device)
+
+    def peak_memory(self) -> int:
+        return int(self._namespace.max_memory_allocated(self.torch_device))
+
+    def reset_peak_memory(self) -> None:
+        self._namespace.reset_peak_memory_stats(self.torch_device)
+
+    def empty_cache(self) -> None:
+        super().empty_cache()
+        self._namespace.empty_cache()
 
     def use(self) -> None:
         self._namespace.set_device(self.torch_device)
@@ -385,32 +421,32 @@ class _StreamDevice(Device):
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         clock = self._device_clock()
-        event = self._namespace.Event(enable_timing=clock is not None, **self._event_options)
+        native = self._namespace.Event(enable_timing=clock is not None, **self._event_options)
         # The stream by name: without it, events are recorded on the thread's current device.
-        event.record(self._namespace.current_stream(self.torch_device))
-        mark = _EventMark(event, clock)
+        native.record(self._namespace.current_stream(self.torch_device))
+        event = _StreamEvent(native, clock)
         if clock is None:
-            self._watcher.watch(mark)
-        return mark
+            self._watcher.watch(event)
+        return event
 
     def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
-        assert isinstance(begin, _EventMark)
-        assert isinstance(end, _EventMark)
+        assert isinstance(begin, _StreamEvent)
+        assert isinstance(end, _StreamEvent)
         if begin.clock is None or end.clock is None:
             return end.seen_s - begin.seen_s
-        return float(begin.event.elapsed_time(end.event)) / 1e3
+        return float(begin.native.elapsed_time(end.native)) / 1e3
 
-    def event_time(self, mark: DeviceEvent) -> float:
-        assert isinstance(mark, _EventMark)
-        seen_s = mark.seen_s
-        if mark.clock is None:
+    def event_time(self, event: DeviceEvent) -> float:
+        assert isinstance(event, _StreamEvent)
+        seen_s = event.seen_s
+        if event.clock is None:
             return seen_s
-        return mark.clock.at_s + float(mark.clock.event.elapsed_time(mark.event)) / 1e3
+        return event.clock.at_s + float(event.clock.native.elapsed_time(event.native)) / 1e3
 
     def copy_out(
-        self, tensor: torch.Tensor, mark: DeviceEvent, pool: BufferPool
+        self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        assert isinstance(mark, _EventMark)
+        assert isinstance(event, _StreamEvent)
         tensor = tensor.detach()
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype), _nothing
@@ -418,7 +454,7 @@ class _StreamDevice(Device):
         host = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
         stream = self._side_stream("out")
         with self._on(stream):
-            stream.wait_event(mark.event)
+            stream.wait_event(event.native)
             host.copy_(tensor, non_blocking=True)
             copied = self._namespace.Event(**self._event_options)
             copied.record(stream)
@@ -477,17 +513,17 @@ class _StreamDevice(Device):
         stream = self._side_stream("clock")
         best, best_width_s = None, float("inf")
         for _ in range(_CLOCK_TRIES):
-            event = self._namespace.Event(enable_timing=True)
+            native = self._namespace.Event(enable_timing=True)
             before = time.perf_counter()
-            event.record(stream)
-            event.synchronize()
+            native.record(stream)
+            native.synchronize()
             after = time.perf_counter()
             if after - before < best_width_s:
-                best, best_width_s = _Clock(event, (before + after) / 2), after - before
+                best, best_width_s = _Clock(native, (before + after) / 2), after - before
             if best_width_s < _CLOCK_WIDTH_S:
                 break
         assert best is not None
-        best.event.elapsed_time(best.event)  # raises where events carry no time
+        best.native.elapsed_time(best.native)  # raises where events carry no time
         return best
 
 
@@ -497,18 +533,6 @@ class CudaDevice(_StreamDevice):
     kind = "cuda"
     # Waiting threads sleep: a spinning one would take a core from the computing thread.
     _event_options: ClassVar[dict[str, bool]] = {"blocking": True}
-
-    @property
-    def _namespace(self) -> Any:
-        return torch.cuda
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cuda", self.index or 0)
-
-    @property
-    def label(self) -> str:
-        return str(torch.cuda.get_device_name(self.torch_device))
 
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info(self.torch_device)
@@ -534,32 +558,6 @@ class CudaDevice(_StreamDevice):
             return Support(True, f"bitsandbytes on CUDA (compute capability {major}.{minor})")
         return Support(False, f"compute capability {major}.{minor}; bitsandbytes needs 6.0")
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-
-    def _seed(self, value: int) -> None:
-        with torch.cuda.device(self.torch_device):
-            torch.cuda.manual_seed(value)
-
-    def random_state(self) -> dict[str, torch.Tensor]:
-        state = torch.cuda.get_rng_state(self.torch_device)
-        return {**super().random_state(), self.kind: state}
-
-    def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
-        super().set_random_state(state)
-        if self.kind in state:
-            torch.cuda.set_rng_state(state[self.kind], self.torch_device)
-
-    def peak_memory(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.torch_device))
-
-    def reset_peak_memory(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-
-    def empty_cache(self) -> None:
-        super().empty_cache()
-        torch.cuda.empty_cache()
-
 
 class RocmDevice(CudaDevice):
     """An AMD GPU: torch's cuda namespace on a ROCm build."""
@@ -579,10 +577,10 @@ class RocmDevice(CudaDevice):
         return Support(True, f"bitsandbytes on ROCm {torch.version.hip}")
 
 
-class _PolledMark(_QueuedMark):
+class _PolledEvent(_QueuedEvent):
     """An event that is asked, not waited for: torch.mps waits with the GIL held, and asking for
     an event's time waits for the whole queue. `held`, the copies of `sources` in CPU memory, are
-    complete when the mark is reached."""
+    complete when the event is reached."""
 
     sources: Sequence[torch.Tensor] = ()
 
@@ -638,39 +636,39 @@ class MpsDevice(Device):
         torch.mps.synchronize()
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
-        mark = self._queue_mark([t.detach().to("cpu", non_blocking=True) for t in tensors])
-        mark.sources = tensors
-        return mark
+        event = self._queue_event([t.detach().to("cpu", non_blocking=True) for t in tensors])
+        event.sources = tensors
+        return event
 
     def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
         return self.event_time(end) - self.event_time(begin)
 
-    def event_time(self, mark: DeviceEvent) -> float:
-        assert isinstance(mark, _PolledMark)
-        return mark.seen_s
+    def event_time(self, event: DeviceEvent) -> float:
+        assert isinstance(event, _PolledEvent)
+        return event.seen_s
 
     def copy_out(
-        self, tensor: torch.Tensor, mark: DeviceEvent, pool: BufferPool
+        self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        assert isinstance(mark, _PolledMark)
-        mark.wait()
-        copies = zip(mark.sources, mark.held, strict=True)
+        assert isinstance(event, _PolledEvent)
+        event.wait()
+        copies = zip(event.sources, event.held, strict=True)
         return next(copy for source, copy in copies if source is tensor), _nothing
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
         # From a copy, as the queue comes to it later, and this thread shall not wait so long.
         own = tensor.clone()
         there = own.to(self.torch_device, non_blocking=True)
-        self._queue_mark([own])
+        self._queue_event([own])
         return there
 
-    def _queue_mark(self, held: Sequence[torch.Tensor]) -> _PolledMark:
+    def _queue_event(self, held: Sequence[torch.Tensor]) -> _PolledEvent:
         """An event behind all that is queued; until then `held` is still in use."""
-        event = torch.mps.Event()
-        event.record()  # and commits what is queued, so that it will be reached
-        mark = _PolledMark(event, held)
-        self._watcher.watch(mark)
-        return mark
+        native = torch.mps.Event()
+        native.record()  # and commits what is queued, so that it will be reached
+        event = _PolledEvent(native, held)
+        self._watcher.watch(event)
+        return event
 
     def _seed(self, value: int) -> None:
         torch.mps.manual_seed(value)
@@ -696,18 +694,7 @@ class XpuDevice(_StreamDevice):
     """An Intel GPU."""
 
     kind = "xpu"
-
-    @property
-    def _namespace(self) -> Any:
-        return torch.xpu
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("xpu", self.index or 0)
-
-    @property
-    def label(self) -> str:
-        return str(torch.xpu.get_device_name(self.torch_device))
+    _torch_kind = "xpu"
 
     def memory(self) -> Memory:
         total = int(torch.xpu.get_device_properties(self.torch_device).total_memory)
@@ -728,32 +715,6 @@ class XpuDevice(_StreamDevice):
 
     def _four_bit(self) -> Support:
         return Support(True, "bitsandbytes on XPU")
-
-    def synchronize(self) -> None:
-        torch.xpu.synchronize(self.torch_device)
-
-    def _seed(self, value: int) -> None:
-        with torch.xpu.device(self.torch_device):
-            torch.xpu.manual_seed(value)
-
-    def random_state(self) -> dict[str, torch.Tensor]:
-        state = torch.xpu.get_rng_state(self.torch_device)
-        return {**super().random_state(), self.kind: state}
-
-    def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
-        super().set_random_state(state)
-        if self.kind in state:
-            torch.xpu.set_rng_state(state[self.kind], self.torch_device)
-
-    def peak_memory(self) -> int:
-        return int(torch.xpu.max_memory_allocated(self.torch_device))
-
-    def reset_peak_memory(self) -> None:
-        torch.xpu.reset_peak_memory_stats(self.torch_device)
-
-    def empty_cache(self) -> None:
-        super().empty_cache()
-        torch.xpu.empty_cache()
 
 
 _CLASSES: dict[str, type[Device]] = {

@@ -14,7 +14,7 @@ from hetero_framework.core.devices import Device, DeviceEvent, Support
 WAIT_S = 10.0
 
 
-class QueuedMark(DeviceEvent):
+class QueuedEvent(DeviceEvent):
     """Reached when the test says so."""
 
     def __init__(self, device: QueuedDevice, number: int) -> None:
@@ -25,16 +25,16 @@ class QueuedMark(DeviceEvent):
 
     def wait(self) -> None:
         self._device.log.append(("wait", self.number))
-        assert self.reached.wait(WAIT_S), f"mark {self.number} is never reached"
+        assert self.reached.wait(WAIT_S), f"event {self.number} is never reached"
 
     def done(self) -> bool:
         return self.reached.is_set()
 
 
 class QueuedDevice(Device):
-    """Its marks are reached when `reach` says so; with `at_once`, when they are made.
+    """Its events are reached when `reach` says so; with `at_once`, when they are made.
 
-    Every mark lies one second after the one before it. Copies out fill the pool's memory, and
+    Every event lies one second after the one before it. Copies out fill the pool's memory, and
     copies in are copies, as on a device with memory of its own. Without `bfloat16`, it cannot
     encode.
     """
@@ -44,7 +44,7 @@ class QueuedDevice(Device):
     def __init__(self, *, at_once: bool = False, bfloat16: bool = True) -> None:
         super().__init__()
         self.log: list[tuple[Any, ...]] = []
-        self.marks: list[QueuedMark] = []
+        self.events: list[QueuedEvent] = []
         self.out = self.given_back = 0
         self.copied_in_by: list[str] = []
         self._at_once = at_once
@@ -53,30 +53,30 @@ class QueuedDevice(Device):
     def _supports(self, dtype: torch.dtype) -> Support:
         return Support(self._bfloat16 or dtype != torch.bfloat16, "as the test has it")
 
-    def record_event(self, *tensors: torch.Tensor) -> QueuedMark:
-        mark = QueuedMark(self, len(self.marks))
-        self.marks.append(mark)
+    def record_event(self, *tensors: torch.Tensor) -> QueuedEvent:
+        event = QueuedEvent(self, len(self.events))
+        self.events.append(event)
         if self._at_once:
-            mark.reached.set()
-        return mark
+            event.reached.set()
+        return event
 
     def reach(self, count: int | None = None) -> None:
-        """The device has come past its first `count` marks (None: past all)."""
-        for mark in self.marks[:count]:
-            mark.reached.set()
+        """The device has come past its first `count` events (None: past all)."""
+        for event in self.events[:count]:
+            event.reached.set()
 
     def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
         return self.event_time(end) - self.event_time(begin)
 
-    def event_time(self, mark: DeviceEvent) -> float:
-        assert isinstance(mark, QueuedMark)
-        assert mark.done()
-        return float(mark.number)
+    def event_time(self, event: DeviceEvent) -> float:
+        assert isinstance(event, QueuedEvent)
+        assert event.done()
+        return float(event.number)
 
     def copy_out(
-        self, tensor: torch.Tensor, mark: DeviceEvent, pool: BufferPool
+        self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        mark.wait()
+        event.wait()
         buffer, give_back = pool.take(tensor.numel() * tensor.element_size())
         host = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
         host.copy_(tensor.detach())

@@ -517,19 +517,19 @@ def test_copy_out_waits_for_the_mark_and_nothing_behind_it(
     tensor = torch.zeros(5, dtype=torch.bfloat16)
     later = torch.zeros(1)
     fake.default.add(lambda: tensor.fill_(7))
-    mark = device.record_event(tensor)
+    event = device.record_event(tensor)
     fake.default.add(lambda: later.fill_(1))
-    assert not mark.done()
+    assert not event.done()
     given_back: list[int] = []
 
     class Pool(BufferPool):
         def take(self, nbytes: int) -> tuple[memoryview, Callable[[], None]]:
             return memoryview(bytearray(nbytes)), lambda: given_back.append(nbytes)
 
-    host, release = device.copy_out(tensor, mark, Pool())
+    host, release = device.copy_out(tensor, event, Pool())
     assert torch.equal(host, torch.full((5,), 7, dtype=torch.bfloat16))
-    assert later.item() == 0, "work behind the mark was waited for"
-    assert mark.done()
+    assert later.item() == 0, "work behind the event was waited for"
+    assert event.done()
     assert given_back == []
     release()
     assert given_back == [10]
@@ -615,26 +615,26 @@ def test_marks_without_times_count_when_they_were_seen(
 
 
 def test_marks_without_times_are_watched(streams: tuple[Device, FakeStreams]) -> None:
-    """Nobody waits for the mark here, and still it is known when it was reached."""
+    """Nobody waits for the event here, and still it is known when it was reached."""
     device, fake = streams
     fake.has_times = False
-    mark = device.record_event()
-    wait_until_seen(mark)
+    event = device.record_event()
+    wait_until_seen(event)
     between = time.perf_counter()
-    assert device.event_time(mark) <= between
+    assert device.event_time(event) <= between
 
 
-def wait_until_seen(mark: Any) -> None:
+def wait_until_seen(event: Any) -> None:
     deadline = time.monotonic() + 5.0
-    while mark._seen_s is None:
-        assert time.monotonic() < deadline, "nobody looks at the mark"
+    while event._seen_s is None:
+        assert time.monotonic() < deadline, "nobody looks at the event"
         time.sleep(0.001)
 
 
 def test_waiting_for_cuda_sleeps(streams: tuple[Device, FakeStreams]) -> None:
     device, _ = streams
     run_clock_at_once(device)
-    event: FakeEvent = device.record_event().event  # type: ignore[attr-defined]
+    event: FakeEvent = device.record_event().native  # type: ignore[attr-defined]
     assert event.blocking == (device.kind in ("cuda", "rocm"))
 
 
@@ -797,11 +797,11 @@ def mps(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, FakeMps]:
 def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeMps]) -> None:
     device, fake = mps
     tensor = torch.ones(3)
-    mark = device.record_event(tensor)
-    assert not mark.done()
+    event = device.record_event(tensor)
+    assert not event.done()
     result: list[torch.Tensor] = []
     sender = threading.Thread(
-        target=lambda: result.append(device.copy_out(tensor, mark, BufferPool())[0])
+        target=lambda: result.append(device.copy_out(tensor, event, BufferPool())[0])
     )
     sender.start()
     sender.join(0.02)
@@ -809,9 +809,9 @@ def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeM
     fake.reached = 1
     sender.join(5.0)
     assert torch.equal(result[0], tensor)
-    assert result[0] is mark.held[0]  # type: ignore[attr-defined]
-    assert device.event_time(mark) <= time.perf_counter()
-    assert device.seconds(mark, mark) == 0
+    assert result[0] is event.held[0]  # type: ignore[attr-defined]
+    assert device.event_time(event) <= time.perf_counter()
+    assert device.seconds(event, event) == 0
 
 
 def test_mps_holds_memory_that_the_queue_still_uses(mps: tuple[Device, FakeMps]) -> None:

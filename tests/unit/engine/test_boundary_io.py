@@ -404,8 +404,8 @@ def test_boundary_io_of_a_device_waits_for_it_beside_the_computing_thread(opened
     io.gradient(INFO, 0, 1, tensors[1])
     io.hidden(INFO, 2, 1, tensors[2])
     assert wire.left == []
-    device.marks[2].reached.set()
-    device.marks[1].reached.set()
+    device.events[2].reached.set()
+    device.events[1].reached.set()
     assert wire.left == []
     device.reach()
     io.flush()
@@ -453,7 +453,7 @@ def test_boundary_io_that_does_not_await_losses_passes_them_on_as_they_are(opene
     loss = torch.tensor(0.5)
     io.loss(INFO, 1, loss)
     assert wire.left[0][2] is loss
-    assert device.marks == []
+    assert device.events == []
 
 
 def test_boundary_io_tells_what_went_wrong_while_sending(opened: Any) -> None:
