@@ -200,8 +200,7 @@ class Coordinator:
                 return self.finish()
         except PeerLostError as error:
             # What broke is the cluster's to say; how to go on depends on what has been saved.
-            hint = ". ".join(filter(None, [error.hint, self._resume_advice()]))
-            raise PeerLostError(error.message, hint=hint) from error
+            raise PeerLostError(error.message, hint=self._advice(error)) from error
 
     def start(self, resume: int | None, facts: setup.Facts) -> None:
         """Take up a checkpoint or begin afresh, and show what will run where."""
@@ -358,7 +357,7 @@ class Coordinator:
         error = self._try_to_save(self._store)
         if error is not None and self._state.failed_saves >= _MAX_FAILED_SAVES:
             self._keep_work()
-            raise ResourceError(error.message, hint=f"{error.hint} Then {self._resume_advice()}")
+            raise ResourceError(error.message, hint=self._advice(error))
 
     def _try_to_save(self, store: CheckpointStore) -> ResourceError | None:
         """Save, say where or why not; the error of the latter."""
@@ -431,8 +430,8 @@ class Coordinator:
                 break
             _log.warning("%s. Free space; next try in %.0f s", problem.message, pause_s)
             self._stop.wait(pause_s)
-        hint = f"{problem.hint or 'mend this'}. Then {self._resume_advice()}"
-        raise type(problem)(f"the result could not be written: {problem.message}", hint=hint)
+        message = f"the result could not be written: {problem.message}"
+        raise type(problem)(message, hint=self._advice(problem))
 
     def _keep_spans(self) -> None:
         """Put what has been recorded into the timeline. A worker's part of a step comes with its
@@ -510,8 +509,11 @@ class Coordinator:
         """A worker will end soon: save what it holds while it still answers."""
         if self._state.step > 0 and not self._is_saved:
             self._keep_work()
-        hint = ". ".join(filter(None, [leaving.hint, self._resume_advice()]))
-        raise StoppedEarly(leaving.message, hint=hint) from leaving
+        raise StoppedEarly(leaving.message, hint=self._advice(leaving)) from leaving
+
+    def _advice(self, error: HeteroError) -> str:
+        """What mends the error, and how to go on after that."""
+        return ". Then ".join(filter(None, [error.hint, self._resume_advice()]))
 
     def _resume_advice(self) -> str:
         """How to go on from what this run has saved."""

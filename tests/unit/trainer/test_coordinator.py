@@ -86,6 +86,7 @@ def test_the_third_failed_save_in_a_row_ends_the_run_with_code_6(
     with pytest.raises(ResourceError, match="cannot write a checkpoint") as raised:
         train(config)
     assert raised.value.exit_code == 6
+    assert "set another checkpoint_dir. Then continue after step 3 with" in str(raised.value)
     assert [line["step"] for line in lines_of(config)] == [1, 2, 3]
 
 
