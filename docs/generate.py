@@ -67,11 +67,20 @@ def page() -> str:
 def _table(section: type[schema.Section]) -> str:
     rows = ["| name | type | default | unit | meaning |", "|---|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        extra = field.json_schema_extra
-        unit = extra.get("unit", "") if isinstance(extra, dict) else ""
-        cells = [f"`{name}`", _type(field.annotation), _default(field), unit, field.description]
+        meaning = " ".join(str(field.description).split())
+        unit = _unit(field) or _unit(field.annotation)
+        cells = [f"`{name}`", _type(field.annotation), _default(field), unit, meaning]
         rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
+
+
+def _unit(part: Any) -> str:
+    """The unit of a field, or of a type within a union."""
+    if isinstance(part, FieldInfo):
+        extra = part.json_schema_extra
+        return str(extra["unit"]) if isinstance(extra, dict) else ""
+    inside = (*typing.get_args(part), *getattr(part, "__metadata__", ()))
+    return next((unit for unit in map(_unit, inside) if unit), "")
 
 
 def _default(field: FieldInfo) -> str:

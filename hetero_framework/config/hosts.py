@@ -10,11 +10,11 @@ from hetero_framework.config.problems import shown
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?")
 
 
-def check_host(value: str) -> None:
-    """Raise ValueError unless `value` is an IP address or a host name."""
+def checked_host(value: str) -> str:
+    """`value` itself. Raises ValueError unless it is an IP address or a host name."""
     try:
         ipaddress.ip_address(value)
-        return
+        return value
     except ValueError:
         pass
     if "://" in value or "/" in value:
@@ -35,6 +35,7 @@ def check_host(value: str) -> None:
                 f"{shown(value)} is neither an IP address nor a host name: {shown(label)} between"
                 " its dots must be 1 to 63 letters, digits, '-' or '_', with no '-' at either end"
             )
+    return value
 
 
 def normal_host(host: str) -> str:

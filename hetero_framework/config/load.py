@@ -67,6 +67,15 @@ def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of the configuration file."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Config.model_json_schema(),
+        **_in_one_line(Config.model_json_schema()),
         "title": "hetero_config.json",
     }
+
+
+def _in_one_line(schema: Any) -> Any:
+    """The schema with each text in one line; in the source descriptions are wrapped."""
+    if isinstance(schema, dict):
+        return {key: _in_one_line(value) for key, value in schema.items()}
+    if isinstance(schema, list):
+        return [_in_one_line(value) for value in schema]
+    return " ".join(schema.split()) if isinstance(schema, str) else schema

@@ -6,46 +6,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
-
 from hetero_framework.config.problems import Problem, report, shown
-from hetero_framework.config.section import Section, WorkerId
+from hetero_framework.config.section import Layer, Section, WorkerId
 from hetero_framework.errors import PlanError
 
 
 class PlanEntry(Section):
     """One stage: the layers [start, end) on one machine."""
 
-    id: WorkerId = Field(
-        description='Who holds the layers: "local" (the coordinator) or the id of a worker. The'
-        ' first entry is "local"; an id may appear several times.'
-    )
-    start: int = Field(
-        ge=0,
-        description="First layer of the stage, counted from 0.",
-        json_schema_extra={"unit": "layer"},
-    )
-    end: int = Field(
-        ge=0,
-        description="Layer after the last one of the stage. The first entry may hold the embedding"
-        " only (start = end = 0), the last one the head only (start = end = number of layers).",
-        json_schema_extra={"unit": "layer"},
-    )
-    is_last: bool | None = Field(
-        default=None,
-        description="Optional mark of the stage that holds the head; only the last entry can have"
-        " true.",
-    )
-    links: Literal["auto", "relay", "direct"] | None = Field(
-        default=None,
-        description="How tensors cross the boundary in front of this stage. null: as the run's"
-        " `links` says.",
-    )
-    gradient_checkpointing: bool | None = Field(
-        default=None,
-        description="Whether this stage computes its layers again backward. null: as"
-        " training.gradient_checkpointing says.",
-    )
+    id: WorkerId
+    """Who holds the layers: "local" (the coordinator) or the id of a worker. The first entry is
+    "local"; an id may appear several times."""
+    start: Layer
+    """First layer of the stage, counted from 0."""
+    end: Layer
+    """Layer after the last one of the stage. The first entry may hold the embedding only (start =
+    end = 0), the last one the head only (start = end = number of layers)."""
+    is_last: bool | None = None
+    """Optional mark of the stage that holds the head; only the last entry can have true."""
+    links: Literal["auto", "relay", "direct"] | None = None
+    """How tensors cross the boundary in front of this stage. null: as the run's `links` says."""
+    gradient_checkpointing: bool | None = None
+    """Whether this stage computes its layers again backward. null: as
+    training.gradient_checkpointing says."""
 
 
 def layers_text(start: int, end: int) -> str:

@@ -73,7 +73,7 @@ def _real_path(loc: Sequence[str | int], raw: Any) -> tuple[list[str | int], boo
         if isinstance(value, dict) and isinstance(key, str):
             keys.append(key)  # of a missing key, too
             value = value.get(key)
-        elif isinstance(value, list) and isinstance(key, int):
+        elif isinstance(value, (list, tuple)) and isinstance(key, int):
             keys.append(key)
             value = value[key]
         else:
@@ -190,7 +190,7 @@ def _description(root: type[BaseModel], keys: Sequence[str | int]) -> str:
     section = _model_at(root, keys[:-1])
     field = section.model_fields.get(str(keys[-1])) if section else None
     text = (field.description or "") if field else ""
-    return text.split(". ")[0].rstrip(".")
+    return " ".join(text.split()).split(". ")[0].rstrip(".")
 
 
 def _quoted(text: str) -> list[str]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
+    ConfigDict,
     Field,
     PrivateAttr,
     StrictBool,
@@ -25,53 +27,46 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from hetero_framework.config.hosts import check_host, normal_host
+from hetero_framework.config.hosts import checked_host, normal_host
 from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown
-from hetero_framework.config.section import Section, WorkerId
+from hetero_framework.config.section import (
+    STEPS_OR_SHARE,
+    MicroBatches,
+    Name,
+    Port,
+    Samples,
+    Seconds,
+    Section,
+    Seed,
+    Steps,
+    Tokens,
+    WorkerId,
+    with_unit,
+)
 from hetero_framework.errors import ConfigError, PlanError
 
-Port = Annotated[int, Field(ge=1, le=65535)]
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
-_SECONDS: Any = {"unit": "seconds"}
-_STEPS: Any = {"unit": "steps, or a share of all steps when below 1"}
-_DISAGREE = "sections_disagree"
 _DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
 
 
 class Machine(Section):
     """Fields that a coordinator and a worker share."""
 
-    hostname: str | None = Field(
-        default=None,
-        description="Host name of the machine, as `hostname` prints it; used to find out which"
-        " role a machine has.",
-    )
-    ip: str = Field(
-        description="Address under which the other machines reach this one: IPv4, IPv6 (without"
-        " brackets) or a DNS name."
-    )
-    device: str = Field(
-        default="auto",
-        description='Device of the process: "auto", "cpu", "cuda", "cuda:1", "rocm:0", "mps",'
-        ' "xpu:0". "auto" takes the first accelerator, else the CPU.',
-    )
-    num_threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="CPU threads of the process, unless OMP_NUM_THREADS is set. null: the cores of"
-        " the machine, shared evenly by the processes of the plan on it.",
-        json_schema_extra={"unit": "threads"},
-    )
-
-    @field_validator("ip")
-    @classmethod
-    def _ip_is_an_address(cls, value: str) -> str:
-        check_host(value)
-        return value
+    hostname: str | None = None
+    """Host name of the machine, as `hostname` prints it; used to find out which role a machine
+    has."""
+    ip: Annotated[str, AfterValidator(checked_host)]
+    """Address under which the other machines reach this one: IPv4, IPv6 (without brackets) or a DNS
+    name."""
+    device: str = "auto"
+    """Device of the process: "auto", "cpu", "cuda", "cuda:1", "rocm:0", "mps", "xpu:0". "auto"
+    takes the first accelerator, else the CPU."""
+    num_threads: Annotated[int | None, with_unit("threads", ge=1)] = None
+    """CPU threads of the process, unless OMP_NUM_THREADS is set. null: the cores of the machine,
+    shared evenly by the processes of the plan on it."""
 
     @field_validator("device")
     @classmethod
@@ -87,24 +82,17 @@ class Machine(Section):
 class CoordinatorConfig(Machine):
     """The process that owns data, schedule and checkpoints and runs the "local" stages."""
 
-    port: Port = Field(
-        default=COORDINATOR_PORT,
-        description="Port reserved for the coordinator on its machine; no worker there may use it.",
-        json_schema_extra={"unit": "TCP port"},
-    )
+    port: Port = COORDINATOR_PORT
+    """Port reserved for the coordinator on its machine; no worker there may use it."""
 
 
 class WorkerConfig(Machine):
     """One worker process; it owns one device."""
 
-    id: WorkerId = Field(
-        description='Name of the worker in shard_plan: a number or a text, not "local".'
-    )
-    port: Port = Field(
-        default=WORKER_PORT,
-        description="Port on which the worker listens for the coordinator.",
-        json_schema_extra={"unit": "TCP port"},
-    )
+    id: WorkerId
+    """Name of the worker in shard_plan: a number or a text, not "local"."""
+    port: Port = WORKER_PORT
+    """Port on which the worker listens for the coordinator."""
 
     @field_validator("id")
     @classmethod
@@ -121,40 +109,33 @@ class WorkerConfig(Machine):
 class ModelConfig(Section):
     """The model: a directory, a hub name, or a configuration for random weights."""
 
-    name_or_path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Directory of a Hugging Face checkpoint (relative to this file), or a name on"
-        " the hub.",
-    )
-    revision: str | None = Field(
-        default=None, description="Branch, tag or commit on the hub. null: the default branch."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description='Type of the weights: "auto" takes what the checkpoint says, as in'
-        " transformers.",
-    )
-    quantization: Literal["nf4", "int8"] | None = Field(
-        default=None,
-        description='Quantise the frozen weights while loading, with bitsandbytes: "nf4" (4 bits)'
-        ' or "int8". Needs an adapter. Not needed for checkpoints that are quantised already.',
-    )
-    attn_implementation: str | None = Field(
-        default=None,
-        description='Attention of transformers: "eager", "sdpa", "flash_attention_2", ... null:'
-        " its own choice.",
-    )
-    from_config: dict[str, Any] | None = Field(
-        default=None,
-        description="Instead of name_or_path: the model's configuration (with model_type), to start"
-        " from random weights drawn from training.seed.",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Directory or hub name of the tokenizer when it is not with the model.",
-    )
+    name_or_path: Name | None = None
+    """Directory of a Hugging Face checkpoint (relative to this file), or a name on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub. null: the default branch."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights: "auto" takes what the checkpoint says, as in transformers."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """Quantise the frozen weights while loading, with bitsandbytes: "nf4" (4 bits) or "int8". Needs
+    an adapter. Not needed for checkpoints that are quantised already."""
+    attn_implementation: (
+        Literal[
+            "eager",
+            "sdpa",
+            "flash_attention_2",
+            "flash_attention_3",
+            "flex_attention",
+            "per_sample",
+        ]
+        | None
+    ) = None
+    """Attention of transformers. null: its own choice. "per_sample" is ours, for data.padding_free:
+    it takes each sample of a row by itself. No kernels from the hub: they are native code."""
+    from_config: dict[str, Any] | None = None
+    """Instead of name_or_path: the model's configuration (with model_type), to start from random
+    weights drawn from training.seed."""
+    tokenizer: Name | None = None
+    """Directory or hub name of the tokenizer when it is not with the model."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -173,139 +154,88 @@ class ModelConfig(Section):
 class AdapterConfig(Section):
     """LoRA, with the names and defaults of peft.LoraConfig."""
 
-    r: int = Field(default=8, ge=1, description="Rank of the update matrices.")
-    lora_alpha: float = Field(
-        default=8, gt=0, description="Scale: the update is multiplied by lora_alpha / r."
-    )
-    lora_dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Dropout before the update.",
-        json_schema_extra={"unit": "probability"},
-    )
-    target_modules: str | tuple[str, ...] | None = Field(
-        default=None,
-        description='Modules that get an update: a list of names, "all-linear", or a regular'
-        " expression. null: PEFT's choice for the architecture.",
-    )
-    target_parameters: tuple[str, ...] | None = Field(
-        default=None,
-        description="Parameters that get an update directly, such as the fused experts"
-        ' "mlp.experts.down_proj".',
-    )
-    exclude_modules: str | tuple[str, ...] | None = Field(
-        default=None, description="Modules that get none although target_modules names them."
-    )
-    modules_to_save: tuple[str, ...] | None = Field(
-        default=None, description="Modules that are trained in full and saved with the adapter."
-    )
-    bias: Literal["none", "all", "lora_only"] = Field(
-        default="none", description="Which biases are trained."
-    )
-    use_rslora: bool = Field(default=False, description="Scale by lora_alpha / sqrt(r).")
-    use_dora: bool = Field(default=False, description="Weight-decomposed LoRA (DoRA).")
-    init_lora_weights: StrictBool | Literal["gaussian", "orthogonal"] = Field(
-        default=True,
-        description="true: A Kaiming-uniform, B zero (no change at the start). Methods that rewrite"
-        " the base weights (PiSSA, OLoRA, LoftQ, ...) are not supported.",
-    )
-    layers_to_transform: StrictInt | tuple[int, ...] | None = Field(
-        default=None, description="Only these layers (numbers of the whole model). null: all."
-    )
-    layers_pattern: str | tuple[str, ...] | None = Field(
-        default=None, description="Name of the layer list, for layers_to_transform."
-    )
-    rank_pattern: dict[str, int] = Field(
-        default_factory=dict, description="Ranks that differ from r, by module name or expression."
-    )
-    alpha_pattern: dict[str, float] = Field(
-        default_factory=dict,
-        description="Scales that differ from lora_alpha, by module name or expression.",
-    )
-    fan_in_fan_out: bool = Field(
-        default=False, description="The layer stores (in, out), as Conv1D of GPT-2 does."
-    )
-    init_from: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Directory of an existing PEFT LoRA adapter to continue (relative to this"
-        " file). Its own settings then replace those of this section.",
-    )
+    r: int = Field(default=8, ge=1)
+    """Rank of the update matrices."""
+    lora_alpha: float = Field(default=8, gt=0)
+    """Scale: the update is multiplied by lora_alpha / r."""
+    lora_dropout: Annotated[float, with_unit("probability", ge=0, lt=1)] = 0.0
+    """Dropout before the update."""
+    target_modules: str | tuple[str, ...] | None = None
+    """Modules that get an update: a list of names, "all-linear", or a regular expression. null:
+    PEFT's choice for the architecture."""
+    target_parameters: tuple[str, ...] | None = None
+    """Parameters that get an update directly, such as the fused experts "mlp.experts.down_proj"."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Modules that get none although target_modules names them."""
+    modules_to_save: tuple[str, ...] | None = None
+    """Modules that are trained in full and saved with the adapter."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases are trained."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r)."""
+    use_dora: bool = False
+    """Weight-decomposed LoRA (DoRA)."""
+    init_lora_weights: StrictBool | Literal["gaussian", "orthogonal"] = True
+    """true: A Kaiming-uniform, B zero (no change at the start). Methods that rewrite the base
+    weights (PiSSA, OLoRA, LoftQ, ...) are not supported."""
+    layers_to_transform: StrictInt | tuple[int, ...] | None = None
+    """Only these layers (numbers of the whole model). null: all."""
+    layers_pattern: str | tuple[str, ...] | None = None
+    """Name of the layer list, for layers_to_transform."""
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    """Ranks that differ from r, by module name or expression."""
+    alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    """Scales that differ from lora_alpha, by module name or expression."""
+    fan_in_fan_out: bool = False
+    """The layer stores (in, out), as Conv1D of GPT-2 does."""
+    init_from: Name | None = None
+    """Directory of an existing PEFT LoRA adapter to continue (relative to this file). Its own
+    settings then replace those of this section."""
 
 
 class DataConfig(Section):
     """Training and evaluation data; names follow TRL's SFTConfig where it has them."""
 
-    train: str | tuple[str, ...] = Field(
-        description="Training data: file(s) (.json, .jsonl, .parquet, .txt), a directory saved by"
-        " `datasets`, or a dataset name. Relative paths start at this file's folder."
-    )
-    eval: str | tuple[str, ...] | None = Field(
-        default=None, description="Evaluation data, of the same forms; see training.eval_steps."
-    )
-    format: Literal["auto", "text", "prompt_completion", "messages", "alpaca"] = Field(
-        default="auto", description="Layout of a sample. auto: by the columns that are present."
-    )
-    dataset_config: str | None = Field(
-        default=None, description="Configuration (subset) name for a dataset of the hub."
-    )
-    train_split: str = Field(
-        default="train", min_length=1, description="Split for training, of a dataset name."
-    )
-    eval_split: str = Field(
-        default="test", min_length=1, description="Split for evaluation, of a dataset name."
-    )
-    dataset_text_field: str = Field(
-        default="text", min_length=1, description="Column that holds the text in the text format."
-    )
-    max_length: int | None = Field(
-        default=1024,
-        ge=1,
-        description="Longer samples are cut to this length and counted. null: no limit.",
-        json_schema_extra={"unit": "tokens"},
-    )
-    truncation_mode: Literal["keep_start", "keep_end"] = Field(
-        default="keep_start", description="Which end of a long sample is kept."
-    )
-    add_eos: bool = Field(
-        default=True,
-        description="Append the end-of-sequence token to text, completion and Alpaca samples that"
-        " lack it, as TRL does.",
-    )
-    completion_only_loss: bool | None = Field(
-        default=None,
-        description="Loss on the completion only. null: yes for prompt/completion and Alpaca data.",
-    )
-    assistant_only_loss: bool | None = Field(
-        default=None,
-        description="Conversations: loss on the assistant's turns only. null: yes for messages"
-        " (TRL's default is false), no for prompt/completion, where the completion decides.",
-    )
-    chat_template_path: str | None = Field(
-        default=None, description="File with a Jinja chat template that replaces the tokenizer's."
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Variables for the chat template, for example enable_thinking."
-    )
-    eos_token: str | None = Field(
-        default=None, description="End-of-sequence token. null: the tokenizer's."
-    )
-    pad_token: str | None = Field(
-        default=None,
-        description="Padding token. null: the tokenizer's, else its end-of-sequence token.",
-    )
-    pad_to_multiple_of: int | None = Field(
-        default=None,
-        ge=1,
-        description="Pad each micro-batch to a multiple of this. null: to its longest sample.",
-        json_schema_extra={"unit": "tokens"},
-    )
-    padding_free: bool = Field(
-        default=False,
-        description="Put the samples of a micro-batch one after another into one row instead of"
-        " padding them; checked on a tiny copy of the model before training.",
-    )
+    train: str | tuple[str, ...]
+    """Training data: file(s) (.json, .jsonl, .parquet, .txt), a directory saved by `datasets`, or a
+    dataset name. Relative paths start at this file's folder."""
+    eval: str | tuple[str, ...] | None = None
+    """Evaluation data, of the same forms; see training.eval_steps."""
+    format: Literal["auto", "text", "prompt_completion", "messages", "alpaca"] = "auto"
+    """Layout of a sample. auto: by the columns that are present."""
+    dataset_config: str | None = None
+    """Configuration (subset) name for a dataset of the hub."""
+    train_split: Name = "train"
+    """Split for training, of a dataset name."""
+    eval_split: Name = "test"
+    """Split for evaluation, of a dataset name."""
+    dataset_text_field: Name = "text"
+    """Column that holds the text in the text format."""
+    max_length: Tokens | None = 1024
+    """Longer samples are cut to this length and counted. null: no limit."""
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    """Which end of a long sample is kept."""
+    add_eos: bool = True
+    """Append the end-of-sequence token to text, completion and Alpaca samples that lack it, as TRL
+    does."""
+    completion_only_loss: bool | None = None
+    """Loss on the completion only. null: yes for prompt/completion and Alpaca data."""
+    assistant_only_loss: bool | None = None
+    """Conversations: loss on the assistant's turns only. null: yes for messages (TRL's default is
+    false), no for prompt/completion, where the completion decides."""
+    chat_template_path: str | None = None
+    """File with a Jinja chat template that replaces the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, for example enable_thinking."""
+    eos_token: str | None = None
+    """End-of-sequence token. null: the tokenizer's."""
+    pad_token: str | None = None
+    """Padding token. null: the tokenizer's, else its end-of-sequence token."""
+    pad_to_multiple_of: Tokens | None = None
+    """Pad each micro-batch to a multiple of this. null: to its longest sample."""
+    padding_free: bool = False
+    """Put the samples of a micro-batch one after another into one row instead of padding them;
+    checked on a tiny copy of the model before training."""
 
     @field_validator("train", "eval")
     @classmethod
@@ -325,232 +255,117 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     """Training settings: those of transformers.TrainingArguments, by its names, then our own."""
 
-    output_dir: str = Field(
-        default="runs/default",
-        min_length=1,
-        description="Directory of the results (relative to this file): adapter or checkpoint,"
-        " metrics.jsonl, diagram, logs.",
-    )
-    seed: int = Field(default=42, ge=0, lt=2**32, description="Seed of weights, order and dropout.")
-    data_seed: int | None = Field(
-        default=None, ge=0, lt=2**32, description="Seed of the sample order. null: seed."
-    )
-    num_train_epochs: float = Field(
-        default=3.0,
-        gt=0,
-        description="Passes over the training data.",
-        json_schema_extra={"unit": "epochs"},
-    )
-    max_steps: int = Field(
-        default=-1,
-        ge=-1,
-        description="Optimizer steps to train; -1: as num_train_epochs says.",
-        json_schema_extra={"unit": "steps"},
-    )
-    per_device_train_batch_size: int = Field(
-        default=8,
-        ge=1,
-        description="Samples in a micro-batch.",
-        json_schema_extra={"unit": "samples"},
-    )
-    per_device_eval_batch_size: int = Field(
-        default=8,
-        ge=1,
-        description="Samples in an evaluation micro-batch.",
-        json_schema_extra={"unit": "samples"},
-    )
-    gradient_accumulation_steps: int = Field(
-        default=1,
-        ge=1,
-        description="Micro-batches in a step. Several keep the pipeline full: use at least twice"
-        " the number of stages.",
-        json_schema_extra={"unit": "micro-batches"},
-    )
-    learning_rate: float = Field(default=5e-5, ge=0, description="Peak learning rate.")
-    warmup_steps: float = Field(
-        default=0,
-        ge=0,
-        description="Linear warm-up: steps, or a share of all steps when below 1.",
-        json_schema_extra=_STEPS,
-    )
-    warmup_ratio: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="Linear warm-up as a share of all steps; instead of warmup_steps.",
-    )
-    lr_scheduler_type: str = Field(
-        default="linear",
-        min_length=1,
-        description='Schedule of transformers: "linear", "cosine", ...',
-    )
-    lr_scheduler_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments of the schedule."
-    )
-    weight_decay: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight decay; not applied to biases and norms, as in transformers.",
-    )
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam's first beta.")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Adam's second beta.")
-    adam_epsilon: float = Field(default=1e-8, ge=0, description="Adam's epsilon.")
-    max_grad_norm: float = Field(
-        default=1.0,
-        ge=0,
-        description="Gradients are clipped to this global norm over all stages; 0: never.",
-    )
-    optim: str = Field(
-        default="adamw_torch",
-        min_length=1,
-        description="Optimizer, by its name in transformers. (Its own default is"
-        " adamw_torch_fused.)",
-    )
-    optim_args: str | None = Field(
-        default=None, description='Further arguments of the optimizer, as "name=value,name=value".'
-    )
-    logging_steps: float = Field(
-        default=1,
-        gt=0,
-        description="A line on the screen every so many steps.",
-        json_schema_extra=_STEPS,
-    )
-    save_strategy: Literal["no", "steps", "epoch"] = Field(
-        default="steps", description="When to save checkpoints."
-    )
-    save_steps: float = Field(
-        default=500,
-        gt=0,
-        description='Checkpoint interval for save_strategy "steps".',
-        json_schema_extra=_STEPS,
-    )
-    save_total_limit: int | None = Field(
-        default=None, ge=1, description="Checkpoints to keep; older ones are deleted. null: all."
-    )
-    eval_strategy: Literal["no", "steps", "epoch"] | None = Field(
-        default=None,
-        description='When to evaluate. null: "steps" when eval_steps is given, else "no".',
-    )
-    eval_steps: float | None = Field(
-        default=None,
-        gt=0,
-        description='Evaluation interval for "steps". null: logging_steps.',
-        json_schema_extra=_STEPS,
-    )
-    eval_on_start: bool = Field(default=False, description="Evaluate once before the first step.")
-    bf16: bool = Field(
-        default=False, description="Compute in bfloat16 autocast; weights keep their type."
-    )
-    fp16: bool = Field(
-        default=False, description="Compute in float16 autocast with one loss scale for all stages."
-    )
-    gradient_checkpointing: StrictBool | Literal["auto"] = Field(
-        default=False,
-        description='Store only the input of each layer and compute it again backward. "auto": on'
-        " as few stages as it takes for every process to fit its device's free memory.",
-    )
-    loss_chunk_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] | None = Field(
-        default="auto",
-        description="Tokens whose logits exist at once: the loss of a longer micro-batch is"
-        ' computed and differentiated in chunks. "auto": chunks of 2**26 logits, so that small'
-        " micro-batches stay whole. null: never in chunks.",
-        json_schema_extra={"unit": "tokens"},
-    )
-    torch_compile: bool = Field(
-        default=False,
-        description="Compile every layer with torch.compile. Results differ from uncompiled ones"
-        " in rounding. A backend or a mode switches it on too, as in transformers.",
-    )
-    torch_compile_backend: str | None = Field(
-        default=None, min_length=1, description="Backend of torch.compile. null: inductor."
-    )
-    torch_compile_mode: str | None = Field(
-        default=None,
-        min_length=1,
-        description='Mode of torch.compile, such as "max-autotune-no-cudagraphs". null: its own'
-        " default. Modes with CUDA graphs are refused.",
-    )
-    dataloader_drop_last: bool = Field(
-        default=False, description="Drop the last incomplete micro-batch."
-    )
-    train_sampling_strategy: Literal["random", "sequential"] = Field(
-        default="random", description="Order of the samples."
-    )
-    report_to: Literal["tensorboard", "none"] = Field(
-        default="tensorboard", description="Further record beside metrics.jsonl."
-    )
-    logging_dir: str | None = Field(
-        default=None,
-        min_length=1,
-        description="TensorBoard directory. null: output_dir/tensorboard.",
-    )
-    visualize: bool = Field(
-        default=True, description="Draw the diagram of the machines into output_dir."
-    )
-    visualization_format: Literal["png", "svg", "pdf", "mmd"] = Field(
-        default="png", description="Format of the diagram; mmd is Mermaid text."
-    )
-    timeline_steps: int = Field(
-        default=3,
-        ge=-1,
-        description="Steps after the first whose compute, transfers and waits are written into"
-        " output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all.",
-        json_schema_extra={"unit": "steps"},
-    )
-    log_level: str = Field(
-        default="INFO",
-        description="Lines of this level and above are shown: DEBUG, INFO, WARNING or ERROR.",
-    )
-    connect_timeout_s: float = Field(
-        default=300.0,
-        gt=0,
-        description="How long the coordinator tries to reach all workers.",
-        json_schema_extra=_SECONDS,
-    )
-    load_timeout_s: float = Field(
-        default=3600.0,
-        gt=0,
-        description="Longest time in which the workers may load their stages, downloads included.",
-        json_schema_extra=_SECONDS,
-    )
-    reconnect_timeout_s: float = Field(
-        default=300.0,
-        gt=0,
-        description="Longest outage of a worker's link that a run survives: the coordinator dials"
-        " for so long, and the worker keeps its stages for it.",
-        json_schema_extra=_SECONDS,
-    )
-    step_timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="Longest wait for a stage in a step before the run is given up.",
-        json_schema_extra=_SECONDS,
-    )
-    liveness_timeout_s: float = Field(
-        default=30.0,
-        ge=3,
-        description="A peer that is silent for this long is lost (heartbeats come every 2 s).",
-        json_schema_extra=_SECONDS,
-    )
-    max_skipped_steps: int = Field(
-        default=5,
-        ge=0,
-        description="Stop after more than this many steps in a row with a non-finite loss or"
-        " gradient.",
-        json_schema_extra={"unit": "steps"},
-    )
-    max_in_flight: int | None = Field(
-        default=None,
-        ge=1,
-        description="Micro-batches in the pipeline at once. null: sized from the measured times"
-        " of stages and links, within each device's memory.",
-        json_schema_extra={"unit": "micro-batches"},
-    )
-    verify_architecture: bool = Field(
-        default=True,
-        description="Before training, cut a tiny random model of the same architecture as the plan"
-        " does, compare it with the whole, and refuse when they differ.",
-    )
+    output_dir: Name = "runs/default"
+    """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
+    diagram, logs."""
+    seed: Seed = 42
+    """Seed of weights, order and dropout."""
+    data_seed: Seed | None = None
+    """Seed of the sample order. null: seed."""
+    num_train_epochs: Annotated[float, with_unit("epochs", gt=0)] = 3.0
+    """Passes over the training data."""
+    max_steps: Annotated[int, with_unit("steps", ge=-1)] = -1
+    """Optimizer steps to train; -1: as num_train_epochs says."""
+    per_device_train_batch_size: Samples = 8
+    """Samples in a micro-batch."""
+    per_device_eval_batch_size: Samples = 8
+    """Samples in an evaluation micro-batch."""
+    gradient_accumulation_steps: MicroBatches = 1
+    """Micro-batches in a step. Several keep the pipeline full: use at least twice the number of
+    stages."""
+    learning_rate: float = Field(default=5e-5, ge=0)
+    """Peak learning rate."""
+    warmup_steps: Annotated[float, with_unit(STEPS_OR_SHARE, ge=0)] = 0
+    """Linear warm-up: steps, or a share of all steps when below 1."""
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    """Linear warm-up as a share of all steps; instead of warmup_steps."""
+    lr_scheduler_type: Name = "linear"
+    """Schedule of transformers: "linear", "cosine", ..."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the schedule."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay; not applied to biases and norms, as in transformers."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Adam's first beta."""
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Adam's second beta."""
+    adam_epsilon: float = Field(default=1e-8, ge=0)
+    """Adam's epsilon."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Gradients are clipped to this global norm over all stages; 0: never."""
+    optim: Name = "adamw_torch"
+    """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.)"""
+    optim_args: str | None = None
+    """Further arguments of the optimizer, as "name=value,name=value"."""
+    logging_steps: Steps = 1
+    """A line on the screen every so many steps."""
+    save_strategy: Literal["no", "steps", "epoch"] = "steps"
+    """When to save checkpoints."""
+    save_steps: Steps = 500
+    """Checkpoint interval for save_strategy "steps"."""
+    save_total_limit: int | None = Field(default=None, ge=1)
+    """Checkpoints to keep; older ones are deleted. null: all."""
+    eval_strategy: Literal["no", "steps", "epoch"] | None = None
+    """When to evaluate. null: "steps" when eval_steps is given, else "no"."""
+    eval_steps: Steps | None = None
+    """Evaluation interval for "steps". null: logging_steps."""
+    eval_on_start: bool = False
+    """Evaluate once before the first step."""
+    bf16: bool = False
+    """Compute in bfloat16 autocast; weights keep their type."""
+    fp16: bool = False
+    """Compute in float16 autocast with one loss scale for all stages."""
+    gradient_checkpointing: StrictBool | Literal["auto"] = False
+    """Store only the input of each layer and compute it again backward. "auto": on as few stages as
+    it takes for every process to fit its device's free memory."""
+    loss_chunk_tokens: Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None = "auto"
+    """Tokens whose logits exist at once: the loss of a longer micro-batch is computed and
+    differentiated in chunks. "auto": chunks of 2**26 logits, so that small micro-batches stay
+    whole. null: never in chunks."""
+    torch_compile: bool = False
+    """Compile every layer with torch.compile. Results differ from uncompiled ones in rounding. A
+    backend or a mode switches it on too, as in transformers."""
+    torch_compile_backend: Name | None = None
+    """Backend of torch.compile. null: inductor."""
+    torch_compile_mode: Name | None = None
+    """Mode of torch.compile, such as "max-autotune-no-cudagraphs". null: its own default. Modes
+    with CUDA graphs are refused."""
+    dataloader_drop_last: bool = False
+    """Drop the last incomplete micro-batch."""
+    train_sampling_strategy: Literal["random", "sequential"] = "random"
+    """Order of the samples."""
+    report_to: Literal["tensorboard", "none"] = "tensorboard"
+    """Further record beside metrics.jsonl."""
+    logging_dir: Name | None = None
+    """TensorBoard directory. null: output_dir/tensorboard."""
+    visualize: bool = True
+    """Draw the diagram of the machines into output_dir."""
+    visualization_format: Literal["png", "svg", "pdf", "mmd"] = "png"
+    """Format of the diagram; mmd is Mermaid text."""
+    timeline_steps: Annotated[int, with_unit("steps", ge=-1)] = 3
+    """Steps after the first whose compute, transfers and waits are written into
+    output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all."""
+    log_level: str = "INFO"
+    """Lines of this level and above are shown: DEBUG, INFO, WARNING or ERROR."""
+    connect_timeout_s: Seconds = 300.0
+    """How long the coordinator tries to reach all workers."""
+    load_timeout_s: Seconds = 3600.0
+    """Longest time in which the workers may load their stages, downloads included."""
+    reconnect_timeout_s: Seconds = 300.0
+    """Longest outage of a worker's link that a run survives: the coordinator dials for so long, and
+    the worker keeps its stages for it."""
+    step_timeout_s: Seconds = 600.0
+    """Longest wait for a stage in a step before the run is given up."""
+    liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3)] = 30.0
+    """A peer that is silent for this long is lost (heartbeats come every 2 s)."""
+    max_skipped_steps: Annotated[int, with_unit("steps", ge=0)] = 5
+    """Stop after more than this many steps in a row with a non-finite loss or gradient."""
+    max_in_flight: MicroBatches | None = None
+    """Micro-batches in the pipeline at once. null: sized from the measured times of stages and
+    links, within each device's memory."""
+    verify_architecture: bool = True
+    """Before training, cut a tiny random model of the same architecture as the plan does, compare
+    it with the whole, and refuse when they differ."""
 
     @field_validator("log_level")
     @classmethod
@@ -636,16 +451,12 @@ class WireConfig(Section):
     """How the tensors between stages are written. Anything but "none" changes them a little, and
     with that the training; for networks that are slower than the devices."""
 
-    activations: Literal["none", "bf16", "int8"] = Field(
-        default="none",
-        description='Hidden states, forward. "none": as they are. "bf16": float32 rounded to'
-        ' bfloat16, half the bytes. "int8": 8 bits with a scale per 64 values, 0.52 of the bytes of'
-        " a 16-bit type, 0.26 of float32.",
-    )
-    gradients: Literal["none", "bf16", "int8"] = Field(
-        default="none",
-        description="Gradients of the hidden states, backward; as for activations.",
-    )
+    activations: Literal["none", "bf16", "int8"] = "none"
+    """Hidden states, forward. "none": as they are. "bf16": float32 rounded to bfloat16, half the
+    bytes. "int8": 8 bits with a scale per 64 values, 0.52 of the bytes of a 16-bit type, 0.26 of
+    float32."""
+    gradients: Literal["none", "bf16", "int8"] = "none"
+    """Gradients of the hidden states, backward; as for activations."""
 
 
 def interval(value: float, total_steps: int) -> int:
@@ -656,40 +467,34 @@ def interval(value: float, total_steps: int) -> int:
 class Config(Section):
     """hetero_config.json: who takes part, who holds which layers, what is trained and how."""
 
-    version: Literal["1", "1.0"] = Field(default="1", description="Version of this file's format.")
-    coordinator: CoordinatorConfig = Field(description="The machine that drives the training.")
-    workers: tuple[WorkerConfig, ...] = Field(
-        default=(), description="The worker processes; one per device."
-    )
-    shard_plan: tuple[PlanEntry, ...] = Field(
-        min_length=1, description="Which layers are where, in the order of the model."
-    )
-    model: ModelConfig | None = Field(default=None, description="The model to train.")
-    adapter: AdapterConfig | None = Field(
-        default=None, description="LoRA settings. null: all weights are trained."
-    )
-    data: DataConfig | None = Field(default=None, description="What to train on.")
-    training: TrainingConfig = Field(
-        default_factory=lambda: TrainingConfig(), description="How to train."
-    )
-    links: Literal["auto", "relay", "direct"] = Field(
-        default="auto",
-        description='How tensors travel between two workers: "direct" over a link of their own,'
-        ' "relay" through the coordinator, "auto" directly where the workers reach each other.',
-    )
-    wire: WireConfig = Field(
-        default_factory=lambda: WireConfig(), description="How tensors travel between stages."
-    )
-    checkpoint_dir: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Directory of the checkpoints. null: output_dir/checkpoints.",
-    )
-    resume_step: Literal["latest"] | StrictInt | None = Field(
-        default=None,
-        description='Continue from the checkpoint of this step, or from the "latest". null or 0:'
-        " start from the beginning.",
-    )
+    model_config = ConfigDict(validate_default=True)
+
+    version: Literal["1", "1.0"] = "1"
+    """Version of this file's format."""
+    coordinator: CoordinatorConfig
+    """The machine that drives the training."""
+    workers: tuple[WorkerConfig, ...] = ()
+    """The worker processes; one per device."""
+    shard_plan: tuple[PlanEntry, ...] = Field(min_length=1)
+    """Which layers are where, in the order of the model."""
+    model: ModelConfig | None = None
+    """The model to train."""
+    adapter: AdapterConfig | None = None
+    """LoRA settings. null: all weights are trained."""
+    data: DataConfig | None = None
+    """What to train on."""
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """How to train."""
+    links: Literal["auto", "relay", "direct"] = "auto"
+    """How tensors travel between two workers: "direct" over a link of their own, "relay" through
+    the coordinator, "auto" directly where the workers reach each other."""
+    wire: WireConfig = Field(default_factory=WireConfig)
+    """How tensors travel between stages."""
+    checkpoint_dir: Name | None = None
+    """Directory of the checkpoints. null: output_dir/checkpoints."""
+    resume_step: Literal["latest"] | StrictInt | None = None
+    """Continue from the checkpoint of this step, or from the "latest". null or 0: start from the
+    beginning."""
 
     _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -704,17 +509,8 @@ class Config(Section):
     @classmethod
     def _note_valid(cls, value: Any, info: ValidationInfo) -> Any:
         # What is wrong between two sections is said even where a third one is wrong by itself.
-        if info.context is not None:
-            info.context[info.field_name] = value
+        info.context[info.field_name] = value  # type: ignore[index]
         return value
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Config:
-        if problems := list(_disagreements(dict(self))):
-            raise PydanticCustomError(
-                _DISAGREE, "{text}", {"text": report("", problems), "problems": problems}
-            )
-        return self
 
     @classmethod
     def from_dict(
@@ -729,19 +525,15 @@ class Config(Section):
         Relative paths start at `base_dir` (default: the current directory). Raises ConfigError
         with all problems, PlanError when all of them are in the shard plan.
         """
-        text = json.dumps(raw, default=os.fspath)
-        valid = {
-            name: field.get_default(call_default_factory=True)
-            for name, field in cls.model_fields.items()
-            if name not in raw and not field.is_required()
-        }
+        valid: dict[str, Any] = {}
+        problems = []
         try:
-            config = cls.model_validate_json(text, context=valid)
+            config = cls.model_validate_json(json.dumps(raw, default=_json), context=valid)
         except ValidationError as error:
-            details = [d for d in error.errors(include_url=False) if d["type"] != _DISAGREE]
-            problems = [*problems_of(details, cls, json.loads(text)), *_disagreements(valid)]
-            in_plan = all(p.path.startswith("shard_plan") for p in problems)
-            raise (PlanError if in_plan else ConfigError)(report(name, problems)) from None
+            problems = problems_of(error.errors(include_url=False), cls, raw)
+        if problems := [*problems, *_disagreements(valid)]:
+            in_plan = all(problem.path.startswith("shard_plan") for problem in problems)
+            raise (PlanError if in_plan else ConfigError)(report(name, problems))
         config._base_dir = Path(base_dir or Path.cwd()).absolute()
         return config
 
@@ -754,7 +546,7 @@ class Config(Section):
         raw = self.to_dict()
         for name, new in sections.items():
             old = raw[name]
-            raw[name] = {**old, **new} if isinstance(new, dict) and old is not None else _json(new)
+            raw[name] = {**old, **new} if isinstance(new, dict) and old is not None else new
         return type(self).from_dict(raw, self._base_dir)
 
     def to_dict(self) -> dict[str, Any]:
@@ -911,7 +703,5 @@ def _address_problems(
 
 
 def _json(value: Any) -> Any:
-    """A section, or a list of sections, as JSON holds it."""
-    if isinstance(value, Section):
-        return value.model_dump(mode="json")
-    return [_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+    """What is no JSON type by itself: a section or a path."""
+    return value.model_dump(mode="json") if isinstance(value, Section) else os.fspath(value)

@@ -1,14 +1,33 @@
-"""The base class of every section of the file."""
+"""The base class of every section of the file, and the kinds of values in it."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+
+
+def with_unit(unit: str, **limits: Any) -> Any:
+    """A number's unit, for the documentation and the JSON Schema, and its limits."""
+    return Field(json_schema_extra={"unit": unit}, **limits)
+
 
 WorkerId = StrictInt | StrictStr
+Name = Annotated[str, Field(min_length=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Port = Annotated[int, with_unit("TCP port", ge=1, le=65535)]
+Layer = Annotated[int, with_unit("layer", ge=0)]
+Seconds = Annotated[float, with_unit("seconds", gt=0)]
+Tokens = Annotated[int, with_unit("tokens", ge=1)]
+Samples = Annotated[int, with_unit("samples", ge=1)]
+MicroBatches = Annotated[int, with_unit("micro-batches", ge=1)]
+STEPS_OR_SHARE = "steps, or a share of all steps when below 1"
+Steps = Annotated[float, with_unit(STEPS_OR_SHARE, gt=0)]
 
 
 class Section(BaseModel):
-    """A part of the file: immutable, strict, no unknown keys."""
+    """A part of the file: immutable, strict, no unknown keys. What stands below a field is its
+    description in the JSON Schema, in docs/configuration.md and in errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -16,4 +35,5 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        use_attribute_docstrings=True,
     )

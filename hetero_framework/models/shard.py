@@ -52,7 +52,7 @@ from hetero_framework.models.partition import (
 from hetero_framework.models.quantization import quantization_config, stored_quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.tiny import causal_lm_config
-from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
+from hetero_framework.models.varlen_attention import register_per_sample
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from hetero_framework.models.adapter_plan import AttachedAdapter
 
 Inputs = dict[str, torch.Tensor]
-ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Of one kind of layer: by training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
 _Part = Literal["whole", "blocks", "head"]
@@ -86,12 +85,6 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
         source = resolve_model_path(str(model.name_or_path), base_dir)
         config = read_config(source, model.revision)
     if model.attn_implementation is not None:
-        # transformers takes "owner/name" for a kernel of the hub: native code of somebody.
-        if model.attn_implementation not in (*ATTENTION, VARLEN):
-            raise ModelError(
-                f"model.attn_implementation is {model.attn_implementation!r}, which is not known",
-                hint=f"choose one of {', '.join(ATTENTION)}, or null",
-            )
         config._attn_implementation = model.attn_implementation
     return causal_lm_config(config)
 

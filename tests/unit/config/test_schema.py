@@ -176,6 +176,8 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("model.nam", "x", "model.nam: unknown key; known are: name_or_path"),
         ("model.torch_dtype", "x", 'model.torch_dtype: unknown key; it is called "dtype"'),
         ("model.dtype", "bf16", 'did you mean "bfloat16"?'),
+        # transformers takes "owner/name" for a kernel of the hub: native code of somebody
+        ("model.attn_implementation", "somebody/kernel", 'must be "eager", "sdpa", "flash_att'),
         ("model.quantization", "nf5", 'must be "nf4" or "int8", not the text "nf5"'),
         ("model.name_or_path", None, "model: give either name_or_path or from_config"),
         ("model", {"from_config": {}}, 'from_config needs a "model_type"'),

@@ -559,10 +559,3 @@ def test_dropped_shard_is_freed_without_the_garbage_collector(
         assert [reference() for reference in left] == [None] * len(left)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("name", ["kernels-community/flash-attn", "someone/code", "sdpa2"])
-def test_attention_of_the_hub_or_unknown_is_refused(name: str, tmp_path: Path) -> None:
-    model = ModelConfig(from_config={"model_type": "llama"}, attn_implementation=name)
-    with pytest.raises(ModelError, match=r"is not known(.|\n)*choose one of eager, sdpa"):
-        load_model_config(model, tmp_path)
