@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
@@ -26,6 +26,7 @@ from hetero_framework.cluster.membership import Action, Event, Membership
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import timeouts
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.messages import Bye, Error, Message, Ready, Setup, Start
 from hetero_framework.core.trace import Recorder
@@ -56,10 +57,6 @@ from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner
 
 _log = logging.getLogger(__name__)
-_LOAD_POLL_S = 0.5
-_IN_ORDER_S = 10.0
-_AT_ONCE_S = 2.0
-_PEER_S = 5.0
 
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
@@ -284,12 +281,13 @@ class Cluster:
         elif error is not None:
             goodbye = _failure(error)
         at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
+        end_s = timeouts.STOP_S if at_once else timeouts.EXIT_S
         try:
             if self._current is not None:
                 self._current.pipeline.close()
-            self._peers.close(goodbye, _AT_ONCE_S if at_once else _IN_ORDER_S)
+            self._peers.close(goodbye, end_s)
         finally:
-            self._local.stop(_AT_ONCE_S if at_once else _IN_ORDER_S)
+            self._local.stop(end_s)
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -345,6 +343,8 @@ class Cluster:
                     for entry in message.stages:
                         loaded.append((f"worker {worker}", entry.fingerprint))
                         trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
+                while not expected.done():  # in slices, so that Ctrl-C is heard on Windows, too
+                    wait([expected], timeouts.TICK_S)
                 check_same_model(loaded, expected.result())
                 needs = gradient_needs([trainable[spec.index] for spec in specs])
                 self._connect_workers()
@@ -388,7 +388,7 @@ class Cluster:
         """Gather READY of every worker. Heartbeats show that one lives, not that it gets on."""
         told = time.monotonic()
         while waiting := [str(worker) for worker in self.workers if worker not in ready]:
-            event = self._peers.receive(_LOAD_POLL_S)
+            event = self._peers.receive(timeouts.TICK_S)
             now = time.monotonic()
             if event is not None and event.message is not None:
                 if isinstance(event.message.body, Ready):
@@ -411,7 +411,7 @@ class Cluster:
         """
         boundaries = Boundaries(self._config)
         pairs = [(before.owner, after.owner) for before, after in boundaries.between_workers]
-        problems = self._peers.connect_workers(pairs, _PEER_S) if pairs else {}
+        problems = self._peers.connect_workers(pairs, timeouts.DIRECT_DIAL_S) if pairs else {}
         for one, other in {pair for pair in pairs if frozenset(pair) in self._peers.direct}:
             _log.info("", extra=event("direct link opened", workers=f"{one}, {other}"))
         for before, after in boundaries.between_workers:
@@ -457,7 +457,7 @@ class Cluster:
         """Announce a step, or announce it again after a lost link, to every stage."""
         self._attempt += 1
         _log.debug("step %d, attempt %d: %d micro-batches", step + 1, self._attempt, micro_batches)
-        self._peers.dial_again(_PEER_S)
+        self._peers.dial_again(timeouts.DIRECT_DIAL_S)
         info = StepInfo(step, self._attempt, train, micro_batches, num_items, loss_scale)
         self.assembly.begin(info)
 
@@ -521,6 +521,8 @@ class Cluster:
                 broken = True
                 self.recover(lost)
             except WorkerLeaving as leaving:
+                left = event("worker left", worker=leaving.worker, reason=leaving.message)
+                _log.info("", extra=left)
                 leaving.hint = self._advice(leaving.worker)
                 self._guard(leaving.worker, Event.LEAVING, leaving.message)
                 raise

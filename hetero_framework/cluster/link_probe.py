@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from hetero_framework import control
+from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Control, Message
@@ -23,8 +24,6 @@ from hetero_framework.errors import HeteroError, NetworkError
 SINK, SOURCE, PEER = "hetero.sink", "hetero.source", "hetero.peer"
 _TRIPS = 20
 _ROUNDS = 5
-_ENOUGH_S = 2.0
-_TIMEOUT_S = 120.0
 MOST_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 18
 
@@ -62,7 +61,7 @@ def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
     """`times` measurements after a first one, fewer when they take long."""
     first = seconds()
     found: list[float] = []
-    while len(found) < times and first + sum(found) < _ENOUGH_S:
+    while len(found) < times and first + sum(found) < timeouts.PROBE_S:
         found.append(seconds())
     return found or [first]
 
@@ -86,7 +85,7 @@ def answer_for_peer(
     """In the worker that was asked: measure, and answer."""
     try:
         peer, nbytes = question.data["peer"], question.data["bytes"]
-        speed = measure(lambda message: ask_peer(peer, message, _TIMEOUT_S), nbytes)
+        speed = measure(lambda message: ask_peer(peer, message, timeouts.PROBE_ANSWER_S), nbytes)
     except (HeteroError, KeyError, TypeError, ValueError) as error:
         text = error.message if isinstance(error, HeteroError) else repr(error)
         return Message(Control(PEER, answers=question.request, error=text))

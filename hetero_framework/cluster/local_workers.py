@@ -26,15 +26,13 @@ import hetero_framework
 from hetero_framework import control
 from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
-from hetero_framework.core import addresses
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.errors import PeerLostError, ResourceError
 from hetero_framework.log import one_line
 
 WorkerId = int | str
-GRACE_S = 10.0
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
 _log = logging.getLogger(__name__)
-_POLL_S = 0.05
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
 
@@ -178,7 +176,7 @@ class LocalWorkers:
             if child.process.poll() is not None
         ]
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
+    def stop(self, grace_s: float = timeouts.EXIT_S) -> None:
         """End all workers: close the life lines, wait `grace_s`, then kill. Safe to call twice."""
         processes = [child.process for child in self._children.values()]
         self._children = {}
@@ -217,7 +215,7 @@ def run_workers(
     except OSError as error:
         raise ResourceError(f"cannot start the workers of this machine: {error}") from error
     finally:
-        _stop(processes, GRACE_S)
+        _stop(processes, timeouts.EXIT_S)
         if before is not None:
             signal.signal(signal.SIGTERM, before)
         for printer in printers:
@@ -312,7 +310,7 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
                 return code if code > 0 else PeerLostError.exit_code
         if None not in codes:
             return 0
-        time.sleep(_POLL_S)
+        time.sleep(timeouts.EXIT_TICK_S)
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:

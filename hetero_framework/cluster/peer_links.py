@@ -35,7 +35,6 @@ from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
 
 Watch = Callable[[str, Message, float, float], None]
 
-_SLICE_S = 0.1
 _VERSIONS = (PROTOCOL_VERSION, __version__)
 
 

@@ -92,12 +92,7 @@ BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInte
 
 _log = logging.getLogger(__name__)
 _MAX_STRANGERS = 16
-_POLL_S = 0.5
 _MAX_LINES = 100  # that wait for the coordinator
-_STAY_S = 1800.0
-"""How long a worker without --keep waits for its coordinator to be started again."""
-_HAND_OVER_S = 60.0
-"""How long a worker that was told to end still serves its coordinator."""
 _BUSY_HINT = "wait, stop that run, or start this worker again"
 # Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
 _WORKING = (Phase.STEP, Phase.EVALUATION)
@@ -357,7 +352,7 @@ class Worker:
         def told(number: int, frame: object) -> None:
             if self._run is None or not self._run.started or self._leave_by < math.inf:
                 raise _Terminated
-            self._leave_by = time.monotonic() + _HAND_OVER_S
+            self._leave_by = time.monotonic() + timeouts.HAND_OVER_S
             self._events.put(_Told())
 
         before = signal.signal(signal.SIGTERM, told)
@@ -373,7 +368,7 @@ class Worker:
             self._handle(event)
         if self._compute():
             return
-        event = self._next_event(_POLL_S)
+        event = self._next_event(timeouts.TICK_S)
         if event is not None:
             self._handle(event)
         elif self._connection is None or time.monotonic() > self._leave_by:
@@ -403,9 +398,14 @@ class Worker:
             )
             self._forget_run()
         since = self._gone_since
-        if since is not None and not self._keep and time.monotonic() > since + _STAY_S:
+        if (
+            since is not None
+            and not self._keep
+            and time.monotonic() > since + timeouts.COORDINATOR_S
+        ):
             raise PeerLostError(
-                f"no coordinator has come for {_duration(_STAY_S)} after the run was lost",
+                "no coordinator has come since the run was lost "
+                f"({_duration(timeouts.COORDINATOR_S)})",
                 hint="hetero worker --keep waits for ever",
             )
 
@@ -494,7 +494,10 @@ class Worker:
                 # It may be started again soon.
                 self._leave(stay=True)
                 if not self._keep:
-                    _log.info("waiting %s for the run to be started again", _duration(_STAY_S))
+                    _log.info(
+                        "waiting %s for the run to be started again",
+                        _duration(timeouts.COORDINATOR_S),
+                    )
 
     def _from_peer(self, event: _Event) -> None:
         """A tensor of another worker, or the news that its link is gone."""

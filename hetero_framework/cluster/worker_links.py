@@ -57,13 +57,6 @@ Watch = Callable[[str, Message, float, float], None]
 _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
-_QUIET_S = 3.0
-_BUSY_PAUSE_S = 1.0
-# A process that lost its link still listens; so long a refusal means that it has ended.
-_REFUSED_S = 5.0
-_GOODBYE_S = 5.0
-_SLICE_S = 0.2
-_REDIAL_S = 60.0
 
 
 class _Busy(Exception):
@@ -172,7 +165,7 @@ class WorkerLinks:
         for thread in self._dialling:
             # Joined in slices so that Ctrl-C is heard on every system.
             while thread.is_alive():
-                thread.join(_SLICE_S)
+                thread.join(timeouts.ANSWER_TICK_S)
         for worker_id in self._workers:
             if worker_id in errors:
                 raise errors[worker_id]
@@ -190,7 +183,7 @@ class WorkerLinks:
                 welcome = self._open(self._workers[worker_id], left, again=True)
             except (HeteroError, _Busy) as error:
                 # A process that is being killed may accept and reset; a moment later it has ended.
-                self._stop.wait(_SLICE_S)
+                self._stop.wait(timeouts.ANSWER_TICK_S)
                 ended = self._exit_text(worker_id)
                 last = time.monotonic() > deadline or self._stop.is_set()
                 if isinstance(error, _Silent) and ended is None and not last:
@@ -208,7 +201,7 @@ class WorkerLinks:
             try:
                 return self._open(worker, max(0.1, left))
             except _Busy as busy:
-                if left < _BUSY_PAUSE_S or self._stop.is_set():
+                if left < timeouts.BUSY_PAUSE_S or self._stop.is_set():
                     raise NetworkError(
                         f"worker {worker.id} at {worker.ip}:{worker.port} refused: {busy}",
                         hint="stop the other run, or give this one another worker",
@@ -216,7 +209,7 @@ class WorkerLinks:
                 if not told:
                     told = True
                     _log.info("worker %s: %s; waiting up to %.0f s for it", worker.id, busy, left)
-            self._stop.wait(_BUSY_PAUSE_S)
+            self._stop.wait(timeouts.BUSY_PAUSE_S)
 
     def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> Welcome:
         """Connect and shake hands once. `again`: the worker has been there before."""
@@ -227,11 +220,11 @@ class WorkerLinks:
             ended = self._exit_text(worker.id)
             if ended is not None:
                 raise NetworkError(ended if again else f"worker {worker.id} did not start: {ended}")
-            if again and reason == REFUSED and elapsed_s > _REFUSED_S:
+            if again and reason == REFUSED and elapsed_s > timeouts.REFUSED_S:
                 raise NetworkError(
                     f"nothing listens at {worker.ip}:{worker.port} any more (its process ended)"
                 )
-            if not told and elapsed_s > _QUIET_S:
+            if not told and elapsed_s > timeouts.QUIET_S:
                 told = True
                 _log.info(
                     "waiting for worker %s at %s:%d (%s; up to %.0f s more)",
@@ -314,7 +307,7 @@ class WorkerLinks:
         one, other = sorted(pair, key=str)
         redial = self._redials.setdefault(pair, _Redial((other, one)))
         redial.at = time.monotonic() + redial.pause_s
-        redial.pause_s = min(_REDIAL_S, 2 * redial.pause_s + 1)
+        redial.pause_s = min(timeouts.REDIAL_S, 2 * redial.pause_s + 1)
 
     def connect_workers(
         self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
@@ -335,7 +328,7 @@ class WorkerLinks:
             deadline = time.monotonic() + timeout_s + timeouts.HANDSHAKE_S
             while set(left) - self._dialled.keys() and time.monotonic() < deadline:
                 try:
-                    self.receive(_SLICE_S)
+                    self.receive(timeouts.ANSWER_TICK_S)
                 except DirectLost as lost:
                     self.drop_direct(lost.pair)  # one of those that were opened before
             for dialler, other in left:
@@ -476,7 +469,7 @@ class WorkerLinks:
         """Per worker, over all its links: bytes received, bytes sent, seconds spent writing."""
         return {w: (s.bytes_in, s.bytes_out, s.write_s) for w, s in self._stats.items()}
 
-    def close(self, goodbye: Message, drain_s: float = _GOODBYE_S) -> None:
+    def close(self, goodbye: Message, drain_s: float = timeouts.DRAIN_S) -> None:
         """Say goodbye to every worker and close the links; what is queued goes out first, for at
         most `drain_s` seconds in all.
         """

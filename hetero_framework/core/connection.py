@@ -52,7 +52,6 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 
 _ANSWERS = (Welcome, PeerWelcome, Reject, Error, Bye)
-_SLICE_S = 0.1
 _ROLES = {Hello.spec.number: WORKER, PeerHello.spec.number: LISTENER}
 
 
@@ -143,7 +142,7 @@ class Connection:
             deadline = time.monotonic() + timeout_s
             while time.monotonic() < deadline and not (stop is not None and stop.is_set()):
                 with suppress(queue.Empty):
-                    answer = answers.get(timeout=_SLICE_S)
+                    answer = answers.get(timeout=timeouts.ANSWER_TICK_S)
                     if isinstance(answer, HeteroError):
                         raise answer
                     return answer

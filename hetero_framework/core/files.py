@@ -7,15 +7,16 @@ import shutil
 import time
 from pathlib import Path
 
+from hetero_framework.core import timeouts
+
 # Windows: access denied, sharing violation, lock violation. Scanners and indexers hold a fresh file
 # open for moments, and a directory with such a file in it cannot be renamed.
 _BUSY = (5, 32, 33)
-_BUSY_S = 5.0
 
 
 def rename(source: Path, target: Path) -> None:
     """`os.replace` that waits a few seconds for what holds a file open on Windows."""
-    deadline = time.monotonic() + _BUSY_S
+    deadline = time.monotonic() + timeouts.FILE_BUSY_S
     while True:
         try:
             os.replace(source, target)

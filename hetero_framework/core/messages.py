@@ -2,7 +2,7 @@
 
 A class here is the whole specification of a message. Its docstring says who sends it to whom and
 what answers it; its annotations say which values its fields may have. The checks and the form on
-the wire (`fields.py`) and the tables of docs/protocol.md (`protocol_doc.py`) are derived from them.
+the wire (`fields.py`) and the tables of docs/protocol.md are derived from them.
 `@_message` adds what is no field: number, sender, tensors. To add a message, add a class, and say
 in `session.py` when it is legal.
 

@@ -7,17 +7,49 @@ from __future__ import annotations
 
 TICK_S = 0.5
 """A thread in a socket call looks at its deadlines, and a waiting one hears Ctrl-C, so often."""
+ANSWER_TICK_S = 0.1
+"""The same for a thread that waits for an answer or for another thread, which take less."""
+EXIT_TICK_S = 0.05
+"""A process looks so often whether one that it has started has ended."""
+
 HEARTBEAT_S = 2.0
 """A link that was silent for so long says that it is alive."""
 LIVENESS_S = 30.0
 """A peer that was silent for so long is gone, unless the configuration says otherwise."""
-HANDSHAKE_S = 60.0
-"""Whoever was dialled has so long for its first answer; it may be in a long computation."""
-STRANGER_S = 10.0
-"""Whoever connects has so long to say who it is."""
 SEND_S = 600.0
 """A peer that takes nothing for so long while bytes wait for it is gone."""
 DRAIN_S = 5.0
 """A link that is closed has so long to write what is queued."""
+
+HANDSHAKE_S = 60.0
+"""Whoever was dialled has so long for its first answer; it may be in a long computation."""
+STRANGER_S = 10.0
+"""Whoever connects has so long to say who it is."""
 ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
+QUIET_S = 3.0
+"""The user hears of a worker that has not answered for so long."""
+BUSY_PAUSE_S = 1.0
+"""Pause before a worker that serves another run is asked again."""
+REFUSED_S = 5.0
+"""A process that lost its link still listens; refusals for so long mean that it has ended."""
+DIRECT_DIAL_S = 5.0
+"""A worker has so long to reach another worker."""
+REDIAL_S = 60.0
+"""Longest pause before a lost link between workers is opened again."""
+
+COORDINATOR_S = 1800.0
+"""A worker without --keep waits so long for its coordinator to be started again."""
+HAND_OVER_S = 60.0
+"""A worker that was told to end still serves its coordinator for so long."""
+EXIT_S = 10.0
+"""A process has so long to end in order before it is killed."""
+STOP_S = 2.0
+"""The same where a run is given up: nothing is saved any more."""
+
+PROBE_S = 2.0
+"""No further question measures a link when the ones before took so long together."""
+PROBE_ANSWER_S = 120.0
+"""A worker that measures its link to another one waits so long for an answer."""
+FILE_BUSY_S = 5.0
+"""Windows: so long another program may hold a file open that is to be renamed."""

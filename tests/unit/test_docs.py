@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -228,13 +229,24 @@ def tracked() -> list[str]:
     return ["/".join(own) for own in parts if not any(p in left or p.startswith(".") for p in own)]
 
 
-def test_architecture_page_shows_the_tree_as_it_is() -> None:
-    spec = importlib.util.spec_from_file_location("tree", ROOT / "docs" / "tree.py")
+def program(name: str) -> Any:
+    """A program of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    tree = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tree)
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert page == tree.render(page), "run: python docs/tree.py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["tree", "protocol_tables"])
+def test_generated_parts_of_a_page_are_up_to_date(name: str) -> None:
+    made = program(name)
+    page = made.PAGE.read_text(encoding="utf-8")
+    assert page == made.render(page), f"run: python docs/{name}.py"
+
+
+def test_architecture_page_knows_every_room() -> None:
+    tree = program("tree")
     folders = {file.parent.name for file in (ROOT / "hetero_framework").glob("*/*.py")}
     assert folders == set(tree.ROOMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from hetero_framework.core.messages import (
     Setup,
     Start,
 )
-from hetero_framework.engine.hosts import Event, LinkLost
+from hetero_framework.engine.hosts import Event, LinkLost, WorkerLeaving
 from hetero_framework.errors import NetworkError, PeerLostError
 
 PLAN = ["local", 1, 2, "local", 1, 2, 2]
@@ -180,6 +181,25 @@ def test_worker_without_its_stages_ends_the_run_and_others_are_told_that_it_fail
         cluster.recover(LinkLost(1, "reset"))
     cluster.__exit__(PeerLostError, raised.value, None)
     assert links.sent[-1] == ("all", "ERROR")
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_worker_that_leaves_is_an_event_of_the_run(
+    links: Links, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    cluster.assemble(config())
+
+    def action() -> None:
+        raise WorkerLeaving(2, "it was stopped on its own machine (SIGTERM)")
+
+    with caplog.at_level(logging.INFO, "hetero_framework"), pytest.raises(WorkerLeaving):
+        cluster.retrying(action)
+    found = [record.event for record in caplog.records if hasattr(record, "event")]
+    left = next(event for event in found if event["what"] == "worker left")
+    assert left["worker"] == 2
+    assert "SIGTERM" in left["reason"]
 
 
 def test_boundaries_know_what_a_direct_link_may_serve() -> None:

@@ -19,7 +19,7 @@ from hetero_framework import log
 from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core import addresses
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import connect
 from hetero_framework.core.frames import PROTOCOL_VERSION
@@ -173,7 +173,7 @@ class Coordinator:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
-    monkeypatch.setattr(worker_module, "_POLL_S", 0.02)
+    monkeypatch.setattr(timeouts, "TICK_S", 0.02)
     threads = set(threading.enumerate())
     with ExitStack() as stack:
         yield lambda **options: Served(stack, **options)
@@ -231,7 +231,7 @@ def test_coordinator_that_does_not_come_back_in_time_loses_its_stages(serve: Any
 def test_worker_without_keep_ends_when_nobody_takes_the_run_up_again(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_STAY_S", 0.3)
+    monkeypatch.setattr(timeouts, "COORDINATOR_S", 0.3)
     served = serve(reconnect_s=0.1)
     served.dial().set_up().hang_up()
     assert served.ended()

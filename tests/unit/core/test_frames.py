@@ -35,7 +35,6 @@ from hetero_framework.core.messages import (
     decode,
     encode,
 )
-from hetero_framework.core.protocol_doc import PAGE, render
 from hetero_framework.core.session import ORDER, ROLES, Phase, Session, legal
 from hetero_framework.errors import ProtocolError
 
@@ -135,10 +134,6 @@ def test_frame_of_every_message_is_golden(name: str) -> None:
     message = examples()[name]
     assert frame(message).hex() == golden["frames"][name]
     assert same(decode(bytes.fromhex(golden["frames"][name])), message)
-
-
-def test_documentation_agrees_with_the_code() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(PAGE.read_text(encoding="utf-8"))
 
 
 def test_protocol_does_not_import_torch_or_socket() -> None:

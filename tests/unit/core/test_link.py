@@ -262,6 +262,35 @@ def test_blocked_sender_is_freed_when_the_link_ends(stack: ExitStack) -> None:
     assert isinstance(a.reason(), PeerLostError)
 
 
+def test_blocked_sender_waits_in_slices_so_that_ctrl_c_is_heard_on_windows(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There nothing interrupts a wait without an end (L13)."""
+    near, far = sockets(stack)
+    a = end(stack, near, max_queue_bytes=1000)
+    waits: list[float | None] = []
+    wait = a.link._changed.wait
+
+    def noted(timeout: float | None = None) -> bool:
+        if threading.current_thread() is producer:
+            waits.append(timeout)
+        return wait(timeout)
+
+    monkeypatch.setattr(a.link._changed, "wait", noted)
+
+    def produce() -> None:
+        with contextlib.suppress(HeteroError):
+            while True:
+                a.link.send(control(10_000_000))
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    wait_until(lambda: bool(waits), "the sender blocks")
+    far.close()
+    producer.join(WAIT_S)
+    assert all(wait is not None and wait <= 0.5 for wait in waits)
+
+
 # ---------------------------------------------------------------------------- cut-through relay
 
 

@@ -248,6 +248,25 @@ def test_sender_that_hangs_does_not_hold_flush_up_for_ever(failures: list[Except
     sender.close()
 
 
+def test_flush_waits_in_slices_so_that_ctrl_c_is_heard_on_windows(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There nothing interrupts a wait without an end (L13)."""
+    waits: list[float | None] = []
+    wait = threading.Event.wait
+
+    def noted(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            waits.append(timeout)
+        return wait(event, timeout)
+
+    sender.submit(lambda: None)
+    monkeypatch.setattr(threading.Event, "wait", noted)
+    sender.flush()
+    assert waits
+    assert all(wait is not None and wait <= 0.5 for wait in waits)
+
+
 def test_sender_goes_on_after_a_job_that_fails(sender: Sender, failures: list[Exception]) -> None:
     error, done = ProtocolError("too large"), []
 
