@@ -784,7 +784,7 @@ class Worker:
             self._send(messages.gradient_norms_message(info, report))
 
     def _on_commit(self, message: Message, order: Commit) -> None:
-        self._host.commit(messages.commit_order(message))
+        self._host.commit(order, messages.tied_weight(message))
         message.release()
         spans = tuple(self._host.take_spans())
         self._send(Message(Committed(order.step, order.attempt, spans)))

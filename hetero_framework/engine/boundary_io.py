@@ -21,7 +21,7 @@ import torch
 from hetero_framework.config import WireConfig
 from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.core.devices import Device, DeviceEvent
-from hetero_framework.core.messages import Backward, Boundary, Coded, Forward, Inputs, Message
+from hetero_framework.core.messages import Boundary, Coded, Forward, Inputs, Message
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
@@ -38,19 +38,15 @@ class Outlet(Protocol):
     def post(self, message: Message, done: Done | None = None) -> None:
         """Send FORWARD or BACKWARD to its stage, and call `done` when it is written. A link that
         is gone is not the caller's business: the attempt is over then."""
-        ...
 
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         """The last stage's loss of a micro-batch."""
-        ...
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         """The lowest stage with a backward is done with a micro-batch."""
-        ...
 
     def failed(self, error: Exception) -> None:
         """What went wrong in the sender thread."""
-        ...
 
 
 _CLOSE_S = 5.0
@@ -151,17 +147,25 @@ class BoundaryIO:
 
     # -- Outbox ---------------------------------------------------------------------------------
 
-    def hidden(
-        self, info: StepInfo, stage: int, micro_batch: int, hidden_BSD: torch.Tensor
-    ) -> None:
-        body = Forward(info.step, info.attempt, stage, micro_batch)
-        self._send(body, self._activations, hidden_BSD)
-
-    def gradient(
-        self, info: StepInfo, stage: int, micro_batch: int, gradient_BSD: torch.Tensor
-    ) -> None:
-        body = Backward(info.step, info.attempt, stage, micro_batch)
-        self._send(body, self._gradients, gradient_BSD)
+    def send(self, body: Boundary, tensor_BSD: torch.Tensor) -> None:
+        codec = self._activations if isinstance(body, Forward) else self._gradients
+        if codec is not None and not codec.supports(tensor_BSD.dtype):
+            codec = None  # it travels as it is; the user was told at the start
+        if codec is not None:
+            coded = Coded(codec.name, tuple(tensor_BSD.shape), dtype_name(tensor_BSD.dtype))
+            body = replace(body, coded=coded)
+        if self._device.is_async:
+            # Encoding is the device's work; only the encoded parts are copied.
+            here = codec is not None and can_code(self._device)
+            parts = codec.encode(tensor_BSD) if codec is not None and here else [tensor_BSD]
+            event = self._device.record_event(*parts)
+            later = None if here else codec
+            self._sender.submit(lambda: self._copy_and_post(body, parts, event, later))
+        elif codec is not None:
+            encode = codec.encode
+            self._sender.submit(lambda: self._outlet.post(_message(body, encode(tensor_BSD))))
+        else:
+            self._outlet.post(_message(body, [tensor_BSD]))
 
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         if not self._loss_is_awaited:
@@ -183,33 +187,13 @@ class BoundaryIO:
         self._outlet.finished(info, micro_batch)
 
     def flush(self) -> None:
-        """Wait until everything that was handed over is with its link. Raises PeerLostError when
-        that takes longer than a step may."""
+        """Wait until everything that was handed over is with its link; see `Sender.flush`."""
         self._sender.flush()
 
     def close(self) -> None:
         self._sender.close()
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _send(self, body: Boundary, codec: Codec | None, tensor: torch.Tensor) -> None:
-        if codec is not None and not codec.supports(tensor.dtype):
-            codec = None  # it travels as it is; the user was told at the start
-        if codec is not None:
-            coded = Coded(codec.name, tuple(tensor.shape), dtype_name(tensor.dtype))
-            body = replace(body, coded=coded)
-        if self._device.is_async:
-            # Encoding is the device's work; only the encoded parts are copied.
-            here = codec is not None and can_code(self._device)
-            parts = codec.encode(tensor) if codec is not None and here else [tensor]
-            event = self._device.record_event(*parts)
-            later = None if here else codec
-            self._sender.submit(lambda: self._copy_and_post(body, parts, event, later))
-        elif codec is not None:
-            encode = codec.encode
-            self._sender.submit(lambda: self._outlet.post(_message(body, encode(tensor))))
-        else:
-            self._outlet.post(_message(body, [tensor]))
 
     def _copy_and_post(
         self, body: Boundary, parts: list[torch.Tensor], event: DeviceEvent, codec: Codec | None

@@ -14,6 +14,7 @@ import torch
 
 from hetero_framework.core import trace
 from hetero_framework.core.devices import Device, DeviceEvent
+from hetero_framework.core.messages import Backward, Boundary, Forward, StageFigures
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.stage_api import (
     Arrival,
@@ -37,14 +38,9 @@ _AHEAD = 2
 
 
 class Outbox(Protocol):
-    """Where results go that leave the process. `stage` is the one that shall receive them."""
+    """Where results go that leave the process."""
 
-    def hidden(
-        self, info: StepInfo, stage: int, micro_batch: int, hidden_BSD: torch.Tensor
-    ) -> None: ...
-    def gradient(
-        self, info: StepInfo, stage: int, micro_batch: int, gradient_BSD: torch.Tensor
-    ) -> None: ...
+    def send(self, body: Boundary, tensor_BSD: torch.Tensor) -> None: ...
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None: ...
     def finished(self, info: StepInfo, micro_batch: int) -> None: ...
 
@@ -72,17 +68,6 @@ class _Lane:
         self.queue_peak = max(self.queue_peak, len(self.hidden) + len(self.gradients))
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """One stage in one step: seconds of its forwards and backwards (the last stage's forwards
-    count with its backwards), and the longest queue of arrivals and of stored forwards."""
-
-    forward_s: float
-    backward_s: float
-    queue_peak: int
-    in_flight_peak: int
-
-
 class Executor:
     """The stages of one process, executed by one thread."""
 
@@ -103,10 +88,6 @@ class Executor:
         self._readiness = Readiness({}, BACKWARD_FIRST, num_devices)
         self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
         self.info: StepInfo | None = None
-
-    @property
-    def stages(self) -> list[StageInterface]:
-        return [lane.stage for lane in self._lanes.values()]
 
     def stage(self, index: int) -> StageInterface:
         return self._lanes[index].stage
@@ -196,8 +177,9 @@ class Executor:
             times = self._device.event_time(began), self._device.event_time(ended)
             self._recorder.span(trace.COMMIT, stage.index, trace.NO_MICRO_BATCH, *times)
 
-    def statistics(self) -> dict[int, StageTimes]:
-        """Times of the step so far. Waits for the device; hands the spans to the recorder."""
+    def statistics(self) -> dict[int, StageFigures]:
+        """Times and queues of the step so far; the last stage's forwards count with its backwards.
+        Waits for the device; hands the spans to the recorder."""
         seconds = {(k, kind): 0.0 for k in self._lanes for kind in (FORWARD, BACKWARD)}
         for task, began, ended in self._tasks:
             ended.wait()
@@ -215,11 +197,14 @@ class Executor:
                 )
         self._tasks.clear()
         return {
-            k: StageTimes(
-                seconds[k, FORWARD],
-                seconds[k, BACKWARD],
-                lane.queue_peak,
-                self._readiness.peak_in_flight(k),
+            k: StageFigures(
+                forward_s=seconds[k, FORWARD],
+                backward_s=seconds[k, BACKWARD],
+                queue_peak=lane.queue_peak,
+                in_flight_peak=self._readiness.peak_in_flight(k),
+                peak_memory_bytes=0,
+                arrive_forward_s=0.0,
+                arrive_backward_s=0.0,
             )
             for k, lane in self._lanes.items()
         }
@@ -276,7 +261,8 @@ class Executor:
         if following in self._lanes:
             self.put_hidden(following, k, Arrival(hidden_BSD))
         else:
-            self._outbox.hidden(self._step, following, k, hidden_BSD)
+            info = self._step
+            self._outbox.send(Forward(info.step, info.attempt, following, k), hidden_BSD)
 
     def _pass_back(self, stage: StageInterface, k: int, gradient_BSD: torch.Tensor | None) -> None:
         """Nothing goes back beyond the lowest stage that trains something, or trains before it."""
@@ -286,7 +272,8 @@ class Executor:
         elif before in self._lanes:
             self.put_gradient(before, k, Arrival(gradient_BSD))
         else:
-            self._outbox.gradient(self._step, before, k, gradient_BSD)
+            info = self._step
+            self._outbox.send(Backward(info.step, info.attempt, before, k), gradient_BSD)
 
     @property
     def _step(self) -> StepInfo:

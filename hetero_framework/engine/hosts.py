@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import LoadKind, Message, StateKind
+from hetero_framework.core.messages import Commit, LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine.stage_api import (
-    CommitOrder,
     HostReport,
     Loss,
     StatePart,
@@ -79,81 +78,69 @@ class BatchInputs:
 
 
 class Host(Protocol):
-    """The stages of one process. Raises LinkLost where it is remote and its link is gone."""
+    """The stages of one process, `id` "local" or the worker's, `indexes` those of its stages.
 
-    @property
-    def id(self) -> WorkerId:
-        """ "local", or the worker's."""
-        ...
+    Raises LinkLost where it is remote and its link is gone. What the class does itself suits hosts
+    that need not do it.
+    """
 
-    @property
-    def indexes(self) -> Sequence[int]:
-        """Of its stages."""
-        ...
+    id: WorkerId
+    indexes: list[int]
 
     def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
         """A step begins, or begins again: whatever belongs to an earlier attempt is forgotten."""
-        ...
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
         """Give a stage those tensors of a micro-batch that it needs."""
-        ...
 
     def has_inputs(self, stage: int) -> bool:
         """Whether inputs of a micro-batch are known to wait for this stage."""
-        ...
+        return False
 
     def run_next(self) -> bool:
         """Do one task in this thread, if one is ready here; False where others do them."""
-        ...
+        return False
 
     def report(self, tied_gradient: torch.Tensor | None) -> HostReport | None:
         """Once in a training step, when it is done with it. `tied_gradient` is the head's share of
         a weight that is the embedding's too."""
-        ...
 
-    def commit(self, order: CommitOrder) -> torch.Tensor | None:
-        """Have the stages step their optimizers; the embedding's new weight where its tied head
-        lives on another stage."""
-        ...
+    def commit(self, order: Commit, tied_weight: torch.Tensor | None) -> torch.Tensor | None:
+        """Have the stages step their optimizers. `tied_weight` is the embedding's new weight where
+        its tied head lives on another stage: returned by the one, taken over by the other."""
 
     def is_committed(self) -> bool:
         """Whether the last `commit` is known to have been done."""
-        ...
+        return True
 
     def repeat_commit(self) -> None:
         """Over a new link: order again what is not known to be done."""
-        ...
+        return
 
     def abort(self) -> bool:
         """Forget the attempt; asked again until True. Then nothing of it is on its way."""
-        ...
 
     def snapshot(self, step: int | None) -> None:
         """Keep the state that the commit of `step`, the last one, left (None: of before the
         first) readable for `state`, whatever is committed later."""
-        ...
 
     def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> StatePart | None:
         """A part of a stage's state after `step`; in ascending order. The caller releases it."""
-        ...
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: StatePart) -> bool:
         """Have a stage take over a part of a "checkpoint", an "adapter" or a "tied" weight; asked
         again until True."""
-        ...
 
     def tied_weight(self) -> torch.Tensor | None:
         """The embedding's weight, where it is here and its tied head on another stage."""
-        ...
+        return None
 
     def take_spans(self) -> list[Span]:
         """What has been recorded since the last call; times are of the host's own clock."""
-        ...
 
     def close(self) -> None:
         """End its threads, if it has any."""
-        ...
+        return
 
 
 class Inbox(Protocol):
@@ -161,12 +148,10 @@ class Inbox(Protocol):
 
     def expect(self, step: int, attempt: int) -> None:
         """From now on boundary tensors of this attempt alone are passed on."""
-        ...
 
     def handle(self, timeout_s: float) -> bool:
         """Hand the next event to its host; False when none came in time. Raises LinkLost or
         DirectLost when a link broke, and a worker's own error when it reports one."""
-        ...
 
 
 class StepResults:

@@ -7,22 +7,11 @@ from dataclasses import asdict
 
 import torch
 
+from hetero_framework.core import messages as m
 from hetero_framework.core.frames import WireTensor
-from hetero_framework.core.messages import (
-    Commit,
-    GradientNorms,
-    Inputs,
-    LoadState,
-    Message,
-    RoundTrip,
-    StageReport,
-    State,
-    Step,
-    TaskOrder,
-)
+from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine.stage_api import (
-    CommitOrder,
     GradientReport,
     HostReport,
     StatePart,
@@ -38,22 +27,22 @@ PackedInput = WireTensor | tuple[int, ...]
 
 def step_message(info: StepInfo, schedule: StepSchedule) -> Message:
     return Message(
-        Step(
+        m.Step(
             **asdict(info),
             in_flight_limits=schedule.in_flight_limits,
-            policy=TaskOrder(**asdict(schedule.policy)),
+            policy=m.TaskOrder(**asdict(schedule.policy)),
             direct=tuple(sorted(schedule.direct)),
         )
     )
 
 
-def step_info(step: Step) -> StepInfo:
+def step_info(step: m.Step) -> StepInfo:
     return StepInfo(
         step.step, step.attempt, step.train, step.micro_batches, step.num_items, step.loss_scale
     )
 
 
-def step_schedule(step: Step) -> StepSchedule:
+def step_schedule(step: m.Step) -> StepSchedule:
     return StepSchedule(
         in_flight_limits=step.in_flight_limits,
         policy=Policy(**asdict(step.policy)),
@@ -77,13 +66,13 @@ def inputs_message(
 ) -> Message:
     sent = {name: value for name, value in packed.items() if isinstance(value, WireTensor)}
     ones = {name: value for name, value in packed.items() if not isinstance(value, WireTensor)}
-    body = Inputs(info.step, info.attempt, stage, micro_batch, tuple(sent), ones)
+    body = m.Inputs(info.step, info.attempt, stage, micro_batch, tuple(sent), ones)
     return Message(body, tuple(sent.values()))
 
 
 def inputs_of(message: Message) -> Tensors:
     """The batch tensors of INPUTS, in memory of their own."""
-    body = message.expect(Inputs)
+    body = message.expect(m.Inputs)
     found = {
         name: tensor.to(torch.int64) if tensor.dtype == torch.int32 else tensor.clone()
         for name, tensor in zip(body.names, map(from_wire, message.tensors), strict=True)
@@ -103,16 +92,16 @@ def gradient_norms_message(info: StepInfo, report: HostReport) -> Message:
     for index, found in report.gradients.items():
         tied = found.tied_gradient
         figures = report.figures[index]
-        entries.append(StageReport(index, found.nonfinite, tied is not None, figures))
+        entries.append(m.StageReport(index, found.nonfinite, tied is not None, figures))
         tensors += [to_wire(tensor) for tensor in (found.norms, tied) if tensor is not None]
-    trips = tuple(RoundTrip(worker, seconds) for worker, seconds in report.round_trips.items())
-    body = GradientNorms(info.step, info.attempt, tuple(entries), trips, report.direct_bytes)
+    trips = tuple(m.RoundTrip(worker, seconds) for worker, seconds in report.round_trips.items())
+    body = m.GradientNorms(info.step, info.attempt, tuple(entries), trips, report.direct_bytes)
     return Message(body, tensors)
 
 
 def host_report(message: Message) -> HostReport:
     tensors = iter(message.tensors)
-    body = message.expect(GradientNorms)
+    body = message.expect(m.GradientNorms)
     gradients = {
         entry.index: GradientReport(
             norms=from_wire(next(tensors)),
@@ -129,19 +118,17 @@ def host_report(message: Message) -> HostReport:
     )
 
 
-def commit_message(order: CommitOrder) -> Message:
-    body = Commit(order.step, order.attempt, order.learning_rate, order.grad_scale)
-    return Message(body, () if order.tied_weight is None else (to_wire(order.tied_weight),))
+def commit_message(order: m.Commit, tied_weight: torch.Tensor | None) -> Message:
+    return Message(order, () if tied_weight is None else (to_wire(tied_weight),))
 
 
-def commit_order(message: Message) -> CommitOrder:
-    body = message.expect(Commit)
-    tied_weight = from_wire(message.tensors[0]) if message.tensors else None
-    return CommitOrder(body.step, body.attempt, body.learning_rate, body.grad_scale, tied_weight)
+def tied_weight(message: Message) -> torch.Tensor | None:
+    """The embedding's new weight in a COMMIT, where the tied head needs it."""
+    return from_wire(message.tensors[0]) if message.tensors else None
 
 
 def part_message(
-    kind: type[State] | type[LoadState], stage: int, what: str, number: int, part: StatePart
+    kind: type[m.State] | type[m.LoadState], stage: int, what: str, number: int, part: StatePart
 ) -> Message:
     """STATE or LOAD_STATE with part `number` of a stage's "checkpoint", "export", ..."""
     names = tuple(part.tensors)
@@ -152,6 +139,6 @@ def part_message(
 def state_part(message: Message) -> StatePart:
     """The part carried by STATE or LOAD_STATE; its tensors lie in the message's buffer."""
     body = message.body
-    assert isinstance(body, (State, LoadState))
+    assert isinstance(body, (m.State, m.LoadState))
     tensors = dict(zip(body.names, map(from_wire, message.tensors), strict=True))
     return StatePart(tensors, body.info, body.last, message.release)

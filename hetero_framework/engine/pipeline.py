@@ -16,17 +16,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import LoadKind, StageFigures, StateKind
+from hetero_framework.core.messages import Commit, LoadKind, StageFigures, StateKind
 from hetero_framework.core.trace import Span
-from hetero_framework.engine.hosts import (
-    BatchInputs,
-    Host,
-    Inbox,
-    LinkLost,
-    StepResults,
-)
+from hetero_framework.engine.hosts import BatchInputs, Host, Inbox, LinkLost, StepResults
 from hetero_framework.engine.stage_api import (
-    CommitOrder,
     GradientReport,
     StatePart,
     StepInfo,
@@ -46,19 +39,10 @@ Part = tuple[int, int, StatePart]
 
 
 @dataclass(frozen=True)
-class StageStatistics:
-    """One stage in one step: seconds computing forward and backward and waiting, the longest
-    queue of arrivals and of stored forwards, its process's peak memory in bytes, and mean seconds
-    on the wire of an activation and of a gradient that arrived (0: they did not travel)."""
+class StageStatistics(StageFigures):
+    """One stage in one step: what it took, and the seconds in which it did not compute."""
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    wait_s: float = 0.0
-    queue_peak: int = 0
-    in_flight_peak: int = 0
-    peak_memory_bytes: int = 0
-    arrive_forward_s: float = 0.0
-    arrive_backward_s: float = 0.0
+    wait_s: float
 
     @property
     def busy_s(self) -> float:
@@ -90,8 +74,10 @@ class Pipeline:
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._committed: int | None = None
         self._snapshot: tuple[_StateReader, Callable[[int, int, StatePart], None]] | None = None
-        self._round_trips: dict[frozenset[WorkerId], float] = {}
-        self._direct_bytes: dict[WorkerId, int] = {}
+        # By pairs of workers that have a link, and by worker, as their last reports said: seconds
+        # there and back, and what it has sent straight to others so far.
+        self.round_trips: dict[frozenset[WorkerId], float] = {}
+        self.direct_bytes: dict[WorkerId, int] = {}
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
 
@@ -155,9 +141,9 @@ class Pipeline:
             report = self.until(partial(host.report, tied), f"gradient norms of {_name(host)}")
             gradients.update(report.gradients)
             figures.update(report.figures)
-            self._direct_bytes[host.id] = report.direct_bytes
+            self.direct_bytes[host.id] = report.direct_bytes
             for other, seconds in report.round_trips.items():
-                self._round_trips[frozenset((host.id, other))] = seconds
+                self.round_trips[frozenset((host.id, other))] = seconds
             tied = next(
                 (t for g in report.gradients.values() if (t := g.tied_gradient) is not None), tied
             )
@@ -179,13 +165,13 @@ class Pipeline:
         is mended by `recover`, which calls `repeat_commit`.
         """
         info = self._info
-        order = CommitOrder(info.step, info.attempt, learning_rate, grad_scale)
+        order = Commit(info.step, info.attempt, learning_rate, grad_scale)
+        tied_weight = None
         # The first host has the embedding, whose new weight a tied head elsewhere needs.
         for host in self._hosts:
             try:
-                tied_weight = host.commit(order)
-                if tied_weight is not None:
-                    order = dataclasses.replace(order, tied_weight=tied_weight)
+                own = host.commit(order, tied_weight)
+                tied_weight = own if own is not None else tied_weight
             except LinkLost as lost:
                 recover(lost)
         self._committed = info.step
@@ -208,18 +194,6 @@ class Pipeline:
         waiting = [host for host in self._hosts if not host.abort()]  # all at once
         for host in waiting:
             self.until(host.abort, f"{_name(host)} to forget the step")
-
-    # -- what the steps have shown --------------------------------------------------------------
-
-    @property
-    def direct_bytes(self) -> dict[WorkerId, int]:
-        """What each worker has sent straight to others so far, as its last report said."""
-        return dict(self._direct_bytes)
-
-    @property
-    def round_trips(self) -> dict[frozenset[WorkerId], float]:
-        """Seconds there and back between workers that have a link, as their reports said."""
-        return dict(self._round_trips)
 
     def take_spans(self) -> dict[WorkerId, list[Span]]:
         """What has been recorded since the last call, by process; times are of its own clock."""

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from hetero_framework.core import messages as m
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import (
-    Abort,
-    Aborted,
-    BackwardDone,
-    Body,
-    Boundary,
-    Bye,
-    Committed,
-    Control,
-    GradientNorms,
-    LoadKind,
-    LoadState,
-    Loss,
-    Message,
-    OfStep,
-    State,
-    StateKind,
-    StateLoaded,
-    StateRequest,
-)
+from hetero_framework.core.messages import Body, LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine import messages
-from hetero_framework.engine.hosts import BatchInputs, Event, LinkLost, StepResults
+from hetero_framework.engine.hosts import BatchInputs, Event, Host, LinkLost, StepResults
 from hetero_framework.engine.stage_api import (
-    CommitOrder,
     HostReport,
     StatePart,
     StepInfo,
@@ -60,7 +41,7 @@ class _Question:
     is_answer: Callable[[Any], bool]
 
 
-class RemoteHost:
+class RemoteHost(Host):
     """One worker's stages. Each question is sent once over each link."""
 
     def __init__(
@@ -100,21 +81,14 @@ class RemoteHost:
         needed = {name: batch.packed[name] for name in names}
         self._links.send(self.id, messages.inputs_message(self._info, stage, micro_batch, needed))
 
-    def has_inputs(self, stage: int) -> bool:
-        return False
-
-    def run_next(self) -> bool:
-        return False
-
     def report(self, tied_gradient: torch.Tensor | None) -> HostReport | None:
         """Workers send theirs by themselves when they are done."""
         message, self._norms = self._norms, None
         return messages.host_report(message) if message is not None else None
 
-    def commit(self, order: CommitOrder) -> None:
-        if not self._holds_head:
-            order = replace(order, tied_weight=None)
-        self._commit, self._commit_step = messages.commit_message(order), order.step
+    def commit(self, order: m.Commit, tied_weight: torch.Tensor | None) -> None:
+        tied_weight = tied_weight if self._holds_head else None
+        self._commit, self._commit_step = messages.commit_message(order, tied_weight), order.step
         self._links.send(self.id, self._commit)
 
     def is_committed(self) -> bool:
@@ -126,8 +100,8 @@ class RemoteHost:
             self._links.send(self.id, self._commit)
 
     def abort(self) -> bool:
-        question = Message(Abort(self._info.step, self._info.attempt))
-        if self._ask(question, Aborted, lambda body: True) is None:
+        question = Message(m.Abort(self._info.step, self._info.attempt))
+        if self._ask(question, m.Aborted, lambda body: True) is None:
             return False
         # Everything that it was asked before has been answered by now.
         for message in self._answers.values():
@@ -152,57 +126,52 @@ class RemoteHost:
     def _ask_state(
         self, stage: int, kind: StateKind, number: int, step: int | None
     ) -> Message | None:
-        def is_answer(body: State) -> bool:
+        def is_answer(body: m.State) -> bool:
             return (body.stage, body.kind, body.part) == (stage, kind, number)
 
-        found = self._ask(Message(StateRequest(stage, kind, number, step)), State, is_answer)
+        found = self._ask(Message(m.StateRequest(stage, kind, number, step)), m.State, is_answer)
         if found is not None and kind == "checkpoint":
             self._kept = (step,)
         return found
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: StatePart) -> bool:
-        def is_answer(body: StateLoaded) -> bool:
+        def is_answer(body: m.StateLoaded) -> bool:
             return (body.stage, body.part) == (stage, number)
 
-        question = messages.part_message(LoadState, stage, kind, number, part)
-        return self._ask(question, StateLoaded, is_answer) is not None
-
-    def tied_weight(self) -> None:
-        """The embedding is in the first stage, and that one is never remote."""
+        question = messages.part_message(m.LoadState, stage, kind, number, part)
+        return self._ask(question, m.StateLoaded, is_answer) is not None
 
     # -- what is known of it --------------------------------------------------------------------
 
     def answer(self, question: Message) -> Message | None:
         """To a CONTROL request; None until it has come. The caller releases it."""
-        request = question.expect(Control).request
-        return self._ask(question, Control, lambda body: body.answers == request)
+        request = question.expect(m.Control).request
+        return self._ask(question, m.Control, lambda body: body.answers == request)
 
     def take_spans(self) -> list[Span]:
         taken, self._spans = self._spans, []
         return taken
-
-    def close(self) -> None: ...
 
     # -- messages -------------------------------------------------------------------------------
 
     def receive(self, message: Message, arrival: object) -> None:
         """A message of this worker, and what `unpack` made of it. Raises LinkLost for a goodbye."""
         body = message.body
-        if isinstance(body, Committed):
+        if isinstance(body, m.Committed):
             if body.step == self._commit_step:
                 self._commit = None
             self._spans += body.spans
-        elif isinstance(body, Boundary):
+        elif isinstance(body, m.Boundary):
             self._deliver(message, arrival)
-        elif isinstance(body, OfStep) and not self._is_current(body):
+        elif isinstance(body, m.OfStep) and not self._is_current(body):
             message.release()
-        elif isinstance(body, Loss):
+        elif isinstance(body, m.Loss):
             self._results.loss(self._info, body.micro_batch, body.loss)
-        elif isinstance(body, BackwardDone):
+        elif isinstance(body, m.BackwardDone):
             self._results.finished(self._info, body.micro_batch)
-        elif isinstance(body, GradientNorms):
+        elif isinstance(body, m.GradientNorms):
             self._norms = message
-        elif isinstance(body, Bye):
+        elif isinstance(body, m.Bye):
             raise LinkLost(self.id, body.reason)
         else:
             question = self._questions.get(type(body))
@@ -228,7 +197,7 @@ class RemoteHost:
             del self._questions[answer]
         return found
 
-    def _is_current(self, body: OfStep) -> bool:
+    def _is_current(self, body: m.OfStep) -> bool:
         return (body.step, body.attempt) == (self._info.step, self._info.attempt)
 
 

@@ -19,11 +19,11 @@ import torch
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, HostCopy
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
-from hetero_framework.engine.seeds import Place, forward_seed
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError
 from hetero_framework.models.objective import objective_of
+from hetero_framework.models.seeds import Place, forward_seed
 from hetero_framework.models.shard import Shard, weakly
 from hetero_framework.models.trainable import export_parts, trainable_parameters
 

@@ -79,18 +79,6 @@ class GradientReport:
 
 
 @dataclass(frozen=True)
-class CommitOrder:
-    """Step the optimizers: the rate, the factor for gradients, and the embedding's new weight for
-    a head that is one with it and lives elsewhere."""
-
-    step: int
-    attempt: int
-    learning_rate: float
-    grad_scale: float
-    tied_weight: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class HostReport:
     """What a host's stages say when all micro-batches of a training step are through them: their
     gradients' norms and what the step took, by stage; seconds there and back on its links to other
@@ -132,12 +120,10 @@ class StageInterface(Protocol):
     @property
     def fingerprint(self) -> Mapping[str, str]:
         """Hashes of the weights that it was read from (models/fingerprint.py); empty for none."""
-        ...
 
     @property
     def differentiates(self) -> bool:
         """Whether a training step has a backward here: something is trained here or before."""
-        ...
 
     def begin(self, info: StepInfo) -> None: ...
     def forward(

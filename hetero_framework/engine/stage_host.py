@@ -6,29 +6,21 @@ One thread uses a `StageHost`. What leaves the stages goes to its `Outlet`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hetero_framework.config import Config
+from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import (
-    Boundary,
-    Forward,
-    Inputs,
-    LoadKind,
-    Message,
-    StageFigures,
-    StateKind,
-)
+from hetero_framework.core.messages import LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, move_in
 from hetero_framework.engine.executor import Executor
-from hetero_framework.engine.hosts import BatchInputs
+from hetero_framework.engine.hosts import BatchInputs, Host
 from hetero_framework.engine.stage_api import (
-    CommitOrder,
     GradientReport,
     HostReport,
     Snapshot,
@@ -40,7 +32,7 @@ from hetero_framework.engine.stage_api import (
 from hetero_framework.errors import ProtocolError
 
 
-class StageHost:
+class StageHost(Host):
     """A `Host` whose stages are in this process.
 
     `last_step` is the last step that was committed here, None before the first; `schedule` that of
@@ -60,6 +52,7 @@ class StageHost:
         """A worker's outlet gets losses as numbers; this process's own may still be tensors."""
         self.id = id
         self.stages = list(stages)
+        self.indexes = [stage.index for stage in stages]
         self.last_step: int | None = None
         self.schedule = StepSchedule(())
         self._device = device
@@ -80,10 +73,6 @@ class StageHost:
         self._snapshot_step: int | None = None
         self._export: Iterator[StatePart] = iter(())
         self._exported: tuple[int, int] | None = None
-
-    @property
-    def indexes(self) -> list[int]:
-        return [stage.index for stage in self.stages]
 
     @property
     def info(self) -> StepInfo | None:
@@ -111,7 +100,7 @@ class StageHost:
         """INPUTS, FORWARD or BACKWARD with what `unpack` made of it: for the attempt that runs, or
         for one that is to come, since another worker may have heard of it before us."""
         body = message.body
-        assert isinstance(body, (Inputs, Boundary))
+        assert isinstance(body, (m.Inputs, m.Boundary))
         info, executor = self._executor.info, self._executor
         if body.attempt > (info.attempt if info is not None else self._last_attempt):
             self._early.append((message, arrival))
@@ -120,9 +109,9 @@ class StageHost:
             message.release()
             return
         here: Any = move_in(self._device, arrival)
-        if isinstance(body, Inputs):
+        if isinstance(body, m.Inputs):
             executor.put_inputs(body.stage, body.micro_batch, here)
-        elif isinstance(body, Forward):
+        elif isinstance(body, m.Forward):
             executor.put_hidden(body.stage, body.micro_batch, here)
         else:
             executor.put_gradient(body.stage, body.micro_batch, here)
@@ -145,7 +134,9 @@ class StageHost:
             gradients[stage.index] = report
         return HostReport({k: gradients[k] for k in self.indexes}, self._figures())
 
-    def commit(self, order: CommitOrder) -> torch.Tensor | None:
+    def commit(
+        self, order: m.Commit, tied_weight: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Repeated for a step that is committed already, it changes nothing. Raises ProtocolError
         where the step's gradients are not here."""
         if self.last_step == order.step:
@@ -161,16 +152,11 @@ class StageHost:
             self._executor.commit(stage, order.learning_rate, order.grad_scale)
         self.last_step = order.step
         own = self.tied_weight()
-        tied = own if own is not None else order.tied_weight
+        tied = own if own is not None else tied_weight
         for stage in self.stages:
             if stage.is_last and tied is not None:
                 stage.set_tied_weight(tied)
         return own
-
-    def is_committed(self) -> bool:
-        return True
-
-    def repeat_commit(self) -> None: ...
 
     def abort(self) -> bool:
         self._io.flush()
@@ -227,16 +213,16 @@ class StageHost:
     def close(self) -> None:
         self._io.close()
 
-    def _figures(self) -> dict[int, StageFigures]:
+    def _figures(self) -> dict[int, m.StageFigures]:
         arrivals, peak = self._meter.take(), self._device.peak_memory()
         return {
-            index: StageFigures(
-                **asdict(times),
+            index: replace(
+                figures,
                 peak_memory_bytes=peak,
                 arrive_forward_s=arrivals["forward"].get(index, 0.0),
                 arrive_backward_s=arrivals["backward"].get(index, 0.0),
             )
-            for index, times in self._executor.statistics().items()
+            for index, figures in self._executor.statistics().items()
         }
 
     def _is_current(self, step: int, attempt: int) -> bool:

@@ -18,7 +18,6 @@ DoRA's magnitudes), and nothing of the frozen base is cast, that is, PEFT's olde
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -43,6 +42,7 @@ from hetero_framework.models.adapter_plan import (
     AttachedAdapter,
 )
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.trainable import is_quantized, refuse_float16
 
 if TYPE_CHECKING:
@@ -163,16 +163,6 @@ def check_adapter_complete(shard: Shard, loaded: set[str]) -> None:
     if missing:
         shown = ", ".join(sorted(missing)[:5])
         raise CheckpointError(f"the adapter lacks {len(missing)} tensors of this stage: {shown}")
-
-
-def resolve_targets(model_config: PretrainedConfig, adapter: AdapterConfig) -> list[str]:
-    """Full names of the modules that the adapter wraps in the whole model, in model order."""
-    return list(plan_adapter(model_config, adapter).modules)
-
-
-def expected_adapter_keys(model_config: PretrainedConfig, adapter: AdapterConfig) -> set[str]:
-    """The keys of the complete adapter file."""
-    return set(plan_adapter(model_config, adapter).tensors)
 
 
 def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
@@ -408,13 +398,8 @@ class _SeededLora(LoraModel):
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_module_seed(self._training_seed, kwargs["current_key"]))
+            torch.manual_seed(derive_seed("adapter", self._training_seed, kwargs["current_key"]))
             super()._create_and_replace(*args, **kwargs)
-
-
-def _module_seed(seed: int, module: str) -> int:
-    digest = hashlib.sha256(f"adapter/{seed}/{module}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _inject(model: nn.Module, config: LoraConfig, seed: int) -> LoraModel:

@@ -77,11 +77,6 @@ def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
         yield {key: t.detach().to("cpu").contiguous() for key, t in converted.items()}
 
 
-def export_tensors(shard: Shard) -> Tensors:
-    """All of `export_layers` at once."""
-    return {key: tensor for layer in export_layers(shard) for key, tensor in layer.items()}
-
-
 def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
     """Keys and shapes of the whole model's checkpoint; uses no memory for weights."""
     model = meta_model(config)

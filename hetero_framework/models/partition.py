@@ -191,9 +191,6 @@ class AfterBlocks(nn.Module):
         raise Captured
 
 
-STAND_INS = (PassThrough, AbsentLinear, AfterBlocks)
-
-
 def _copy_plain_attributes(source: nn.Module, target: Any) -> None:
     for name, value in vars(source).items():
         if isinstance(value, (str, int, float, bool)) and not hasattr(target, name):

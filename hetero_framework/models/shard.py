@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import inspect
 import threading
 import weakref
@@ -40,7 +39,6 @@ from hetero_framework.errors import ModelError
 from hetero_framework.models.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.partition import (
-    STAND_INS,
     Captured,
     ShardRange,
     Skeleton,
@@ -51,6 +49,7 @@ from hetero_framework.models.partition import (
 )
 from hetero_framework.models.quantization import quantization_config, stored_quantization_config
 from hetero_framework.models.quiet import quiet_library
+from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.varlen_attention import register_per_sample
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
@@ -246,13 +245,8 @@ def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int)
     inner = module if isinstance(module, PreTrainedModel) else owner
     for child_name, child in module.named_children():
         _initialize(f"{name}.{child_name}" if name else child_name, child, inner, seed)
-    torch.manual_seed(_derive(seed, name))
+    torch.manual_seed(derive_seed(seed, name))
     inner._initialize_weights(module)
-
-
-def _derive(*parts: str | int) -> int:
-    text = "/".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 class Shard:
@@ -290,12 +284,6 @@ class Shard:
         self._forwards: dict[int, Callable[..., Any]] = {}
         self._recomputes = False
         self._install()
-
-    @property
-    def absent_modules(self) -> tuple[str, ...]:
-        """Names of modules that other stages hold and a stand-in replaces here."""
-        modules = self.model.named_modules()
-        return tuple(name for name, module in modules if isinstance(module, STAND_INS))
 
     @property
     def loss_counts_items(self) -> bool:

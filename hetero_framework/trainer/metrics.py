@@ -192,7 +192,7 @@ def stage_lines(
     lines, nothing = [], (0, 0, 0.0, 0)
     seen = set()
     for spec in stages:
-        found = statistics.get(spec.index, StageStatistics())
+        found = statistics[spec.index]
         now, then = after.get(spec.owner, nothing), before.get(spec.owner, nothing)
         # A worker's links are counted once.
         bytes_in, bytes_out, wire_s, direct_bytes = (

@@ -18,6 +18,7 @@ from hetero_framework.core.messages import (
     Body,
     Boundary,
     Coded,
+    Commit,
     Forward,
     Message,
     encode,
@@ -34,7 +35,7 @@ from hetero_framework.engine.boundary_io import (
     move_in,
     unpack,
 )
-from hetero_framework.engine.stage_api import Arrival, CommitOrder, Loss, StepInfo
+from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo
 from hetero_framework.errors import PeerLostError, ProtocolError, ResourceError
 from tests.samples import boundary_message
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
@@ -172,7 +173,7 @@ def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
 
 
 def test_unpack_leaves_other_messages_alone(device: Device) -> None:
-    received = Received(messages.commit_message(CommitOrder(3, 1, 1e-3, 1.0, hidden())))
+    received = Received(messages.commit_message(Commit(3, 1, 1e-3, 1.0), hidden()))
     assert unpack(received.message, device) is None
     assert received.released == 0
     assert len(received.message.tensors) == 1
@@ -361,8 +362,8 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(opened: Any) -> None:
     io, wire = opened(open_device("cpu"))
     tensor = hidden()
-    io.hidden(INFO, 2, 0, tensor)
-    io.gradient(INFO, 0, 1, tensor)
+    io.send(Forward(3, 1, 2, 0), tensor)
+    io.send(Backward(3, 1, 0, 1), tensor)
     io.loss(INFO, 1, torch.tensor(2.5))
     io.finished(INFO, 1)
     assert wire.left == [
@@ -387,8 +388,8 @@ def test_boundary_io_sends_what_the_codec_makes_of_it(
     names["activations" if kind is Forward else "gradients"] = name
     io, wire = opened(device, **names)
     tensor = hidden(dtype)
-    for send in (io.hidden, io.gradient):
-        send(INFO, 2, 1, tensor)
+    io.send(Forward(3, 1, 2, 1), tensor)
+    io.send(Backward(3, 1, 2, 1), tensor)
     io.flush()
     [message] = [message for _, message, _ in wire.sent if type(message.body) is kind]
     if name == "bf16" and dtype == torch.float16:
@@ -408,7 +409,7 @@ def test_boundary_io_sends_what_the_codec_makes_of_it(
 
 def test_boundary_io_of_the_cpu_encodes_beside_the_computing_thread(opened: Any) -> None:
     io, wire = opened(open_device("cpu"), activations="int8")
-    io.hidden(INFO, 2, 0, hidden())
+    io.send(Forward(3, 1, 2, 0), hidden())
     io.flush()
     assert wire.threads == ["sender"]
 
@@ -419,9 +420,9 @@ def test_boundary_io_of_a_device_waits_for_it_beside_the_computing_thread(opened
     device = QueuedDevice()
     io, wire = opened(device)
     tensors = [hidden(torch.float32, 4) + k for k in range(3)]
-    io.hidden(INFO, 2, 0, tensors[0])
-    io.gradient(INFO, 0, 1, tensors[1])
-    io.hidden(INFO, 2, 1, tensors[2])
+    io.send(Forward(3, 1, 2, 0), tensors[0])
+    io.send(Backward(3, 1, 0, 1), tensors[1])
+    io.send(Forward(3, 1, 2, 1), tensors[2])
     assert wire.left == []
     device.events[2].reached.set()
     device.events[1].reached.set()
@@ -437,7 +438,7 @@ def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opene
     io, wire = opened(device, activations="int8")
     tensor = hidden()
     for k in range(2):
-        io.hidden(INFO, 2, k, tensor + k)
+        io.send(Forward(3, 1, 2, k), tensor + k)
         io.flush()
         assert (device.out, device.given_back) == (2 * (k + 1), 2 * k)
         expected = CODECS["int8"].encode(tensor + k)
@@ -455,9 +456,9 @@ def test_boundary_io_keeps_losses_in_order_with_what_was_handed_over_before(open
     GRADIENT_NORMS) waits for all of it."""
     device = QueuedDevice()
     io, wire = opened(device)
-    io.gradient(INFO, 0, 0, hidden())
+    io.send(Backward(3, 1, 0, 0), hidden())
     io.loss(INFO, 1, torch.tensor(0.5))
-    io.gradient(INFO, 0, 1, hidden())
+    io.send(Backward(3, 1, 0, 1), hidden())
     assert wire.left == []
     threading.Timer(0.01, device.reach).start()
     io.flush()
@@ -480,10 +481,10 @@ def test_boundary_io_tells_what_went_wrong_while_sending(opened: Any) -> None:
     device = QueuedDevice(at_once=True)
     io, wire = opened(device)
     wire.breaks = ProtocolError("larger than agreed")
-    io.hidden(INFO, 2, 0, hidden())
+    io.send(Forward(3, 1, 2, 0), hidden())
     io.flush()
     wire.breaks = None
-    io.hidden(INFO, 2, 1, hidden())
+    io.send(Forward(3, 1, 2, 1), hidden())
     io.flush()
     assert [str(error) for error in wire.failures] == ["larger than agreed"]
     assert wire.left == [("FORWARD", 2, 1)]
@@ -491,7 +492,7 @@ def test_boundary_io_tells_what_went_wrong_while_sending(opened: Any) -> None:
 
 def test_boundary_io_closes_its_thread(opened: Any) -> None:
     io, _ = opened(QueuedDevice(at_once=True))
-    io.hidden(INFO, 2, 0, hidden())
+    io.send(Forward(3, 1, 2, 0), hidden())
     io.close()
     assert "sender" not in {thread.name for thread in threading.enumerate()}
 
@@ -511,7 +512,7 @@ def test_meter_means_the_seconds_of_tensors_that_arrived() -> None:
     moved("receive", boundary(Forward, 1), 5.0, 8.0)
     moved("receive", boundary(Backward, 1), 0.0, 0.5)
     moved("send", boundary(Forward, 2), 0.0, 100.0)
-    moved("receive", messages.commit_message(CommitOrder(3, 1, 1e-3, 1.0, hidden())), 0.0, 100.0)
+    moved("receive", messages.commit_message(Commit(3, 1, 1e-3, 1.0), hidden()), 0.0, 100.0)
     assert meter.take() == {"forward": {1: 2.0}, "backward": {1: 0.5}}
     assert meter.take() == {"forward": {}, "backward": {}}
 

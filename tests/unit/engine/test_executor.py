@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
+from hetero_framework.core.messages import Boundary, Forward, StageFigures
 from hetero_framework.core.trace import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
-from hetero_framework.engine.executor import Executor, StageTimes
+from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.stage_api import (
     Arrival,
     GradientReport,
@@ -109,15 +110,9 @@ class Sent:
     def __init__(self) -> None:
         self.messages: list[tuple[Any, ...]] = []
 
-    def hidden(
-        self, info: StepInfo, stage: int, micro_batch: int, hidden_BSD: torch.Tensor
-    ) -> None:
-        self.messages.append(("hidden", stage, micro_batch, hidden_BSD))
-
-    def gradient(
-        self, info: StepInfo, stage: int, micro_batch: int, gradient_BSD: torch.Tensor
-    ) -> None:
-        self.messages.append(("gradient", stage, micro_batch, gradient_BSD))
+    def send(self, body: Boundary, tensor_BSD: torch.Tensor) -> None:
+        kind = "hidden" if isinstance(body, Forward) else "gradient"
+        self.messages.append((kind, body.stage, body.micro_batch, tensor_BSD))
 
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         self.messages.append(("loss", micro_batch, loss))
@@ -560,7 +555,7 @@ def test_statistics_count_the_longest_queue_of_the_step() -> None:
     assert figures.forward_s > 0
     assert figures.backward_s == 0
     executor.begin(TRAIN, SCHEDULE)
-    assert executor.statistics()[1] == StageTimes(0.0, 0.0, 0, 0)
+    assert executor.statistics()[1] == StageFigures(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
 
 
 def test_statistics_tell_forward_from_backward() -> None:
@@ -640,7 +635,7 @@ def test_time_of_a_task_ends_before_its_result_is_sent() -> None:
             return DeviceEvent()
 
     executor, sent = make_executor([FakeStage(0, first=True)], device=Watched())
-    sent.hidden = lambda *_: order.append("sent")  # type: ignore[method-assign]
+    sent.send = lambda *_: order.append("sent")  # type: ignore[method-assign]
     executor.begin(TRAIN, SCHEDULE)
     feed(executor, 0, Buffers(), 1)
     executor.run_next()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_framework.core.messages import (
+    Commit,
     GradientNorms,
     LoadState,
     Message,
@@ -20,7 +21,6 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.engine import messages
 from hetero_framework.engine.stage_api import (
-    CommitOrder,
     GradientReport,
     HostReport,
     StatePart,
@@ -144,12 +144,10 @@ def test_gradients_bring_norms_bad_micro_batches_and_the_heads_gradient() -> Non
 
 @pytest.mark.parametrize("tied", [None, torch.ones(2)])
 def test_commit_carries_the_embedding_only_where_it_is_the_head(tied: torch.Tensor | None) -> None:
-    message = travelled(messages.commit_message(CommitOrder(3, 1, 1e-3, 0.25, tied)))
+    message = travelled(messages.commit_message(Commit(3, 1, 1e-3, 0.25), tied))
     assert len(message.tensors) == (0 if tied is None else 1)
-    order = messages.commit_order(message)
-    assert (order.step, order.attempt) == (3, 1)
-    assert (order.learning_rate, order.grad_scale) == (1e-3, 0.25)
-    assert (order.tied_weight is None) == (tied is None)
+    assert message.body == Commit(3, 1, 1e-3, 0.25)
+    assert (messages.tied_weight(message) is None) == (tied is None)
 
 
 @pytest.mark.parametrize("kind", [State, LoadState])

@@ -10,6 +10,7 @@ from hetero_framework.core.messages import (
     Aborted,
     Body,
     Bye,
+    Commit,
     Control,
     Message,
     State,
@@ -18,7 +19,7 @@ from hetero_framework.core.messages import (
 from hetero_framework.engine import messages
 from hetero_framework.engine.hosts import Event, LinkLost, StepResults
 from hetero_framework.engine.remote_host import RemoteHost
-from hetero_framework.engine.stage_api import CommitOrder, StatePart, StepInfo, StepSchedule
+from hetero_framework.engine.stage_api import StatePart, StepInfo, StepSchedule
 
 INFO = StepInfo(step=2, attempt=5, train=True, micro_batches=1, num_items=8)
 
@@ -105,7 +106,7 @@ def test_snapshot_is_announced_until_the_worker_is_known_to_keep_it() -> None:
 @pytest.mark.parametrize("holds_head", [False, True])
 def test_commit_carries_the_embedding_where_the_head_is(holds_head: bool) -> None:
     host, links = made(holds_head=holds_head)
-    host.commit(CommitOrder(2, 5, 1e-3, 1.0, torch.ones(2)))
+    host.commit(Commit(2, 5, 1e-3, 1.0), torch.ones(2))
     assert links.tensors == int(holds_head)
     assert not host.is_committed()
 

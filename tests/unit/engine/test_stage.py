@@ -29,6 +29,7 @@ from hetero_framework.core.messages import (
     Backward,
     Body,
     Bye,
+    Commit,
     Committed,
     Forward,
     GradientNorms,
@@ -47,7 +48,6 @@ from hetero_framework.engine import messages, state_snapshot
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.engine.stage_api import (
-    CommitOrder,
     GradientReport,
     StatePart,
     StepInfo,
@@ -166,8 +166,8 @@ class RemoteStage:
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
         info = self._info
-        order = CommitOrder(info.step, info.attempt, learning_rate, grad_scale)
-        self._peers.send(1, messages.commit_message(order))
+        order = Commit(info.step, info.attempt, learning_rate, grad_scale)
+        self._peers.send(1, messages.commit_message(order, None))
         self._await(Committed)
         self._last_step = info.step
 

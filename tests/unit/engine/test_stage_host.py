@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from hetero_framework.core.devices import open_device
-from hetero_framework.core.messages import Forward, Message
+from hetero_framework.core.messages import Commit, Forward, Message
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, Done
 from hetero_framework.engine.hosts import BatchInputs
 from hetero_framework.engine.stage_api import (
     Arrival,
-    CommitOrder,
     Loss,
     StatePart,
     StepInfo,
@@ -115,9 +114,9 @@ def test_data_of_an_attempt_to_come_waits_for_it_and_old_data_is_dropped(host: S
 def test_commit_is_done_once_and_only_where_the_gradients_are(host: StageHost) -> None:
     take_step(host, INFO)
     with pytest.raises(ProtocolError, match="whose gradients are not here"):
-        host.commit(CommitOrder(0, 9, 1e-3, 1.0))
+        host.commit(Commit(0, 9, 1e-3, 1.0))
     for _ in range(2):  # the second time over a new link
-        host.commit(CommitOrder(0, 1, 1e-3, 1.0))
+        host.commit(Commit(0, 1, 1e-3, 1.0))
     [stage] = host.stages
     assert [call[0] for call in stage.calls].count("commit") == 1  # type: ignore[attr-defined]
     assert host.last_step == 0
@@ -125,11 +124,11 @@ def test_commit_is_done_once_and_only_where_the_gradients_are(host: StageHost) -
 
 def test_snapshot_is_of_the_last_step_or_of_one_that_it_keeps(host: StageHost) -> None:
     take_step(host, INFO)
-    host.commit(CommitOrder(0, 1, 1e-3, 1.0))
+    host.commit(Commit(0, 1, 1e-3, 1.0))
     host.snapshot(0)
     following = replace(INFO, step=1, attempt=2)
     take_step(host, following)
-    host.commit(CommitOrder(1, 2, 1e-3, 1.0))
+    host.commit(Commit(1, 2, 1e-3, 1.0))
     host.snapshot(0)  # asked again: it is kept
     assert host.state(1, "checkpoint", 0, 0).last
     assert host.state(1, "checkpoint", 0, 1).last

@@ -16,9 +16,7 @@ from hetero_framework.config import AdapterConfig
 from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.adapters import (
     adapter_tensors,
-    expected_adapter_keys,
     plan_adapter,
-    resolve_targets,
 )
 from hetero_framework.models.export import OutputDirectory, write_adapter
 from hetero_framework.models.shard import Shard
@@ -164,14 +162,14 @@ def test_adapter_config_file_equals_pefts(llama: Path, tmp_path: Path) -> None:
     assert (
         keys[0]
         == keys[1]
-        == expected_adapter_keys(AutoConfig.from_pretrained(llama), AdapterConfig(**settings))
+        == set(plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(**settings)).tensors)
     )
 
 
 def test_targets_are_resolved_on_the_whole_model(llama: Path) -> None:
     config = AutoConfig.from_pretrained(llama)
-    names = resolve_targets(config, AdapterConfig(target_modules=r".*\.[13]\.mlp\.up_proj"))
-    assert names == ["model.layers.1.mlp.up_proj", "model.layers.3.mlp.up_proj"]
+    names = plan_adapter(config, AdapterConfig(target_modules=r".*\.[13]\.mlp\.up_proj")).modules
+    assert names == ("model.layers.1.mlp.up_proj", "model.layers.3.mlp.up_proj")
 
 
 def test_shard_without_target_trains_nothing(llama: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.engine.seeds import derive_seed
 from hetero_framework.models.chunked_loss import (
     chunk_tokens,
     chunked_loss,
@@ -19,6 +18,7 @@ from hetero_framework.models.chunked_loss import (
 )
 from hetero_framework.models.introspect import probe_inputs
 from hetero_framework.models.quiet import quiet_library
+from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.shard import Shard, build_shard
 from hetero_framework.models.tiny import tiny_config
 from tests.unit.adapter_helpers import ranges

@@ -19,7 +19,7 @@ from hetero_framework.models import export
 from hetero_framework.models.export import (
     OutputDirectory,
     expected_checkpoint_tensors,
-    export_tensors,
+    export_layers,
     write_adapter,
     write_checkpoint,
 )
@@ -104,7 +104,7 @@ def test_exported_names_do_not_depend_on_how_the_loaded_checkpoint_was_saved(
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     assert files_of(tmp_path / "fused").keys() != files_of(base).keys()
     pieces = shards(tmp_path / "fused", 0, 2, 4)
-    found = {k for piece in pieces for k in export_tensors(piece)}
+    found = {k for piece in pieces for layer in export_layers(piece) for k in layer}
     assert found == set(expected_checkpoint_tensors(model.config)) == set(files_of(base))
 
 

@@ -23,6 +23,7 @@ from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import shard as shard_module
 from hetero_framework.models import weights
 from hetero_framework.models.introspect import introspect, probe_inputs
+from hetero_framework.models.partition import AfterBlocks, PassThrough
 from hetero_framework.models.shard import (
     Checkpoint,
     Shard,
@@ -168,9 +169,10 @@ def test_shard_holds_only_its_layers_under_global_names(checkpoints: Any) -> Non
     assert set().union(*held) == expected
     assert sum(map(len, held)) == len(expected)
     assert {n.split(".")[2] for n in held[1]} == {"2", "3", "4"}
-    assert "model.layers.0" in shards[1].absent_modules
-    assert "lm_head" in shards[1].absent_modules
-    assert "model.layers.3" not in shards[1].absent_modules
+    there = dict(shards[1].model.named_modules())
+    assert isinstance(there["model.layers.0"], PassThrough)
+    assert isinstance(there["lm_head"], AfterBlocks)
+    assert not isinstance(there["model.layers.3"], PassThrough)
 
 
 def test_rank_restores_the_whole_models_order(checkpoints: Any) -> None:

@@ -1,9 +1,8 @@
 """Random numbers that do not know how the model was cut.
 
-Every random draw of a forward pass (dropout and its kin) is taken after seeding with
-(run seed, step, micro-batch, place), where the place is a layer's global index or one of the two
-places outside the layers. No process keeps a random state between steps, so nothing about it has
-to be saved, and a recomputed forward draws the same numbers again.
+Every draw of a forward pass (dropout and its kin) comes after seeding with (run seed, step,
+micro-batch, place), where the place is a layer's global index or one of the two outside the layers.
+No process keeps a random state between steps, and a recomputed forward draws the same again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.engine.seeds import derive_seed, forward_seed
+from hetero_framework.models.seeds import derive_seed, forward_seed
 
 PARTS = st.lists(st.one_of(st.integers(), st.text(alphabet="abc", max_size=3)), min_size=1)
 
