@@ -44,8 +44,8 @@ def export_checkpoint(
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
-        parts = reader.read([f"{WEIGHTS}/{name}" for name in names])
-        return {k.removeprefix(f"{WEIGHTS}/"): t for part in parts for k, t in part.items()}
+        found = reader.read([f"{WEIGHTS}/{name}" for name in names])
+        return {name.removeprefix(f"{WEIGHTS}/"): tensor for name, tensor in found}
 
     tensors = finished_tensors(config.model, config.base_dir, plan, read)
     write_result(output, config, model_config, plan, load_tokenizer(config), tensors)
@@ -66,8 +66,7 @@ def _find(place: Path) -> CheckpointReader:
             f"There is no directory {place}.",
             hint="Give a step_N directory, or the output_dir of a run.",
         )
-    store = CheckpointStore(root)
-    return store.open(store.resolve("latest"))
+    return CheckpointStore(root).resolve("latest")
 
 
 def _configuration(reader: CheckpointReader, file: Path | None) -> Config:

@@ -6,14 +6,12 @@ It computes its own stages as a worker computes its own, through the same class.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +47,12 @@ from hetero_framework.log import (
 )
 from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.trace_file import Timeline
-from hetero_framework.trainer import outputs, run_checkpoint, setup
-from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer import outputs, setup
+from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
+from hetero_framework.trainer.run_checkpoint import RunCheckpoints, check_identity
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import Progress, StageRow
@@ -77,18 +76,10 @@ class RunFiles:
     """Where a run writes."""
 
     directories: RunDirectories
-    store: CheckpointStore
+    checkpoints: RunCheckpoints
     metrics: MetricsWriter
     events: Events
     timeline: Timeline
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The last checkpoint of a run: its step, and the directory of checkpoints that it is in."""
-
-    step: int
-    root: Path
 
 
 def train(
@@ -115,15 +106,12 @@ def train(
         resume = config.resume_step
     with StopRequest() as stop, directories, _log_of_run(config, show, events):
         try:
-            if resume is not None:
-                resume = store.resolve(resume)
-            else:
+            checkpoint = store.resolve(resume) if resume is not None else None
+            if checkpoint is None:
                 directories.check_fresh()
             parts = setup.prepare(config)
-            if resume is not None:
-                run_checkpoint.check_identity(
-                    store.open(resume), parts.resolved, parts.data.fingerprint
-                )
+            if checkpoint is not None:
+                check_identity(checkpoint, parts.resolved, parts.data.fingerprint)
             with Cluster(
                 parts.config,
                 max_frame_bytes=parts.max_frame_bytes,
@@ -138,15 +126,15 @@ def train(
                 with (
                     MetricsWriter(
                         config.output_dir,
-                        config.training.report_to,
-                        logging_dir=config.logging_dir,
+                        logging_dir=directories.tensorboard,
                         run_id=directories.run_id,
                     ) as metrics,
                     Timeline(config, devices=labels) as timeline,
                 ):
-                    files = RunFiles(directories, store, metrics, events, timeline)
+                    checkpoints = RunCheckpoints(store, cluster, parts)
+                    files = RunFiles(directories, checkpoints, metrics, events, timeline)
                     run = Coordinator(parts, cluster, files, show, stop)
-                    return run.run(resume, facts)
+                    return run.run(checkpoint, facts)
         except KeyboardInterrupt:
             raise StoppedEarly(
                 f"stopped at once by {stop.requested or 'Ctrl-C'}",
@@ -173,43 +161,41 @@ class Coordinator:
         self._data: TrainData = parts.data
         self._cluster = cluster
         self._pipeline = cluster.pipeline
-        self._directories = files.directories
-        self._store = files.store
-        self._metrics = files.metrics
+        self._files = files
+        self._checkpoints = files.checkpoints
         self._progress = progress
         self._stop = stop
         self._replicas: ReplicaGroup = replicas or Single()
         self._order = ModelOrder(cluster.assembly.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
-        self._events = files.events
-        self._timeline = files.timeline
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(parts.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
-        self._saved: Saved | None = None
         self._losses: list[float] = []
 
     # -- the run --------------------------------------------------------------------------------
 
-    def run(self, resume: int | None, facts: setup.Facts) -> RunSummary:
-        """All of it; `resume` is the step of the checkpoint to go on from."""
+    def run(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> RunSummary:
+        """All of it, from a checkpoint or from the beginning."""
         try:
-            self.start(resume, facts)
+            self.start(checkpoint, facts)
             with self._stop.waiting():
                 self.loop()
                 return self.finish()
         except PeerLostError as error:
             # What broke is the cluster's to say; how to go on depends on what has been saved.
-            raise PeerLostError(error.message, hint=self._advice(error)) from error
+            raise PeerLostError(error.message, hint=self._checkpoints.advice(error)) from error
 
-    def start(self, resume: int | None, facts: setup.Facts) -> None:
+    def start(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> None:
         """Take up a checkpoint or begin afresh, and show what will run where."""
-        if resume is not None:
-            self._restore(resume)
+        if checkpoint is not None:
+            self._state = self._checkpoints.restore(checkpoint)
+            self._files.directories.own_checkpoints()
+            self._files.directories.set_later_aside(self._state.step)
         else:
-            self._directories.set_aside()
+            self._files.directories.set_aside()
             self._cluster.retrying(lambda: setup.load_initial_adapter(self._parts, self._pipeline))
-        self._metrics.resume(self._state.step)
+        self._files.metrics.resume(self._state.step)
         rows = [
             StageRow(
                 "coordinator" if spec.owner == "local" else f"worker {spec.owner}",
@@ -223,9 +209,9 @@ class Coordinator:
         total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
         self._progress.start(total, rows, self._state.step, logging_steps)
-        self._events.open()
-        what, step = "run started" if resume is None else "run resumed", self._state.step
-        run_id = self._cluster.run_id
+        self._files.events.open()
+        what = "run started" if checkpoint is None else "run resumed"
+        run_id, step = self._cluster.run_id, self._state.step
         _log.info("", extra=event(what, step=step, run_id=run_id, total_steps=total))
 
     def loop(self) -> None:
@@ -348,67 +334,26 @@ class Coordinator:
             "eval_tokens": tokens,
             "eval_seconds": time.perf_counter() - started,
         }
-        self._metrics.evaluation(metrics)
+        self._files.metrics.write(metrics)
         self._progress.evaluation(metrics)
         _log.info("", extra=event("evaluation", step=self._state.step, eval_loss=loss))
 
     def save(self) -> None:
         """A checkpoint of this step. A full disk does not end the run the first times."""
-        error = self._try_to_save(self._store)
-        if error is not None and self._state.failed_saves >= _MAX_FAILED_SAVES:
-            self._keep_work()
-            raise ResourceError(error.message, hint=self._advice(error))
-
-    def _try_to_save(self, store: CheckpointStore) -> ResourceError | None:
-        """Save, say where or why not; the error of the latter."""
-        state = replace(self._state, failed_saves=0)
-        try:
-            path = self._cluster.retrying(
-                lambda: run_checkpoint.save(
-                    store,
-                    self._pipeline,
-                    self._parts.resolved,
-                    state,
-                    self._data.fingerprint,
-                    self._cluster.assembly.fingerprint,
-                )
-            )
-        except ResourceError as error:
-            self._state = replace(self._state, failed_saves=self._state.failed_saves + 1)
-            _log.warning(
-                "checkpoint %d could not be written: %s",
-                state.step,
-                error.message,
-                extra=event("checkpoint failed", "the run goes on", step=state.step),
-            )
-            return error
-        self._state = state
-        self._saved = Saved(state.step, store.root)
-        _log.info("checkpoint: %s", path, extra=event("checkpoint written", step=state.step))
-        return None
-
-    def _keep_work(self) -> bool:
-        """Save this step before the run ends; among temporary files if `checkpoint_dir` fails."""
-        if not self._is_saved:
-            self._try_to_save(self._store)
-        if not self._is_saved:
-            with contextlib.suppress(OSError):
-                self._try_to_save(CheckpointStore(tempfile.mkdtemp(prefix="hetero-checkpoint-")))
-        return self._is_saved
-
-    @property
-    def _is_saved(self) -> bool:
-        return self._saved is not None and self._saved.step == self._state.step
+        error = self._checkpoints.save(self._state)
+        if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
+            self._checkpoints.keep(self._state)
+            raise ResourceError(error.message, hint=self._checkpoints.advice(error))
 
     def finish(self) -> RunSummary:
         """Gather what was trained, write it, and say where everything is."""
-        if self._config.training.save_strategy != "no" and not self._is_saved:
-            self._try_to_save(self._store)  # the result matters more than the checkpoint
+        if self._config.training.save_strategy != "no" and not self._checkpoints.has(self._state):
+            self._checkpoints.save(self._state)  # the result matters more than the checkpoint
         result = self._export()
         self._cluster.retrying(self._pipeline.drain_commits)
         self._keep_spans()
-        self._timeline.close()
-        files = outputs.result_files(self._config, result, self._metrics.path)
+        self._files.timeline.close()
+        files = outputs.result_files(self._config, result, self._files.metrics.path)
         self._progress.close(files)
         _log.info("", extra=event("run finished", step=self._state.step))
         return RunSummary(self._state.step, tuple(self._losses), files)
@@ -426,19 +371,19 @@ class Coordinator:
                 )
             except (OSError, UserError, ResourceError) as error:
                 problem = as_hetero_error(error) or ResourceError(f"cannot write: {error}")
-            if self._keep_work() or self._stop.requested or pause_s is None:
+            if self._checkpoints.keep(self._state) or self._stop.requested or pause_s is None:
                 break
             _log.warning("%s. Free space; next try in %.0f s", problem.message, pause_s)
             self._stop.wait(pause_s)
         message = f"the result could not be written: {problem.message}"
-        raise type(problem)(message, hint=self._advice(problem))
+        raise type(problem)(message, hint=self._checkpoints.advice(problem))
 
     def _keep_spans(self) -> None:
         """Put what has been recorded into the timeline. A worker's part of a step comes with its
         next answer, so the last step's comes at the end."""
         offsets = self._cluster.clock_offsets()
         for owner, spans in self._pipeline.take_spans().items():
-            self._timeline.add(owner, spans, offsets.get(owner, 0.0))
+            self._files.timeline.add(owner, spans, offsets.get(owner, 0.0))
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -499,48 +444,23 @@ class Coordinator:
     def _stop_early(self) -> None:
         """A signal came: save, unless a person at the terminal says no, then leave in order."""
         where = f"stopped by {self._stop.requested} after step {self._state.step}"
-        if self._state.step > 0 and not self._is_saved:
+        if self._state.step > 0 and not self._checkpoints.has(self._state):
             self._progress.close()
             if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
-                self._keep_work()
-        raise StoppedEarly(where, hint=self._resume_advice())
+                self._checkpoints.keep(self._state)
+        raise StoppedEarly(where, hint=self._checkpoints.advice())
 
     def _hand_over(self, leaving: WorkerLeaving) -> None:
         """A worker will end soon: save what it holds while it still answers."""
-        if self._state.step > 0 and not self._is_saved:
-            self._keep_work()
-        raise StoppedEarly(leaving.message, hint=self._advice(leaving)) from leaving
-
-    def _advice(self, error: HeteroError) -> str:
-        """What mends the error, and how to go on after that."""
-        return ". Then ".join(filter(None, [error.hint, self._resume_advice()]))
-
-    def _resume_advice(self) -> str:
-        """How to go on from what this run has saved."""
-        if self._saved is None:
-            return "run the same command again to start over: there is no checkpoint yet"
-        advice = f"continue after step {self._saved.step} with --resume latest"
-        if self._saved.root != self._store.root:
-            advice += f" --set checkpoint_dir={self._saved.root}"
-        return advice
-
-    def _restore(self, step: int) -> None:
-        reader = self._store.open(step)
-        assembly = self._cluster.assembly
-        self._state = self._cluster.retrying(
-            lambda: run_checkpoint.load(
-                reader, self._pipeline, assembly.trainable, assembly.fingerprint
-            )
-        )
-        self._saved = Saved(step, self._store.root)
-        self._directories.own_checkpoints()
-        self._directories.set_later_aside(step)
+        if self._state.step > 0:
+            self._checkpoints.keep(self._state)
+        raise StoppedEarly(leaving.message, hint=self._checkpoints.advice(leaving)) from leaving
 
     def _record(self, line: dict[str, Any]) -> None:
         """The step's line in metrics.jsonl and on the screen."""
         if not line["skipped"]:
             del line["skipped"]
-        self._metrics.step(line)
+        self._files.metrics.write(line)
         self._progress.step(line)
 
 

@@ -3,10 +3,9 @@
 `metrics.jsonl` holds one JSON object per training step (step, epoch, loss, grad_norm,
 learning_rate, tokens, tokens_per_second, step_seconds, stages: [{index, owner, busy_s, wait_s,
 forward_s, backward_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory}, ...]) and one
-per evaluation (step, eval_loss, eval_perplexity, ...). JSON has no NaN: a value that is not finite
-is written as null, and a training step that has one as its loss or gradient norm gets
-"skipped": true. TensorBoard gets the numbers of each line as train/<name> and eval/<name>, without
-those of single stages.
+per evaluation (step, eval_loss, eval_perplexity, ...). A step that changed no weight has
+"skipped": true. JSON has no NaN: a value that is not finite is written as null. TensorBoard gets
+the numbers of each line as train/<name> and eval/<name>, without those of single stages.
 
 A line that cannot be written is lost, and the run goes on: work is worth more than its record.
 """
@@ -22,7 +21,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from io import RawIOBase
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hetero_framework.config import StageSpec
@@ -36,26 +34,19 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes the metrics of one run into `output_dir`.
+    """Writes the metrics of one run into `output_dir`; a context manager.
 
-    `report_to` is transformers' setting: "tensorboard", "all" or "none", or a list of such names.
-    TensorBoard events go to `logging_dir` (default `<output_dir>/tensorboard`), if it is installed;
-    the names of their files end in `run_id`.
+    TensorBoard events go to `logging_dir`, if one is given and TensorBoard is installed; the names
+    of their files end in `run_id`.
     A new writer appends; call `resume(step)` first in a run that starts after step `step`
     (0 for a fresh run), so that the file is what an uninterrupted run would have written.
     """
 
     def __init__(
-        self,
-        output_dir: str | os.PathLike[str],
-        report_to: str | Iterable[str] | None = None,
-        *,
-        logging_dir: str | os.PathLike[str] | None = None,
-        run_id: str = "",
+        self, output_dir: Path, *, logging_dir: Path | None = None, run_id: str = ""
     ) -> None:
-        self.path = Path(output_dir) / METRICS_FILE
-        self._logging_dir = Path(logging_dir) if logging_dir else Path(output_dir) / "tensorboard"
-        self._wants_tensorboard = wants_tensorboard(report_to)
+        self.path = output_dir / METRICS_FILE
+        self._logging_dir = logging_dir
         self._run_id = run_id
         self._file: RawIOBase | None = None
         self._bytes: int | None = None  # of complete lines, once the file was opened
@@ -66,27 +57,22 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *exc: object) -> None:
+        self._close_file()
+        if self._board is not None:
+            with _tolerated("the last TensorBoard events"):
+                self._board.close()
 
-    def resume(self, step: int) -> int:
+    def resume(self, step: int) -> None:
         """Drop every line of a step beyond `step`, and a last line cut off by a crash.
 
-        The file is replaced in one rename. Returns the number of lines dropped. Raises DataError
-        for a line that is not one of ours.
+        The file is replaced in one rename. Raises DataError for a line that is not one of ours.
         """
-        if self._file is not None:
-            raise RuntimeError("resume must come before the first line")
         self._resumed_step = step
         try:
             lines = self.path.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:
-            return 0
+            return
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from error
         kept = []
@@ -97,35 +83,10 @@ class MetricsWriter:
                 kept.append(line)
         if len(kept) != len(lines):
             _replace_file(self.path, b"".join(kept))
-        return len(lines) - len(kept)
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Append the line of one training step; `metrics` must hold its "step"."""
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Append the line of a training step or of an evaluation, with its "step"."""
         line = _finite(metrics)
-        if line.get("loss", 0) is None or line.get("grad_norm", 0) is None:
-            line["skipped"] = True
-        self._write(line)
-
-    def evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Append the line of one evaluation: step, eval_loss, ...; adds eval_perplexity."""
-        line = dict(metrics)
-        loss = line.get("eval_loss")
-        if loss is not None and "eval_perplexity" not in line:
-            line["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
-        self._write(_finite(line))
-
-    def close(self) -> None:
-        """Close the files. Safe to call twice."""
-        if self._file is not None:
-            self._close_file()
-        if self._board is not None:
-            board, self._board = self._board, None
-            with _tolerated("the last TensorBoard events"):
-                board.close()
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if not isinstance(line.get("step"), int):
-            raise ValueError("a line of metrics needs its step")
         try:
             self._append((json.dumps(line, allow_nan=False) + "\n").encode())
         except OSError as error:
@@ -164,20 +125,17 @@ class MetricsWriter:
 
     def _show(self, line: Mapping[str, Any]) -> None:
         """Give a line's numbers to TensorBoard, which gets no more once it has failed."""
-        if self._wants_tensorboard and self._board is None:
-            self._wants_tensorboard = False
-            with _tolerated("TensorBoard events"):
-                self._board = _open_tensorboard(self._logging_dir, self._resumed_step, self._run_id)
-        if self._board is None:
-            return
-        is_evaluation = "eval_loss" in line
+        directory, self._logging_dir = self._logging_dir, None
         board, self._board = self._board, None
+        group = "eval" if "eval_loss" in line else "train"
         with _tolerated("TensorBoard events"):
-            for key, value in line.items():
-                if key != "step" and type(value) in (int, float):
-                    name = key.removeprefix("eval_")
-                    group = "eval" if is_evaluation else "train"
-                    board.add_scalar(f"{group}/{name}", value, line["step"])
+            if directory is not None:
+                board = _open_tensorboard(directory, self._resumed_step, self._run_id)
+            if board is not None:
+                for key, value in line.items():
+                    if key != "step" and type(value) in (int, float):
+                        name = f"{group}/{key.removeprefix('eval_')}"
+                        board.add_scalar(name, value, line["step"])
             self._board = board
 
 
@@ -239,17 +197,6 @@ def _open_tensorboard(directory: Path, resumed_step: int, run_id: str) -> Any:
     purge = resumed_step + 1 if resumed_step else None
     suffix = f".{run_id}" if run_id else ""
     return SummaryWriter(str(directory), purge_step=purge, filename_suffix=suffix)
-
-
-def wants_tensorboard(report_to: str | Iterable[str] | None) -> bool:
-    """Whether transformers' setting `report_to` asks for TensorBoard."""
-    return bool({"tensorboard", "all"}.intersection(_names(report_to)))
-
-
-def _names(report_to: str | Iterable[str] | None) -> set[str]:
-    if report_to is None:
-        return set()
-    return {report_to} if isinstance(report_to, str) else set(report_to)
 
 
 def _finite(value: Any) -> Any:

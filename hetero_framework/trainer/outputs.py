@@ -32,7 +32,7 @@ from hetero_framework.models.shard import num_layers
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
-from hetero_framework.trainer.metrics import METRICS_FILE, wants_tensorboard
+from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.setup import Facts, Prepared
 from hetero_framework.visualizer.diagram import DiagramDetails, draw
 
@@ -64,16 +64,17 @@ class RunDirectories:
         places = {
             "training.output_dir": self._output,
             "checkpoint_dir": self._config.checkpoints,
-            "training.logging_dir": self._config.logging_dir,
+            "training.logging_dir": self.tensorboard,
         }
-        if not wants_tensorboard(self._config.training.report_to):
-            del places["training.logging_dir"]
-        _spare_base_model(self._config, [*places.values(), result_directory(self._config)])
+        written = [place for place in places.values() if place is not None]
+        _spare_base_model(self._config, [*written, result_directory(self._config)])
         with contextlib.ExitStack() as locks:
-            done = set()
+            done: set[Path] = set()
             for setting, directory in places.items():
+                if directory is None or directory in done:
+                    continue
                 is_outside = directory == self._output or not self._is_inside(directory)
-                if directory in done or not (is_outside or directory.exists()):
+                if not (is_outside or directory.exists()):
                     continue
                 done.add(directory)
                 _probe(setting, directory)
@@ -86,6 +87,12 @@ class RunDirectories:
 
     def __exit__(self, *exc: object) -> None:
         self._locks.close()
+
+    @property
+    def tensorboard(self) -> Path | None:
+        """Where TensorBoard's files go, if any are wanted."""
+        wanted = self._config.training.report_to == "tensorboard"
+        return self._config.logging_dir if wanted else None
 
     def check_fresh(self) -> None:
         """Raise ConfigError if a run that starts afresh would write among another's checkpoints."""

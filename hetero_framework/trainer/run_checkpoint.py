@@ -7,23 +7,30 @@ all that is kept of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator
+import logging
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from hetero_framework._version import __version__
-from hetero_framework.cluster.assembly import Trainable
+from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.config import Config
-from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
-from hetero_framework.engine.stage_api import StatePart
-from hetero_framework.errors import CheckpointError
+from hetero_framework.engine.state_snapshot import in_parts
+from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
+from hetero_framework.log import event
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
+
+_log = logging.getLogger(__name__)
 
 # What must be the same for a resumed run to be the continuation of the first one.
 _SAME_MODEL = ("name_or_path", "revision", "from_config", "dtype", "quantization")
@@ -40,68 +47,116 @@ _SAME_TRAINING = (
 )
 
 
-def save(
-    store: CheckpointStore,
-    pipeline: Pipeline,
-    resolved: Resolved,
-    state: TrainState,
-    data_fingerprint: str,
-    base_fingerprint: str,
-) -> str:
-    """Gather every stage's state into `step_<n>`; returns its path.
+class RunCheckpoints:
+    """The checkpoints of one run: written, taken up, and what they mean for who goes on."""
 
-    `base_fingerprint` is that of the weights that the run began with.
+    def __init__(self, store: CheckpointStore, cluster: Cluster, parts: Prepared) -> None:
+        self._store = store
+        self._cluster = cluster
+        self._parts = parts
+        self._last: tuple[int, Path] | None = None  # its step and its store's directory
+        self.failures = 0
+        """Checkpoints that could not be written since the last one that was."""
 
-    Raises ResourceError when it cannot be written; what was written of it is removed.
-    """
-    values: dict[str, Any] = {}
-    with store.begin(state.step) as writer:
-        for stage, number, part in pipeline.read_state("checkpoint"):
-            if part.tensors:
-                writer.add(stage, number, part.tensors)
-            values.update(part.values)
-        manifest = {
-            "identity": identity(resolved, data_fingerprint),
-            "base": base_fingerprint,
-            "config": {
-                "settings": resolved.config.to_dict(),
-                "base_dir": str(resolved.config.base_dir.absolute()),
-            },
-            "position": state.state_dict(),
-            "plan": [entry.model_dump(mode="json") for entry in resolved.config.shard_plan],
-            "values": values,
-            "versions": {
-                "hetero_framework": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-        }
-        return str(writer.commit(manifest))
+    def save(self, state: TrainState) -> ResourceError | None:
+        """Gather every stage's state into `step_<n>`; say where it is, or return why not."""
+        return self._save(self._store, state)
 
+    def keep(self, state: TrainState) -> bool:
+        """Save before the run ends; among temporary files if `checkpoint_dir` fails. False where
+        that fails, too."""
+        if not self.has(state):
+            self._save(self._store, state)
+        if not self.has(state):
+            with contextlib.suppress(OSError):
+                self._save(CheckpointStore(tempfile.mkdtemp(prefix="hetero-checkpoint-")), state)
+        return self.has(state)
 
-def load(
-    reader: CheckpointReader, pipeline: Pipeline, trainable: Trainable, base_fingerprint: str
-) -> TrainState:
-    """Give every stage its part of a checkpoint, whatever plan wrote it.
+    def has(self, state: TrainState) -> bool:
+        """Whether the last checkpoint is of this step."""
+        return self._last is not None and self._last[0] == state.step
 
-    The caller has had `check_identity` look at it. Raises CheckpointError when it is damaged or
-    lacks anything, or when the run began with other weights than those that are loaded now.
-    """
-    if reader.manifest.get("base", base_fingerprint) != base_fingerprint:
-        raise CheckpointError(
-            f"checkpoint {reader.step} began with other weights than the model has now",
-            hint="put the model back as it was, or start without --resume",
-        )
-    states = _names_by_parameter(reader.names())
-    values: dict[str, Any] = reader.manifest["values"]
-    value_names = _names_by_parameter(values)
-    for stage, parameters in enumerate(trainable):
-        wanted = [f"{WEIGHTS}/{name}" for name, _ in parameters]
-        wanted += [n for name, _ in parameters for n in states.get(name, ())]
-        own = {n: values[n] for name, _ in parameters for n in value_names.get(name, ())}
-        pipeline.load_state(stage, "checkpoint", _parts(reader.read(wanted), own))
-    pipeline.share_tied_weight()
-    return TrainState.load_state_dict(reader.manifest["position"])
+    def restore(self, reader: CheckpointReader) -> TrainState:
+        """Give every stage its part of a checkpoint, whatever plan wrote it.
+
+        The caller has had `check_identity` look at it. Raises CheckpointError when it is damaged or
+        lacks anything, or when the run began with other weights than those that are loaded now.
+        """
+        state = self._cluster.retrying(lambda: self._load(reader))
+        self._last = state.step, self._store.root
+        return state
+
+    def advice(self, error: HeteroError | None = None) -> str:
+        """What mends the error, and how to go on after that from what has been saved."""
+        if self._last is None:
+            go_on = "run the same command again to start over: there is no checkpoint yet"
+        else:
+            step, root = self._last
+            elsewhere = f" --set checkpoint_dir={root}" if root != self._store.root else ""
+            go_on = f"continue after step {step} with --resume latest{elsewhere}"
+        return ". Then ".join(filter(None, [error.hint if error else None, go_on]))
+
+    def _save(self, store: CheckpointStore, state: TrainState) -> ResourceError | None:
+        try:
+            path = self._cluster.retrying(lambda: self._write(store, state))
+        except ResourceError as error:
+            self.failures += 1
+            _log.warning(
+                "checkpoint %d could not be written: %s",
+                state.step,
+                error.message,
+                extra=event("checkpoint failed", "the run goes on", step=state.step),
+            )
+            return error
+        self.failures = 0
+        self._last = state.step, store.root
+        _log.info("checkpoint: %s", path, extra=event("checkpoint written", step=state.step))
+        return None
+
+    def _write(self, store: CheckpointStore, state: TrainState) -> Path:
+        resolved = self._parts.resolved
+        values: dict[str, Any] = {}
+        with store.begin(state.step) as writer:
+            for stage, number, part in self._cluster.pipeline.read_state("checkpoint"):
+                if part.tensors:
+                    writer.add(stage, number, part.tensors)
+                values.update(part.values)
+            manifest = {
+                "identity": identity(resolved, self._parts.data.fingerprint),
+                "base": self._cluster.assembly.fingerprint,
+                "config": {
+                    "settings": resolved.config.to_dict(),
+                    "base_dir": str(resolved.config.base_dir.absolute()),
+                },
+                "position": state.state_dict(),
+                "plan": [entry.model_dump(mode="json") for entry in resolved.config.shard_plan],
+                "values": values,
+                "versions": {
+                    "hetero_framework": __version__,
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                },
+            }
+            return writer.commit(manifest)
+
+    def _load(self, reader: CheckpointReader) -> TrainState:
+        assembly, pipeline = self._cluster.assembly, self._cluster.pipeline
+        if reader.manifest.get("base", assembly.fingerprint) != assembly.fingerprint:
+            raise CheckpointError(
+                f"checkpoint {reader.step} began with other weights than the model has now",
+                hint="put the model back as it was, or start without --resume",
+            )
+        values: dict[str, Any] = reader.manifest["values"]
+        states, value_names = _by_parameter(reader.names()), _by_parameter(values)
+        for stage, parameters in enumerate(assembly.trainable):
+            wanted: dict[str, dict[str, Any]] = {}
+            for name, _ in parameters:
+                wanted[f"{WEIGHTS}/{name}"] = {n: values[n] for n in value_names.get(name, ())}
+                wanted.update({n: {} for n in states.get(name, ())})
+            entries = ((name, tensor, wanted[name]) for name, tensor in reader.read(wanted))
+            pipeline.load_state(stage, "checkpoint", in_parts(entries))
+        pipeline.share_tied_weight()
+        return TrainState.load_state_dict(reader.manifest["position"])
 
 
 def identity(resolved: Resolved, data_fingerprint: str) -> dict[str, Any]:
@@ -143,20 +198,11 @@ def check_identity(reader: CheckpointReader, resolved: Resolved, data_fingerprin
                 )
 
 
-def _names_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """Optimizer entries by the parameter they belong to: "optimizer/<key>/<parameter>"."""
+def _by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names "optimizer/<key>/<parameter>" among these, by parameter."""
     grouped: dict[str, list[str]] = {}
     for name in names:
         kind, _, rest = name.partition("/")
         if kind == OPTIMIZER:
             grouped.setdefault(rest.partition("/")[2], []).append(name)
     return grouped
-
-
-def _parts(
-    tensors: Iterator[dict[str, torch.Tensor]], values: dict[str, Any]
-) -> Iterator[StatePart]:
-    """The parts as they come, the values and the mark on a last, empty one."""
-    for part in tensors:
-        yield StatePart(part)
-    yield StatePart({}, values, last=True)

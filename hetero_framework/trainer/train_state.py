@@ -20,14 +20,12 @@ class TrainState:
     `step` counts the steps done, skipped ones among them; `committed_steps` those that changed the
     weights, which is the position in the learning-rate schedule. `skipped_in_a_row` leaves out
     steps that only the loss scale made overflow. `tokens` are all that were trained on.
-    `failed_saves` counts the checkpoints that could not be written since the last one that was.
     """
 
     step: int = 0
     committed_steps: int = 0
     skipped_in_a_row: int = 0
     tokens: int = 0
-    failed_saves: int = 0
     loss_scale: LossScale = field(default_factory=LossScale)
 
     def after_commit(self, tokens: int) -> TrainState:
@@ -63,7 +61,6 @@ class TrainState:
             "loss_scale": self.loss_scale.value,
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "tokens": self.tokens,
-            "failed_saves": self.failed_saves,
         }
 
     @classmethod
@@ -74,6 +71,5 @@ class TrainState:
             committed_steps=state["committed_steps"],
             skipped_in_a_row=state["skipped_in_a_row"],
             tokens=state["tokens"],
-            failed_saves=state.get("failed_saves", 0),  # absent before 2026-11-21
             loss_scale=LossScale(state["loss_scale"], state["loss_scale_good_steps"]),
         )

@@ -46,15 +46,15 @@ def write_steps(directory: Path, first: int, last: int) -> None:
     with MetricsWriter(directory) as writer:
         writer.resume(first - 1)
         for step in range(first, last + 1):
-            writer.step(metrics_of(step))
+            writer.write(metrics_of(step))
             if step % 2 == 0:
-                writer.evaluation({"step": step, "eval_loss": 1.0})
+                writer.write({"step": step, "eval_loss": 1.0})
 
 
 def test_each_line_is_on_disk_at_once_and_exact(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "new" / "folder") as writer:
         for step in (1, 2, 3):
-            writer.step(metrics_of(step, loss=0.1 + 0.2))
+            writer.write(metrics_of(step, loss=0.1 + 0.2))
             assert len(lines_of(tmp_path / "new" / "folder")) == step
     assert lines_of(tmp_path / "new" / "folder")[2] == metrics_of(3, loss=0.1 + 0.2)
 
@@ -62,26 +62,13 @@ def test_each_line_is_on_disk_at_once_and_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_json_lacks_become_null(tmp_path: Path, value: float) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.step(metrics_of(1, loss=value, stages=[{"index": 0, "busy_s": value}]))
-        writer.step(metrics_of(2, grad_norm=value))
-        writer.step(metrics_of(3, tokens_per_second=value))
+        writer.write(metrics_of(1, loss=value, stages=[{"index": 0, "busy_s": value}]))
+        writer.write(metrics_of(2, grad_norm=value))
+        writer.write(metrics_of(3, tokens_per_second=value))
     first, second, third = lines_of(tmp_path)
-    assert (first["loss"], first["stages"][0]["busy_s"], first["skipped"]) == (None, None, True)
-    assert (second["grad_norm"], second["skipped"]) == (None, True)
+    assert (first["loss"], first["stages"][0]["busy_s"]) == (None, None)
+    assert (second["grad_norm"], second["loss"]) == (None, 0.5)
     assert third["tokens_per_second"] is None
-    assert "skipped" not in third
-
-
-def test_evaluation_adds_the_perplexity(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.evaluation({"step": 4, "eval_loss": 2.0, "eval_tokens": 7})
-        writer.evaluation({"step": 5, "eval_loss": 1000.0})
-        writer.evaluation({"step": 6, "eval_loss": math.nan})
-    assert lines_of(tmp_path) == [
-        {"step": 4, "eval_loss": 2.0, "eval_tokens": 7, "eval_perplexity": math.exp(2.0)},
-        {"step": 5, "eval_loss": 1000.0, "eval_perplexity": None},
-        {"step": 6, "eval_loss": None, "eval_perplexity": None},
-    ]
 
 
 @pytest.mark.parametrize("resumed_step", [0, 1, 4, 5, 9])
@@ -94,13 +81,6 @@ def test_resumed_file_equals_the_uninterrupted_one(tmp_path: Path, resumed_step:
     write_steps(resumed, resumed_step + 1, 9)
     assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert [path.name for path in resumed.iterdir()] == ["metrics.jsonl"]
-
-
-def test_resume_returns_the_number_of_lines_dropped(tmp_path: Path) -> None:
-    assert MetricsWriter(tmp_path).resume(3) == 0
-    write_steps(tmp_path, 1, 5)
-    assert MetricsWriter(tmp_path).resume(3) == 3  # steps 4 and 5, evaluation of 4
-    assert MetricsWriter(tmp_path).resume(3) == 0
 
 
 def test_resume_refuses_a_file_that_is_not_ours(tmp_path: Path) -> None:
@@ -152,17 +132,18 @@ def test_a_line_without_room_is_lost_and_later_ones_are_written(
 ) -> None:
     disk = Disk(monkeypatch, room=10_000)
     with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path) as writer:
-        writer.step(metrics_of(1))
+        writer.write(metrics_of(1))
         disk.room = cut  # the line of step 2 is cut off after so many bytes
         for step in (2, 3, 4):
-            writer.step(metrics_of(step))
+            writer.write(metrics_of(step))
         disk.room = 10_000
         for step in (5, 6):
-            writer.step(metrics_of(step))
+            writer.write(metrics_of(step))
     assert lines_of(tmp_path) == [metrics_of(1), metrics_of(5), metrics_of(6)]
     assert [record.getMessage().count("No space left") for record in caplog.records] == [1, 0]
     assert "3 lines are lost" in caplog.records[1].getMessage()
-    assert MetricsWriter(tmp_path).resume(5) == 1
+    MetricsWriter(tmp_path).resume(5)
+    assert lines_of(tmp_path) == [metrics_of(1), metrics_of(5)]
 
 
 def test_output_dir_that_becomes_a_file_ends_nothing(
@@ -170,14 +151,9 @@ def test_output_dir_that_becomes_a_file_ends_nothing(
 ) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
     with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path / "file") as writer:
-        writer.step(metrics_of(1))
-        writer.step(metrics_of(2))
+        writer.write(metrics_of(1))
+        writer.write(metrics_of(2))
     assert len(caplog.records) == 1
-
-
-def test_line_without_step_is_a_bug(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match="needs its step"):
-        writer.step({"loss": 1.0})
 
 
 def read_events(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -191,11 +167,11 @@ def read_events(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, ["tensorboard"], logging_dir=tmp_path / "events") as writer:
+    with MetricsWriter(tmp_path, logging_dir=tmp_path / "events") as writer:
         writer.resume(0)
-        writer.step(metrics_of(1))
-        writer.step(metrics_of(2, loss=math.nan))
-        writer.evaluation({"step": 2, "eval_loss": 3.0})
+        writer.write(metrics_of(1))
+        writer.write(metrics_of(2, loss=math.nan))
+        writer.write({"step": 2, "eval_loss": 3.0, "eval_perplexity": math.exp(3.0)})
     found = read_events(tmp_path / "events")
     assert found["train/loss"] == [(1, 1.0)]
     assert found["train/grad_norm"] == [(1, 0.1), (2, 0.2)]
@@ -208,8 +184,8 @@ def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
 
 
 def test_tensorboard_files_carry_the_run(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, "tensorboard", run_id="5eed") as writer:
-        writer.step(metrics_of(1))
+    with MetricsWriter(tmp_path, logging_dir=tmp_path / "tensorboard", run_id="5eed") as writer:
+        writer.write(metrics_of(1))
     assert [path.name[-5:] for path in (tmp_path / "tensorboard").iterdir()] == [".5eed"]
 
 
@@ -217,25 +193,24 @@ def test_tensorboard_that_cannot_be_written_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tensorboard").write_text("a file", encoding="utf-8")
-    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path, "tensorboard") as writer:
-        writer.step(metrics_of(1))
-        writer.step(metrics_of(2))
+    with (
+        caplog.at_level(logging.WARNING),
+        MetricsWriter(tmp_path, logging_dir=tmp_path / "tensorboard") as writer,
+    ):
+        writer.write(metrics_of(1))
+        writer.write(metrics_of(2))
     assert lines_of(tmp_path) == [metrics_of(1), metrics_of(2)]
     assert caplog.text.count("cannot write TensorBoard events") == 1
-
-
-@pytest.mark.parametrize("report_to", [None, "none", [], ["wandb"]])
-def test_tensorboard_only_on_request(tmp_path: Path, report_to: Any) -> None:
-    with MetricsWriter(tmp_path, report_to) as writer:
-        writer.step(metrics_of(1))
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_tensorboard_not_installed_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path, "all") as writer:
-        writer.step(metrics_of(1))
+    with (
+        caplog.at_level(logging.WARNING),
+        MetricsWriter(tmp_path, logging_dir=tmp_path / "tensorboard") as writer,
+    ):
+        writer.write(metrics_of(1))
     assert "not installed" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
