@@ -1,6 +1,7 @@
 """The `hetero` command: one function per subcommand, heavy imports inside.
 
-`main` is the one place that turns exceptions into a message and an exit code.
+`@_command` says what a subcommand is for and which options it takes. `main` is the one place that
+turns exceptions into a message and an exit code.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         with log_to("INFO", Lines(to_stderr)):
-            code = arguments.run(arguments)
+            code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
-        return int(code or 0)
+        return code or 0
     except BrokenPipeError:  # `hetero ... | head`
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -78,69 +81,131 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hetero {__version__}")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in (
-        _add_init,
-        _add_check,
-        _add_train,
-        _add_worker,
-        _add_diagram,
-        _add_bench,
-        _add_timeline,
-        _add_verify,
-        _add_merge,
-        _add_export,
-        _add_doctor,
-        _add_schema,
-    ):
-        add(commands)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.summary[0].upper() + command.summary[1:] + ".",
+            epilog=f"examples:\n{command.examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        own.set_defaults(parser=own)
+        for names, settings in (_flag("--debug", "show tracebacks"), *command.options):
+            own.add_argument(*names, **settings)
     return parser
 
 
-# -- init -----------------------------------------------------------------------------------------
+_Option = tuple[tuple[str, ...], dict[str, Any]]
+_Run = Callable[[argparse.Namespace], "int | None"]
 
 
-def _add_init(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "init",
-        _run_init,
-        "write a configuration, by questions or from options",
-        """
-        hetero init
-        hetero init --non-interactive --model meta-llama/Llama-3.1-8B \\
-            --worker 192.168.1.20:9999:cuda:0 --worker [fd00::2]:9999 --adapter qlora \\
-            --data train.jsonl
-        hetero init --non-interactive --model ./model --worker localhost:29501 --adapter none
-        """,
-    )
-    parser.add_argument("--non-interactive", action="store_true", help="ask nothing")
-    parser.add_argument("--model", metavar="NAME", help="model directory or hub name")
-    parser.add_argument(
-        "--worker",
-        action="append",
-        default=[],
-        metavar="HOST[:PORT[:DEVICE]]",
-        help="a worker; may be given several times",
-    )
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST[:PORT[:DEVICE]]",
-        help="the coordinator (default: this machine)",
-    )
-    parser.add_argument(
-        "--layers", type=int, metavar="N", help="number of layers (default: read from the model)"
-    )
-    parser.add_argument(
-        "--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"
-    )
-    parser.add_argument("--data", metavar="FILE", help="training data: file or dataset name")
-    parser.add_argument(
-        "--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"
-    )
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
+@dataclass(frozen=True)
+class _Command:
+    run: _Run
+    summary: str
+    examples: str
+    options: tuple[_Option, ...]
 
 
-def _run_init(arguments: argparse.Namespace) -> int:
+COMMANDS: dict[str, _Command] = {}
+
+
+def _command(summary: str, examples: str, *options: _Option) -> Callable[[_Run], _Run]:
+    """Make `_run_NAME` the subcommand NAME; it returns an exit code, or None for 0."""
+    shown = textwrap.indent(textwrap.dedent(examples).strip(), "  ")
+
+    def add(run: _Run) -> _Run:
+        name = run.__name__.removeprefix("_run_")
+        COMMANDS[name] = _Command(run, summary, shown, options)
+        return run
+
+    return add
+
+
+def _option(*names: str, **settings: Any) -> _Option:
+    return names, settings
+
+
+def _flag(name: str, help: str) -> _Option:
+    return _option(name, action="store_true", help=help)
+
+
+def _files(name: str, metavar: str, help: str, **settings: Any) -> _Option:
+    """An option that may be given several times."""
+    return _option(name, action="append", default=[], metavar=metavar, help=help, **settings)
+
+
+def _resume_step(text: str) -> int | str:
+    if text == "latest":
+        return text
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f'{text!r} is neither "latest" nor a step number')
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return number
+
+
+def _cuts(text: str) -> tuple[int, ...]:
+    try:
+        cuts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        cuts = ()
+    if not cuts or list(cuts) != sorted(set(cuts)) or cuts[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a growing list of layers like 2,5")
+    return cuts
+
+
+_CONFIG = (
+    _option("--config", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
+    _files(
+        "--set",
+        "NAME=VALUE",
+        "replace a setting of the file, as in training.max_steps=10; may be repeated",
+    ),
+)
+_IMPORT = _files(
+    "--import",
+    "FILE",
+    "run a Python file first that registers control messages (docs/extending.md)",
+    dest="imports",
+)
+_JSON = _flag("--json", "print JSON")
+_WORKER_ID = _option("--worker-id", metavar="ID", help="which worker this process is")
+_OUTPUT_DIRECTORY = (
+    _option("--output", required=True, metavar="DIR", help="new directory"),
+    _flag("--overwrite", "replace an earlier result in DIR; other files in it stay"),
+)
+_ADDRESS = "HOST[:PORT[:DEVICE]]"
+_ROLE = "what this machine is (default: by its addresses and host name)"
+
+
+@_command(
+    "write a configuration, by questions or from options",
+    """
+    hetero init
+    hetero init --non-interactive --model meta-llama/Llama-3.1-8B \\
+        --worker 192.168.1.20:9999:cuda:0 --worker [fd00::2]:9999 --adapter qlora \\
+        --data train.jsonl
+    hetero init --non-interactive --model ./model --worker localhost:29501 --adapter none
+    """,
+    _flag("--non-interactive", "ask nothing"),
+    _option("--model", metavar="NAME", help="model directory or hub name"),
+    _files("--worker", _ADDRESS, "a worker; may be given several times"),
+    _option("--coordinator", metavar=_ADDRESS, help="the coordinator (default: this machine)"),
+    _option("--layers", type=int, metavar="N", help="number of layers (default: of the model)"),
+    _option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
+    _option("--data", metavar="FILE", help="training data: file or dataset name"),
+    _option("--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
+    _flag("--force", "replace an existing file"),
+)
+def _run_init(arguments: argparse.Namespace) -> int | None:
     from hetero_framework.commands.init import Answers, run_wizard, write_config
 
     answers = Answers(
@@ -159,65 +224,39 @@ def _run_init(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# -- check ----------------------------------------------------------------------------------------
-
-
-def _add_check(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "check",
-        _run_check,
-        "validate a configuration; say what each machine does and how much memory it needs",
-        """
-        hetero check
-        hetero check --config hetero_config.json --json
-        hetero check --set training.per_device_train_batch_size=4
-        """,
-    )
-    _add_config(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _run_check(arguments: argparse.Namespace) -> int:
+@_command(
+    "validate a configuration; say what each machine does and how much memory it needs",
+    """
+    hetero check
+    hetero check --config hetero_config.json --json
+    hetero check --set training.per_device_train_batch_size=4
+    """,
+    *_CONFIG,
+    _JSON,
+)
+def _run_check(arguments: argparse.Namespace) -> None:
     config = _load(arguments)
     from hetero_framework.commands.check import check, text
 
-    found = check(config)
-    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
-    return 0
+    _report(arguments, check(config), text)
 
 
-# -- train and worker -----------------------------------------------------------------------------
-
-
-def _add_train(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "train",
-        _run_train,
-        "train; the same command on every machine",
-        """
-        hetero train --config hetero_config.json
-        hetero train --resume latest
-        hetero train --role worker --worker-id 2
-        hetero train --output-dir runs/second --set training.learning_rate=1e-4
-        """,
-    )
-    _add_config(parser)
-    parser.add_argument("--output-dir", metavar="DIR", help="instead of training.output_dir")
-    parser.add_argument(
-        "--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"
-    )
-    parser.add_argument(
-        "--role",
-        choices=("coordinator", "worker"),
-        help="what this machine is (default: by its addresses and host name)",
-    )
-    parser.add_argument("--worker-id", metavar="ID", help="which worker this process is")
-    _add_import(parser)
-
-
-def _run_train(arguments: argparse.Namespace) -> int:
+@_command(
+    "train; the same command on every machine",
+    """
+    hetero train --config hetero_config.json
+    hetero train --resume latest
+    hetero train --role worker --worker-id 2
+    hetero train --output-dir runs/second --set training.learning_rate=1e-4
+    """,
+    *_CONFIG,
+    _option("--output-dir", metavar="DIR", help="instead of training.output_dir"),
+    _option("--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"),
+    _option("--role", choices=("coordinator", "worker"), help=_ROLE),
+    _WORKER_ID,
+    _IMPORT,
+)
+def _run_train(arguments: argparse.Namespace) -> int | None:
     config = _load(arguments)
     from hetero_framework.cluster.roles import decide_role
 
@@ -241,28 +280,22 @@ def _run_train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_worker(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "worker",
-        _run_worker,
-        "serve the layers of this machine's worker entries",
-        """
-        hetero worker --config hetero_config.json
-        hetero worker --config hetero_config.json --worker-id 2
-        hetero worker --keep
-        """,
-    )
-    _add_config(parser)
-    parser.add_argument("--worker-id", metavar="ID", help="which worker this process is")
-    parser.add_argument("--keep", action="store_true", help="wait for the next run after each")
-    _add_import(parser)
-    parser.add_argument("--base-dir", metavar="DIR", help=argparse.SUPPRESS)
-    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--run-id", help=argparse.SUPPRESS)
-
-
-def _run_worker(arguments: argparse.Namespace) -> int:
+@_command(
+    "serve the layers of this machine's worker entries",
+    """
+    hetero worker --config hetero_config.json
+    hetero worker --config hetero_config.json --worker-id 2
+    hetero worker --keep
+    """,
+    *_CONFIG,
+    _WORKER_ID,
+    _flag("--keep", "wait for the next run after each"),
+    _IMPORT,
+    _option("--base-dir", help=argparse.SUPPRESS),
+    _flag("--supervised", argparse.SUPPRESS),
+    _option("--run-id", help=argparse.SUPPRESS),
+)
+def _run_worker(arguments: argparse.Namespace) -> int | None:
     config = _load(arguments)
     from hetero_framework.cluster.roles import decide_role
 
@@ -309,34 +342,26 @@ def _serve(
     return 0
 
 
-# -- diagram, timeline, verify, merge -------------------------------------------------------------
-
-
-def _add_diagram(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "diagram",
-        _run_diagram,
-        "draw the machines and who holds which layers",
-        """
-        hetero diagram --format svg --output architecture.svg
-        hetero diagram --config hetero_config.json --format mmd --output -
-        """,
-    )
-    _add_config(parser)
-    parser.add_argument(
+@_command(
+    "draw the machines and who holds which layers",
+    """
+    hetero diagram --format svg --output architecture.svg
+    hetero diagram --config hetero_config.json --format mmd --output -
+    """,
+    *_CONFIG,
+    _option(
         "--format",
         choices=("png", "svg", "pdf", "mmd"),
-        help="default: by --output, else training.visualization_format; png and pdf need Graphviz",
-    )
-    parser.add_argument(
+        help="default: by --output, else training.visualization_format; all but mmd, which is"
+        " Mermaid text, need Graphviz",
+    ),
+    _option(
         "--output",
         metavar="PATH",
         help='file to write, "-" for Mermaid text on the screen (default: architecture.FORMAT)',
-    )
-
-
-def _run_diagram(arguments: argparse.Namespace) -> int:
+    ),
+)
+def _run_diagram(arguments: argparse.Namespace) -> None:
     config = _load(arguments)
     from hetero_framework.visualizer.diagram import Diagram, draw, to_mermaid
 
@@ -344,39 +369,72 @@ def _run_diagram(arguments: argparse.Namespace) -> int:
         if arguments.format not in (None, "mmd"):
             raise UserError("only Mermaid text can be printed; use --format mmd or --output FILE")
         print(to_mermaid(Diagram.of(config)).rstrip())
-        return 0
+        return
     form = arguments.format
     if form is None and arguments.output is None:
         form = config.training.visualization_format
-    output = arguments.output or f"architecture.{form}"
-    print(draw(config, output, form))
-    return 0
+    print(draw(config, arguments.output or f"architecture.{form}", form))
 
 
-def _add_timeline(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "timeline",
-        _run_timeline,
-        "where the time of a run's steps went, and what would help most; draws a step",
-        """
-        hetero timeline runs/default
-        hetero timeline runs/default --json
-        hetero timeline runs/default --step 3 --output step3.svg
-        """,
-    )
-    parser.add_argument("place", metavar="RUN", help="output_dir of a run, or its timeline.json")
-    parser.add_argument("--step", type=int, metavar="N", help="draw this step (default: the last)")
-    parser.add_argument("--format", choices=("png", "svg", "pdf"), help="default: by --output")
-    parser.add_argument(
+@_command(
+    "measure this configuration's machines: links, seconds per layer, and the step they make",
+    """
+    hetero bench --config hetero_config.json
+    hetero bench --config hetero_config.json --steps 8 --mb 32 --json
+    """,
+    *_CONFIG,
+    _option(
+        "--steps",
+        type=_at_least(2),
+        default=4,
+        metavar="N",
+        help="training steps to compute and forget; the first does not count (default 4)",
+    ),
+    _option(
+        "--mb",
+        type=_at_least(1),
+        default=8,
+        metavar="N",
+        help="size of the messages that measure the links, in 10^6 bytes (default 8)",
+    ),
+    _option("--role", choices=("coordinator",), help=_ROLE),
+    _JSON,
+)
+def _run_bench(arguments: argparse.Namespace) -> None:
+    config = _load(arguments)
+    from hetero_framework.cluster.roles import decide_role
+
+    role = decide_role(config, role=arguments.role)
+    if not role.is_coordinator:
+        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
+        raise UserError(
+            f"this machine is {names}; hetero bench runs on the coordinator's",
+            hint="here, run hetero worker",
+        )
+    from hetero_framework.commands.bench import bench, text
+
+    found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6)
+    _report(arguments, found, text)
+
+
+@_command(
+    "where the time of a run's steps went, and what would help most; draws a step",
+    """
+    hetero timeline runs/default
+    hetero timeline runs/default --json
+    hetero timeline runs/default --step 3 --output step3.svg
+    """,
+    _option("place", metavar="RUN", help="output_dir of a run, or its timeline.json"),
+    _option("--step", type=int, metavar="N", help="draw this step (default: the last)"),
+    _option("--format", choices=("png", "svg", "pdf"), help="default: by --output"),
+    _option(
         "--output",
         metavar="PATH",
         help="picture to write (default: timeline.png beside timeline.json)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON; draw only with --output")
-
-
-def _run_timeline(arguments: argparse.Namespace) -> int:
+    ),
+    _flag("--json", "print JSON; draw only with --output"),
+)
+def _run_timeline(arguments: argparse.Namespace) -> None:
     from hetero_framework.profiling.bottleneck import diagnose, text
     from hetero_framework.profiling.picture import picture
     from hetero_framework.profiling.trace_file import read_timeline
@@ -391,55 +449,46 @@ def _run_timeline(arguments: argparse.Namespace) -> int:
             f"step {step} was not recorded",
             hint=f"recorded: {', '.join(map(str, steps))}; training.timeline_steps says how many",
         )
-    print(json.dumps(found.to_dict(), indent=2) if arguments.json else printable(text(found)))
-    if arguments.output is None:
-        if arguments.json:
-            return 0
-        if not can_draw():
-            print('\nno picture: it needs matplotlib (pip install "hetero-framework[pictures]")')
-            return 0
+    _report(arguments, found.to_dict(), lambda _: text(found))
+    if arguments.output is None and arguments.json:
+        return
+    if arguments.output is None and not can_draw():
+        print('\nno picture: it needs matplotlib (pip install "hetero-framework[pictures]")')
+        return
     place = Path(arguments.place)
     folder = place if place.is_dir() else place.parent
     output = arguments.output or folder / f"timeline.{arguments.format or 'png'}"
     file = draw(picture(trace, step - 1), output, arguments.format)
     if not arguments.json:
         print(f"\ndrawn: step {step} in {file}")
-    return 0
 
 
-def _add_verify(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "verify",
-        _run_verify,
-        "cut a model and compare it with the whole: loss, gradients, three training steps",
-        """
-        hetero verify --config hetero_config.json
-        hetero verify --model-type qwen3 --cuts 1,2
-        hetero verify --all
-        """,
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--config", metavar="FILE", help=f"the configured model ({DEFAULT_CONFIG})")
-    what.add_argument("--model-type", metavar="NAME", help="a tiny random model of this type")
-    what.add_argument(
-        "--all", action="store_true", help="every causal LM architecture that is installed"
-    )
-    parser.add_argument("--cuts", type=_cuts, metavar="2,5", help="cut before these layers")
-    parser.add_argument(
-        "--output", metavar="FILE", help="with --all: where the table goes (docs/architectures.md)"
-    )
-    parser.set_defaults(set=[])
-
-
+@_command(
+    "cut a model and compare it with the whole: loss, gradients, three training steps",
+    """
+    hetero verify --config hetero_config.json
+    hetero verify --model-type qwen3 --cuts 1,2
+    hetero verify --all
+    """,
+    _option("--config", metavar="FILE", help=f"the configured model (default: {DEFAULT_CONFIG})"),
+    _option("--model-type", metavar="NAME", help="a tiny random model of this type"),
+    _flag("--all", "every causal LM architecture that is installed"),
+    _option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
+    _option(
+        "--output",
+        metavar="FILE",
+        help="with --all: where the table goes (docs/architectures.md)",
+    ),
+)
 def _run_verify(arguments: argparse.Namespace) -> int:
+    if (arguments.config is not None) + (arguments.model_type is not None) + arguments.all > 1:
+        raise UserError("give only one of --config, --model-type and --all")
     if arguments.all and arguments.cuts:
         raise UserError("--cuts goes with --config or --model-type; --all chooses its own")
     if arguments.output and not arguments.all:
         raise UserError("--output goes with --all")
     config = None
     if not (arguments.all or arguments.model_type):
-        arguments.config = arguments.config or DEFAULT_CONFIG
         config = _load(arguments)
         config.require("model")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
@@ -468,40 +517,23 @@ def _print_result(result: Any) -> None:
     print(printable("; ".join(part for part in [*parts, result.reason] if part)), flush=True)
 
 
-def _add_merge(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "merge",
-        _run_merge,
-        "fold an adapter into its model and write a checkpoint",
-        """
-        hetero merge --adapter runs/llama8b/adapter --model meta-llama/Llama-3.1-8B --output merged
-        """,
-    )
-    parser.add_argument("--adapter", required=True, metavar="DIR", help="PEFT adapter directory")
-    parser.add_argument(
-        "--model", required=True, metavar="NAME", help="model directory or hub name"
-    )
-    _add_output_directory(parser)
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
-    parser.add_argument(
+@_command(
+    "fold an adapter into its model and write a checkpoint",
+    """
+    hetero merge --adapter runs/llama8b/adapter --model meta-llama/Llama-3.1-8B --output merged
+    """,
+    _option("--adapter", required=True, metavar="DIR", help="PEFT adapter directory"),
+    _option("--model", required=True, metavar="NAME", help="model directory or hub name"),
+    *_OUTPUT_DIRECTORY,
+    _option("--revision", metavar="NAME", help="branch, tag or commit on the hub"),
+    _option(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
         help="type of the result (default: that of the model)",
-    )
-
-
-def _add_output_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace an earlier result in DIR; other files in it stay",
-    )
-
-
-def _run_merge(arguments: argparse.Namespace) -> int:
+    ),
+)
+def _run_merge(arguments: argparse.Namespace) -> None:
     from hetero_framework.models.export import OutputDirectory
     from hetero_framework.models.merge import merge_adapter
 
@@ -513,35 +545,28 @@ def _run_merge(arguments: argparse.Namespace) -> int:
         revision=arguments.revision,
     )
     print(f"wrote {arguments.output}")
-    return 0
 
 
-def _add_export(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "export",
-        _run_export,
-        "write the adapter or model of a checkpoint, without workers",
-        """
-        hetero export --checkpoint runs/default/checkpoints/step_500 --output step500
-        hetero export --checkpoint runs/default --output latest
-        """,
-    )
-    parser.add_argument(
+@_command(
+    "write the adapter or model of a checkpoint, without workers",
+    """
+    hetero export --checkpoint runs/default/checkpoints/step_500 --output step500
+    hetero export --checkpoint runs/default --output latest
+    """,
+    _option(
         "--checkpoint",
         required=True,
         metavar="DIR",
         help="a step_N directory, or the output_dir of a run (its latest)",
-    )
-    _add_output_directory(parser)
-    parser.add_argument(
+    ),
+    *_OUTPUT_DIRECTORY,
+    _option(
         "--config",
         metavar="FILE",
         help="where model and tokenizer are now (default: as the run had them)",
-    )
-
-
-def _run_export(arguments: argparse.Namespace) -> int:
+    ),
+)
+def _run_export(arguments: argparse.Namespace) -> None:
     from hetero_framework.commands.export import export_checkpoint
     from hetero_framework.models.export import OutputDirectory
 
@@ -549,162 +574,38 @@ def _run_export(arguments: argparse.Namespace) -> int:
     config = Path(arguments.config) if arguments.config is not None else None
     reader = export_checkpoint(Path(arguments.checkpoint), output, config)
     print(f"wrote {arguments.output}: the result of step {reader.step}")
-    return 0
 
 
-# -- doctor and schema ----------------------------------------------------------------------------
-
-
-def _add_doctor(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "doctor",
-        _run_doctor,
-        "devices, versions, and what this machine can do",
-        """
-        hetero doctor
-        hetero doctor --json
-        """,
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _run_doctor(arguments: argparse.Namespace) -> int:
+@_command(
+    "devices, versions, and what this machine can do",
+    """
+    hetero doctor
+    hetero doctor --json
+    """,
+    _JSON,
+)
+def _run_doctor(arguments: argparse.Namespace) -> None:
     from hetero_framework.commands.doctor import examine, text
 
-    found = examine()
-    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
-    return 0
+    _report(arguments, examine(), text)
 
 
-# -- bench ----------------------------------------------------------------------------------------
-
-
-def _add_bench(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "bench",
-        _run_bench,
-        "measure this configuration's machines: links, seconds per layer, and the step they make",
-        """
-        hetero bench --config hetero_config.json
-        hetero bench --config hetero_config.json --steps 8 --mb 32 --json
-        """,
-    )
-    _add_config(parser)
-    parser.add_argument(
-        "--steps",
-        type=_at_least(2),
-        default=4,
-        metavar="N",
-        help="training steps to compute and forget; the first does not count (default 4)",
-    )
-    parser.add_argument(
-        "--mb",
-        type=_at_least(1),
-        default=8,
-        metavar="N",
-        help="size of the messages that measure the links, in 10^6 bytes (default 8)",
-    )
-    parser.add_argument(
-        "--role",
-        choices=("coordinator",),
-        help="what this machine is (default: by its addresses and host name)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _run_bench(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
-    from hetero_framework.cluster.roles import decide_role
-
-    role = decide_role(config, role=arguments.role)
-    if not role.is_coordinator:
-        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
-        raise UserError(
-            f"this machine is {names}; hetero bench runs on the coordinator's",
-            hint="here, run hetero worker",
-        )
-    from hetero_framework.commands.bench import bench, text
-
-    found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6)
-    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
-    return 0
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-        return int(text)
-
-    return number
-
-
-def _add_schema(commands: Any) -> None:
-    _command(
-        commands,
-        "schema",
-        _run_schema,
-        "print the JSON Schema of hetero_config.json",
-        """
-        hetero schema > hetero_config.schema.json
-        """,
-    )
-
-
-def _run_schema(arguments: argparse.Namespace) -> int:
+@_command(
+    "print the JSON Schema of hetero_config.json",
+    """
+    hetero schema > hetero_config.schema.json
+    """,
+)
+def _run_schema(arguments: argparse.Namespace) -> None:
     from hetero_framework.config import json_schema
 
     print(json.dumps(json_schema(), indent=2))
-    return 0
 
 
-# -- shared ---------------------------------------------------------------------------------------
-
-
-def _command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    examples: str,
-) -> argparse.ArgumentParser:
-    lines = [line[8:] for line in examples.strip("\n").splitlines()]
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog="examples:\n" + "\n".join(f"  {line}".rstrip() for line in lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=run, parser=parser)
-    return parser
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="replace a setting of the file, as in training.max_steps=10; may be repeated",
-    )
-
-
-def _add_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="imports",
-        metavar="FILE",
-        help="run a Python file first that registers control messages (docs/extending.md)",
-    )
+def _report(
+    arguments: argparse.Namespace, found: dict[str, Any], text: Callable[[dict[str, Any]], str]
+) -> None:
+    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
 
 
 def _import_files(arguments: argparse.Namespace) -> None:
@@ -718,32 +619,16 @@ def _import_files(arguments: argparse.Namespace) -> None:
 def _load(arguments: argparse.Namespace) -> Any:
     from hetero_framework.config import load_config
 
-    overrides = list(arguments.set)
+    overrides = [*getattr(arguments, "set", ())]
     if getattr(arguments, "output_dir", None):
         # A path on the command line starts at the current directory, one in the file at the file.
         path = Path(arguments.output_dir).absolute()
         overrides.append(f"training.output_dir={json.dumps(str(path))}")
-    config = load_config(arguments.config, overrides, getattr(arguments, "base_dir", None))
+    config = load_config(
+        arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
+    )
     set_level(config.training.log_level)
     return config
-
-
-def _resume_step(text: str) -> int | str:
-    if text == "latest":
-        return text
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f'{text!r} is neither "latest" nor a step number')
-
-
-def _cuts(text: str) -> tuple[int, ...]:
-    try:
-        cuts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        cuts = ()
-    if not cuts or list(cuts) != sorted(set(cuts)) or cuts[0] < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a growing list of layers like 2,5")
-    return cuts
 
 
 def _say_error(message: str, kind: str = "error") -> None:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def test_errors_become_exit_codes(
     def fail(arguments: Any) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_run_check", fail)
+    monkeypatch.setitem(cli.COMMANDS, "check", replace(cli.COMMANDS["check"], run=fail))
     assert cli.main(["check"]) == code
     captured = capsys.readouterr().err
     assert captured.startswith(start)
@@ -210,7 +211,7 @@ def test_message_fits_on_one_screen(
     def fail(arguments: Any) -> int:
         raise NetworkError("\n".join("line" for _ in range(500)))
 
-    monkeypatch.setattr(cli, "_run_schema", fail)
+    monkeypatch.setitem(cli.COMMANDS, "schema", replace(cli.COMMANDS["schema"], run=fail))
     assert cli.main(["schema"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 40
 
