@@ -78,6 +78,21 @@ def test_help_and_schema_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_supervised_worker_reads_its_life_line_after_the_imports(config_file: Path) -> None:
+    """On Windows a library that looks at standard input while it is loaded would wait for ever."""
+    program = (
+        "import os, sys\n"
+        "from hetero_framework import cli\n"
+        "from hetero_framework.cluster import local_workers\n"
+        "def watch():\n"
+        "    os._exit(0 if {'torch', 'numpy', 'transformers'} <= set(sys.modules) else 1)\n"
+        "local_workers.watch_parent = watch\n"
+        "cli.main(['worker', '--supervised', '--worker-id', '1', '--config', sys.argv[1]])\n"
+    )
+    done = run_process("-c", program, str(config_file))
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_run_without_adapter_imports_neither_peft_nor_datasets() -> None:
     """They bring bitsandbytes, torch's compiler and pandas: half of what torch itself takes."""
     program = (

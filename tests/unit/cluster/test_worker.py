@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import queue
 import threading
 import time
@@ -10,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -20,15 +23,17 @@ from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import addresses, timeouts
+from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device
-from hetero_framework.core.dial import connect
-from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.dial import Listener, connect
+from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
     Abort,
     Aborted,
     Body,
     Bye,
+    Control,
     Error,
     Hello,
     Inputs,
@@ -327,14 +332,16 @@ def test_failure_to_take_a_message_in_is_told_as_it_is(
     assert "memory ran out" in error.message
 
 
-def test_strangers_bytes_are_never_unpacked(serve: Any, monkeypatch: Any) -> None:
-    """A frame of 86 bytes made a worker fill any amount of memory."""
+@pytest.mark.parametrize("size", [1, 2**27])
+def test_strangers_bytes_are_never_unpacked(size: int, serve: Any, monkeypatch: Any) -> None:
+    """A frame of 86 bytes made a worker fill any amount of memory. Who sent it is looked at before
+    its size."""
     unpacked: list[Message] = []
     monkeypatch.setattr(worker_module, "unpack", lambda message, device: unpacked.append(message))
     served = serve()
     stranger = served.dial()
     other = connect("127.0.0.1", served.port, WAIT_S)
-    bomb = Message(Inputs(0, 0, 1, 0, (), {"a": (2**27,), "b": (2**27,)}))
+    bomb = Message(Inputs(0, 0, 1, 0, (), {"a": (size,), "b": (size,)}))
     other.write(deque([memoryview(framed(bomb))]))
     assert other.read(memoryview(bytearray(1))) == 0
     other.close()
@@ -353,6 +360,49 @@ def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
         stream.close()
     wait_until(lambda: not served._worker._strangers)
     served.dial().expect(Welcome)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOBUFS, errno.EHOSTUNREACH])
+def test_worker_goes_on_accepting_after_what_the_system_refuses(
+    code: int, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptors, then no thread for a connection, then both again."""
+    refusals = [OSError(code, os.strerror(code))]
+    accept, start = Listener.accept, Connection.start
+
+    def accepting(listener: Listener, timeout_s: float | None = None) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return accept(listener, timeout_s)
+
+    def starting(connection: Connection) -> None:
+        monkeypatch.setattr(Connection, "start", start)
+        refusals.append(OSError(code, os.strerror(code)))
+        raise NetworkError("no thread for the link: can't start new thread")
+
+    monkeypatch.setattr(timeouts, "ACCEPT_PAUSE_S", 0.0)
+    monkeypatch.setattr(Listener, "accept", accepting)
+    monkeypatch.setattr(Connection, "start", starting)
+    served = serve()
+    first = connect("127.0.0.1", served.port, WAIT_S)
+    assert first.read(memoryview(bytearray(1))) == 0
+    first.close()
+    served.dial().expect(Welcome)
+    assert served._worker._strangers == set()
+
+
+def test_frame_that_a_coordinator_may_announce_is_no_larger_than_half_of_the_memory(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SimpleNamespace(total=9000, available=9000)
+    monkeypatch.setattr(worker_module.psutil, "virtual_memory", lambda: memory)
+    served = serve()
+    coordinator = served.dial()
+    coordinator.expect(Welcome)
+    tensor = WireTensor("uint8", (5000,), memoryview(bytes(5000)))
+    coordinator.link.send(Message(Control("large"), [tensor]))
+    wait_until(lost(served))
+    assert any("at most 4500 are agreed" in line for line in served.said)
 
 
 def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hetero_framework.cluster import worker_links
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
+from hetero_framework.core import timeouts
 from hetero_framework.core.messages import Connected, Message, PeerResult
-from hetero_framework.errors import ResourceError
+from hetero_framework.errors import PeerLostError, ResourceError
 from tests.samples import free_ports
 
 
@@ -85,6 +86,40 @@ def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
     now = 101.0
     made.dial_again(5.0)
     assert len(ordered) == 3
+
+
+def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An outage may begin or end within a handshake; that ends no run before its time."""
+    made = links(reconnect_timeout_s=30.0)
+    left: list[float] = []
+
+    def open_(worker: Any, timeout_s: float, *, again: bool) -> Any:
+        left.append(timeout_s)
+        if len(left) < 4:
+            raise worker_links._Silent("it accepts, but says nothing")
+        return SimpleNamespace(run_id="run")
+
+    monkeypatch.setattr(timeouts, "ANSWER_TICK_S", 0.001)
+    monkeypatch.setattr(made, "_open", open_)
+    assert made.reconnect(1)
+    assert len(left) == 4
+    assert all(29.0 < seconds <= 30.0 for seconds in left)
+
+
+def test_worker_that_stays_away_is_given_up_when_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = links(reconnect_timeout_s=0.05)
+
+    def open_(worker: Any, timeout_s: float, *, again: bool) -> Any:
+        raise worker_links._Silent("it accepts, but says nothing")
+
+    monkeypatch.setattr(timeouts, "ANSWER_TICK_S", 0.01)
+    monkeypatch.setattr(made, "_open", open_)
+    with pytest.raises(PeerLostError, match="worker 1 does not come back: it accepts, but"):
+        made.reconnect(1)
 
 
 def connected(other: int, problem: str | None = None) -> Connected:
