@@ -4,7 +4,7 @@ A span is plain data (a dict of strings, integers and floats), so that a message
 
     kind         one of KINDS
     stage        the stage that worked, or the stage that a tensor was for
-    micro_batch  its number, or -1 for what is done once a step (collect, commit)
+    micro_batch  its number, or -1 for what is done once a step (commit)
     step         the step, counted from 0 as in StepInfo
     began, ended seconds of this process's `time.perf_counter`
 
@@ -30,9 +30,8 @@ FORWARD_BACKWARD = "forward_backward"
 """The last stage of a training step does both for a micro-batch in one go."""
 SEND = "send"
 RECEIVE = "receive"
-COLLECT = "collect"
 COMMIT = "commit"
-KINDS = (FORWARD, BACKWARD, FORWARD_BACKWARD, SEND, RECEIVE, COLLECT, COMMIT)
+KINDS = (FORWARD, BACKWARD, FORWARD_BACKWARD, SEND, RECEIVE, COMMIT)
 COMPUTE = (FORWARD, BACKWARD, FORWARD_BACKWARD)
 
 ALL_STEPS = -1

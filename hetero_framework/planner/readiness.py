@@ -9,7 +9,7 @@ several it is interleaving.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 FORWARD = "forward"
@@ -59,11 +59,6 @@ BACKWARD_FIRST = Policy(-1e9, 1.0, 0.0, 1.0, 0.0)
 device as fast as any."""
 
 
-def choose(ready: Iterable[Task], policy: Policy = BACKWARD_FIRST, num_devices: int = 1) -> Task:
-    """The ready task to run now. Raises ValueError when nothing is ready."""
-    return min(ready, key=lambda task: policy.key(task, num_devices))
-
-
 class Readiness:
     """The tasks of one device in one step.
 
@@ -89,10 +84,8 @@ class Readiness:
 
     def next(self) -> Task | None:
         """The task to run now, None when nothing may run."""
-        ready = [task for task in self._arrived if self._may_run(task)]
-        if len(ready) > 1:
-            return choose(ready, self._policy, self._num_devices)
-        return ready[0] if ready else None
+        ready = filter(self._may_run, self._arrived)
+        return min(ready, key=lambda task: self._policy.key(task, self._num_devices), default=None)
 
     def start(self, task: Task, *, stores: bool) -> None:
         """A task begins; with `stores` it is a forward that is kept until `release`."""

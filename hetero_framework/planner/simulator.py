@@ -10,9 +10,9 @@ Units: seconds. p stages, m micro-batches, F and B the forward and backward time
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hetero_framework.planner.readiness import (
     BACKWARD,
@@ -37,6 +37,12 @@ class Edge:
     latency_s: float = 0.0
     relay: int | None = None
 
+    def slower(self, factor: float) -> Edge:
+        """Everything on it takes so many times as long."""
+        return Edge(
+            factor * self.forward_s, factor * self.backward_s, factor * self.latency_s, self.relay
+        )
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -50,11 +56,6 @@ class Profile:
     backward_s: tuple[float, ...]
     devices: tuple[int, ...]
     edges: tuple[Edge, ...]
-
-    def __post_init__(self) -> None:
-        p = len(self.forward_s)
-        if not (len(self.backward_s) == len(self.devices) == p and len(self.edges) == p - 1):
-            raise ValueError("a profile needs F, B and a device for each stage, and p - 1 edges")
 
     @classmethod
     def of(
@@ -90,6 +91,16 @@ class Profile:
         edge = self.edges[stage]
         return (edge.forward_s if kind == FORWARD else edge.backward_s) + edge.latency_s
 
+    @property
+    def path_s(self) -> float:
+        """Seconds of one micro-batch through everything and back."""
+        wire_s = sum(
+            self.edge_s(stage, kind)
+            for stage in range(len(self.edges))
+            for kind in (FORWARD, BACKWARD)
+        )
+        return sum(self.forward_s) + sum(self.backward_s) + wire_s
+
     def nics(self, stage: int, kind: str) -> tuple[tuple[int, str], ...]:
         """The NICs that a tensor passes on the edge after `stage`."""
         sender, receiver = self.devices[stage], self.devices[stage + 1]
@@ -118,47 +129,28 @@ def step_bound(profile: Profile, micro_batches: int) -> float:
         before = stage - 1
         reach[stage] = reach[before] + profile.forward_s[before] + profile.edge_s(before, FORWARD)
         leave[stage] = leave[before] + profile.backward_s[before] + profile.edge_s(before, BACKWARD)
-    turns = [f + b for f, b in zip(profile.forward_s, profile.backward_s, strict=True)]
-    bounds = [reach[-1] + turns[-1] + leave[-1]]
-    for device in set(profile.devices):
-        own = [k for k in range(p) if profile.devices[k] == device]
-        work = micro_batches * sum(turns[k] for k in own)
-        bounds.append(min(reach[k] for k in own) + work + min(leave[k] for k in own))
-    bounds += _nic_bounds(profile, micro_batches, reach, leave)
-    return max(bounds) if micro_batches else 0.0
-
-
-def _nic_bounds(
-    profile: Profile, micro_batches: int, reach: list[float], leave: list[float]
-) -> list[float]:
-    work: dict[tuple[int, str], float] = {}
-    head: dict[tuple[int, str], float] = {}
-    tail: dict[tuple[int, str], float] = {}
-    end = profile.num_stages - 1
-    # Seconds of a micro-batch between leaving a stage forward and coming back to it.
-    turn = profile.forward_s[end] + profile.backward_s[end]
-    for stage in reversed(range(end)):
-        forward_at = reach[stage] + profile.forward_s[stage]
-        backward_at = forward_at + profile.edge_s(stage, FORWARD) + turn
+    # What occupies each device and NIC: seconds per micro-batch, earliest start, least time after.
+    uses: dict[Any, list[tuple[float, float, float]]] = {}
+    for stage, device in enumerate(profile.devices):
+        work = profile.forward_s[stage] + profile.backward_s[stage]
+        uses.setdefault(device, []).append((work, reach[stage], leave[stage]))
+    path = profile.path_s
+    for stage, edge in enumerate(profile.edges):
+        there = reach[stage] + profile.forward_s[stage]
         back = profile.edge_s(stage, BACKWARD) + profile.backward_s[stage] + leave[stage]
-        latency = profile.edges[stage].latency_s
-        uses = (
-            (FORWARD, profile.edges[stage].forward_s, forward_at, latency + turn + back),
-            (
-                BACKWARD,
-                profile.edges[stage].backward_s,
-                backward_at,
-                latency + profile.backward_s[stage] + leave[stage],
-            ),
-        )
-        for kind, seconds, at, after in uses:
-            for nic in profile.nics(stage, kind):
-                work[nic] = work.get(nic, 0.0) + micro_batches * seconds
-                head[nic] = min(head.get(nic, math.inf), at)
-                tail[nic] = min(tail.get(nic, math.inf), after)
-        turn += profile.forward_s[stage] + profile.backward_s[stage]
-        turn += profile.edge_s(stage, FORWARD) + profile.edge_s(stage, BACKWARD)
-    return [head[nic] + work[nic] + tail[nic] for nic in work]
+        for nic in profile.nics(stage, FORWARD):
+            use = (edge.forward_s, there, path - there - edge.forward_s)
+            uses.setdefault(nic, []).append(use)
+        for nic in profile.nics(stage, BACKWARD):
+            use = (edge.backward_s, path - back, back - edge.backward_s)
+            uses.setdefault(nic, []).append(use)
+    bounds = [
+        min(head for _, head, _ in own)
+        + micro_batches * sum(work for work, *_ in own)
+        + min(tail for *_, tail in own)
+        for own in uses.values()
+    ]
+    return max([path, *bounds]) if micro_batches else 0.0
 
 
 # --------------------------------------------------------------------------------- the simulator

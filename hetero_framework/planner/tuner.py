@@ -7,8 +7,8 @@ the result, only when things happen.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from hetero_framework.config import StageSpec
 from hetero_framework.planner.simulator import Edge, Profile
@@ -20,8 +20,7 @@ _WEIGHT = 0.5  # of the newest step in the running mean
 _ASSUMED_WIRE = 0.1  # of a stage's forward, until a step was measured
 
 
-@dataclass(frozen=True)
-class StageSeconds:
+class StageSeconds(NamedTuple):
     """One stage, seconds per micro-batch: its work, and its input's and gradient's arrival."""
 
     forward_s: float
@@ -120,10 +119,7 @@ class Tuner:
         for k, new in seconds.items():
             old = self._seconds.get(k, new)
             self._seconds[k] = StageSeconds(
-                *(
-                    (1 - weight) * a + weight * b
-                    for a, b in zip(_values(old), _values(new), strict=True)
-                )
+                *((1 - weight) * a + weight * b for a, b in zip(old, new, strict=True))
             )
         self._latency_s.update(latency_s)
         if self._observed & (self._observed - 1) == 0:
@@ -144,12 +140,3 @@ class Tuner:
             max_in_flight=self._max_in_flight,
             in_flight_limits=self._memory_limits,
         )
-
-
-def _values(seconds: StageSeconds) -> tuple[float, float, float, float]:
-    return (
-        seconds.forward_s,
-        seconds.backward_s,
-        seconds.arrive_forward_s,
-        seconds.arrive_backward_s,
-    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
-from hetero_framework.planner.simulator import Profile, Simulation, simulate, step_bound
+from hetero_framework.planner.simulator import Profile, Simulation, simulate
 
 PORTFOLIO = (
     BACKWARD_FIRST,
@@ -58,14 +58,16 @@ def tune(
     """
     p = profile.num_stages
     m = max(1, min(micro_batches, _MOST_MICRO_BATCHES))
-    slow = _with_slow_edges(profile)
+    slow = replace(profile, edges=tuple(edge.slower(1.5) for edge in profile.edges))
     cases = list(dict.fromkeys(((profile, 0.0), (slow, 0.0), (slow, _SPREAD))))
     policies = PORTFOLIO if profile.num_devices < p else (BACKWARD_FIRST,)
     simulations = 2 * len(policies) * len(cases)
     candidates = [max_in_flight] if max_in_flight is not None else _candidates(slow, m, simulations)
     simulated = []
     for size in candidates:
-        for shape in dict.fromkeys((_flat(size, p), _tapered(size, p))):
+        # Fewer stored forwards towards the end of the pipeline, where they come back sooner.
+        tapered = tuple(max(1, -(-size * (p - k) // p)) for k in range(p))
+        for shape in dict.fromkeys(((size,) * p, tapered)):
             in_flight = (
                 shape if in_flight_limits is None else tuple(map(min, shape, in_flight_limits))
             )
@@ -91,30 +93,6 @@ def tune(
     return TunedSchedule(policy, size, in_flight, forecast)
 
 
-def _with_slow_edges(profile: Profile) -> Profile:
-    edges = (
-        replace(
-            edge,
-            forward_s=1.5 * edge.forward_s,
-            backward_s=1.5 * edge.backward_s,
-            latency_s=1.5 * edge.latency_s,
-        )
-        for edge in profile.edges
-    )
-    return replace(profile, edges=tuple(edges))
-
-
-def _flat(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
-    return (max_in_flight,) * num_stages
-
-
-def _tapered(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
-    """Fewer stored forwards towards the end of the pipeline, where they come back sooner."""
-    return tuple(
-        max(1, -(-max_in_flight * (num_stages - k) // num_stages)) for k in range(num_stages)
-    )
-
-
 def _candidates(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
     """Values of `max_in_flight` worth simulating, so often each: from p to twice what the longest
     path takes up at the slowest device's pace, since the pace varies."""
@@ -127,8 +105,7 @@ def _candidates(profile: Profile, micro_batches: int, simulations: int) -> list[
         )
         for device in set(profile.devices)
     )
-    path_s = step_bound(profile, 1)
-    most = max(2 * p, (math.ceil(2 * path_s / pace) if pace > 0 else 1) + p)
+    most = max(2 * p, (math.ceil(2 * profile.path_s / pace) if pace > 0 else 1) + p)
     most = min(most, micro_batches)
     least = min(p, most)
     sizes = max(2, _MOST_TASKS // (2 * p * micro_batches * simulations))

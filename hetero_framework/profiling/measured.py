@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from hetero_framework.core.trace import (
     BACKWARD,
-    COLLECT,
     COMMIT,
     COMPUTE,
     FORWARD,
@@ -96,7 +95,7 @@ class Step:
     def of(cls, trace: Trace, step: int) -> Step:
         events = trace.of_step(step)
         tasks = [event for event in events if event.kind in COMPUTE]
-        update = [event.ended for event in events if event.kind in (COLLECT, COMMIT)]
+        update = [event.ended for event in events if event.kind == COMMIT]
         computed = max(task.ended for task in tasks)
         return cls(
             step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_framework import units
-from hetero_framework.core.trace import COLLECT, COMMIT, COMPUTE, RECEIVE, SEND
+from hetero_framework.core.trace import COMMIT, COMPUTE, RECEIVE, SEND
 from hetero_framework.profiling.bound import step_bound
 from hetero_framework.profiling.timeline import Event, Trace, waits
 from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture
@@ -31,11 +31,7 @@ def picture(trace: Trace, step: int) -> StepPicture:
             for e in own
             if e.kind in COMPUTE
         ]
-        bars += [
-            Bar("update", e.began - zero, e.ended - zero)
-            for e in own
-            if e.kind in (COLLECT, COMMIT)
-        ]
+        bars += [Bar("update", e.began - zero, e.ended - zero) for e in own if e.kind == COMMIT]
         bars += [
             Bar(wait.reason, wait.began - zero, wait.ended - zero)
             for wait in waits(trace.stages, events)

@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from hetero_framework.config import layers_text
 from hetero_framework.core.trace import (
@@ -24,6 +26,9 @@ from hetero_framework.core.trace import (
 )
 
 WorkerId = int | str
+Integer = Annotated[int, Field(strict=True)]
+Number = Annotated[Integer, Field(ge=0)]
+Seconds = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -32,15 +37,15 @@ class Event:
     other process of a transfer (None otherwise), `nbytes` 0 where nobody knew."""
 
     kind: str
-    process: int
-    stage: int
-    micro_batch: int
-    step: int
-    began: float
-    ended: float
+    process: Number
+    stage: Number
+    micro_batch: Integer
+    step: Integer
+    began: Seconds
+    ended: Seconds
     what: str = ""
-    peer: int | None = None
-    nbytes: int = 0
+    peer: Number | None = None
+    nbytes: Number = 0
     dtype: str = ""
     codec: str = ""
 
@@ -65,7 +70,7 @@ class Process:
 class StageInfo:
     """A stage: which process runs it, and its layers [start, end)."""
 
-    process: int
+    process: Number
     start: int
     end: int
 

@@ -15,22 +15,23 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from hetero_framework.config import Config
 from hetero_framework.core.trace import (
     BACKWARD,
-    COLLECT,
     COMMIT,
     COMPUTE,
     FORWARD,
     FORWARD_BACKWARD,
     KINDS,
+    NO_MICRO_BATCH,
     RECEIVE,
     SEND,
     Span,
@@ -50,20 +51,39 @@ from hetero_framework.profiling.timeline import (
 )
 
 TIMELINE_FILE = "timeline.json"
-FORMAT = "hetero timeline 2"
 MAX_EVENTS = 400_000
 """More are not kept: about 2000 steps of 4 stages and 16 micro-batches, 100 MB."""
 _log = logging.getLogger(__name__)
 _MOST_OPEN = 3
 """Steps that may wait for a process's spans; one that never comes was lost with its link."""
 
-NAMES = {
-    FORWARD: "F",
-    BACKWARD: "B",
-    FORWARD_BACKWARD: "FB",
-    COLLECT: "collect gradients",
-    COMMIT: "optimizer step",
-}
+NAMES = {FORWARD: "F", BACKWARD: "B", FORWARD_BACKWARD: "FB", COMMIT: "optimizer step"}
+
+
+@dataclass(frozen=True)
+class About:
+    """The head of the file: the run that its events are of."""
+
+    format: Literal["hetero timeline 2"]
+    processes: tuple[Process, ...]
+    stages: tuple[StageInfo, ...]
+    settings: Mapping[str, Any]
+
+    def event(self, fields: Mapping[str, Any]) -> Event:
+        """The event with these fields. Raises ValueError for one that cannot be of this run."""
+        event = _EVENT.validate_python(fields)
+        numbers = (event.process, event.process if event.peer is None else event.peer)
+        if (
+            event.kind not in KINDS
+            or event.ended < event.began
+            or event.stage >= len(self.stages)
+            or max(numbers) >= len(self.processes)
+        ):
+            raise ValueError(f"an event that is none: {event}")
+        return event
+
+
+_EVENT, _ABOUT = TypeAdapter(Event), TypeAdapter(About)
 
 
 # --------------------------------------------------------------------------------- while it runs
@@ -76,21 +96,18 @@ class Timeline:
     file that cannot be written is reported once and ends no run.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        devices: Mapping[WorkerId, str] | None = None,
-    ) -> None:
-        labels = devices or {}
-        owners = config.plan.owners
-        numbers = {owner: number for number, owner in enumerate(owners)}
-        self._spans = _Spans(
-            numbers,
-            [Process(owner, labels.get(owner, "")) for owner in owners],
-            [StageInfo(numbers[s.owner], s.start, s.end) for s in config.plan.stages],
+    def __init__(self, config: Config, *, devices: Mapping[WorkerId, str] | None = None) -> None:
+        labels, stages = devices or {}, config.plan.stages
+        owners = list(dict.fromkeys(["local", *(spec.owner for spec in stages)]))
+        self._numbers: dict[WorkerId, int] = {owner: n for n, owner in enumerate(owners)}
+        self._about = About(
+            "hetero timeline 2",
+            tuple(Process(owner, labels.get(owner, "")) for owner in owners),
+            tuple(StageInfo(self._numbers[s.owner], s.start, s.end) for s in stages),
+            _settings(config),
         )
-        self._file = _File(config.output_dir / TIMELINE_FILE, self._spans, _settings(config))
+        self._file = _File(config.output_dir / TIMELINE_FILE, self._about)
+        self._open: dict[int, list[Event]] = {}
         self._kept = self._dropped = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="timeline")
         self._jobs: deque[Future[None]] = deque()
@@ -99,16 +116,11 @@ class Timeline:
     def __enter__(self) -> Timeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             self.close()
         except ProtocolError:
-            if error is None:
+            if kind is None:
                 raise
 
     def add(self, owner: WorkerId, spans: Sequence[Span], offset_s: float = 0.0) -> None:
@@ -128,20 +140,49 @@ class Timeline:
         """Write what is left; further calls do nothing. Raises as `add` does."""
         if not self._closed:
             self._closed = True
-            self._jobs.append(self._writer.submit(self._write, self._spans.rest))
+            self._jobs.append(self._writer.submit(self._write, at_end=True))
         self._writer.shutdown()
         while self._jobs:
             self._jobs.popleft().result()
 
     def _take(self, owner: WorkerId, spans: Sequence[Span], offset_s: float) -> None:
-        self._spans.add(owner, spans, offset_s)
-        self._write(self._spans.complete)
+        for span in spans:
+            event = self._event(self._numbers[owner], span, offset_s)
+            self._open.setdefault(event.step, []).append(event)
+        self._write()
 
-    def _write(self, steps: Callable[[], Iterator[list[Event]]]) -> None:
+    def _event(self, process: int, span: Span, offset_s: float) -> Event:
+        try:
+            peer, kind = span.get("peer"), span["kind"]
+            if kind == FORWARD and span["stage"] == len(self._about.stages) - 1:
+                kind = FORWARD_BACKWARD  # the last stage's only task
+            began, ended = span["began"] - offset_s, span["ended"] - offset_s
+            fields = {
+                "kind": kind,
+                "process": process,
+                "began": began,
+                "ended": max(ended, began),
+                "peer": None if peer is None else self._numbers[peer],
+                "nbytes": span.get("bytes", 0),
+            }
+            return self._about.event(span | fields)
+        except (KeyError, TypeError, ValueError):
+            name = self._about.processes[process].name
+            raise ProtocolError(f"{name} sent a span that is none: {str(span)[:200]}") from None
+
+    def _write(self, *, at_end: bool = False) -> None:
+        """Write each step that all processes have told of, or that is too old to wait."""
+        steps = []
+        for step in sorted(self._open):
+            told = {event.process for event in self._open[step] if event.kind in COMPUTE}
+            is_told = len(told) == len(self._about.processes)
+            if at_end or is_told or step + _MOST_OPEN < max(self._open):
+                events = aligned(with_bytes(self._open.pop(step)))
+                steps.append(sorted(events, key=lambda event: (event.began, event.ended)))
         if self._failed:
             return
         try:
-            self._file.write(steps(), self._dropped)
+            self._file.write(steps, self._dropped)
         except OSError as error:
             self._failed = True
             _log.warning("no timeline: cannot write %s: %s", self._file.path, error.strerror)
@@ -155,99 +196,23 @@ def _settings(config: Config) -> dict[str, Any]:
     return chosen | {name: raw["training"][name] for name in names if name in raw["training"]}
 
 
-class _Spans:
-    """Spans become events of a step, on one clock."""
-
-    def __init__(
-        self,
-        numbers: Mapping[WorkerId, int],
-        processes: Sequence[Process],
-        stages: Sequence[StageInfo],
-    ) -> None:
-        self.processes, self.stages = processes, stages
-        self._numbers = numbers
-        self._open: dict[int, list[Event]] = {}
-
-    def add(self, owner: WorkerId, spans: Sequence[Span], offset_s: float) -> None:
-        for span in spans:
-            event = self._event(self._numbers[owner], span, offset_s)
-            self._open.setdefault(event.step, []).append(event)
-
-    def complete(self) -> Iterator[list[Event]]:
-        """The events of each step that all processes have told of, or that is too old to wait."""
-        for step in sorted(self._open):
-            told = {e.process for e in self._open[step] if e.kind in COMPUTE}
-            if len(told) == len(self.processes) or step + _MOST_OPEN < max(self._open):
-                yield self._aligned(self._open.pop(step))
-
-    def rest(self) -> Iterator[list[Event]]:
-        for step in sorted(self._open):
-            yield self._aligned(self._open.pop(step))
-
-    def _aligned(self, events: list[Event]) -> list[Event]:
-        return sorted(aligned(with_bytes(events)), key=lambda event: (event.began, event.ended))
-
-    def _event(self, process: int, span: Span, offset_s: float) -> Event:
-        try:
-            kind, stage, peer = span["kind"], span["stage"], span.get("peer")
-            began, ended = float(span["began"]) - offset_s, float(span["ended"]) - offset_s
-            numbers = (stage, span["micro_batch"], span["step"], span.get("bytes", 0))
-            texts = tuple(span.get(name, "") for name in ("what", "dtype", "codec"))
-            if kind == FORWARD and stage == len(self.stages) - 1:
-                kind = FORWARD_BACKWARD  # the last stage's only task
-            if (
-                kind not in KINDS
-                or not all(isinstance(number, int) for number in numbers)
-                or not all(isinstance(text, str) for text in texts)
-                or not 0 <= stage < len(self.stages)
-                or not (math.isfinite(began) and math.isfinite(ended))
-            ):
-                raise ValueError
-            return Event(
-                kind=kind,
-                process=process,
-                stage=stage,
-                micro_batch=numbers[1],
-                step=numbers[2],
-                began=began,
-                ended=max(began, ended),
-                what=texts[0],
-                peer=None if peer is None else self._numbers[peer],
-                nbytes=numbers[3],
-                dtype=texts[1],
-                codec=texts[2],
-            )
-        except (KeyError, TypeError, ValueError):
-            raise ProtocolError(
-                f"{self.processes[process].name} sent a span that is none: {str(span)[:200]}"
-            ) from None
-
-
 class _File:
     """The file, open to its end: entries are written over the closing brackets, which follow."""
 
-    def __init__(self, path: Path, spans: _Spans, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, about: About) -> None:
         self.path = path
-        self._rows = _Rows(spans)
-        self._stages = spans.stages
-        self._about = {
-            "format": FORMAT,
-            "processes": [{"owner": p.owner, "device": p.device} for p in spans.processes],
-            "stages": [
-                {"process": s.process, "start": s.start, "end": s.end} for s in spans.stages
-            ],
-            "settings": dict(settings),
-        }
+        self._about = about
+        self._rows = _Rows(about)
         self._zero: float | None = None
         self._end = 0  # bytes before the closing brackets
 
-    def write(self, steps: Iterable[list[Event]], dropped: int) -> None:
+    def write(self, steps: Sequence[Sequence[Event]], dropped: int) -> None:
         """Append steps, if there are any, and what makes the file valid JSON. Raises OSError."""
         text = "".join(map(self._step, steps))
         if not self._end and text:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_bytes(b"")
-            about = json.dumps({"displayTimeUnit": "ms", "otherData": self._about})
+            about = json.dumps({"displayTimeUnit": "ms", "otherData": asdict(self._about)})
             text = about[:-1] + ', "traceEvents": [' + text[1:]
         if self._end or text:
             with self.path.open("r+b") as file:
@@ -266,28 +231,17 @@ class _File:
         return "".join(f",\n{json.dumps(entry)}" for entry in self._entries(moved))
 
     def _entries(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-        rows, pauses, arrows = self._rows, waits(self._stages, events), _arrows(events, self._rows)
-        spans = [_complete(event, *rows.of_event(event)) for event in events]
-        spans += [
-            {
-                "name": f"wait for {wait.reason}",
-                "cat": "wait",
-                "ph": "X",
-                "pid": wait.process + 1,
-                "tid": rows.of_stage(wait.stage),
-                "ts": _micro(wait.began),
-                "dur": _micro(wait.seconds),
-                "args": {
-                    "step": events[0].step + 1,
-                    "stage": wait.stage,
-                    "micro_batch": wait.micro_batch,
-                    "on_the_wire_ms": round(wait.wire_s * 1e3, 3),
-                },
-            }
-            for wait in pauses
-        ]
+        rows, arrows = self._rows, list(_arrows(events, self._rows))
+        entries = [_complete(event, *rows.of_event(event)) for event in events]
+        for wait in waits(self._about.stages, events):
+            args: dict[str, Any] = {"step": events[0].step + 1, "stage": wait.stage}
+            args |= {"micro_batch": wait.micro_batch}
+            args |= {"on_the_wire_ms": round(wait.wire_s * 1e3, 3)}
+            what, place = (f"wait for {wait.reason}", "wait", "X"), rows.of_stage(wait.stage)
+            dur = _micro(wait.seconds)
+            entries.append(_entry(what, (wait.process, place), wait.began, dur=dur, args=args))
         yield from rows.new_names()
-        yield from sorted(spans, key=lambda span: (span["ts"], -span["dur"]))
+        yield from sorted(entries, key=lambda entry: (entry["ts"], -entry["dur"]))
         yield from arrows
 
 
@@ -305,6 +259,16 @@ _SEND_ROW = 1000
 _RECEIVE_ROW = 5000
 
 
+def _entry(
+    what: tuple[str, str, str], place: tuple[int, int], at: float, **more: Any
+) -> dict[str, Any]:
+    """An entry of `what` (name, category, phase) at `place` (process, row)."""
+    name, category, phase = what
+    pid, row = place[0] + 1, place[1]
+    head = {"name": name, "cat": category, "ph": phase, "pid": pid, "tid": row, "ts": _micro(at)}
+    return head | more
+
+
 def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
     args: dict[str, Any] = {"step": event.step + 1, "stage": event.stage}
     if event.micro_batch >= 0:
@@ -312,16 +276,9 @@ def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
     if event.kind in (SEND, RECEIVE):
         args |= {"what": event.what, "peer": event.peer, "bytes": event.nbytes}
         args |= {"dtype": event.dtype, "codec": event.codec}
-    return {
-        "name": name,
-        "cat": event.kind,
-        "ph": "X",
-        "pid": event.process + 1,
-        "tid": row,
-        "ts": _micro(event.began),
-        "dur": _micro(event.ended) - _micro(event.began),
-        "args": args,
-    }
+    seconds = _micro(event.ended) - _micro(event.began)
+    place = (event.process, row)
+    return _entry((name, event.kind, "X"), place, event.began, dur=seconds, args=args)
 
 
 def _arrows(events: Sequence[Event], rows: _Rows) -> Iterator[dict[str, Any]]:
@@ -334,17 +291,10 @@ def _arrows(events: Sequence[Event], rows: _Rows) -> Iterator[dict[str, Any]]:
         number = rows.new_arrow()
         # The arrow leaves just before the end: at the end the next task of the row begins.
         leaves = max(before.began, before.ended - 1e-8)
-        for phase, event, at in (("s", before, leaves), ("f", task, task.began)):
-            yield {
-                "name": "tensor",
-                "cat": "tensor",
-                "ph": phase,
-                "id": number,
-                "pid": event.process + 1,
-                "tid": rows.of_stage(event.stage),
-                "ts": _micro(at),
-                **({"bp": "e"} if phase == "f" else {}),
-            }
+        source = (before.process, rows.of_stage(before.stage))
+        target = (task.process, rows.of_stage(task.stage))
+        yield _entry(("tensor", "tensor", "s"), source, leaves, id=number)
+        yield _entry(("tensor", "tensor", "f"), target, task.began, id=number, bp="e")
 
 
 def _micro(seconds: float) -> float:
@@ -355,8 +305,8 @@ class _Rows:
     """Numbers and names of the rows. Spans of one row must not overlap, or a viewer nests them:
     what overlaps on a link (it has several threads) goes to a further row of that link."""
 
-    def __init__(self, spans: _Spans) -> None:
-        self._processes, self._stages = spans.processes, spans.stages
+    def __init__(self, about: About) -> None:
+        self._processes, self._stages = about.processes, about.stages
         self._names: dict[tuple[int, int], str] = {}
         self._named: set[tuple[int, int]] = set()
         self._free: dict[int, float] = {}
@@ -372,7 +322,7 @@ class _Rows:
         if event.kind in COMPUTE:
             return self.of_stage(event.stage), f"{NAMES[event.kind]}{event.micro_batch}"
         first = _ROWS * (event.process + 1)
-        if event.kind in (COLLECT, COMMIT):
+        if event.kind == COMMIT:
             return self._lane(event, first + _UPDATE_ROW, "update"), NAMES[event.kind]
         outward, peer = event.kind == SEND, event.peer or 0
         label = f"{'send to' if outward else 'receive from'} {self._processes[peer].name}"
@@ -435,7 +385,7 @@ def read_timeline(run: str | os.PathLike[str]) -> Trace:
         raise UserError(f"cannot read {path}: {reason}") from None
     try:
         trace = _parse(_json(text))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged, or no timeline of this program ({type(error).__name__}: {error})",
             hint="run again to write a new one",
@@ -465,47 +415,26 @@ def _json(text: str) -> Any:
 
 
 def _parse(raw: Any) -> Trace:
-    about = raw["otherData"]
-    if about["format"] != FORMAT:
-        raise ValueError(f"format {about['format']!r}")
-    processes = tuple(Process(p["owner"], str(p["device"])) for p in about["processes"])
-    stages = tuple(
-        StageInfo(_index(s["process"], processes), int(s["start"]), int(s["end"]))
-        for s in about["stages"]
-    )
+    about = _ABOUT.validate_python(raw["otherData"])
+    if any(stage.process >= len(about.processes) for stage in about.stages):
+        raise ValueError("a stage of no process")
     events = tuple(
-        _parse_event(entry, processes, stages)
+        _parse_event(entry, about)
         for entry in raw["traceEvents"]
         if entry["ph"] == "X" and entry["cat"] in KINDS
     )
-    return Trace(processes, stages, events, dict(about["settings"]), int(raw["dropped"]))
+    return Trace(about.processes, about.stages, events, about.settings, int(raw["dropped"]))
 
 
-def _parse_event(
-    entry: Any, processes: Collection[Process], stages: Collection[StageInfo]
-) -> Event:
-    args = entry["args"]
-    began, seconds = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
-    if not (math.isfinite(began) and math.isfinite(seconds) and seconds >= 0):
-        raise ValueError("a time that is none")
-    peer = args.get("peer")
-    return Event(
-        kind=entry["cat"],
-        process=_index(entry["pid"] - 1, processes),
-        stage=_index(args["stage"], stages),
-        micro_batch=int(args.get("micro_batch", -1)),
-        step=int(args["step"]) - 1,
-        began=began,
-        ended=began + seconds,
-        what=str(args.get("what", "")),
-        peer=None if peer is None else _index(peer, processes),
-        nbytes=int(args.get("bytes", 0)),
-        dtype=str(args.get("dtype", "")),
-        codec=str(args.get("codec", "")),
-    )
-
-
-def _index(value: Any, things: Collection[Any]) -> int:
-    if not isinstance(value, int) or not 0 <= value < len(things):
-        raise ValueError(f"number {value!r} of {len(things)}")
-    return value
+def _parse_event(entry: Any, about: About) -> Event:
+    args, began = entry["args"], entry["ts"] / 1e6
+    fields = {
+        "kind": entry["cat"],
+        "process": entry["pid"] - 1,
+        "micro_batch": args.get("micro_batch", NO_MICRO_BATCH),
+        "step": args["step"] - 1,
+        "began": began,
+        "ended": began + entry["dur"] / 1e6,
+        "nbytes": args.get("bytes", 0),
+    }
+    return about.event(args | fields)

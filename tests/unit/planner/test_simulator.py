@@ -22,12 +22,6 @@ from tests.unit.planner.profiles import (
 # ---- the profile
 
 
-def test_profile_needs_times_devices_and_edges_for_its_stages() -> None:
-    for wrong in ({"forward_s": [1]}, {"devices": [0]}, {"edges": []}):
-        with pytest.raises(ValueError, match="p - 1 edges"):
-            Profile.of(**{"forward_s": [1, 1], "backward_s": [1, 1], **wrong})
-
-
 def test_profile_knows_the_nics_of_tensors() -> None:
     edges = [Edge(3, 5, 1), Edge(3, 5, 1), Edge(3, 5, 1, relay=0), Edge(3, 5, 1, relay=0)]
     profile = Profile.of([1] * 5, [1] * 5, devices=[0, 0, 1, 2, 0], edges=edges)

@@ -24,7 +24,7 @@ def plan(*owners: int | str, layers: int = 4) -> list[StageSpec]:
 
 
 def seconds(count: int, **changes: float) -> dict[int, StageSeconds]:
-    return {k: replace(StageSeconds(0.02, 0.04, 0.0, 0.0), **changes) for k in range(count)}
+    return {k: StageSeconds(0.02, 0.04, 0.0, 0.0)._replace(**changes) for k in range(count)}
 
 
 # ---- profiles
