@@ -150,7 +150,7 @@ def test_missing_and_non_finite_values_are_no_problem(capsys: pytest.CaptureFixt
     progress.start(3, ROWS[:1])
     progress.step({"step": 1})
     progress.step({"step": 2, "loss": None, "grad_norm": float("nan"), "skipped": True})
-    progress.step({"step": 3, "loss": 1.0, "stages": [{"index": 7}, {}]})
+    progress.step({"step": 3, "loss": 1.0, "stages": [{}, {}]})
     progress.close({})
     out = capsys.readouterr().out
     assert "loss not finite  skipped  ETA 0:00:00  grad_norm nan" in out
@@ -171,17 +171,17 @@ def test_messages_stand_above_the_live_display(terminal: io.StringIO) -> None:
     progress.start(2, ROWS)
     progress.step(metrics_of(1))
     progress.message("worker 1: [bold]hello[/bold]")
-    progress.evaluation({"step": 1, "eval_loss": 2.5})
+    progress.evaluation({"step": 1, "eval_loss": 2.5, "eval_perplexity": 12.182})
     progress.step(metrics_of(2))
     progress.close()
     lines = screen(terminal.getvalue())
     assert lines[:3] == [
         "worker 1: [bold]hello[/bold]",
-        "step 1: evaluation  loss 2.5000",
+        "step 1: evaluation  loss 2.5000  perplexity 12.1820",
         lines[2],
     ]
     assert lines[2].startswith("step 2/2")
-    assert lines[4] == "evaluation at step 1: loss 2.5000"
+    assert lines[4] == "evaluation loss 2.5000 after step 1"
 
 
 @pytest.mark.parametrize("columns", [10, 40, 55, 80, 200])
