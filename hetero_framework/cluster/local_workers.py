@@ -27,6 +27,7 @@ from hetero_framework import control
 from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
+from hetero_framework.core.files import write_file
 from hetero_framework.errors import PeerLostError, ResourceError
 from hetero_framework.log import one_line
 
@@ -253,9 +254,7 @@ class _Spawner:
         self.log_dir = config.output_dir / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
         snapshot = self.log_dir / "config.json"
-        unfinished = snapshot.with_suffix(f".{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, snapshot)
+        write_file(snapshot, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
         self._command = [*program, "--supervised", "--config", str(snapshot)]
         self._command += ["--base-dir", str(config.base_dir)] + ["--debug"] * debug
         for file in control.imported_files():

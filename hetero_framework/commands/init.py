@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import ipaddress
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT, Config, ModelConfig
 from hetero_framework.core import addresses
+from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, HeteroError, UserError
 
 ADAPTERS = ("lora", "qlora", "none")
@@ -164,7 +163,10 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         own_address=addresses.primary_address(),
     )
     config = Config.from_dict(raw, output.absolute().parent, name="the answers")
-    _write_atomically(output, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
+    try:
+        write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror or error}") from error
     return config
 
 
@@ -181,15 +183,16 @@ def run_wizard(
     Each answer is checked at once and asked again when it is wrong; an empty line takes the
     default. Raises UserError when the input ends.
     """
+    wizard = _Wizard(answers, output, ask, say)
     try:
         say("A few questions; an empty line takes the value in [brackets].")
         if output.exists() and not force:
-            if not _ask(ask, say, f"{output} exists. Replace it? (yes/no)", "no", _yes_or_no):
+            question = f"{output} exists. Replace it? (yes/no)"
+            if wizard.ask(question, "no", _one_of("yes", "y", "no", "n")).startswith("n"):
                 say("Nothing was changed.")
                 return 0
-            force = True
-        answers = _ask_all(answers, output, ask, say)
-        config = write_config(answers, output, force=force)
+        wizard.ask_all()
+        config = write_config(wizard.answers, output, force=True)
     except EOFError:
         raise UserError(
             "the input ended before all questions were answered",
@@ -202,81 +205,69 @@ def run_wizard(
     return 0
 
 
-def _ask_all(
-    answers: Answers, output: Path, ask: Callable[[str], str], say: Callable[[str], None]
-) -> Answers:
-    while answers.model is None or answers.layers is None:
-        if answers.model is None:
-            question = "Model: a directory or a name on the hub"
-            answers = replace(answers, model=_ask(ask, say, question, None, _model))
-        if answers.layers is None:
-            answers = _with_layers(answers, output, ask, say)
-    if answers.coordinator is None and answers.device is None:
-        question = "Device of this machine, the coordinator (auto, cpu, cuda:0, mps, ...)"
-        answers = replace(answers, device=_ask(ask, say, question, "auto", _device))
-    if not answers.workers:
-        count = _ask(ask, say, "Number of workers beside this machine", "1", _count)
-        workers: list[str] = []
-        for number in range(1, count + 1):
-            question = f"Worker {number}: HOST[:PORT[:DEVICE]]"
-            workers.append(
-                _ask(ask, say, question, f"127.0.0.1:{WORKER_PORT - 1 + number}", _address)
-            )
-        answers = replace(answers, workers=workers)
-    if answers.adapter is None:
-        question = "Train lora, qlora (4-bit base) or none (all weights)"
-        answers = replace(answers, adapter=_ask(ask, say, question, "lora", _adapter))
-    if answers.data is None:
-        question = "Training data: a file or a dataset name"
-        default = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
-        answers = replace(answers, data=_ask(ask, say, question, default, _data))
-    return answers
+@dataclass
+class _Wizard:
+    answers: Answers
+    output: Path
+    read: Callable[[str], str]
+    say: Callable[[str], None]
 
+    def ask(self, question: str, default: str | None, check: Callable[[str], _T]) -> _T:
+        prompt = f"{question} [{default}]: " if default is not None else f"{question}: "
+        while True:
+            try:
+                text = self.read(prompt).strip() or default
+                if not text:
+                    raise UserError("an answer is needed here")
+                return check(text)
+            except UserError as error:
+                self.say(f"  {error}")
 
-def _with_layers(
-    answers: Answers, output: Path, ask: Callable[[str], str], say: Callable[[str], None]
-) -> Answers:
-    """The answers with the model's layers; without the model where another is to be named."""
-    try:
-        layers = _layers(replace(answers, model=_beside(answers.model, output)), output)
-        say(f"The model has {layers} layers.")
-    except HeteroError as error:
-        say(f"The model cannot be read here: {error}")
-        layers = _ask(ask, say, "Number of its layers, or 0 to name another model", None, _count)
-        if layers == 0:
-            return replace(answers, model=None)
-    return replace(answers, layers=layers)
+    def ask_all(self) -> None:
+        while self.answers.model is None or self.answers.layers is None:
+            if self.answers.model is None:
+                self._take(model=self.ask("Model: a directory or a name on the hub", None, _model))
+            if self.answers.layers is None:
+                self._find_layers()
+        if self.answers.coordinator is None:
+            question = "Device of this machine, the coordinator (auto, cpu, cuda:0, mps, ...)"
+            self._take(device=self.ask(question, "auto", _device))
+        if not self.answers.workers:
+            count = self.ask("Number of workers beside this machine", "1", _count)
+            self._take(workers=[self._worker(number) for number in range(1, count + 1)])
+        if self.answers.adapter is None:
+            question = "Train lora, qlora (4-bit base) or none (all weights)"
+            self._take(adapter=self.ask(question, "lora", _one_of(*ADAPTERS)))
+        if self.answers.data is None:
+            default = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
+            self._take(data=self.ask("Training data: a file or a dataset name", default, _data))
 
+    def _take(self, **found: Any) -> None:
+        self.answers = replace(self.answers, **found)
 
-def _ask(
-    ask: Callable[[str], str],
-    say: Callable[[str], None],
-    question: str,
-    default: str | None,
-    check: Callable[[str], _T],
-) -> _T:
-    prompt = f"{question} [{default}]: " if default is not None else f"{question}: "
-    while True:
+    def _find_layers(self) -> None:
+        """The number of the model's layers; forgets the model where another is to be named."""
+        model = _beside(self.answers.model, self.output)
         try:
-            return check(ask(prompt).strip() or default or "")
-        except UserError as error:
-            say(f"  {error}")
+            layers = _layers(replace(self.answers, model=model), self.output)
+            self.say(f"The model has {layers} layers.")
+        except HeteroError as error:
+            self.say(f"The model cannot be read here: {error}")
+            layers = self.ask("Number of its layers, or 0 to name another model", None, _count)
+        self._take(**({"layers": layers} if layers else {"model": None}))
 
-
-def _not_empty(text: str) -> str:
-    if not text:
-        raise UserError("an answer is needed here")
-    return text
+    def _worker(self, number: int) -> str:
+        default = f"127.0.0.1:{WORKER_PORT - 1 + number}"
+        return self.ask(f"Worker {number}: HOST[:PORT[:DEVICE]]", default, _address)
 
 
 def _model(text: str) -> str:
-    if _is_path(_not_empty(text)) and not Path(text).expanduser().is_dir():
+    if _is_path(text) and not Path(text).expanduser().is_dir():
         raise UserError(f"there is no directory {text}; a name on the hub is like ORG/NAME")
     return text
 
 
 def _data(text: str) -> str:
-    _not_empty(text)
     is_file = _is_path(text) or _DATA_FILE.search(text.lower()) is not None
     if is_file and not Path(text).expanduser().exists() and not glob.glob(text, recursive=True):
         raise UserError(f"there is no file {text}; a dataset's name on the hub is like ORG/NAME")
@@ -288,36 +279,29 @@ def _is_path(text: str) -> bool:
     return text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1
 
 
-def _device(text: str) -> str:
-    _validated({"coordinator": {"ip": "coordinator.invalid", "device": text}}, text)
-    return text
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise UserError(f'"{text}" is not a number above 0')
-    return int(text)
-
-
-def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
-
-
 def _address(text: str) -> str:
     parse_address(text)
     return text
 
 
-def _adapter(text: str) -> str:
-    if text.lower() not in ADAPTERS:
-        raise UserError(f'"{text}" is not one of {", ".join(ADAPTERS)}')
-    return text.lower()
+def _device(text: str) -> str:
+    _validated({"coordinator": {"ip": "coordinator.invalid", "device": text}}, text)
+    return text
 
 
-def _yes_or_no(text: str) -> bool:
-    if text.lower() not in ("y", "yes", "n", "no"):
-        raise UserError("answer yes or no")
-    return text.lower().startswith("y")
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f'"{text}" is not a number from 0 on')
+    return int(text)
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text.lower() not in words:
+            raise UserError(f'"{text}" is not one of {", ".join(words)}')
+        return text.lower()
+
+    return check
 
 
 def _coordinator(
@@ -361,18 +345,6 @@ def _beside(path: str | None, output: Path) -> str | None:
     if found.is_relative_to(folder):
         return found.relative_to(folder).as_posix()
     return str(found)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _validated(parts: dict[str, Any], text: str) -> None:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hetero_framework.core.files import write_file
+
 
 def cache_directory() -> Path | None:
     """HETERO_CACHE, else the platform's place for caches; None where HETERO_CACHE is empty."""
@@ -49,15 +51,8 @@ def remember(kind: str, question: str, answer: Any) -> None:
     place = _place(kind, question)
     if place is None:
         return
-    unfinished = place.with_name(f"{place.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    text = json.dumps({"question": question, "answer": answer})
     with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, place)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_file(place, json.dumps({"question": question, "answer": answer}).encode())
 
 
 def _place(kind: str, question: str) -> Path | None:

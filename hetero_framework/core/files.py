@@ -1,4 +1,4 @@
-"""Directories that change as a whole: a process killed at any moment leaves the old or the new."""
+"""Files and directories that change as a whole: after a crash there is the old or the new."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def rename(source: Path, target: Path) -> None:
             time.sleep(0.05)
         else:
             return
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, and its folders where they are missing. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        unfinished.write_bytes(content)
+        sync_file(unfinished)
+        rename(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def replace_directory(new: Path, target: Path, old: Path) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.config import StageSpec
+from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.errors import DataError, ResourceError, UserError
 
@@ -224,15 +225,9 @@ def _step_of(line: bytes, number: int, path: Path) -> int:
 
 
 def _replace_file(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_file(path, content)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ResourceError(
             f"cannot write {path}: {error.strerror}",
             hint="free some space or set another training.output_dir, then resume",
