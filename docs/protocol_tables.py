@@ -64,11 +64,11 @@ def _message(body: type[Body]) -> str:
     for name, (kind, required) in spec.fields.kinds.items():
         lines.append(f"- `{name}`{'' if required else ' (optional)'}: {kind.name}\n")
     low, high = spec.tensors
-    if high and spec.named:
+    if spec.named:
         lines.append("- tensors: one for each of `names`, in that order\n")
     elif high:
         lines.append(f"- tensors: {low if low == high else f'{low} to {high}'}\n")
-    if spec.long:
+    if spec.max_header_bytes == frames.MAX_LONG_HEADER_BYTES:
         lines.append("- *long* header\n")
     return "".join(lines)
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
+
+from typing_extensions import dataclass_transform
 
 from hetero_framework.core.fields import Fields, Shape, WorkerId
 from hetero_framework.core.frames import (
@@ -63,19 +64,13 @@ class Spec:
         self.number = number
         self.sender = sender
         self.tensors = tensors
-        self.long = long
         self.max_header_bytes = MAX_LONG_HEADER_BYTES if long else MAX_HEADER_BYTES
-        self.is_greeting = issubclass(cls, _Greeting)
-        self._cls = cls
-
-    @cached_property
-    def fields(self) -> Fields:
-        return Fields(self._cls)
+        self.fields = Fields(cls)
 
     @property
     def named(self) -> bool:
         """Whether it has one tensor for each of its `names`."""
-        return "names" in self.fields.kinds
+        return "names" in self.fields.kinds and self.tensors[1] > 0
 
     def check(self, fields: dict[str, Any], num_tensors: int) -> None:
         """Raise ProtocolError unless these are exactly the fields and tensors it may have."""
@@ -85,12 +80,17 @@ class Spec:
             problem = error.message
         if problem is not None:
             raise ProtocolError(f"{self.name}: {problem}")
-        low, high = self.tensors
-        if high and self.named:
-            low = high = len(fields["names"])
+        low, high = [len(fields["names"])] * 2 if self.named else self.tensors
         if not low <= num_tensors <= high:
             wanted = str(low) if low == high else f"{low} to {high}"
             raise ProtocolError(f"{self.name}: {wanted} tensors expected, got {num_tensors}")
+
+    def check_header(self, header: bytes) -> None:
+        if len(header) > self.max_header_bytes:
+            raise ProtocolError(
+                f"{self.name}: a header of {len(header)} bytes is larger than "
+                f"{self.max_header_bytes}"
+            )
 
 
 class Body:
@@ -111,10 +111,11 @@ BODIES: dict[int, type[Body]] = {}
 """All messages by their numbers on the wire, which never change their meaning."""
 
 
+@dataclass_transform(frozen_default=True)
 def _message(
     number: int, sender: str, *, tensors: tuple[int, int] = (0, 0), long: bool = False
 ) -> Callable[[type[B]], type[B]]:
-    """Make a dataclass a message.
+    """Make a class a frozen dataclass and a message.
 
     `sender` is "coordinator", "worker", on a link between two workers "connecting worker" or
     "accepting worker", or "either"; the other side receives. `tensors` is the smallest and largest
@@ -123,9 +124,10 @@ def _message(
     """
 
     def register(cls: type[B]) -> type[B]:
-        cls.spec = Spec(cls, number, sender, tensors, long)
-        BODIES[number] = cls
-        return cls
+        made = dataclass(frozen=True, slots=True)(cls)
+        made.spec = Spec(made, number, sender, tensors, long)
+        BODIES[number] = made
+        return made
 
     return register
 
@@ -140,7 +142,6 @@ class _Greeting(Body):
 
 
 @_message(1, COORDINATOR)
-@dataclass(frozen=True, slots=True)
 class Hello(_Greeting):
     """Coordinator to worker, the first message of a connection: who I am, which worker I mean, the
     how manieth connection of the run to it this is, and the largest frame either side may send from
@@ -155,7 +156,6 @@ class Hello(_Greeting):
 
 
 @_message(2, WORKER)
-@dataclass(frozen=True, slots=True)
 class Welcome(_Greeting):
     """Worker to coordinator, accepts HELLO: versions, device and memory (bytes), and the run whose
     stages it holds ready, if any. Answered by SETUP or REJECT."""
@@ -169,7 +169,6 @@ class Welcome(_Greeting):
 
 
 @_message(3, EITHER)
-@dataclass(frozen=True, slots=True)
 class Reject(Body):
     """Either side, refuses the handshake: a code for programs, a message and a hint for people. The
     sender closes the connection."""
@@ -180,7 +179,6 @@ class Reject(Body):
 
 
 @_message(4, COORDINATOR, long=True)
-@dataclass(frozen=True, slots=True)
 class Setup(Body):
     """Coordinator to worker: the configuration and the indexes of the stages that the worker holds.
     Answered by READY when they are loaded, or by ERROR."""
@@ -207,7 +205,6 @@ class LoadedStage:
 
 
 @_message(5, WORKER, long=True)
-@dataclass(frozen=True, slots=True)
 class Ready(Body):
     """Worker to coordinator, answers SETUP: its stages are loaded; the trainable parameters of each
     with their index in the whole model, and which weights it read. Answered by START."""
@@ -216,7 +213,6 @@ class Ready(Body):
 
 
 @_message(6, COORDINATOR)
-@dataclass(frozen=True, slots=True)
 class Start(Body):
     """Coordinator to worker: all workers are ready; which of its stages need a gradient of their
     input. No answer; STEP follows."""
@@ -225,7 +221,6 @@ class Start(Body):
 
 
 @_message(7, WORKER, long=True)
-@dataclass(frozen=True, slots=True)
 class Log(Body):
     """Worker to coordinator: one line for the coordinator's log. No answer."""
 
@@ -234,7 +229,6 @@ class Log(Body):
 
 
 @_message(8, EITHER, long=True)
-@dataclass(frozen=True, slots=True)
 class Error(Body):
     """Either side: something failed; `kind` is the class name of the error. The receiver decides
     whether the step is retried or the run ends."""
@@ -268,7 +262,6 @@ class TaskOrder:
 
 
 @_message(10, COORDINATOR)
-@dataclass(frozen=True, slots=True)
 class Step(OfStep):
     """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with so
     many micro-batches; `num_items` label tokens in all of them together. `attempt` grows with every
@@ -286,7 +279,6 @@ class Step(OfStep):
 
 
 @_message(11, COORDINATOR, tensors=(0, MAX_TENSORS))
-@dataclass(frozen=True, slots=True)
 class Inputs(OfStep):
     """Coordinator to worker, ahead of the activations: the batch tensors that a stage needs for one
     micro-batch, in the order of `names`. Integers travel as int32 and are int64 again at the other
@@ -321,7 +313,6 @@ class Boundary(OfStep):
 
 
 @_message(12, EITHER, tensors=(1, 2))
-@dataclass(frozen=True, slots=True)
 class Forward(Boundary):
     """To the stage `stage`: its input hidden states. A worker sends it straight to the worker that
     holds the stage, or to the coordinator, which relays it undecoded. With `coded` the tensors are
@@ -330,14 +321,12 @@ class Forward(Boundary):
 
 
 @_message(13, EITHER, tensors=(1, 2))
-@dataclass(frozen=True, slots=True)
 class Backward(Boundary):
     """To the stage `stage`: the gradient of its output, on the paths of FORWARD. There is none
     where nothing before the boundary is trained."""
 
 
 @_message(14, WORKER)
-@dataclass(frozen=True, slots=True)
 class Loss(OfStep):
     """Worker to coordinator, from the last stage: this micro-batch's part of the loss (the sum of
     its token losses in an evaluation). It may be infinite or NaN. No answer."""
@@ -347,7 +336,6 @@ class Loss(OfStep):
 
 
 @_message(15, WORKER)
-@dataclass(frozen=True, slots=True)
 class BackwardDone(OfStep):
     """Worker to coordinator, from the lowest stage that computes gradients, if that is a worker's:
     the backward of this micro-batch is done. No answer."""
@@ -388,7 +376,6 @@ class RoundTrip:
 
 
 @_message(21, WORKER, tensors=(0, MAX_TENSORS), long=True)
-@dataclass(frozen=True, slots=True)
 class GradientNorms(OfStep):
     """Worker to coordinator, when all micro-batches of a training step are through its stages: for
     each stage a float32 vector of per-parameter norms, followed by the head's gradient where `tied`
@@ -402,7 +389,6 @@ class GradientNorms(OfStep):
 
 
 @_message(22, COORDINATOR, tensors=(0, 1))
-@dataclass(frozen=True, slots=True)
 class Commit(OfStep):
     """Coordinator to worker: change the weights with this learning rate, after multiplying the
     gradients by `grad_scale`. The tensor is the embedding's new weight for a head that is one with
@@ -414,7 +400,6 @@ class Commit(OfStep):
 
 
 @_message(23, WORKER, long=True)
-@dataclass(frozen=True, slots=True)
 class Committed(OfStep):
     """Worker to coordinator, answers COMMIT: the weights are changed; the recorded times of the
     step, if any."""
@@ -423,14 +408,12 @@ class Committed(OfStep):
 
 
 @_message(24, COORDINATOR)
-@dataclass(frozen=True, slots=True)
 class Abort(OfStep):
     """Coordinator to worker: forget this attempt at the step. Answered by ABORTED, after which
     nothing of the attempt comes from this worker any more."""
 
 
 @_message(25, WORKER)
-@dataclass(frozen=True, slots=True)
 class Aborted(OfStep):
     """Worker to coordinator, answers ABORT: weights and optimizer are as before the attempt."""
 
@@ -439,7 +422,6 @@ class Aborted(OfStep):
 
 
 @_message(30, COORDINATOR)
-@dataclass(frozen=True, slots=True)
 class StateRequest(Body):
     """Coordinator to worker: send part `part` (from 0, in order) of a stage's state, for a
     `checkpoint` as the commit of `step` left it (null: as it is before the first commit). The first
@@ -454,7 +436,6 @@ class StateRequest(Body):
 
 
 @_message(31, WORKER, tensors=(0, MAX_TENSORS), long=True)
-@dataclass(frozen=True, slots=True)
 class State(Body):
     """Worker to coordinator, answers STATE_REQUEST: the part, one tensor for each name, and in
     `info` the named values that are no tensors; `last` marks the last part. No answer."""
@@ -468,7 +449,6 @@ class State(Body):
 
 
 @_message(32, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
-@dataclass(frozen=True, slots=True)
 class LoadState(Body):
     """Coordinator to worker: part `part` of what a stage shall take over: a `checkpoint` as STATE
     gave it, the tensors of an `adapter` file, or the embedding's weight for a head that is one with
@@ -483,7 +463,6 @@ class LoadState(Body):
 
 
 @_message(33, WORKER)
-@dataclass(frozen=True, slots=True)
 class StateLoaded(Body):
     """Worker to coordinator, answers LOAD_STATE: the part is in place."""
 
@@ -495,7 +474,6 @@ class StateLoaded(Body):
 
 
 @_message(40, EITHER)
-@dataclass(frozen=True, slots=True)
 class Heartbeat(Body):
     """Either side, when it has sent nothing for a while: I am alive. With `ping`, the sender's
     clock in seconds, the peer answers at once with the same number in `pong` and its own clock in
@@ -507,7 +485,6 @@ class Heartbeat(Body):
 
 
 @_message(41, EITHER)
-@dataclass(frozen=True, slots=True)
 class Bye(Body):
     """Either side: I close the connection on purpose. No answer."""
 
@@ -515,7 +492,6 @@ class Bye(Body):
 
 
 @_message(50, EITHER, tensors=(0, MAX_TENSORS), long=True)
-@dataclass(frozen=True, slots=True)
 class Control(Body):
     """Either side: the extension point. `name` says what `data` and the tensors mean. With
     `request`, a number of the sender's choice, it is answered by a CONTROL of the same name with
@@ -537,7 +513,6 @@ class PeerAddress:
 
 
 @_message(60, COORDINATOR)
-@dataclass(frozen=True, slots=True)
 class Connect(Body):
     """Coordinator to worker: open links to these other workers. Answered by CONNECTED."""
 
@@ -552,7 +527,6 @@ class PeerResult:
 
 
 @_message(61, WORKER)
-@dataclass(frozen=True, slots=True)
 class Connected(Body):
     """Worker to coordinator, answers CONNECT: for each of them why there is no link, if so."""
 
@@ -560,7 +534,6 @@ class Connected(Body):
 
 
 @_message(62, DIALLER)
-@dataclass(frozen=True, slots=True)
 class PeerHello(_Greeting):
     """First message of a link between two workers: the run, which worker I mean, and which one I
     am. Answered by PEER_WELCOME or REJECT."""
@@ -572,13 +545,11 @@ class PeerHello(_Greeting):
 
 
 @_message(63, LISTENER)
-@dataclass(frozen=True, slots=True)
 class PeerWelcome(_Greeting):
     """Accepts PEER_HELLO; FORWARD and BACKWARD follow in both directions."""
 
 
 @_message(64, WORKER)
-@dataclass(frozen=True, slots=True)
 class PeerLost(Body):
     """Worker to coordinator: the link to that worker is gone. No answer; the coordinator has the
     step done again without it."""
@@ -588,7 +559,6 @@ class PeerLost(Body):
 
 
 @_message(65, WORKER)
-@dataclass(frozen=True, slots=True)
 class Leaving(Body):
     """Worker to coordinator: this process has been told to end. It still does what it is asked, so
     that the run can save its state, until BYE comes or its patience is over. No answer."""
@@ -674,7 +644,7 @@ def encode(
     """
     spec, tensors = message.body.spec, message.tensors
     header = pack_header(spec.name, spec.number, message._fields, pack_shapes(tensors))
-    _check_header_bytes(spec, header)
+    spec.check_header(header)
     rest = 4 + len(header) + message.payload_bytes
     if rest > max_frame_bytes:
         raise ProtocolError(
@@ -683,13 +653,6 @@ def encode(
         )
     payload = [tensor.data for tensor in tensors if tensor.nbytes]
     return [PREFIX.pack(rest, len(header)) + header, *payload]
-
-
-def _check_header_bytes(spec: Spec, header: bytes) -> None:
-    if len(header) > spec.max_header_bytes:
-        raise ProtocolError(
-            f"{spec.name}: a header of {len(header)} bytes is larger than {spec.max_header_bytes}"
-        )
 
 
 @dataclass(slots=True)
@@ -744,13 +707,13 @@ def read_header(
             hint="the peer may run a later version of hetero-framework",
         )
     spec = BODIES[number].spec
-    _check_header_bytes(spec, header)
+    spec.check_header(header)
     shapes = unpack_shapes(spec.name, found["x"], payload_bytes)
     if not isinstance(fields, dict):
         raise ProtocolError(f"{spec.name}: the fields must be a map, got {shown(fields)}")
     body: Body
     version: Any = fields.get("protocol")
-    if spec.is_greeting and is_int(version) and version != PROTOCOL_VERSION:
+    if issubclass(BODIES[number], _Greeting) and is_int(version) and version != PROTOCOL_VERSION:
         body = OtherVersion(BODIES[number], version, fields.get("package"))
     else:
         spec.check(fields, len(shapes))
@@ -764,7 +727,7 @@ def read_header(
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Message:
-    """The message of one whole frame (tests, tools; a link reads it in segments instead)."""
+    """The message of one whole frame; a link reads it in segments."""
     view = memoryview(frame)
     prefix = bytes(view[:PREFIX_BYTES])
     header_bytes, payload_bytes = parse_prefix(prefix, IMPOSSIBLE_FRAME_BYTES)
