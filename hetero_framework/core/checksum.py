@@ -1,4 +1,4 @@
-"""The checksum behind every frame, on streams that do not check their bytes themselves.
+"""The checksum behind every frame.
 
 It is XXH3 with 64 bits, big-endian, of the whole frame: TCP's own 16 bits miss one damaged segment
 in 65,536, and a flipped bit in a tensor would train on silently. A relay passes it on with the

@@ -1,12 +1,12 @@
 """`Link`: messages over one stream, with a thread for each direction.
 
-A link has one reader thread and one writer thread, so that both directions move while the
-process computes. It knows frames but not what messages mean, except HEARTBEAT: it sends one when
-it has been silent, answers those that ask for the clock, and swallows them all. A link that
-failed in the middle of a frame is dead: it is closed and its owner hears the reason once.
+Both directions move while the process computes. A link knows frames but not what messages mean,
+except HEARTBEAT: it sends one when it has been silent, answers those that ask for the clock, and
+swallows them all. A link that failed in the middle of a frame is dead: it is closed and its owner
+hears the reason once.
 
-A frame that another link is to carry on (`route`) is written there while it comes in: the reader
-of the one link feeds the queue of the other (`relay.py`). `send_queue.py` says what goes first.
+A frame that another link is to carry on (`route`) is written there while it comes in (`relay.py`).
+`send_queue.py` says what goes first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetero_framework.core.frames import (
     parse_prefix,
 )
 from hetero_framework.core.messages import FrameHeader, Heartbeat, Message, encode, read_header
-from hetero_framework.core.relay import Relay, SegmentPace, Source
+from hetero_framework.core.relay import Relay, SegmentPace
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
 from hetero_framework.errors import (
@@ -57,8 +57,8 @@ _CLOCK_SAMPLES = 16
 
 @dataclass
 class LinkStats:
-    """What a link has moved. Bytes count whole frames, heartbeats included; seconds are spent
-    writing (of the writer thread) and reading tensor bytes (of the reader thread)."""
+    """What a link has moved, in whole frames, heartbeats included, and the seconds it wrote and
+    read tensor bytes."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -86,25 +86,20 @@ OnMoved = Callable[[str, Message, float, float], None]
 class Link:
     """Messages over one stream, which the link owns from now on. `start` begins.
 
-    `on_message(message)` is called in the reader thread for every message but HEARTBEAT; while it
-    runs nothing more is read, so it should hand the message on. What it raises closes the link and
-    is the reason: out of memory as ResourceError, a bug as HeteroError. `on_close(reason)` is
-    called exactly once, in the reader thread, as the last thing: None after `close`, else the
-    error. No on_message follows it.
+    All of these are called in the reader thread, in which nothing more is read meanwhile:
+    `on_message(message)` for every message but HEARTBEAT. What it raises closes the link and is
+    the reason: out of memory as ResourceError, a bug as HeteroError.
+    `on_close(reason)` exactly once, as the last thing: None after `close`, else the error.
+    `route(message)` when the header of a frame with tensor bytes has come. If it returns a link,
+    the frame goes out there as it comes in, without on_message. When this link ends in the middle
+    of it, the frame is void; its receiver hears that after on_close, and drops it. When the other
+    one ends, the rest is read and dropped. What `route` raises closes this link.
 
-    `route(message)` is called in the reader thread when the header of a frame with tensor bytes
-    has come; the message has no tensors yet. If it returns a link, the frame goes out there as it
-    comes in, and on_message is not called for it. When this link ends in the middle of such a
-    frame, the frame is void, and its receiver drops it; that is sent after on_close. When the
-    other one ends, the rest is read and dropped. What `route` raises closes this link.
-
-    `heartbeat_s`: a heartbeat goes out after so much silence of ours. `liveness_s`: the link
-    fails after so much silence of the peer; any byte counts as life. `handshake_s`: the first
-    message must be complete so soon. `send_s`: the link fails when the peer takes nothing for so
-    long while something waits. `pool` has the receive buffers (pinned memory);
-    `max_queue_bytes` bounds what waits to be written: `send` blocks above it.
-    `stats` goes on counting where the link before this one ended.
-    `max_frame_bytes` may be set when the peers have agreed on another value.
+    `heartbeat_s`: a heartbeat goes out after so much silence of ours. The other times are as in
+    timeouts.py: the peer may be silent for `liveness_s`, has `handshake_s` for its first message,
+    and takes something every `send_s` while bytes wait for it. `pool` has the receive buffers;
+    `send` blocks while more than `max_queue_bytes` wait. `stats` goes on counting where the link
+    before this one ended. `max_frame_bytes` is set anew when the peers have agreed on a value.
 
     `clock` is what the answers to `ping` have shown so far.
     `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
@@ -189,16 +184,6 @@ class Link:
         """Whether nothing more is read or written."""
         return self._dead
 
-    @property
-    def checked(self) -> bool:
-        """Whether its frames carry a checksum."""
-        return self._stream.checked
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes that wait to be written."""
-        return self._queue.nbytes
-
     def ping(self) -> None:
         """Ask for the peer's clock; `clock` tells when the answer is there. Does nothing on a
         link that is closed."""
@@ -215,7 +200,7 @@ class Link:
         link's reason (PeerLostError) when it is closed.
         """
         buffers = encode(message, self.max_frame_bytes)
-        self._enqueue(Outgoing(buffers, done, _traced(message), hashed=self.checked))
+        self._enqueue(Outgoing(buffers, done, message if message.tensors else None))
 
     def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
         """Write what is queued for at most `drain_s` seconds, then close; waits until both
@@ -269,12 +254,10 @@ class Link:
         self._queue.add(outgoing, urgent)
         if idle:
             self._write_now(outgoing, _AT_ONCE_BYTES)
-        if not outgoing.left:
-            self._queue.remove(outgoing)
-            self._count(outgoing.nbytes)
-            return True
-        self._changed.notify_all()
-        return False
+        complete = self._remove_if_complete(outgoing)
+        if not complete:
+            self._changed.notify_all()
+        return complete
 
     def _write_now(self, outgoing: Outgoing, room: int) -> None:
         """Write what there is of a frame, and what the system takes without waiting."""
@@ -291,7 +274,7 @@ class Link:
                 self._queue.begin(outgoing, began)
         self.stats.write_s += time.perf_counter() - began
 
-    def _wait_for_room(self, nbytes: int, source: Source | None = None) -> None:
+    def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
 
         Raises the link's reason when it is closed. `_changed` is held.
@@ -313,16 +296,12 @@ class Link:
         It never waits for room: the reader answers pings. A peer that pings and does not read
         gets one answer at a time.
         """
-        beat = Outgoing(encode(Message(body)), hashed=self.checked)
+        beat = Outgoing(encode(Message(body)))
         with self._changed:
             if self.closed or (body.pong is not None and self._pong in self._queue):
                 return
             if not self._queue_or_write(beat, urgent=True) and body.pong is not None:
                 self._pong = beat
-
-    def _count(self, nbytes: int) -> None:
-        self.stats.bytes_out += nbytes
-        self.stats.frames_out += 1
 
     def _tell(self, outgoing: Outgoing) -> None:
         """After the last byte of a frame."""
@@ -379,8 +358,7 @@ class Link:
                 if left <= 0:
                     quiet_until = time.monotonic() + self._heartbeat_s
                     if outgoing is None:
-                        beat = encode(Message(Heartbeat()))
-                        self._queue.add(Outgoing(beat, hashed=self.checked), True)
+                        self._queue.add(Outgoing(encode(Message(Heartbeat()))), urgent=True)
                         continue
                 self._changed.wait(max(left, 0))
         return None
@@ -412,13 +390,14 @@ class Link:
         if outgoing.left:
             return False
         self._queue.remove(outgoing)
-        self._count(outgoing.nbytes)
+        self.stats.bytes_out += outgoing.nbytes
+        self.stats.frames_out += 1
         self._changed.notify_all()
         return True
 
     # ---- relaying: called by the reader of the link that a frame comes from
 
-    def expect(self, outgoing: Outgoing, source: Source) -> None:
+    def expect(self, outgoing: Outgoing, source: Link) -> None:
         with self._changed:
             self._wait_for_room(outgoing.nbytes, source)
             self._queue.add(outgoing)
@@ -486,7 +465,7 @@ class Link:
                 return
             frame = read_header(prefix, header, payload_bytes, self.max_frame_bytes)
             message = self._receive(frame)
-            self.stats.bytes_in += PREFIX_BYTES + header_bytes + payload_bytes + self._trailer_bytes
+            self.stats.bytes_in += len(frame.raw) + payload_bytes + CHECKSUM_BYTES
             self.stats.frames_in += 1
             if message is None:
                 continue
@@ -533,15 +512,9 @@ class Link:
             self.on_moved("receive", message, started, ended)
         return message if link is None else None
 
-    @property
-    def _trailer_bytes(self) -> int:
-        return CHECKSUM_BYTES if self.checked else 0
-
     def _is_whole(self, frame: FrameHeader, hasher: Hasher) -> bool:
         """Whether all of a frame is here, unharmed; False for one that was given up, and when the
         link was closed on our side."""
-        if not self.checked:
-            return True
         found = self._take(CHECKSUM_BYTES)
         if found is None or found == VOID:
             return False
@@ -566,11 +539,10 @@ class Link:
             relay.feed(buffer[got : got + count])
             got += count
             self._pace.saw(count, time.perf_counter() - started)
-        if self.checked:
-            trailer = self._take(CHECKSUM_BYTES)
-            if trailer is None:
-                return False
-            relay.seal(trailer)
+        checksum = self._take(CHECKSUM_BYTES)
+        if checksum is None:
+            return False
+        relay.feed(memoryview(checksum))
         self._end_relay()
         return True
 
@@ -684,10 +656,6 @@ class Link:
         for outgoing in dropped:
             if outgoing.done is not None:
                 outgoing.done()
-
-
-def _traced(message: Message) -> Message | None:
-    return message if message.tensors else None
 
 
 def _said(error: OSError) -> str:

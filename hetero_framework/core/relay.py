@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hetero_framework.core.messages import FrameHeader, Message
 from hetero_framework.core.send_queue import Outgoing
 from hetero_framework.errors import HeteroError
+
+if TYPE_CHECKING:
+    from hetero_framework.core.link import Link
 
 _SEGMENT_BYTES = (1 << 14, 1 << 18)
 """Least and most of a relayed frame that is passed on at a time."""
@@ -33,34 +36,13 @@ class SegmentPace:
         self.segment_bytes = max(smallest, min(largest, aim))
 
 
-class Carrier(Protocol):
-    """The link that carries a frame on, as its relay uses it."""
-
-    @property
-    def checked(self) -> bool: ...
-    def expect(self, outgoing: Outgoing, source: Source) -> None: ...
-    def feed(self, outgoing: Outgoing, data: memoryview) -> None: ...
-    def pad(self, outgoing: Outgoing) -> None: ...
-
-
-class Source(Protocol):
-    """The link that a frame comes from."""
-
-    name: str
-
-    @property
-    def checked(self) -> bool: ...
-    @property
-    def dead(self) -> bool: ...
-
-
 class Relay:
     """One frame on its way from `source` to `carrier`. `release` gives its buffer back."""
 
     def __init__(
         self,
-        source: Source,
-        carrier: Carrier,
+        source: Link,
+        carrier: Link,
         frame: FrameHeader,
         message: Message,
         release: Callable[[], None],
@@ -70,15 +52,7 @@ class Relay:
         self._release = release
         self._lock = threading.Lock()
         self._users = 2
-        self._sealed = source.checked and carrier.checked
-        self._outgoing = Outgoing(
-            [frame.raw],
-            self._done,
-            message,
-            missing=frame.payload_bytes,
-            hashed=carrier.checked and not source.checked,
-            sealed=self._sealed,
-        )
+        self._outgoing = Outgoing([frame.raw], self._done, message, frame.payload_bytes)
 
     def begin(self) -> None:
         """Queue the frame, waiting for room."""
@@ -88,13 +62,8 @@ class Relay:
             self._done()  # one of the two is closed; its own reader reports that
 
     def feed(self, data: memoryview) -> None:
-        """The next tensor bytes."""
+        """The next bytes of the tensors, then the checksum that came behind them."""
         self._carrier.feed(self._outgoing, data)
-
-    def seal(self, checksum: bytes) -> None:
-        """The checksum that came behind the frame."""
-        if self._sealed:
-            self._carrier.feed(self._outgoing, memoryview(checksum))
 
     def end(self) -> None:
         """Nothing more comes. What is missing makes the frame void."""

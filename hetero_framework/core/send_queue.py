@@ -22,20 +22,19 @@ _HASHED_BYTES = 1 << 18
 
 
 class Outgoing:
-    """One frame on its way out.
+    """One frame on its way out. `done` is to be called when it is written or given up; `message` is
+    for the trace only, and may be released already.
 
-    `missing` bytes are still to come; `feed` brings them, in order. `left` are not written yet.
-    `began` is the time.perf_counter() at which writing began; `busy` while a thread writes what it
-    took. `done` is to be called when the frame is written or given up. `message` is for the trace
-    only, and may be released already. With `hashed` the frame gets its checksum here; a frame that
-    is relayed with its checksum has that among its missing bytes (`sealed`).
+    A frame of this process gets its checksum here. Of one that is relayed, `relayed_bytes` of
+    tensors and the checksum are still `missing`; `feed` brings them, in order. `left` are not
+    written yet. `began` is the time.perf_counter() at which writing began; `busy` while a thread
+    writes what it took.
     """
 
     __slots__ = (
         "_hasher",
         "_pending",
         "_raw",
-        "_sealed",
         "began",
         "busy",
         "done",
@@ -50,24 +49,19 @@ class Outgoing:
         buffers: Sequence[Buffer],
         done: Callable[[], None] | None = None,
         message: Message | None = None,
-        missing: int = 0,
-        *,
-        hashed: bool = False,
-        sealed: bool = False,
+        relayed_bytes: int | None = None,
     ) -> None:
-        self.missing = missing + (CHECKSUM_BYTES if sealed else 0)
-        self.nbytes = sum(map(len, buffers)) + self.missing + (CHECKSUM_BYTES if hashed else 0)
+        self.missing = 0 if relayed_bytes is None else relayed_bytes + CHECKSUM_BYTES
+        self.nbytes = sum(map(len, buffers)) + (self.missing or CHECKSUM_BYTES)
         self.left = self.nbytes
         self.done = done
         self.message = message
         self.began: float | None = None
         self.busy = False
-        self._hasher = Hasher() if hashed else None
-        self._sealed = sealed
-        self._raw = deque([memoryview(buffer) for buffer in buffers])  # not hashed yet
+        self._hasher = None if self.missing else Hasher()
+        self._raw: deque[memoryview] = deque()  # not hashed yet
         self._pending: deque[memoryview] = deque()
-        if not hashed:
-            self._raw, self._pending = self._pending, self._raw
+        (self._pending if self.missing else self._raw).extend(map(memoryview, buffers))
 
     @property
     def ready(self) -> bool:
@@ -75,17 +69,16 @@ class Outgoing:
         return not self.missing or self.nbytes - self.missing >= EARLY_BYTES
 
     def feed(self, data: memoryview) -> None:
-        """The next bytes of the tensors; ignored once the frame is padded or given up."""
+        """The next bytes; ignored once the frame is padded or given up."""
         if self.missing:
-            (self._pending if self._hasher is None else self._raw).append(data)
+            self._pending.append(data)
             self.missing -= len(data)
 
     def pad(self) -> None:
         """Zeros in place of the bytes that will not come, so that the next frame can follow; the
         receiver drops a frame that is void."""
-        tail = CHECKSUM_BYTES if self._sealed else 0
-        while self.missing > tail:
-            self.feed(_ZEROS[: self.missing - tail])
+        while self.missing > CHECKSUM_BYTES:
+            self.feed(_ZEROS[: self.missing - CHECKSUM_BYTES])
         if self.missing:
             self.feed(memoryview(VOID))
 
@@ -97,8 +90,7 @@ class Outgoing:
 
     def take(self, reserve: int = 0) -> deque[memoryview]:
         """What may be written now; the last `reserve` bytes of it stay while more is to come."""
-        if self._hasher is not None:
-            self._hash_some()
+        self._hash_some()
         taken, self._pending = self._pending, deque()
         if not self.missing:
             return taken
@@ -113,7 +105,8 @@ class Outgoing:
 
     def _hash_some(self) -> None:
         """Make the next bytes ready to be written; the checksum behind the last of them."""
-        assert self._hasher is not None
+        if self._hasher is None:
+            return
         room = _HASHED_BYTES
         while self._raw and room:
             segment = self._raw.popleft()
@@ -123,7 +116,7 @@ class Outgoing:
             self._hasher.update(segment)
             self._pending.append(segment)
             room -= len(segment)
-        if not self._raw and not self.missing:
+        if not self._raw:
             self._pending.append(memoryview(digest(self._hasher)))
             self._hasher = None
 

@@ -2,9 +2,8 @@
 
 A `Link` has one thread that reads and one that writes; `try_write` may come from any thread, one
 at a time with `write` (the link's lock sees to that). No call waits longer than a tick, so that
-its thread can look at deadlines. A stream that protects its bytes by itself (TLS) says
-`checked = False`, and its frames then carry no checksum; one that cannot write without waiting
-writes nothing in `try_write`.
+its thread can look at deadlines. A stream that cannot write without waiting writes nothing in
+`try_write`.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ _TICKED = (TimeoutError, BlockingIOError, InterruptedError)
 
 class Stream(Protocol):
     """What a link needs of a connection. Errors are OSError."""
-
-    checked: bool
-    """Whether frames need a checksum, since nothing below checks their bytes."""
 
     @property
     def peer(self) -> str:
@@ -85,8 +81,6 @@ _WAIT_ALL = 0 if sys.platform == "win32" else socket.MSG_WAITALL
 
 class PlainStream:
     """A connected socket, which the stream owns from now on."""
-
-    checked = True
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

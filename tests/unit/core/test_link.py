@@ -231,11 +231,11 @@ def test_slow_reader_holds_the_sender_back(stack: ExitStack) -> None:
     producer = threading.Thread(target=produce)
     producer.start()
     assert arrived.wait(WAIT_S)
-    wait_until(lambda: a.link.queued_bytes > 0 and len(sent) >= 1, "queue filled")
+    wait_until(lambda: a.link._queue.nbytes > 0 and len(sent) >= 1, "queue filled")
     producer.join(0.2)
     assert producer.is_alive()
     assert len(sent) <= 4
-    assert a.link.queued_bytes <= 2_100_000
+    assert a.link._queue.nbytes <= 2_100_000
     go.set()
     producer.join(WAIT_S)
     assert [m.body.data for m in b.take(10)] == list(range(10))
@@ -255,7 +255,7 @@ def test_blocked_sender_is_freed_when_the_link_ends(stack: ExitStack) -> None:
 
     producer = threading.Thread(target=produce)
     producer.start()
-    wait_until(lambda: a.link.queued_bytes > 0, "queue filled")
+    wait_until(lambda: a.link._queue.nbytes > 0, "queue filled")
     far.close()
     producer.join(WAIT_S)
     assert isinstance(raised[0], PeerLostError)
@@ -365,7 +365,7 @@ def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
     wait_until(lambda: len(moved) == 2, "told")
     assert sorted(entry[:2] for entry in moved) == [("receive", 7), ("send", 7)]
     assert all(0 < began <= ended for _, _, began, ended in moved)
-    wait_until(lambda: relay.out.link.queued_bytes == 0, "written")
+    wait_until(lambda: relay.out.link._queue.nbytes == 0, "written")
     assert relay.into.link.stats.bytes_in == relay.out.link.stats.bytes_out == len(frame)
 
 
@@ -385,7 +385,7 @@ def test_what_is_not_routed_is_received_whole(relay: Relay) -> None:
 def test_whole_frame_passes_one_that_waits_for_its_bytes(relay: Relay) -> None:
     frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:5000])  # too little to begin with
-    wait_until(lambda: relay.out.link.queued_bytes > 0, "queued")
+    wait_until(lambda: relay.out.link._queue.nbytes > 0, "queued")
     quick = framed(control(70_000, 2))
     relay.out.link.send(control(70_000, 2))
     assert receive_exactly(relay.target_socket, len(quick)) == quick
@@ -526,7 +526,7 @@ def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
         frame = framed(control(700_000, number))
         relay.source_socket.sendall(frame)
         assert receive_exactly(relay.target_socket, len(frame)) == frame
-        wait_until(lambda: relay.out.link.queued_bytes == 0, "written")
+        wait_until(lambda: relay.out.link._queue.nbytes == 0, "written")
         wait_until(lambda: relay.into.link._pool.free_bytes > 0, "given back")
     assert len(allocated) == 1
 
@@ -820,12 +820,12 @@ def test_peer_that_pings_and_does_not_read_is_answered_once_at_a_time(stack: Exi
     near, far = sockets(stack)
     b = end(stack, far, max_queue_bytes=1000)
     b.link.send(control(30_000_000))  # nobody reads it
-    size = b.link.queued_bytes
+    size = b.link._queue.nbytes
     ping = framed(Message(Heartbeat(ping=1.0)))
     near.sendall(ping * 200 + framed(control()))
     b.take()
     assert b.link.stats.frames_in == 201
-    assert b.link.queued_bytes < size + 100
+    assert b.link._queue.nbytes < size + 100
 
 
 def test_on_moved_tells_when_tensor_frames_moved(stack: ExitStack) -> None:

@@ -13,8 +13,8 @@ def joined(views: Iterable[memoryview]) -> bytes:
     return b"".join(views)
 
 
-def relayed(missing: int, head: bytes = b"head") -> Outgoing:
-    return Outgoing([head], missing=missing)
+def relayed(tensor_bytes: int) -> Outgoing:
+    return Outgoing([b"head"], relayed_bytes=tensor_bytes)
 
 
 def queue_of(*frames: Outgoing) -> SendQueue:
@@ -26,15 +26,15 @@ def queue_of(*frames: Outgoing) -> SendQueue:
 
 def test_frame_gives_its_bytes_once_and_in_order() -> None:
     frame = Outgoing([b"ab", memoryview(b"cde")])
-    assert (frame.nbytes, frame.left, frame.missing, frame.ready) == (5, 5, 0, True)
-    assert joined(frame.take(reserve=3)) == b"abcde"
+    assert (frame.nbytes, frame.left, frame.missing, frame.ready) == (13, 13, 0, True)
+    assert joined(frame.take(reserve=3)) == b"abcde" + checksum([b"abcde"])
     assert not frame.take()
 
 
 @pytest.mark.parametrize("size", [0, 5, 1 << 18, (1 << 18) + 1, 3_000_000])
-def test_hashed_frame_ends_with_the_checksum_of_its_bytes(size: int) -> None:
+def test_frame_ends_with_the_checksum_of_its_bytes(size: int) -> None:
     whole = b"head" + bytes(i % 251 for i in range(size))
-    frame = Outgoing([whole[:4], memoryview(whole)[4:]], hashed=True)
+    frame = Outgoing([whole[:4], memoryview(whole)[4:]])
     written = b""
     while segment := frame.take():
         rest = segment.pop()  # not all is taken by the system
@@ -47,7 +47,7 @@ def test_hashed_frame_ends_with_the_checksum_of_its_bytes(size: int) -> None:
 
 
 def test_relayed_frame_that_is_given_up_is_void() -> None:
-    frame = Outgoing([b"head"], missing=5, sealed=True)
+    frame = relayed(5)
     frame.feed(memoryview(b"12"))
     frame.pad()
     assert joined(frame.take()) == b"head12" + bytes(3) + VOID
@@ -55,7 +55,7 @@ def test_relayed_frame_that_is_given_up_is_void() -> None:
 
 @pytest.mark.parametrize("reserve", [0, 1, 3, 5, 7, 8, 100])
 def test_reserve_stays_until_everything_is_here(reserve: int) -> None:
-    frame = relayed(missing=5)
+    frame = relayed(5)
     frame.feed(memoryview(b"12"))
     frame.feed(memoryview(b"3"))
     written = joined(frame.take(reserve))
@@ -63,16 +63,17 @@ def test_reserve_stays_until_everything_is_here(reserve: int) -> None:
     one = joined(frame.take_one())
     assert one == b"head123"[len(written) : len(written) + 1]
     frame.feed(memoryview(b"45"))
-    assert written + one + joined(frame.take(reserve)) == b"head12345"
+    frame.feed(memoryview(b"checksum"))
+    assert written + one + joined(frame.take(reserve)) == b"head12345checksum"
     assert frame.take_one() == frame.take(reserve)
 
 
 def test_padding_makes_the_frame_whole_with_zeros_and_ends_the_feeding() -> None:
-    frame = relayed(missing=3_000_000)
+    frame = relayed(3_000_000)
     frame.feed(memoryview(b"12"))
     frame.pad()
     frame.feed(memoryview(b"late"))
-    assert joined(frame.take(reserve=10)) == b"head12" + bytes(2_999_998)
+    assert joined(frame.take(reserve=10)) == b"head12" + bytes(2_999_998) + VOID
     assert frame.missing == 0
 
 
@@ -86,7 +87,7 @@ def test_whole_frames_pass_one_that_is_still_coming_in() -> None:
     slow.feed(memoryview(bytes(EARLY_BYTES)))
     assert queue.next() is first
     queue.begin(first, 1.0)
-    slow.feed(memoryview(b"12"))
+    slow.feed(memoryview(b"12checksum"))
     assert queue.next() is first  # nothing passes a frame that is being written
     queue.remove(first)
     assert queue.next() is slow  # whole by now, and it came before the second
@@ -127,6 +128,6 @@ def test_cleared_frames_take_nothing_more() -> None:
     frame = relayed(4)
     queue = queue_of(frame)
     assert queue.clear() == [frame]
-    frame.feed(memoryview(b"1234"))
+    frame.feed(memoryview(b"1234checksum"))
     assert not frame.take()
     assert (len(queue), queue.nbytes) == (0, 0)
