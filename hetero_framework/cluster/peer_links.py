@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from hetero_framework import control
 from hetero_framework._version import __version__
@@ -38,25 +37,18 @@ Watch = Callable[[str, Message, float, float], None]
 _VERSIONS = (PROTOCOL_VERSION, __version__)
 
 
-@dataclass(frozen=True)
-class Introduced:
-    """The dialling that CONNECT asked for is over; what came of it."""
-
-    results: tuple[PeerResult, ...]
-
-
 class PeerLinks:
     """A worker's links to other workers.
 
-    `begin(stream, name, max_frame_bytes)` starts a connection that was dialled here; `tell` puts
-    an `Introduced` before the main thread. `run_id` and `watch` belong to the run that is served.
+    `begin(stream, name, max_frame_bytes)` starts a connection that was dialled here; `tell` hears
+    what came of all that CONNECT asked for. `run_id` and `watch` belong to the run that is served.
     """
 
     def __init__(
         self,
         me: WorkerId,
         begin: Callable[[Stream, str, int], Connection],
-        tell: Callable[[Introduced], None],
+        tell: Callable[[tuple[PeerResult, ...]], None],
     ) -> None:
         self.run_id: str | None = None
         self.watch: Callable[[WorkerId], Watch] | None = None
@@ -104,7 +96,7 @@ class PeerLinks:
         for thread in threads:
             thread.join()
         if not stop.is_set():
-            self._tell(Introduced(tuple(PeerResult(p.id, results[p.id]) for p in peers)))
+            self._tell(tuple(PeerResult(p.id, results[p.id]) for p in peers))
 
     def _dial(
         self, peer: PeerAddress, timeout_s: float, max_frame_bytes: int, stop: threading.Event

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,51 +29,16 @@ import torch
 from hetero_framework import control, log
 from hetero_framework._version import __version__
 from hetero_framework.cluster import link_probe
-from hetero_framework.cluster.peer_links import Introduced, PeerLinks
+from hetero_framework.cluster.peer_links import PeerLinks
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core import addresses, timeouts
+from hetero_framework.core import messages as m
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, PROTOCOL_VERSION
-from hetero_framework.core.messages import (
-    COORDINATOR,
-    DIALLER,
-    Abort,
-    Aborted,
-    BackwardDone,
-    Boundary,
-    Bye,
-    Commit,
-    Committed,
-    Connect,
-    Connected,
-    Control,
-    Error,
-    Forward,
-    Hello,
-    Inputs,
-    Leaving,
-    LoadedStage,
-    LoadState,
-    Log,
-    Message,
-    Parameter,
-    PeerHello,
-    PeerLost,
-    Ready,
-    Reject,
-    RejectCode,
-    Setup,
-    Start,
-    State,
-    StateLoaded,
-    StateRequest,
-    Step,
-    Welcome,
-)
-from hetero_framework.core.messages import Loss as LossMessage
+from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.trace import Recorder
@@ -98,40 +64,8 @@ _BUSY_HINT = "wait, stop that run, or start this worker again"
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 
 
-@dataclass(frozen=True)
-class _Event:
-    """What the main thread is told: a message with what it carried, unpacked, or that a link is
-    gone."""
-
-    connection: Connection
-    message: Message | None = None
-    arrival: Any = None
-    lost: str | None = None
-
-
-@dataclass(frozen=True)
-class _Joining:
-    """A coordinator has said HELLO; `welcomed`: and it has its answer."""
-
-    connection: Connection
-    hello: Hello
-    welcomed: bool
-
-
-class _Told:
-    """This process has been told to end; for the main thread."""
-
-
 class _Terminated(BaseException):
-    """It was, and nothing that would be lost is here."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What another thread could not do for a run."""
-
-    run: _Run
-    error: Exception
+    """This process was told to end, and nothing that would be lost is here."""
 
 
 @dataclass
@@ -158,13 +92,8 @@ class _Run:
 
     def afresh(self, grace_s: float) -> _Run:
         """The same run before it has loaded anything here."""
-        return _Run(
-            self.run_id,
-            self.host,
-            self.began,
-            grace_s=grace_s,
-            process=self.process,
-            epoch=self.epoch,
+        return replace(
+            self, lost=None, grace_s=grace_s, stages=None, meter=None, owners={}, started=False
         )
 
     @property
@@ -190,20 +119,27 @@ def _duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class _Outlet:
-    """Sends what leaves a run's stages, to the coordinator or straight to another worker."""
+    """Sends what leaves a run's stages. A lost link ends the attempt anyway: its reader says so."""
 
     worker: Worker
     run: _Run
 
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        self.worker.post(self.run, message, done)
+        """To its stage: straight to the stage's worker where the coordinator said so."""
+        stages, body = self.run.stages, message.expect(m.Boundary)
+        assert stages is not None
+        boundary = body.stage - 1 if isinstance(body, m.Forward) else body.stage
+        if boundary in stages.schedule.direct:
+            self.worker.peers.send(self.run.owners[body.stage], message, done)
+        else:
+            self.worker.to_coordinator(message, done)
 
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
-        body = LossMessage(info.step, info.attempt, micro_batch, float(loss))
+        body = m.Loss(info.step, info.attempt, micro_batch, float(loss))
         self.worker.to_coordinator(Message(body))
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
-        self.worker.to_coordinator(Message(BackwardDone(info.step, info.attempt, micro_batch)))
+        self.worker.to_coordinator(Message(m.BackwardDone(info.step, info.attempt, micro_batch)))
 
     def failed(self, error: Exception) -> None:
         self.worker.failed(self.run, error)
@@ -269,22 +205,18 @@ class Worker:
         self._entry = config.worker(worker_id)
         self._only_run = run_id
         self._leave_by = math.inf
-        self._base_dir = config.base_dir
-        self._liveness_s = config.training.liveness_timeout_s
         self._gone_since: float | None = None
         self._keep = keep
         self._build = build
         self._device = open_device(self._entry.device)
-        self._events: queue.SimpleQueue[_Event | _Joining | _Told | Introduced | _Failure] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connection: Connection | None = None
         self._strangers: set[Connection] = set()
         self._lines: deque[tuple[str, str]] = deque(maxlen=_MAX_LINES)
-        self._peers = PeerLinks(
+        self.peers = PeerLinks(
             self._entry.id,
-            lambda stream, name, limit: self._begin(stream, name, limit, DIALLER),
-            self._events.put,
+            lambda stream, name, limit: self._begin(stream, name, limit, m.DIALLER),
+            lambda results: self._later(self._send, Message(m.Connected(results))),
         )
         self._run: _Run | None = None
         self._done = False
@@ -353,7 +285,7 @@ class Worker:
             if self._run is None or not self._run.started or self._leave_by < math.inf:
                 raise _Terminated
             self._leave_by = time.monotonic() + timeouts.HAND_OVER_S
-            self._events.put(_Told())
+            self._later(self._on_told_to_end)
 
         before = signal.signal(signal.SIGTERM, told)
         try:
@@ -361,18 +293,29 @@ class Worker:
         finally:
             signal.signal(signal.SIGTERM, before)
 
+    def _later(self, job: Callable[..., None], *args: Any) -> None:
+        """Have the main thread do this, which alone touches the stages; callable from any."""
+        self._jobs.put(partial(job, *args))
+
     def _turn(self) -> None:
-        """Handle what has arrived; then one task; wait only when there is neither."""
+        """Do what was asked for, then one task; wait only when there is neither."""
         self._send_lines()
-        while (event := self._next_event(0)) is not None:
-            self._handle(event)
-        if self._compute():
+        while self._do_job(0):
+            pass
+        if self._compute() or self._do_job(timeouts.TICK_S):
             return
-        event = self._next_event(timeouts.TICK_S)
-        if event is not None:
-            self._handle(event)
-        elif self._connection is None or time.monotonic() > self._leave_by:
+        if self._connection is None or time.monotonic() > self._leave_by:
             self._give_up()
+
+    def _do_job(self, timeout_s: float) -> bool:
+        """Do the next job; whether there was one in time."""
+        try:
+            job = self._jobs.get(timeout=timeout_s) if timeout_s else self._jobs.get_nowait()
+        except queue.Empty:
+            return False
+        with suppress(LinkGone):  # its reader reports the same
+            job()
+        return True
 
     def _compute(self) -> bool:
         """Do one task, if one is ready."""
@@ -409,86 +352,84 @@ class Worker:
                 hint="hetero worker --keep waits for ever",
             )
 
-    def _next_event(self, timeout_s: float) -> _Event | _Joining | _Told | Introduced | None:
-        try:
-            event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
-        except queue.Empty:
-            return None
-        if not isinstance(event, _Failure):
-            return event
-        if event.run is self._run:
-            raise event.error
-        return None
+    def failed(self, run: _Run, error: Exception) -> None:
+        """What another thread could not do for a run ends it here. Callable from any thread."""
+        self._later(self._raise_of, run, error)
 
-    def _handle(self, event: _Event | _Joining | _Told | Introduced) -> None:
-        if isinstance(event, Introduced):
-            with suppress(LinkGone):
-                self._send(Message(Connected(event.results)))
-        elif isinstance(event, _Told):
-            _log.info("told to end (SIGTERM); the coordinator may save its state first")
-            with suppress(LinkGone):
-                self._send(Message(Leaving("it was stopped on its own machine (SIGTERM)")))
-        elif isinstance(event, _Joining):
-            with suppress(LinkGone):
-                self._join(event)
-        elif event.message is not None and isinstance(event.message.body, PeerHello):
-            self._on_peer_hello(event.connection, event.message.body)
-        elif event.connection is self._connection:
-            self._from_coordinator(event)
-        elif self._peers.knows(event.connection):
-            self._from_peer(event)
-        elif event.message is not None:
+    def _raise_of(self, run: _Run, error: Exception) -> None:
+        if run is self._run:
+            raise error
+
+    def _on_told_to_end(self) -> None:
+        _log.info("told to end (SIGTERM); the coordinator may save its state first")
+        self._send(Message(m.Leaving("it was stopped on its own machine (SIGTERM)")))
+
+    def _on_message(self, connection: Connection, message: Message, arrival: Any) -> None:
+        body = message.body
+        if isinstance(body, m.PeerHello):
+            self._on_peer_hello(connection, body)
+        elif connection is self._connection:
+            self._obey(message, arrival)
+        elif self.peers.knows(connection):
+            self._from_peer(connection, message, arrival)
+        else:
             # Of a link that has been replaced, or of a stranger who does not begin with HELLO.
-            event.message.release()
-            event.connection.close(drain_s=0)
+            message.release()
+            connection.close(drain_s=0)
 
-    def _from_coordinator(self, event: _Event) -> None:
-        message = event.message
-        if message is None:
+    def _on_lost(self, connection: Connection, reason: str) -> None:
+        if connection is self._connection:
             self._connection = None
             if self._run is not None:
                 self._run.lost = self._gone_since = time.monotonic()
                 _log.warning(
                     "lost the coordinator (%s); waiting for it to come back",
-                    event.lost,
+                    reason,
                     extra=log.event("coordinator lost", "waiting for it"),
                 )
             return
-        with suppress(LinkGone):
-            self._obey(event, message)
+        worker = self.peers.lost(connection)
+        if worker is not None and self._run is not None:
+            _log.warning(
+                "lost the link to worker %s (%s)",
+                worker,
+                reason,
+                extra=log.event("direct link lost", worker=worker),
+            )
+            self._tell_lost(worker, reason)  # without a coordinator the next step finds out
 
-    def _obey(self, event: _Event, message: Message) -> None:
+    def _obey(self, message: Message, arrival: Any) -> None:
         """Do what the coordinator says."""
         body = message.body
         match body:
-            case Inputs() | Boundary():
-                self._host.data(message, event.arrival)
-            case Setup():
+            case m.Inputs() | m.Boundary():
+                self._host.data(message, arrival)
+            case m.Setup():
                 self._on_setup(body)
-            case Connect():
+            case m.Connect():
                 assert self._connection is not None
-                self._peers.dial(body.peers, body.timeout_s, self._connection.link.max_frame_bytes)
-            case Start():
+                self.peers.dial(body.peers, body.timeout_s, self._connection.link.max_frame_bytes)
+            case m.Start():
                 self._on_start(body)
-            case Step():
+            case m.Step():
                 self._on_step(body)
-            case Commit():
+            case m.Commit():
                 self._on_commit(message, body)
-            case Abort():
+            case m.Abort():
                 self._host.abort()
-                self._send(Message(Aborted(body.step, body.attempt)))
-            case StateRequest():
+                self._send(Message(m.Aborted(body.step, body.attempt)))
+            case m.StateRequest():
                 part = self._host.state(body.stage, body.kind, body.part, body.step)
-                self._send(messages.part_message(State, body.stage, body.kind, body.part, part))
-            case LoadState():
+                self._send(messages.part_message(m.State, body.stage, body.kind, body.part, part))
+            case m.LoadState():
                 self._on_load_state(message, body)
-            case Control():
+            case m.Control():
                 self._on_control(message, body)
-            case Bye():
+            case m.Bye():
                 ended = log.event("run ended", reason=body.reason)
                 _log.info("the coordinator left: %s", body.reason, extra=ended)
                 self._leave()
-            case Error() | Reject():
+            case m.Error() | m.Reject():
                 failed = log.event("run failed", reason=body.message)
                 _log.warning("the coordinator stopped: %s", body.message, extra=failed)
                 # It may be started again soon.
@@ -499,28 +440,15 @@ class Worker:
                         _duration(timeouts.COORDINATOR_S),
                     )
 
-    def _from_peer(self, event: _Event) -> None:
-        """A tensor of another worker, or the news that its link is gone."""
-        if event.message is not None:
-            body = event.message.body
-            if isinstance(body, Control):
-                self._peers.answer(event.connection, event.message)
-            elif isinstance(body, Bye):
-                self._peers.lost(event.connection)
-                event.connection.close(drain_s=0)
-            elif isinstance(body, Boundary) and self._run is not None:
-                self._host.data(event.message, event.arrival)
-            return
-        worker = self._peers.lost(event.connection)
-        if worker is not None and self._run is not None:
-            _log.warning(
-                "lost the link to worker %s (%s)",
-                worker,
-                event.lost,
-                extra=log.event("direct link lost", worker=worker),
-            )
-            with suppress(LinkGone):  # then the next step finds out
-                self._tell_lost(worker, event.lost or "closed")
+    def _from_peer(self, connection: Connection, message: Message, arrival: Any) -> None:
+        body = message.body
+        if isinstance(body, m.Control):
+            self.peers.answer(connection, message)
+        elif isinstance(body, m.Bye):
+            self.peers.lost(connection)
+            connection.close(drain_s=0)
+        elif isinstance(body, m.Boundary) and self._run is not None:
+            self._host.data(message, arrival)
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -559,7 +487,7 @@ class Worker:
             self._received,
             self._lost,
             max_frame_bytes=max_frame_bytes,
-            liveness_s=self._liveness_s,
+            liveness_s=self._config.training.liveness_timeout_s,
             handshake_s=timeouts.STRANGER_S,
             pool=self._device.buffers(),
         )
@@ -575,7 +503,7 @@ class Worker:
     def _received(self, connection: Connection, message: Message) -> None:
         """In the reader thread; the connection's session has allowed the message."""
         body = message.body
-        if isinstance(body, Hello):
+        if isinstance(body, m.Hello):
             self._on_hello(connection, body)
             return
         try:
@@ -584,18 +512,18 @@ class Worker:
             raise
         except Exception as error:  # memory, as a rule: not the link's failure but the run's
             if (run := self._run) is not None:
-                self._events.put(_Failure(run, error))
+                self.failed(run, error)
             return
-        self._events.put(_Event(connection, message, arrival))
+        self._later(self._on_message, connection, message, arrival)
 
     def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
         self._strangers.discard(connection)
         if (fault := connection.fault) is not None and (run := self._run) is not None:
             # An error of its own: the connection keeps the other one, and with a traceback stages.
-            self._events.put(_Failure(run, ProtocolError(fault.message, hint=fault.hint)))
-        self._events.put(_Event(connection, lost=str(reason) if reason else "closed"))
+            self.failed(run, ProtocolError(fault.message, hint=fault.hint))
+        self._later(self._on_lost, connection, str(reason) if reason else "closed")
 
-    def _on_hello(self, connection: Connection, hello: Hello) -> None:
+    def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
         """In the reader thread, for the main thread may compute for minutes: refuse who is wrong
         here, welcome who comes back. Who is new waits until the main thread has made room."""
         if str(hello.worker_id) != str(self._entry.id):
@@ -622,17 +550,16 @@ class Worker:
                 return
             run.process, run.epoch = hello.process, hello.epoch
             self._welcome(connection, run)
-            self._events.put(_Joining(connection, hello, welcomed=True))
+            self._later(self._join, connection, hello, True)
         elif run is not None and run.is_kept:
             self._refuse(connection, "busy", str(run), _BUSY_HINT)
         else:
-            self._events.put(_Joining(connection, hello, welcomed=False))
+            self._later(self._join, connection, hello, False)
 
-    def _join(self, joining: _Joining) -> None:
-        """Serve the coordinator of this link from now on."""
-        connection, hello = joining.connection, joining.hello
+    def _join(self, connection: Connection, hello: m.Hello, welcomed: bool) -> None:
+        """Serve the coordinator of this link from now on; `welcomed`: it has its answer."""
         same_run = self._run is not None and self._run.run_id == hello.run_id
-        if joining.welcomed and not same_run:
+        if welcomed and not same_run:
             connection.close(drain_s=0)  # given up a moment ago; when it comes again it is told so
             return
         if not same_run and self._run is not None and self._run.is_kept:
@@ -651,7 +578,7 @@ class Worker:
             # What the sending thread still has goes to the old link, where it is lost.
             run.stages.flush()
         self._connection = connection
-        connection.peer = COORDINATOR
+        connection.peer = m.COORDINATOR
         self._strangers.discard(connection)
         self._gone_since = run.lost = None
         # More than half of the memory here would be a mistake, or meant badly.
@@ -663,13 +590,13 @@ class Worker:
             "serving the run of %s", connection.name, extra=log.event("coordinator connected")
         )
         self._lines.clear()  # what was said before is not for this coordinator
-        if not joining.welcomed:
+        if not welcomed:
             self._welcome(connection, run)
 
     def _welcome(self, connection: Connection, run: _Run) -> None:
         memory = self._device.memory()
         message = Message(
-            Welcome(
+            m.Welcome(
                 PROTOCOL_VERSION,
                 __version__,
                 torch=torch.__version__,
@@ -684,7 +611,7 @@ class Worker:
             connection.send(message)
 
     def _refuse(
-        self, connection: Connection, code: RejectCode, message: str, hint: str | None
+        self, connection: Connection, code: m.RejectCode, message: str, hint: str | None
     ) -> None:
         # A stranger's host, not its port: each of its connections has another one.
         peer = connection.name.rpartition(":")[0]
@@ -693,8 +620,8 @@ class Worker:
 
     # -- a run ----------------------------------------------------------------------------------
 
-    def _on_setup(self, setup: Setup) -> None:
-        config = Config.from_dict(setup.config, self._base_dir)
+    def _on_setup(self, setup: m.Setup) -> None:
+        config = Config.from_dict(setup.config, self._config.base_dir)
         run = self._current.afresh(config.training.reconnect_timeout_s)
         self._forget_run()
         self._run = run
@@ -708,14 +635,14 @@ class Worker:
         _log.info("loaded %s onto %s in %.0f s", layers, self._device.name, seconds)
         self._install(run, config, stages)
         loaded = [
-            LoadedStage(
+            m.LoadedStage(
                 stage.index,
-                tuple(Parameter(*entry) for entry in stage.trainable()),
+                tuple(m.Parameter(*entry) for entry in stage.trainable()),
                 dict(stage.fingerprint),
             )
             for stage in stages
         ]
-        self._send(Message(Ready(tuple(loaded))))
+        self._send(Message(m.Ready(tuple(loaded))))
 
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
         run.meter = ArrivalMeter(Recorder(config.training.timeline_steps))
@@ -723,7 +650,7 @@ class Worker:
         run.stages = StageHost(
             stages, config, self._device, run.meter, _Outlet(self, run), id=self._entry.id
         )
-        self._peers.run_id, self._peers.watch = run.run_id, run.meter.watch
+        self.peers.run_id, self.peers.watch = run.run_id, run.meter.watch
         if self._connection is not None:
             self._connection.link.on_moved = run.meter.watch("local")
 
@@ -731,31 +658,31 @@ class Worker:
         """Free what a run has here. Stages and shards refer to each other; whoever comes next is
         told how much memory is free."""
         run, self._run = self._run, None
-        self._peers.close()
+        self.peers.close()
         if run is not None:
             run.close()
             del run
             gc.collect()
             self._device.empty_cache()
 
-    def _on_peer_hello(self, connection: Connection, hello: PeerHello) -> None:
+    def _on_peer_hello(self, connection: Connection, hello: m.PeerHello) -> None:
         try:
-            self._peers.accept(connection, hello)
+            self.peers.accept(connection, hello)
             self._strangers.discard(connection)
         except HeteroError as error:
             self._refuse(connection, "peer", error.message, error.hint)
 
-    def _on_start(self, start: Start) -> None:
+    def _on_start(self, start: m.Start) -> None:
         for stage in self._host.stages:
             stage.input_requires_grad = stage.index in start.input_requires_grad
         self._current.started = True
         _log.info("ready")
 
-    def _on_step(self, step: Step) -> None:
+    def _on_step(self, step: m.Step) -> None:
         info, schedule = messages.step_info(step), messages.step_schedule(step)
         log.set_step(info.step + 1)
         _log.debug("step %d, attempt %d", info.step + 1, info.attempt)
-        self._peers.ping()
+        self.peers.ping()
         self._host.begin(info, schedule)
         self._tell_missing_links(schedule)
 
@@ -766,11 +693,11 @@ class Worker:
         for boundary in sorted(schedule.direct):
             ends = (boundary, boundary + 1)
             others = [owners[stage] for stage in ends if stage not in own]
-            if len(others) == 1 and not self._peers.reaches(others[0]):
+            if len(others) == 1 and not self.peers.reaches(others[0]):
                 self._tell_lost(others[0], "it was lost before this step")
 
     def _tell_lost(self, worker: WorkerId, reason: str) -> None:
-        self._send(Message(PeerLost(worker, reason)))
+        self._send(Message(m.PeerLost(worker, reason)))
 
     def _report_when_done(self, host: StageHost) -> None:
         """All micro-batches are through: the norms go to the coordinator, unasked."""
@@ -778,26 +705,26 @@ class Worker:
         if info is not None and report is not None:
             report = replace(
                 report,
-                round_trips=self._peers.round_trips(),
-                direct_bytes=self._peers.bytes_sent(),
+                round_trips=self.peers.round_trips(),
+                direct_bytes=self.peers.bytes_sent(),
             )
             self._send(messages.gradient_norms_message(info, report))
 
-    def _on_commit(self, message: Message, order: Commit) -> None:
+    def _on_commit(self, message: Message, order: m.Commit) -> None:
         self._host.commit(order, messages.tied_weight(message))
         message.release()
         spans = tuple(self._host.take_spans())
-        self._send(Message(Committed(order.step, order.attempt, spans)))
+        self._send(Message(m.Committed(order.step, order.attempt, spans)))
 
-    def _on_load_state(self, message: Message, order: LoadState) -> None:
+    def _on_load_state(self, message: Message, order: m.LoadState) -> None:
         part = messages.state_part(message)
         self._host.load_state(order.stage, order.kind, order.part, part)
         part.release()
-        self._send(Message(StateLoaded(order.stage, order.part)))
+        self._send(Message(m.StateLoaded(order.stage, order.part)))
 
-    def _on_control(self, message: Message, question: Control) -> None:
+    def _on_control(self, message: Message, question: m.Control) -> None:
         if question.name == link_probe.PEER:
-            reply: Message | None = link_probe.answer_for_peer(question, self._peers.ask)
+            reply: Message | None = link_probe.answer_for_peer(question, self.peers.ask)
         else:
             reply = control.answer(message)
         message.release()
@@ -811,29 +738,6 @@ class Worker:
         self._gone_since = time.monotonic()
         self._forget_run()
         self._done = not (self._keep or stay) or self._leave_by < math.inf
-
-    # -- what stages hand on --------------------------------------------------------------------
-
-    def post(self, run: _Run, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send a tensor to its stage: straight to the stage's worker where the coordinator said so,
-        else through the coordinator. A lost link ends the attempt anyway."""
-        assert run.stages is not None
-        body = message.expect(Boundary)
-        stage = body.stage
-        boundary = stage - 1 if isinstance(body, Forward) else stage
-        if boundary in run.stages.schedule.direct:
-            self._peers.send(run.owners[stage], message, done)
-        else:
-            self.to_coordinator(message, done)
-
-    def to_coordinator(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send; if the coordinator is gone, its link's reader says so."""
-        with suppress(LinkGone):
-            self._send(message, done)
-
-    def failed(self, run: _Run, error: Exception) -> None:
-        """What the thread that sends could not do for a run."""
-        self._events.put(_Failure(run, error))
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -849,6 +753,11 @@ class Worker:
         if host is None:
             raise ProtocolError("no stages are loaded yet; SETUP comes first")
         return host
+
+    def to_coordinator(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        """Send, from any thread; if the coordinator is gone, its link's reader says so."""
+        with suppress(LinkGone):
+            self._send(message, done)
 
     def _send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         connection = self._connection  # the sender thread comes here too
@@ -866,14 +775,14 @@ class Worker:
 
     def _send_lines(self) -> None:
         while self._lines and self._connection is not None:
-            self.to_coordinator(Message(Log(*self._lines.popleft())))
+            self.to_coordinator(Message(m.Log(*self._lines.popleft())))
 
     def _report(self, error: HeteroError) -> None:
         """Tell the coordinator why this worker ends."""
         if self._connection is None:
             return
         with suppress(HeteroError):
-            self._connection.send(Message(Error(type(error).__name__, error.message, error.hint)))
+            self._connection.send(Message(m.Error(type(error).__name__, error.message, error.hint)))
 
 
 class LinkGone(Exception):

@@ -57,15 +57,13 @@ _CLOCK_SAMPLES = 16
 
 @dataclass
 class LinkStats:
-    """What a link has moved, in whole frames, heartbeats included, and the seconds it wrote and
-    read tensor bytes."""
+    """What a link has moved, in whole frames, heartbeats included, and the seconds it wrote."""
 
     bytes_in: int = 0
     bytes_out: int = 0
     frames_in: int = 0
     frames_out: int = 0
     write_s: float = 0.0
-    read_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -487,7 +485,7 @@ class Link:
         hasher = Hasher(frame.raw)
         if not frame.payload_bytes:
             return frame.attach() if self._is_whole(frame, hasher) else None
-        started = time.perf_counter()
+        began = time.perf_counter()
         link = None
         if self._route is not None and not self._closing:
             announced = frame.announced()
@@ -506,10 +504,8 @@ class Link:
             if not self._fill(buffer, hasher) or not self._is_whole(frame, hasher):
                 message.release()
                 return None
-        ended = time.perf_counter()
-        self.stats.read_s += ended - started
         if self.on_moved is not None:
-            self.on_moved("receive", message, started, ended)
+            self.on_moved("receive", message, began, time.perf_counter())
         return message if link is None else None
 
     def _is_whole(self, frame: FrameHeader, hasher: Hasher) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hetero_framework import control
-from hetero_framework.cluster.peer_links import Introduced, PeerLinks
+from hetero_framework.cluster.peer_links import PeerLinks
 from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
@@ -68,11 +68,11 @@ class Machine:
     """A worker, as far as its peers can tell: it listens, and lets `PeerLinks` decide."""
 
     def __init__(self, me: int | str, run_id: str | None = "run") -> None:
-        self.links = PeerLinks(me, self._start, self._introduced)
+        self.introduced: queue.SimpleQueue[tuple[PeerResult, ...]] = queue.SimpleQueue()
+        self.links = PeerLinks(me, self._start, self.introduced.put)
         self.links.run_id = run_id
         self.tensors: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[int | str | None] = queue.SimpleQueue()
-        self.introduced: queue.SimpleQueue[Introduced] = queue.SimpleQueue()
         self.refusals: list[str] = []
         self.answers_hello = True
         self.greeted = threading.Event()
@@ -98,10 +98,7 @@ class Machine:
     def dial(self, *peers: PeerAddress, timeout_s: float = WAIT_S) -> tuple[PeerResult, ...]:
         """Dial these and return the answer for the coordinator."""
         self.links.dial(peers, timeout_s, LARGEST)
-        return self.introduced.get(timeout=WAIT_S).results
-
-    def _introduced(self, introduced: Introduced) -> None:
-        self.introduced.put(introduced)
+        return self.introduced.get(timeout=WAIT_S)
 
     def _accept(self) -> None:
         while True:
@@ -269,7 +266,7 @@ def test_one_that_hangs_up_is_told_at_once(pair: tuple[Machine, Machine]) -> Non
     assert other.greeted.wait(WAIT_S)
     began = time.monotonic()
     other.open[0].close(drain_s=0)
-    [entry] = one.introduced.get(timeout=WAIT_S).results
+    [entry] = one.introduced.get(timeout=WAIT_S)
     assert entry.problem is not None
     assert time.monotonic() - began < WAIT_S / 2
 

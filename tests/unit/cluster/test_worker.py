@@ -424,7 +424,7 @@ def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:
 def tell_to_end(served: Served) -> None:
     """What the handler of SIGTERM does."""
     served._worker._leave_by = time.monotonic() + WAIT_S
-    served._worker._events.put(worker_module._Told())
+    served._worker._later(served._worker._on_told_to_end)
 
 
 def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> None:
