@@ -123,15 +123,3 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def length(intervals: Sequence[Interval]) -> float:
     return sum(ended - began for began, ended in intervals)
-
-
-def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Seconds in both of two lists as `union` makes them."""
-    seconds, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(other):
-        seconds += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return seconds

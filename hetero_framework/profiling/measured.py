@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_framework.core.trace import (
     BACKWARD,
@@ -19,7 +19,7 @@ from hetero_framework.core.trace import (
     RECEIVE,
     SEND,
 )
-from hetero_framework.profiling.bound import length, overlap, step_bound, union
+from hetero_framework.profiling.bound import length, step_bound, union
 from hetero_framework.profiling.timeline import Event, Trace, Wait, waits
 
 
@@ -36,6 +36,15 @@ class StageTimes:
     backward_s: float
     slowest: float
     """The slowest task over the median one."""
+
+    @property
+    def per_layer(self) -> tuple[float, float]:
+        """Forward and backward seconds of a layer, as if all were alike."""
+        layers = self.end - self.start
+        return self.forward_s / layers, self.backward_s / layers
+
+    def scaled(self, factor: float) -> StageTimes:
+        return replace(self, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor)
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,15 @@ class Boundary:
     backward_bytes: int
     dtype: str
     codec: str
+
+    def scaled(self, factor: float, more_latency_s: float = 0.0) -> Boundary:
+        """Tensors occupy the wire so many times as long."""
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            latency_s=self.latency_s + more_latency_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -147,39 +165,40 @@ def process_times(trace: Trace, spans: Sequence[Step], process: int) -> ProcessT
     def mean(value: Callable[[Step], float]) -> float:
         return statistics.fmean(value(span) for span in spans)
 
-    def waited(span: Step, reason: str) -> float:
-        return sum(w.seconds for w in span.waits if w.process == process and w.reason == reason)
+    def waited(reason: str) -> float:
+        return mean(
+            lambda span: sum(
+                w.seconds for w in span.waits if w.process == process and w.reason == reason
+            )
+        )
 
     def own(span: Step, *kinds: str) -> list[Event]:
         return [e for e in span.events if e.process == process and e.kind in kinds]
+
+    def busy(span: Step, *kinds: str) -> float:
+        return length(union((e.began, e.ended) for e in own(span, *kinds)))
 
     def done(span: Step) -> float:
         return span.computed - max((e.ended for e in own(span, *COMPUTE)), default=span.began)
 
     def hidden(kind: str) -> float:
-        total = covered = 0.0
-        for span in spans:
-            moving = union((e.began, e.ended) for e in own(span, kind))
-            working = union((e.began, e.ended) for e in own(span, *COMPUTE))
-            total += length(moving)
-            covered += overlap(moving, working)
-        return covered / total if total else 1.0
-
-    def moving(kind: str) -> float:
-        return mean(lambda span: length(union((e.began, e.ended) for e in own(span, kind))))
+        moving = mean(lambda span: busy(span, kind))
+        working = mean(lambda span: busy(span, *COMPUTE))
+        both = moving + working - mean(lambda span: busy(span, kind, *COMPUTE))
+        return both / moving if moving else 1.0
 
     return ProcessTimes(
         name=trace.processes[process].name,
         stages=tuple(k for k, stage in enumerate(trace.stages) if stage.process == process),
         compute_s=mean(lambda span: sum(e.seconds for e in own(span, *COMPUTE))),
-        activations_s=mean(lambda span: waited(span, "activations")),
-        gradients_s=mean(lambda span: waited(span, "gradients")),
-        start_s=mean(lambda span: waited(span, "start")),
+        activations_s=waited("activations"),
+        gradients_s=waited("gradients"),
+        start_s=waited("start"),
         done_s=mean(done),
         wire_s=mean(lambda span: sum(w.wire_s for w in span.waits if w.process == process)),
-        send_s=moving(SEND),
+        send_s=mean(lambda span: busy(span, SEND)),
         send_hidden=hidden(SEND),
-        receive_s=moving(RECEIVE),
+        receive_s=mean(lambda span: busy(span, RECEIVE)),
         receive_hidden=hidden(RECEIVE),
         sent_bytes=mean(lambda span: sum(e.nbytes for e in own(span, SEND))),
         received_bytes=mean(lambda span: sum(e.nbytes for e in own(span, RECEIVE))),
@@ -187,43 +206,39 @@ def process_times(trace: Trace, spans: Sequence[Step], process: int) -> ProcessT
 
 
 class Nics:
-    """How fast each process's way in and way out are, by the frames that passed.
+    """How fast each process's NICs are, by the frames that passed.
 
-    The tensors of several links may pass one way at the same time and slow each other down; so
-    the speed of a way is all its bytes over the time in which any were moving.
+    The tensors of several links may pass one NIC at the same time and slow each other down; so its
+    speed is all its bytes over the time in which any were moving.
     """
 
     def __init__(self, spans: Sequence[Step]) -> None:
-        passed: dict[_Nic, list[Event]] = {}
-        for span in spans:
-            for event in span.events:
-                if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
-                    passed.setdefault((event.process, "in"), []).append(event)
-                    if event.peer is not None:
-                        passed.setdefault((event.peer, "out"), []).append(event)
+        passed: dict[tuple[int, str], list[Event]] = {}
+        for event in itertools.chain.from_iterable(span.events for span in spans):
+            if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
+                passed.setdefault((event.process, "in"), []).append(event)
+                if event.peer is not None:
+                    passed.setdefault((event.peer, "out"), []).append(event)
         self._shared = {
             nic: length(union((e.began, e.ended) for e in events)) / sum(e.nbytes for e in events)
             for nic, events in passed.items()
         }
         self._frame = {
-            nic: _lower_quartile([e.seconds / e.nbytes for e in events])
+            nic: sorted(e.seconds / e.nbytes for e in events)[(len(events) - 1) // 4]
             for nic, events in passed.items()
         }
 
-    def seconds(self, nbytes: float, way: Sequence[int]) -> float:
-        """Seconds for which so many bytes occupy the way from process to process."""
-        return nbytes * max(self._shared.get(nic, 0.0) for nic in _nics_of(way))
+    def seconds(self, nbytes: float, path: Sequence[int]) -> float:
+        """Seconds for which so many bytes occupy the path from process to process."""
+        return nbytes * max(self._shared.get(nic, 0.0) for nic in _nics_of(path))
 
-    def frame_s(self, nbytes: float, way: Sequence[int]) -> float:
+    def frame_s(self, nbytes: float, path: Sequence[int]) -> float:
         """Seconds of one frame of so many bytes, by the quicker ones that passed."""
-        return nbytes * max(self._frame.get(nic, 0.0) for nic in _nics_of(way))
+        return nbytes * max(self._frame.get(nic, 0.0) for nic in _nics_of(path))
 
 
-_Nic = tuple[int, str]
-
-
-def _nics_of(way: Sequence[int]) -> list[_Nic]:
-    return [nic for one, other in itertools.pairwise(way) for nic in ((one, "out"), (other, "in"))]
+def _nics_of(path: Sequence[int]) -> list[tuple[int, str]]:
+    return [nic for a, b in itertools.pairwise(path) for nic in ((a, "out"), (b, "in"))]
 
 
 def boundary_of(trace: Trace, spans: Sequence[Step], nics: Nics, after: int) -> Boundary:
@@ -235,9 +250,9 @@ def boundary_of(trace: Trace, spans: Sequence[Step], nics: Nics, after: int) -> 
     backward = _Frames(spans, "BACKWARD", source=after + 1, target=after, receiver=one)
     arrived = forward.arrived + backward.arrived
     relayed = any(event.peer not in (one, other) for event in arrived)
-    way = [one, 0, other] if relayed else [one, other]
-    forward_s = nics.seconds(forward.nbytes, way)
-    backward_s = nics.seconds(backward.nbytes, way[::-1])
+    path = [one, 0, other] if relayed else [one, other]
+    forward_s = nics.seconds(forward.nbytes, path)
+    backward_s = nics.seconds(backward.nbytes, path[::-1])
     latencies = [
         max(0.0, frames.delay_s - seconds)
         for frames, seconds in ((forward, forward_s), (backward, backward_s))
@@ -285,7 +300,3 @@ class _Frames:
         self.delay_s = max(0.0, statistics.median(delays)) if delays else 0.0
         sizes = [event.nbytes for event in self.arrived]
         self.nbytes = statistics.fmean(sizes) if sizes else 0.0
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 4]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
 from hetero_framework.planner.tuning import tune
@@ -17,9 +16,6 @@ from hetero_framework.profiling.measured import Boundary, Nics, StageTimes
 from hetero_framework.profiling.timeline import Trace
 
 AS_GOOD = 0.01
-_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-_INT8_BYTES = 66 / 64
-"""Bytes of an element as int8 in blocks of 64 with a bfloat16 scale each."""
 _CODING_S = 2.5e-9
 """Seconds per element to encode and decode on one CPU thread; a GPU needs less."""
 
@@ -66,19 +62,10 @@ class Plan:
             ],
         )
 
-    def scaled(self, work: float, bytes_: float) -> Plan:
-        """All stages' seconds times `work`, all boundaries' times `bytes_`."""
-        return replace(
-            self,
-            stages=tuple(
-                replace(s, forward_s=s.forward_s * work, backward_s=s.backward_s * work)
-                for s in self.stages
-            ),
-            boundaries=tuple(
-                replace(b, forward_s=b.forward_s * bytes_, backward_s=b.backward_s * bytes_)
-                for b in self.boundaries
-            ),
-        )
+    def scaled(self, work: float, wire: float) -> Plan:
+        """All stages' seconds times `work`, all boundaries' times `wire`."""
+        stages = tuple(stage.scaled(work) for stage in self.stages)
+        return Plan(stages, tuple(b.scaled(wire) for b in self.boundaries))
 
 
 def simulated(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
@@ -103,29 +90,22 @@ def overlapping(
     The simulator has the frames of a process take turns. Several links may move several at once.
     """
 
-    def overlapping(share: float) -> Plan:
-        return replace(
-            plan,
-            boundaries=tuple(
-                replace(
-                    b,
-                    forward_s=b.forward_s * (1 - share),
-                    backward_s=b.backward_s * (1 - share),
-                    latency_s=b.latency_s + share * (b.forward_s + b.backward_s) / 2,
-                )
-                for b in plan.boundaries
-            ),
+    def shared(share: float) -> tuple[Plan, float]:
+        boundaries = tuple(
+            b.scaled(1 - share, more_latency_s=share * (b.forward_s + b.backward_s) / 2)
+            for b in plan.boundaries
         )
+        changed = replace(plan, boundaries=boundaries)
+        return changed, simulated(changed.profile, micro_batches, max_in_flight)
 
     low, high = 0.0, 1.0
     for _ in range(5):
         middle = (low + high) / 2
-        if simulated(overlapping(middle).profile, micro_batches, max_in_flight) > pipeline_s:
+        if shared(middle)[1] > pipeline_s:
             low = middle
         else:
             high = middle
-    chosen = overlapping(high)
-    return chosen, simulated(chosen.profile, micro_batches, max_in_flight)
+    return shared(high)
 
 
 @dataclass(frozen=True)
@@ -140,44 +120,51 @@ class _Idea:
 
 def changes(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[Change]:
     """Every change that can be made here with its prediction, those that ask least first."""
-    m, rows = now.micro_batches, trace.settings.get("per_device_train_batch_size")
     scale = now.pipeline_s / now.simulated_s if now.simulated_s else 1.0
-    ideas = [
-        _direct(trace, plan, nics, m),
-        _max_in_flight(plan, m, now.max_in_flight),
-        _cut(trace, plan, m),
-        _interleaved(plan, m),
-        _codec(plan, m, "bf16"),
-        _smaller(plan, m, rows),
-        _more(plan, m),
-        _codec(plan, m, "int8"),
-    ]
-    for idea in ideas:
-        if idea is not None:
-            limit = None if idea.kind == "window" else now.max_in_flight
-            pipeline = scale * simulated(idea.plan.profile, idea.micro_batches, limit)
-            step = pipeline + now.update_s
-            # What happens between steps (data, a checkpoint) is taken to grow with the samples.
-            took = now.step_s + now.between_s
-            gain = idea.samples * took / (step + now.between_s * idea.samples) - 1
-            if idea.kind == "cut" and gain < AS_GOOD:
-                continue  # better by the bound, but not when it is simulated
-            yield Change(idea.kind, idea.text, step, gain)
+    for idea in _ideas(trace, now, plan, nics) if len(plan.stages) > 1 else ():
+        limit = None if idea.kind == "window" else now.max_in_flight
+        pipeline = scale * simulated(idea.plan.profile, idea.micro_batches, limit)
+        step = pipeline + now.update_s
+        # What happens between steps (data, a checkpoint) is taken to grow with the samples.
+        took = now.step_s + now.between_s
+        gain = idea.samples * took / (step + now.between_s * idea.samples) - 1
+        if idea.kind == "cut" and gain < AS_GOOD:
+            continue  # better by the bound, but not when it is simulated
+        yield Change(idea.kind, idea.text, step, gain)
 
 
-def _direct(trace: Trace, plan: Plan, nics: Nics, micro_batches: int) -> _Idea | None:
+def _ideas(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[_Idea]:
+    m, rows = now.micro_batches, trace.settings.get("per_device_train_batch_size")
+    yield from _direct(trace, plan, nics, m)
+    if now.max_in_flight is not None:
+        text = f"training.max_in_flight null instead of {now.max_in_flight}, if memory allows"
+        yield _Idea("window", text, plan, m)
+    yield from _cut(trace, plan, m)
+    yield from _interleaved(plan, m)
+    codecs = _codecs(plan, m)
+    yield from codecs[:1]
+    if isinstance(rows, int) and rows > 1:
+        text = (
+            f"micro-batches of {rows // 2} instead of {rows} and twice as many, if one of half the "
+            "size takes half the time"
+        )
+        share = (rows // 2) / rows
+        yield _Idea("smaller", text, plan.scaled(share, share), 2 * m, 2 * share)
+    text = f"{2 * m} micro-batches in a step instead of {m} (a batch twice as large)"
+    yield _Idea("more", text, plan, 2 * m, 2.0)
+    yield from codecs[1:]
+
+
+def _direct(trace: Trace, plan: Plan, nics: Nics, micro_batches: int) -> Iterator[_Idea]:
     relayed = [b for b in plan.boundaries if b.way == "relay"]
     if not relayed:
-        return None
+        return
 
     def direct(b: Boundary) -> Boundary:
         # How fast the new link is nobody knows: it is taken to be as fast as the two machines'
-        # other links were at their best, and its way half as long, since it has half the legs.
-        way = [plan.stages[b.after].process, plan.stages[b.after + 1].process]
-        frames = [
-            nics.frame_s(b.forward_bytes, way),
-            nics.frame_s(b.backward_bytes, way[::-1]),
-        ]
+        # other links were at their best, and its path half as long, since it has half the legs.
+        path = [plan.stages[b.after].process, plan.stages[b.after + 1].process]
+        frames = [nics.frame_s(b.forward_bytes, path), nics.frame_s(b.backward_bytes, path[::-1])]
         forward_s, backward_s = map(min, zip((b.forward_s, b.backward_s), frames, strict=True))
         delay = b.latency_s + (b.forward_s + b.backward_s) / 2
         delay = min(delay, max(delay / 2, statistics.fmean(frames)))
@@ -188,24 +175,15 @@ def _direct(trace: Trace, plan: Plan, nics: Nics, micro_batches: int) -> _Idea |
 
     changed = tuple(direct(b) if b.way == "relay" else b for b in plan.boundaries)
     pairs = [sorted(plan.stages[k].process for k in (b.after, b.after + 1)) for b in relayed]
-    names = list(
-        dict.fromkeys(" and ".join(trace.processes[n].name for n in pair) for pair in pairs)
-    )
+    names = list(dict.fromkeys(" and ".join(trace.processes[n].name for n in p) for p in pairs))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     text = f'direct links (links: "auto"), if they can reach each other: {shown}'
-    return _Idea("direct", text, replace(plan, boundaries=changed), micro_batches)
+    yield _Idea("direct", text, replace(plan, boundaries=changed), micro_batches)
 
 
-def _max_in_flight(plan: Plan, micro_batches: int, max_in_flight: int | None) -> _Idea | None:
-    if max_in_flight is None:
-        return None
-    text = f"training.max_in_flight null instead of {max_in_flight}, if memory allows"
-    return _Idea("window", text, plan, micro_batches)
-
-
-def _cut(trace: Trace, plan: Plan, micro_batches: int) -> _Idea | None:
+def _cut(trace: Trace, plan: Plan, micro_batches: int) -> Iterator[_Idea]:
     """Layers moved between stages one at a time, the best move first, as long as the bound falls;
-    of the cuts on that way the first whose bound is within 1 % of the last one's."""
+    of the cuts so far the first whose bound is within 1 % of the last one's."""
 
     def score(cut: Plan) -> tuple[float, float]:
         # The bound, then how even the devices' loads are: moves that only prepare others count
@@ -218,20 +196,19 @@ def _cut(trace: Trace, plan: Plan, micro_batches: int) -> _Idea | None:
         return bound, round(sum(load * load for load in loads.values()), 12)
 
     counts = [stage.end - stage.start for stage in plan.stages]
-    way = [(score(plan), counts, plan)]
+    cuts = [(score(plan), counts, plan)]
     while True:
-        tried = [(n, _with_layers(trace, plan, n)) for n in _moved(way[-1][1])]
-        best = min(((score(cut), n, cut) for n, cut in tried), key=lambda t: t[0], default=way[-1])
-        if best[0] >= way[-1][0]:
+        tried = [(n, _with_layers(trace, plan, n)) for n in _moved(cuts[-1][1])]
+        best = min(((score(cut), n, cut) for n, cut in tried), key=lambda t: t[0], default=cuts[-1])
+        if best[0] >= cuts[-1][0]:
             break
-        way.append(best)
-    goal = (1 + AS_GOOD) * way[-1][0][0]
-    _, chosen, cut = next(entry for entry in way if entry[0][0] <= goal)
-    if chosen == counts:
-        return None
-    old, new = (", ".join(map(str, numbers)) for numbers in (counts, chosen))
-    text = f"layers per stage {new} instead of {old}, if memory allows"
-    return _Idea("cut", text, cut, micro_batches)
+        cuts.append(best)
+    goal = (1 + AS_GOOD) * cuts[-1][0][0]
+    _, chosen, cut = next(entry for entry in cuts if entry[0][0] <= goal)
+    if chosen != counts:
+        old, new = (", ".join(map(str, numbers)) for numbers in (counts, chosen))
+        text = f"layers per stage {new} instead of {old}, if memory allows"
+        yield _Idea("cut", text, cut, micro_batches)
 
 
 def _moved(counts: Sequence[int]) -> Iterator[list[int]]:
@@ -254,10 +231,6 @@ def _with_layers(trace: Trace, plan: Plan, counts: Sequence[int]) -> Plan:
     with no more than a layer costs on a like device, or else on the quickest of the others.
     """
 
-    def per_layer(stage: StageTimes) -> tuple[float, float]:
-        own = stage.end - stage.start
-        return stage.forward_s / own, stage.backward_s / own
-
     def like(stage: StageTimes, other: StageTimes) -> bool:
         device = trace.processes[stage.process].device
         same_kind = device != "" and trace.processes[other.process].device == device
@@ -266,78 +239,56 @@ def _with_layers(trace: Trace, plan: Plan, counts: Sequence[int]) -> Plan:
     middle = [stage for stage in plan.stages[1:-1] if stage.end > stage.start]
     stages = []
     for stage, layers in zip(plan.stages, counts, strict=True):
-        own = stage.end - stage.start
-        if not own or layers == own:
-            stages.append(stage)
-            continue
-        forward, backward = per_layer(stage)
-        alike = [other for other in middle if like(stage, other)]
-        if stage.index in (0, len(counts) - 1) and (alike or (middle and layers < own)):
-            quick = min((per_layer(other) for other in alike or middle), key=sum)
-            forward, backward = min(forward, quick[0]), min(backward, quick[1])
-        more = layers - own
-        stages.append(
-            replace(
+        more = layers - (stage.end - stage.start)
+        if stage.end > stage.start and more:
+            layer = stage.per_layer
+            alike = [other for other in middle if like(stage, other)]
+            if stage.index in (0, len(counts) - 1) and (alike or (middle and more < 0)):
+                quick = min((other.per_layer for other in alike or middle), key=sum)
+                layer = min(layer[0], quick[0]), min(layer[1], quick[1])
+            stage = replace(
                 stage,
-                forward_s=stage.forward_s + more * forward,
-                backward_s=stage.backward_s + more * backward,
+                forward_s=stage.forward_s + more * layer[0],
+                backward_s=stage.backward_s + more * layer[1],
             )
-        )
+        stages.append(stage)
     return replace(plan, stages=tuple(stages))
 
 
-def _interleaved(plan: Plan, micro_batches: int) -> _Idea | None:
+def _interleaved(plan: Plan, micro_batches: int) -> Iterator[_Idea]:
     """Each process holds two stages of half the layers instead of one."""
-    p = len(plan.stages)
-    one_each = len({stage.process for stage in plan.stages}) == p > 1
-    if not one_each or min(stage.end - stage.start for stage in plan.stages) < 2:
-        return None
-    half = plan.scaled(0.5, 1.0)
-    # The last process has a link to the first one, the coordinator, whatever else it has.
-    back = replace(half.boundaries[-1], way="direct")
-    text = "two stages of half the layers for each process (a plan that lists each twice)"
-    changed = replace(
-        half, stages=half.stages * 2, boundaries=(*half.boundaries, back, *half.boundaries)
-    )
-    return _Idea("interleave", text, changed, micro_batches)
+    stages, boundaries = plan.scaled(0.5, 1.0).stages, plan.boundaries
+    one_each = len({stage.process for stage in stages}) == len(stages)
+    if one_each and min(stage.end - stage.start for stage in stages) >= 2:
+        # The last process has a link to the first one, the coordinator, whatever else it has.
+        back = replace(boundaries[-1], way="direct")
+        text = "two stages of half the layers for each process (a plan that lists each twice)"
+        changed = Plan(stages * 2, (*boundaries, back, *boundaries))
+        yield _Idea("interleave", text, changed, micro_batches)
 
 
-def _codec(plan: Plan, micro_batches: int, codec: str) -> _Idea | None:
-    """Activations and gradients in fewer bytes, where they are not yet."""
-    size = {"bf16": 2, "int8": _INT8_BYTES}[codec]
-    boundaries = []
-    for b in plan.boundaries:
-        item = _ITEM_BYTES.get(b.dtype, 0)
-        if b.way != "same process" and not b.codec and item > size:
-            elements = max(b.forward_bytes, b.backward_bytes) / item
-            b = replace(
-                b,
-                forward_s=b.forward_s * size / item,
-                backward_s=b.backward_s * size / item,
-                latency_s=b.latency_s + elements * _CODING_S,
-            )
-        boundaries.append(b)
-    if tuple(boundaries) == plan.boundaries:
-        return None
-    text = f'wire.activations and wire.gradients "{codec}" (rounds what crosses a boundary)'
-    return _Idea(codec, text, replace(plan, boundaries=tuple(boundaries)), micro_batches)
+def _codecs(plan: Plan, micro_batches: int) -> list[_Idea]:
+    """For each codec: activations and gradients in fewer bytes, where they are not yet."""
+    crossed = [b for b in plan.boundaries if b.way != "same process" and not b.codec]
+    if not crossed:
+        return []
+    import torch  # slow
 
+    from hetero_framework.core.codecs import CODECS, Codec
 
-def _smaller(plan: Plan, micro_batches: int, rows: Any) -> _Idea | None:
-    """The same samples in twice as many micro-batches."""
-    if len(plan.stages) == 1 or not isinstance(rows, int) or rows < 2:
-        return None
-    text = (
-        f"micro-batches of {rows // 2} instead of {rows} and twice as many, if one of half the "
-        "size takes half the time"
-    )
-    share = (rows // 2) / rows
-    return _Idea("smaller", text, plan.scaled(share, share), 2 * micro_batches, 2 * share)
+    def coded(b: Boundary, codec: Codec) -> Boundary:
+        dtype = getattr(torch, b.dtype, None)
+        if b not in crossed or not isinstance(dtype, torch.dtype) or not codec.supports(dtype):
+            return b
+        elements = max(b.forward_bytes, b.backward_bytes) // dtype.itemsize
+        share = codec.nbytes((elements,), dtype) / max(1, elements * dtype.itemsize)
+        return b.scaled(share, more_latency_s=elements * _CODING_S) if share < 1 else b
 
-
-def _more(plan: Plan, micro_batches: int) -> _Idea | None:
-    if len(plan.stages) == 1:
-        return None
-    m = micro_batches
-    text = f"{2 * m} micro-batches in a step instead of {m} (a batch twice as large)"
-    return _Idea("more", text, plan, 2 * micro_batches, 2.0)
+    ideas = []
+    for name, codec in CODECS.items():
+        boundaries = tuple(coded(b, codec) for b in plan.boundaries)
+        if boundaries != plan.boundaries:
+            text = f'wire.activations and wire.gradients "{name}" (rounds what crosses a boundary)'
+            changed = replace(plan, boundaries=boundaries)
+            ideas.append(_Idea(name, text, changed, micro_batches))
+    return ideas

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from hetero_framework.core.codecs import Int8
+from hetero_framework.core import codecs
 from hetero_framework.profiling import what_if
+from hetero_framework.profiling.measured import Boundary, StageTimes
+
+STAGES = tuple(StageTimes(k, k, 2 * k, 2 * k + 2, 1.0, 2.0, 1.0) for k in range(2))
+BOUNDARY = Boundary(0, "direct", 1.0, 2.0, 0.0, 4 * 64 * 64, 4 * 64 * 64, "float32", "")
 
 
-def test_int8_is_as_large_as_the_codec_makes_it() -> None:
-    nbytes = Int8().nbytes((64, 64), torch.float32)
-    assert nbytes == 64 * 64 * what_if._INT8_BYTES
+def plan(**changes: Any) -> what_if.Plan:
+    return what_if.Plan(STAGES, (Boundary(**{**vars(BOUNDARY), **changes}),))
+
+
+def test_a_codec_is_as_large_as_it_makes_a_tensor() -> None:
+    found = {idea.kind: idea.plan.boundaries[0] for idea in what_if._codecs(plan(), 4)}
+    assert list(found) == ["bf16", "int8"]
+    for name, boundary in found.items():
+        share = codecs.CODECS[name].nbytes((64, 64), torch.float32) / (4 * 64 * 64)
+        assert boundary.forward_s == pytest.approx(share)
+        assert boundary.backward_s == pytest.approx(2 * share)
+        assert boundary.latency_s > 0
+
+
+def test_a_codec_that_is_added_is_an_idea(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Half(codecs.BFloat16):
+        name = "half"
+
+    monkeypatch.setitem(codecs.CODECS, "half", Half())
+    assert [idea.kind for idea in what_if._codecs(plan(), 4)] == ["bf16", "int8", "half"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"codec": "bf16"}, {"way": "same process"}, {"dtype": "load"}, {"dtype": ""}]
+)
+def test_no_codec_where_none_can_help(changes: dict[str, str]) -> None:
+    assert what_if._codecs(plan(**changes), 4) == []
