@@ -41,6 +41,7 @@ from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.core.stream import PlainStream
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import Tensors
 from hetero_framework.errors import HeteroError, UserError
@@ -106,20 +107,32 @@ class Product:
     """
 
     def __init__(
-        self, network: Network, load: Load, *, verbose: bool = False, share: bool = True
+        self,
+        network: Network,
+        load: Load,
+        *,
+        verbose: bool = False,
+        share: bool = True,
+        checked: bool = True,
     ) -> None:
-        """`verbose`: what the coordinator notes goes to the screen. `share`: see `Machines`."""
+        """`verbose`: what the coordinator notes goes to the screen. `share`: see `Machines`.
+        `checked`: frames carry a checksum."""
         self._network = network
         self._load = load
         self._machines = Machines(share=share)
         self._workers = [
             self._machines.start(
-                place, work, make_config(network, load, Engine(), listener=k).to_dict(), k, load
+                place,
+                work,
+                make_config(network, load, Engine(), listener=k).to_dict(),
+                k,
+                load,
+                checked,
             )
             for k, place in enumerate(network.places[1:], start=1)
         ]
         self._coordinator = self._machines.start(
-            network.places[0], coordinate, load, network.counters, verbose
+            network.places[0], coordinate, load, network.counters, verbose, checked
         )
 
     @property
@@ -180,8 +193,11 @@ def make_config(
     )
 
 
-def work(connection: Connection, config: dict[str, Any], worker: int, load: Load) -> None:
+def work(
+    connection: Connection, config: dict[str, Any], worker: int, load: Load, checked: bool
+) -> None:
     """A worker process: serves one run after the other until it is ended."""
+    PlainStream.checked = checked
     logging.getLogger("hetero_framework").addHandler(_FirstLine(connection))
     serve(Config.from_dict(config), worker, build=load.build, keep=True)
 
@@ -199,8 +215,11 @@ class _FirstLine(logging.Handler):
             self._connection = None
 
 
-def coordinate(connection: Connection, load: Load, counters: Counters, verbose: bool) -> None:
+def coordinate(
+    connection: Connection, load: Load, counters: Counters, verbose: bool, checked: bool
+) -> None:
     """The coordinator's process: one run after the other, as it is told."""
+    PlainStream.checked = checked
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     while True:
