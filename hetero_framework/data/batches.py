@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,13 +37,7 @@ class LazyBatches(Sequence[MicroBatch]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[MicroBatch]: ...
-    def __getitem__(self, index: int | slice) -> MicroBatch | Sequence[MicroBatch]:
-        if isinstance(index, slice):
-            return [self._make(k) for k in range(*index.indices(self._count))]
+    def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._count:
             raise IndexError(index)
         return self._make(index)

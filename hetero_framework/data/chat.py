@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from hetero_framework.data.sources import check_unicode, json_type
+from hetero_framework.config.strict_json import json_type
+from hetero_framework.data.sources import check_unicode
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.status import Status
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _QUIET_S = 0.5  # what is done by then needs no display
-_EVERY_S = 0.1
 
 
-class Display:
-    """One line that is drawn anew, and gone at the end."""
+@contextmanager
+def display(what: str) -> Iterator[Callable[[str], None]]:
+    """One line that is gone at the end; call what this gives with "12,000 examples"."""
+    from rich.console import Console
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._next = time.monotonic() + _QUIET_S
-        self._status: Status | None = None
+    began = time.monotonic()
+    status = Console(stderr=True).status(what)
 
-    def __enter__(self) -> Display:
-        return self
+    def show(done: str) -> None:
+        status.update(f"{what}: {done}")
+        if sys.stderr.isatty() and time.monotonic() - began >= _QUIET_S:
+            status.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def show(self, done: str) -> None:
-        """How far it is, as in "12,000 examples"."""
-        if time.monotonic() < self._next or not sys.stderr.isatty():
-            return
-        self._next = time.monotonic() + _EVERY_S
-        if self._status is None:
-            from rich.console import Console
-
-            self._status = Console(stderr=True).status("")
-            self._status.start()
-        self._status.update(f"{self._what}: {done}")
+    try:
+        yield show
+    finally:
+        status.stop()

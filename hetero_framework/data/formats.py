@@ -15,12 +15,13 @@ unless it is there, prompts are tokenised together with their completions, and w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from hetero_framework.config import DataConfig
+from hetero_framework.config.strict_json import json_type
 from hetero_framework.data.chat import ChatRenderer, check_messages, template_arguments
-from hetero_framework.data.sources import Record, check_unicode, json_type
+from hetero_framework.data.sources import Record, check_unicode
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ ALPACA_WITHOUT_INPUT = (
     "### Instruction:\n{instruction}\n\n### Response:"
 )
 
-FORMATS = ("prompt_completion", "messages", "alpaca", "text")
 _FORMATS_HINT = (
     "Formats: text; prompt and completion; messages; instruction, input and output. "
     "Rename the fields, or set data.dataset_text_field for plain text under another name."
@@ -47,23 +47,7 @@ _FORMATS_HINT = (
 Tokens = tuple[list[int], list[bool]]
 
 
-@dataclass
-class Options:
-    """The format settings of the configuration; the names are TRL's.
-
-    `None` for the two losses means TRL's and the format's own choice: only the completion of a
-    prompt with a completion, only the assistant's turns of messages.
-    """
-
-    text_field: str = "text"
-    completion_only_loss: bool | None = None
-    assistant_only_loss: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_eos: bool = True
-
-
-def detect_format(fields: dict[str, Any], where: str, text_field: str = "text") -> str:
+def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
     """The format of an example by the names of its fields; DataError when none fits."""
     if "prompt" in fields and "completion" in fields:
         return "prompt_completion"
@@ -83,19 +67,25 @@ class Formatter:
     """Tokenises examples of one format.
 
     Example:
-        >>> formatter = Formatter("text", tokenizer)                          # doctest: +SKIP
+        >>> formatter = Formatter("text", tokenizer, config.data)             # doctest: +SKIP
         >>> formatter([Record("a.jsonl:1", {"text": "Hello"})])               # doctest: +SKIP
         [([15496, 50256], [True, True])]
     """
 
     def __init__(
-        self, name: str, tokenizer: PreTrainedTokenizerBase, options: Options | None = None
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataConfig,
+        chat_template: str | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
-        self.options = options or Options()
+        self.options = options
         self.changed_prompts = 0
-        self._chat: ChatRenderer | None = None
+        self.renderer: ChatRenderer | None = None
+        """Once an example needed it."""
+        self._chat_template = chat_template
         self._conversational: bool | None = None
         if self.options.completion_only_loss and name in ("text", "messages"):
             raise DataError(
@@ -110,23 +100,18 @@ class Formatter:
 
     @property
     def chat(self) -> ChatRenderer:
-        if self._chat is None:
-            self._chat = ChatRenderer(
-                self.tokenizer, self.options.chat_template, self.options.chat_template_kwargs
+        if self.renderer is None:
+            self.renderer = ChatRenderer(
+                self.tokenizer, self._chat_template, self.options.chat_template_kwargs
             )
-        return self._chat
-
-    @property
-    def renderer(self) -> ChatRenderer | None:
-        """The chat renderer, if any example needed it."""
-        return self._chat
+        return self.renderer
 
     def __call__(self, records: list[Record]) -> list[Tokens]:
         """Token ids and trained-token mask of each record, not yet truncated."""
         return _FORMATS[self.name](self, records)
 
     def _text(self, records: list[Record]) -> list[Tokens]:
-        field = self.options.text_field
+        field = self.options.dataset_text_field
         texts = [self._with_eos(string_field(record, field)) for record in records]
         return [(ids, [True] * len(ids)) for ids in self._tokenize(texts)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, collate, pack
-from hetero_framework.data.display import Display
+from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder
-from hetero_framework.data.formats import Formatter, Options, detect_format
-from hetero_framework.data.sources import Record, Source, batched, find_sources, read_records
+from hetero_framework.data.formats import Formatter, detect_format
+from hetero_framework.data.sources import Record, Source, find_sources, read_records
 from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import choose_pad_token
 from hetero_framework.errors import DataError
@@ -44,10 +44,6 @@ class TrainData:
     fingerprint: str
     report: list[str]
     padding_free: bool = False
-
-    @property
-    def num_examples(self) -> int:
-        return len(self.examples)
 
     @property
     def num_eval_examples(self) -> int:
@@ -114,8 +110,8 @@ def load_data(
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    options = _options(data, config)
-    reader = _Reader(data, config.base_dir, options, tokenizer, vocab_size, report)
+    template = _chat_template(data, config)
+    reader = _Reader(data, config.base_dir, template, tokenizer, vocab_size, report)
     train = reader.read("train", data.train, data.train_split)
     evaluation = None
     if data.eval is not None:
@@ -154,22 +150,14 @@ def step_order(num_examples: int, training: TrainingConfig) -> StepOrder:
     )
 
 
-def _options(data: DataConfig, config: Config) -> Options:
-    template = None
-    if data.chat_template_path is not None:
-        path = config.path(data.chat_template_path)
-        try:
-            template = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.chat_template_path: cannot read {path}: {error}") from error
-    return Options(
-        text_field=data.dataset_text_field,
-        completion_only_loss=data.completion_only_loss,
-        assistant_only_loss=data.assistant_only_loss,
-        chat_template=template,
-        chat_template_kwargs=data.chat_template_kwargs,
-        add_eos=data.add_eos,
-    )
+def _chat_template(data: DataConfig, config: Config) -> str | None:
+    if data.chat_template_path is None:
+        return None
+    path = config.path(data.chat_template_path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.chat_template_path: cannot read {path}: {error}") from error
 
 
 @dataclass
@@ -178,16 +166,15 @@ class _Reader:
 
     data: DataConfig
     base_dir: Path
-    options: Options
+    chat_template: str | None
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     report: list[str]
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples:
         sources = find_sources(spec, self.base_dir)
-        data = self.data
-        settings = [name, split, asdict(self.options), self.vocab_size]
-        settings += [data.format, data.max_length, data.truncation_mode]
+        own = self.data.model_dump(exclude={"train", "eval"})
+        settings = [name, split, own, self.chat_template, self.vocab_size]
         entry = find_entry(sources, self.tokenizer, settings)
         kept = entry.read() if entry is not None else None
         if kept is not None:
@@ -206,7 +193,10 @@ class _Reader:
         """The examples, what to say of them, and whether another day gives the same."""
         records = chain.from_iterable(self._records(source, split) for source in sources)
         first = next(records)
-        formatter = self._formatter(first)
+        kind: str = self.data.format
+        if kind == "auto":
+            kind = detect_format(first.fields, first.where, self.data.dataset_text_field)
+        formatter = Formatter(kind, self.tokenizer, self.data, self.chat_template)
         counts = _Counts()
         examples = self._tokenise(name, chain([first], records), formatter, counts)
         origin = ", ".join(source.name for source in sources[:3])
@@ -228,20 +218,14 @@ class _Reader:
         if empty:
             raise DataError(f"{source.name} holds no example")
 
-    def _formatter(self, first: Record) -> Formatter:
-        name: str = self.data.format
-        if name == "auto":
-            name = detect_format(first.fields, first.where, self.options.text_field)
-        return Formatter(name, self.tokenizer, self.options)
-
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: _Counts
     ) -> Examples:
         builder = ExamplesBuilder()
-        with Display(f"tokenising data.{name}") as display:
-            for batch in batched(records, _CHUNK):
+        with display(f"tokenising data.{name}") as show:
+            while batch := list(islice(records, _CHUNK)):
                 self._add(builder, batch, formatter, counts)
-                display.show(f"{counts.read:,} examples")
+                show(f"{counts.read:,} examples")
         if not len(builder):
             hint = "An example needs two tokens, and a trained one among the later."
             if counts.cut:

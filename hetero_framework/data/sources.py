@@ -12,19 +12,20 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from hetero_framework.config.strict_json import json_type
 from hetero_framework.errors import DataError
 
 MAX_LINE_BYTES = 16 * 2**20
 
 _BOM = b"\xef\xbb\xbf"
 _JSON_SPACE = re.compile(r"[ \t\r\n]*")
+_DATA_LIST = re.compile(r'\{\s*"data"\s*:\s*\[')
 _HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
 _MAGIC = (
     (b"\x1f\x8b", "gzip"),
@@ -94,13 +95,8 @@ def read_records(
         return _from_hub(source.name, split, dataset_config)
     if source.kind == "saved":
         return _from_saved(source.path, split)
-    if source.kind == "parquet":
-        return _from_parquet(source.path)
-    if source.kind == "text":
-        return _from_text(source.path)
-    if source.kind == "json":
-        return _from_json(source.path)
-    return _from_jsonl(source.path)
+    readers = {"parquet": _from_parquet, "text": _from_text, "json": _from_json}
+    return readers.get(source.kind, _from_jsonl)(source.path)
 
 
 # --- finding ---------------------------------------------------------------------------------
@@ -235,19 +231,26 @@ def _from_jsonl(path: Path) -> Iterator[Record]:
     for number, line in _lines(path):
         if line.strip():
             where = f"{path}:{number}"
-            yield _record(where, _parse(line, where), line)
+            value, end = _parse(line, _skip(line, 0), _LineCounter(path, line, number).at)
+            if (rest := _skip(line, end)) < len(line):
+                raise DataError(f"{where}: not JSON after column {end}: {shorten(line[rest:])}")
+            yield _record(where, value, line)
 
 
-def _parse(line: str, where: str) -> Any:
+def _parse(text: str, index: int, where: Callable[[int], str]) -> tuple[Any, int]:
+    """The value that begins at `index`, and where it ends."""
     try:
-        return json.loads(line)
+        return _DECODER.raw_decode(text, index)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}): {shorten(line)}"
+            f"{where(error.pos)}: not JSON ({error.msg} at column {error.colno}): "
+            f"{shorten(text[index:])}"
         ) from error
     except (RecursionError, ValueError) as error:
         # ValueError: a number of more digits than Python converts.
-        raise DataError(f"{where}: too deep or too long a value: {shorten(line)}") from error
+        raise DataError(
+            f"{where(index)}: too deep or too long a value: {shorten(text[index:])}"
+        ) from error
 
 
 def _record(where: str, value: Any, shown: str) -> Record:
@@ -263,66 +266,41 @@ def _from_json(path: Path) -> Iterator[Record]:
     """A list of objects, {"data": [...]}, one object, or JSON Lines under the name .json."""
     with _reading(path) as file:
         text = _decode(file.read().removeprefix(_BOM), str(path))
-    start = _JSON_SPACE.match(text).end()  # type: ignore[union-attr]
-    if text.startswith("{", start):
-        data = re.compile(r'\{\s*"data"\s*:\s*\[').match(text, start)
-        if data is None:
-            return _json_objects(path, text, start)
-        return _json_items(path, text, data.end() - 1)
-    if text.startswith("[", start):
-        return _json_items(path, text, start)
-    if start == len(text):
-        return iter(())
-    raise DataError(
-        f"{path}: expected a list of objects, found: {shorten(text[start:])}",
-        hint='write [{"text": "..."}, ...], {"data": [...]}, or one object per line (.jsonl)',
-    )
+    start = _skip(text, 0)
+    if data := _DATA_LIST.match(text, start):
+        start = data.end() - 1
+    if start < len(text) and text[start] not in "[{":
+        raise DataError(
+            f"{path}: expected a list of objects, found: {shorten(text[start:])}",
+            hint='write [{"text": "..."}, ...], {"data": [...]}, or one object per line (.jsonl)',
+        )
+    return _json_items(path, text, start)
 
 
 def _json_items(path: Path, text: str, start: int) -> Iterator[Record]:
-    """The objects of the list that begins at `start`, decoded one at a time."""
+    """The objects of the list at `start`, or those that follow one another, one at a time."""
     line = _LineCounter(path, text)
-    index = _skip(text, start + 1)
-    if text.startswith("]", index):
-        return
-    while True:
-        value, end = _decode_item(text, index, line)
-        yield _record(line.at(index), value, text[index:end])
-        index = _skip(text, end)
-        if text.startswith("]", index):
-            return
-        if not text.startswith(",", index):
-            raise DataError(
-                f"{line.at(index)}: not JSON, expected ',' or ']' at: {shorten(text[index:])}"
-            )
-        index = _skip(text, index + 1)
-
-
-def _json_objects(path: Path, text: str, start: int) -> Iterator[Record]:
-    line = _LineCounter(path, text)
-    index = start
-    while index < len(text):
-        value, end = _decode_item(text, index, line)
-        if isinstance(value, dict) and isinstance(value.get("data"), list):
+    in_list = text.startswith("[", start)
+    index = _skip(text, start + in_list)
+    while index < len(text) and not (in_list and text.startswith("]", index)):
+        value, end = _parse(text, index, line.at)
+        if not in_list and isinstance(value, dict) and isinstance(value.get("data"), list):
             for number, item in enumerate(value["data"], 1):
                 yield _record(f"{path}: item {number}", item, str(item))
         else:
             yield _record(line.at(index), value, text[index:end])
         index = _skip(text, end)
-
-
-def _decode_item(text: str, index: int, line: _LineCounter) -> tuple[Any, int]:
-    try:
-        return _DECODER.raw_decode(text, index)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{line.at(error.pos)}: not JSON ({error.msg} at column {error.colno}): "
-            f"{shorten(text[index:])}"
-        ) from error
-    except (RecursionError, ValueError) as error:
-        raise DataError(
-            f"{line.at(index)}: too deep or too long a value: {shorten(text[index:])}"
-        ) from error
+        if not in_list or text.startswith("]", index):
+            continue
+        if not text.startswith(",", index):
+            raise DataError(
+                f"{line.at(index)}: not JSON, expected ',' or ']' at: {shorten(text[index:])}"
+            )
+        index = _skip(text, index + 1)
+        if text.startswith("]", index):
+            raise DataError(f"{line.at(index)}: not JSON, a comma before the closing bracket")
+    if in_list and index >= len(text):
+        raise DataError(f"{line.at(len(text))}: not JSON, the list does not end")
 
 
 _DECODER = json.JSONDecoder()
@@ -335,9 +313,9 @@ def _skip(text: str, index: int) -> int:
 class _LineCounter:
     """Line numbers of growing positions, without counting from the start each time."""
 
-    def __init__(self, path: Path, text: str) -> None:
+    def __init__(self, path: Path, text: str, number: int = 1) -> None:
         self.path, self.text = path, text
-        self.position, self.number = 0, 1
+        self.position, self.number = 0, number
 
     def at(self, position: int) -> str:
         self.number += self.text.count("\n", self.position, position)
@@ -414,16 +392,6 @@ def shorten(text: str, limit: int = 60) -> str:
     return line if len(line) <= limit else line[:limit] + "..."
 
 
-def json_type(value: Any) -> str:
-    """The JSON name of the type of `value`."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true/false"
-    names = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
-    return names.get(type(value), type(value).__name__)
-
-
 def check_unicode(text: str, where: str) -> str:
     """`text` itself; DataError when it cannot be written as UTF-8 (JSON can escape such text)."""
     try:
@@ -434,9 +402,3 @@ def check_unicode(text: str, where: str) -> str:
             "which is not text"
         ) from error
     return text
-
-
-def batched(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
-    """Lists of at most `size` records."""
-    while batch := list(islice(records, size)):
-        yield batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,12 +94,9 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class _TokenizersErrors:
+class _TokenizersErrors(AbstractContextManager[None]):
     """Gives the errors of the tokenizers library a type: for a file that it cannot use, such as one
     of a newer version, it raises `Exception` itself."""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if kind is Exception:

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from hetero_framework.data import display
-from hetero_framework.data.display import Display
+from hetero_framework.data import display as module
+from hetero_framework.data.display import display
 
 
 class Terminal(io.StringIO):
@@ -18,18 +18,17 @@ def test_display_is_on_a_terminal_only_and_gone_at_the_end(
     stream: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr(display, "_QUIET_S", 0.0)
-    monkeypatch.setattr(display, "_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_QUIET_S", 0.0)
     monkeypatch.setenv("TERM", "xterm")
-    with Display("tokenising data.train") as line:
-        line.show("1,000 examples")
-        line.show("2,000 examples")
+    with display("tokenising data.train") as show:
+        show("1,000 examples")
+        show("2,000 examples")
     assert ("tokenising data.train: " in stream.getvalue()) == shown
 
 
 def test_display_of_what_is_done_at_once_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    with Display("tokenising data.train") as line:
-        line.show("1 example")
+    with display("tokenising data.train") as show:
+        show("1 example")
     assert stream.getvalue() == ""

@@ -10,13 +10,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
+from hetero_framework.config import DataConfig
 from hetero_framework.data import load_data
 from hetero_framework.data.chat import ChatRenderer
 from hetero_framework.data.formats import (
     ALPACA_WITH_INPUT,
     ALPACA_WITHOUT_INPUT,
     Formatter,
-    Options,
     detect_format,
 )
 from hetero_framework.data.sources import Record
@@ -53,6 +53,10 @@ ALPACA = [
     {"instruction": "Add.", "input": "two {and} two", "output": "four"},
     {"instruction": "No input", "input": None, "output": "fine"},
 ]
+
+
+def formatter_of(name: str, tokenizer, **settings) -> Formatter:
+    return Formatter(name, tokenizer, DataConfig(train="unread", **settings))
 
 
 def alpaca_as_pairs() -> list[dict]:
@@ -133,7 +137,7 @@ def test_token_ids_and_labels_equal_sft_trainer(tmp_path, rows, template, settin
         **sft_settings,
     ).train_dataset
     data = ours(rows, tiny_tokenizer(template), tmp_path, **settings)
-    examples = [data.examples[index] for index in range(data.num_examples)]
+    examples = [data.examples[index] for index in range(len(data.examples))]
     assert [ids.tolist() for ids, _ in examples] == list(theirs["input_ids"])
     assert [labels.tolist() for _, labels in examples] == list(theirs["labels"])
 
@@ -144,7 +148,7 @@ def test_truncation_keep_end_equals_sft_trainer(tmp_path):
         PAIRS, tiny_tokenizer(), tmp_path, max_length=9, truncation_mode="keep_end"
     ).train_dataset
     data = ours(PAIRS, tiny_tokenizer(), tmp_path, max_length=9, truncation_mode="keep_end")
-    rows = [data.examples[index][0].tolist() for index in range(data.num_examples)]
+    rows = [data.examples[index][0].tolist() for index in range(len(data.examples))]
     assert rows == list(theirs["input_ids"])
 
 
@@ -161,7 +165,7 @@ def test_assistant_tokens_without_generation_marks_equal_trl_templates(tmp_path,
         rows, tiny_tokenizer(template), tmp_path, assistant_only_loss=True
     ).train_dataset
     data = ours(rows, tiny_tokenizer(template), tmp_path)
-    examples = [data.examples[index] for index in range(data.num_examples)]
+    examples = [data.examples[index] for index in range(len(data.examples))]
     assert [ids.tolist() for ids, _ in examples] == list(theirs["input_ids"])
     assert [labels.tolist() for _, labels in examples] == list(theirs["labels"])
 
@@ -213,12 +217,12 @@ def test_batches_of_a_training_equal_sft_trainer(tmp_path):
     ],
 )
 def test_detect_format_by_fields(fields, name):
-    assert detect_format(dict.fromkeys(fields), "here") == name
+    assert detect_format(dict.fromkeys(fields), "here", "text") == name
 
 
 def test_detect_format_unknown_lists_the_fields():
     with pytest.raises(DataError, match=r"here: .* from the fields question, answer"):
-        detect_format({"question": "?", "answer": "!"}, "here")
+        detect_format({"question": "?", "answer": "!"}, "here", "text")
 
 
 GOOD = chat("Hello", "Hi")
@@ -238,8 +242,8 @@ GOOD = chat("Hello", "Hi")
         ("alpaca", {"instruction": "a"}, "no field output"),
         ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input must be a string"),
         ("messages", {"messages": []}, "messages must be a list of messages, found an empty list"),
-        ("messages", {"messages": "hello"}, "found a string"),
-        ("messages", {"messages": ["hello"]}, r"messages\[0\] must be an object, found a string"),
+        ("messages", {"messages": "hello"}, "found a text"),
+        ("messages", {"messages": ["hello"]}, r"messages\[0\] must be an object, found a text"),
         ("messages", {"messages": [{"content": "a"}]}, r"messages\[0\] has no role; .* content"),
         ("messages", {"messages": [*GOOD, {"role": "user"}]}, r"messages\[2\] has no content"),
         (
@@ -255,7 +259,7 @@ GOOD = chat("Hello", "Hi")
     ],
 )
 def test_formatter_bad_example_says_where_and_what(name, fields, message):
-    formatter = Formatter(name, tiny_tokenizer(CHATML))
+    formatter = formatter_of(name, tiny_tokenizer(CHATML))
     with pytest.raises(DataError, match=message):
         formatter([Record("f:9", fields)])
 
@@ -272,34 +276,34 @@ def test_formatter_bad_example_says_where_and_what(name, fields, message):
 )
 def test_formatter_option_that_cannot_apply_is_an_error(name, option, rows):
     with pytest.raises(DataError, match=f"data.{option} is true"):
-        Formatter(name, tiny_tokenizer(), Options(**{option: True}))([Record("f:1", rows[0])])
+        formatter_of(name, tiny_tokenizer(), **{option: True})([Record("f:1", rows[0])])
 
 
 def test_formatter_no_chat_template_says_what_to_do():
     with pytest.raises(DataError, match="no chat template") as caught:
-        Formatter("messages", tiny_tokenizer())([Record("f:1", CONVERSATIONS[0])])
+        formatter_of("messages", tiny_tokenizer())([Record("f:1", CONVERSATIONS[0])])
     assert "data.chat_template_path" in str(caught.value)
 
 
 def test_formatter_no_eos_token_says_what_to_do():
     tokenizer = tiny_tokenizer(eos_token=None)
     with pytest.raises(DataError, match=r"no end-of-sequence token") as caught:
-        Formatter("text", tokenizer)([Record("f:1", TEXT[0])])
+        formatter_of("text", tokenizer)([Record("f:1", TEXT[0])])
     assert "data.add_eos" in str(caught.value)
-    [(ids, _)] = Formatter("text", tokenizer, Options(add_eos=False))([Record("f:1", TEXT[0])])
+    [(ids, _)] = formatter_of("text", tokenizer, add_eos=False)([Record("f:1", TEXT[0])])
     assert tokenizer.decode(ids) == "The fox"
 
 
 def test_chat_template_that_refuses_names_line_and_roles():
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"f:1: .* roles must alternate") as caught:
-        Formatter("messages", tiny_tokenizer(template))([Record("f:1", CONVERSATIONS[0])])
+        formatter_of("messages", tiny_tokenizer(template))([Record("f:1", CONVERSATIONS[0])])
     assert "user, assistant, user, assistant" in str(caught.value)
 
 
 def test_chat_template_that_rewrites_history_needs_generation_marks():
     template = (files("trl") / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
-    formatter = Formatter("messages", tiny_tokenizer(template))
+    formatter = formatter_of("messages", tiny_tokenizer(template))
     with pytest.raises(DataError, match="cannot be told apart") as caught:
         formatter([Record("f:1", CONVERSATIONS[0])])
     assert "data.assistant_only_loss" in str(caught.value)
@@ -308,11 +312,11 @@ def test_chat_template_that_rewrites_history_needs_generation_marks():
 def test_chat_template_marks_around_nothing_is_an_error():
     template = "{{ messages[0].content }}{% generation %}{% endgeneration %}"
     with pytest.raises(DataError, match="marks no token of the assistant"):
-        Formatter("messages", tiny_tokenizer(template))([Record("f:1", CONVERSATIONS[0])])
+        formatter_of("messages", tiny_tokenizer(template))([Record("f:1", CONVERSATIONS[0])])
 
 
 def test_conversations_from_value_and_null_keys_equal_messages():
-    formatter = Formatter("messages", tiny_tokenizer(CHATML_MARKED))
+    formatter = formatter_of("messages", tiny_tokenizer(CHATML_MARKED))
     names = {"user": "human", "assistant": "gpt"}
     messages = CONVERSATIONS[0]["messages"]
     rows = [
@@ -335,7 +339,7 @@ def test_chat_template_kwargs_and_tools_reach_the_template():
         "{{ m['content'] }}{% endgeneration %}{% endfor %}"
     )
     tokenizer = tiny_tokenizer(template)
-    formatter = Formatter("messages", tokenizer, Options(chat_template_kwargs={"style": "a"}))
+    formatter = formatter_of("messages", tokenizer, chat_template_kwargs={"style": "a"})
     row = {"messages": GOOD, "tools": '[{"name": "add"}]'}
     [(ids, _), (other, _)] = formatter(
         [Record("f:1", row), Record("f:2", {**row, "chat_template_kwargs": {"style": "b"}})]

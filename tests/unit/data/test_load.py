@@ -31,7 +31,7 @@ def test_load_data_report_says_format_counts_and_padding(tmp_path):
     data = load(tmp_path, rows, max_length=8)
     cut = sum(len(tiny_tokenizer()(row["text"] + "</s>")["input_ids"]) > 8 for row in rows)
     assert cut > 1
-    assert data.num_examples == 11
+    assert len(data.examples) == 11
     assert data.longest == 8
     assert data.report[0].startswith(f"train: 11 examples, {len(data.examples.ids)} tokens from")
     assert data.report[1] == "train: format text (fields text)"
@@ -68,7 +68,7 @@ def test_load_data_same_rows_from_other_kinds_of_file_are_the_same_data(tmp_path
 def test_load_data_more_rows_than_one_chunk_keep_their_order(tmp_path):
     rows = [{"text": f"fox {index}"} for index in range(2345)]
     data = load(tmp_path, rows, training={"train_sampling_strategy": "sequential"})
-    assert data.num_examples == 2345
+    assert len(data.examples) == 2345
     ids, labels = data.examples[2344]
     assert tiny_tokenizer().decode(ids) == "fox 2344</s>"
     assert ids.tolist() == labels.tolist()
@@ -331,7 +331,7 @@ def test_examples_of_the_page_have_the_format_of_their_heading(tmp_path, heading
     (tmp_path / "a.jsonl").write_text(block, encoding="utf-8")
     tokenizer = tiny_tokenizer(CHATML_MARKED)
     data = load_data(make_config(tmp_path, {"train": "a.jsonl"}), tokenizer)
-    assert data.num_examples == len(block.splitlines())
+    assert len(data.examples) == len(block.splitlines())
     assert any(f"format {heading} " in line for line in data.report)
 
 

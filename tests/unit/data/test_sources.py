@@ -109,6 +109,9 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.json", b'[{"t": 1}\n {"t": 2}]', r"a\.json:2: not JSON, expected ',' or '\]'"),
         ("a.json", b'[{"t": 1},\n 7]', r"a\.json:2: expected a JSON object, found a number"),
         ("a.json", b'[{"t": 1}', r"a\.json:1: not JSON, expected ','"),
+        ("a.json", b'[{"t": 1},\n]', r"a\.json:2: not JSON, a comma before the closing"),
+        ("a.json", b'[{"t": 1},', r"a\.json:1: not JSON, the list does not end"),
+        ("a.jsonl", b'{"t": 1} {"t": 2}', r"a\.jsonl:1: not JSON after column 8"),
         ("a.json", b'"text"', r"a\.json: expected a list of objects"),
         ("a.json", b'{"data": [{"t": 1},\n7]}', r"a\.json:2: expected a JSON object"),
         (
