@@ -18,9 +18,10 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import ConfigError, DeviceError
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
 from hetero_framework.models.quiet import quiet_libraries
-from hetero_framework.models.shard import load_model_config, num_layers
+from hetero_framework.models.shard import load_model_config
 from hetero_framework.planner.tuner import assumed_profile
 from hetero_framework.planner.tuning import tune
 from hetero_framework.trainer.resolved import Resolved
@@ -50,7 +51,7 @@ def check(config: Config) -> dict[str, Any]:
         notes.append("there is no model section, so layers and memory are not checked")
     else:
         model_config = load_model_config(config.model, config.base_dir)
-        config.plan.covers(num_layers(model_config))
+        config.plan.covers(introspect(model_config).num_layers)
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
         config = resolved.config

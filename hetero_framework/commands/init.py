@@ -330,10 +330,11 @@ def _layers(answers: Answers, output: Path) -> int:
         raise UserError(
             "the number of layers is not known", hint="give --model NAME, or --layers N"
         )
-    from hetero_framework.models.shard import load_model_config, num_layers
+    from hetero_framework.models.introspect import introspect
+    from hetero_framework.models.shard import load_model_config
 
     model = ModelConfig(name_or_path=answers.model)
-    return num_layers(load_model_config(model, output.absolute().parent))
+    return introspect(load_model_config(model, output.absolute().parent)).num_layers
 
 
 def _beside(path: str | None, output: Path) -> str | None:

@@ -134,9 +134,8 @@ class BoundaryIO:
         loss_is_awaited: bool,
         flush_timeout_s: float,
     ) -> None:
-        """With `loss_is_awaited` the outlet gets each loss as a number, in the sender thread where
-        that has to wait for the device.
-        """
+        """With `loss_is_awaited` the outlet gets each loss as a number, where that has to wait for
+        the device in the sender thread."""
         self._device = device
         self._activations = _codec(wire.activations)
         self._gradients = _codec(wire.gradients)
@@ -233,8 +232,8 @@ class Sender:
         self._jobs.put(job)
 
     def flush(self) -> None:
-        """Wait until all jobs that were submitted before are done. Raises PeerLostError when
-        that takes too long."""
+        """Wait until all jobs that were submitted before are done. Raises PeerLostError when that
+        takes longer than a step may."""
         if self._thread is None:
             return
         reached = threading.Event()

@@ -180,9 +180,9 @@ class StepResults:
     def is_complete(self, micro_batches: int) -> bool:
         return len(self._finished) >= micro_batches and len(self._losses) >= micro_batches
 
-    def open(self, micro_batches: int) -> list[int]:
+    def open(self, micro_batches: int) -> str:
         """The micro-batches that are not through."""
-        return [k for k in range(micro_batches) if k not in self._finished]
+        return ", ".join(str(k) for k in range(micro_batches) if k not in self._finished)
 
     def losses(self) -> list[float]:
         """In micro-batch order. Waits for the device that has them."""

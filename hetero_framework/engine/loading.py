@@ -34,9 +34,13 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
     plan = None
     stages = []
     for spec in specs:
-        span = ShardRange(spec.start, spec.end, spec.is_first, spec.is_last)
+        span = ShardRange.of(spec)
         shard = load_shard(config.model, config.base_dir, span, device, seed=seed)
-        plan = attach_adapter(shard, config.adapter, config.base_dir, seed, plan)
+        if config.adapter is not None and plan is None:
+            from hetero_framework.models.adapters import plan_adapter
+
+            plan = plan_adapter(shard.config, config.adapter, config.base_dir)
+        attach_adapter(shard, plan, seed)
         stages.append(Stage(spec, shard, config, device))
     return stages
 

@@ -63,22 +63,19 @@ def _refusal(name: str) -> str | None:
 def build_optimizer(
     training: TrainingConfig, model: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The Trainer's optimizer over `parameters`, in its two groups (with and without decay).
-
-    `model` is the stage's module; the Trainer decides from its parameter names and layer types
-    which parameters are decayed.
-    """
+    """The Trainer's optimizer over `parameters`, in its two groups (with and without decay), which
+    it tells apart by the parameter names and layer types of `model`, the stage's module."""
     decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
     decayed = {id(p) for name, p in model.named_parameters() if name in decayed_names}
+    with_decay = [p for p in parameters if id(p) in decayed]
+    without = [p for p in parameters if id(p) not in decayed]
     groups = [
-        {
-            "params": [p for p in parameters if id(p) in decayed],
-            "weight_decay": training.weight_decay,
-        },
-        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((with_decay, training.weight_decay), (without, 0.0))
+        if params
     ]
     cls, kwargs = _class_and_settings(training)
-    return cls([group for group in groups if group["params"]], **kwargs)
+    return cls(groups, **kwargs)
 
 
 def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
@@ -117,10 +114,8 @@ class Schedule:
         self._start()
 
     def rate(self, committed_steps: int) -> float:
-        """The learning rate of the commit that follows `committed_steps` of them.
-
-        The Trainer's schedule moves once per committed step; a skipped step leaves it alone.
-        """
+        """The learning rate of the commit that follows `committed_steps` of them; a skipped step
+        does not move the schedule."""
         if committed_steps < self._position:
             self._start()
         while self._position < committed_steps:

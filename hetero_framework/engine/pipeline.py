@@ -30,7 +30,7 @@ from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.readiness import Admission
 
 if TYPE_CHECKING:
-    from hetero_framework.models.objective import Objective  # imports transformers
+    from hetero_framework.models.objective import CausalLM  # imports transformers
 
 _POLL_S = 0.5
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Pipeline:
         inbox: Inbox,
         results: StepResults,
         *,
-        objective: Objective,
+        objective: CausalLM,
         step_timeout_s: float,
     ) -> None:
         """`hosts` hold the stages, the first one the first stage; they put `results` down."""
@@ -101,11 +101,8 @@ class Pipeline:
             host.begin(info, schedule)
 
     def run(self, batches: Sequence[Tensors]) -> list[float]:
-        """Drive all micro-batches forward (and backward); their losses in micro-batch order.
-
-        Raises LinkLost or DirectLost when a link breaks and PeerLostError when nothing moves any
-        more.
-        """
+        """Drive all micro-batches forward (and backward); their losses in micro-batch order. Raises
+        LinkLost or DirectLost when a link breaks, PeerLostError when nothing moves any more."""
         admission = Admission(len(batches), self._max_in_flight)
         first = self._hosts[0]
 
@@ -127,7 +124,7 @@ class Pipeline:
             elif entering is not None:
                 admit(entering)
             elif not self._read_snapshot():
-                self._wait(lambda: f"losses of micro-batches {self._open(len(batches))}")
+                self._wait(lambda: f"losses of micro-batches {self._results.open(len(batches))}")
         return self._results.losses()
 
     def report_gradients(self) -> tuple[list[GradientReport], dict[int, StageStatistics]]:
@@ -212,9 +209,8 @@ class Pipeline:
 
     def snapshot(self, take: Callable[[int, int, StatePart], None]) -> None:
         """Have `take(stage, number, part)` called with every part of the state that the last commit
-        left, while the next steps run: in this thread, at most one part between two tasks. What
-        later steps change does not show. A part's tensors are valid during the call.
-        """
+        left, while the next steps run: in this thread, at most one part between two tasks. A part's
+        tensors are valid during the call."""
         self.finish_snapshot()
         for host in self._hosts:
             host.snapshot(self._committed)
@@ -283,9 +279,6 @@ class Pipeline:
                 hint="a worker hangs or is far slower than planned: look at its screen; "
                 "training.step_timeout_s sets this limit",
             )
-
-    def _open(self, micro_batches: int) -> str:
-        return ", ".join(map(str, self._results.open(micro_batches)))
 
 
 class _StateReader:

@@ -1,11 +1,8 @@
 """A stage: one block of layers on one device, and what can be asked of it.
 
-The same class serves the coordinator's own shard and a worker's: each process has a `StageHost` of
-them. Shapes: B rows of a micro-batch, S tokens, D hidden size; `hidden_BSD` crosses a
-boundary forward, its gradient crosses it backward.
-
-Order is part of it: micro-batches go forward and backward in ascending order on every
-stage, so that gradients add up in one order under any cut and any timing.
+Micro-batches go forward and backward in ascending order on every stage, so that gradients add up in
+one order under any cut and any timing. Shapes: B rows of a micro-batch, S tokens, D hidden size;
+`hidden_BSD` crosses a boundary forward, its gradient crosses it backward.
 """
 
 from __future__ import annotations
@@ -96,15 +93,10 @@ class Stage:
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Last stage: the loss where the logits are, and its gradient at once.
-
-        Returns this micro-batch's share of the step's loss (its token losses / num_items; 0-d, on
-        the device) and the gradient of the incoming hidden states.
-        """
+        """Last stage: this micro-batch's share of the step's loss (its token losses / num_items;
+        0-d, on the device), and the gradient of the incoming hidden states."""
         hidden_BSD = self._leaf(hidden_BSD)
-        # Filled there: a number copied to a GPU waits for everything that is queued on it.
-        num_items = torch.full((), float(self._info.num_items), device=self._device.torch_device)
-        loss = self._loss(micro_batch, inputs, hidden_BSD, num_items)
+        loss = self._loss(micro_batch, inputs, hidden_BSD, float(self._info.num_items))
         self._note_finite(micro_batch, loss)
         return loss, self._gradient_of(hidden_BSD)
 
@@ -112,34 +104,32 @@ class Stage:
         self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
     ) -> torch.Tensor:
         """Last stage outside training: the sum of the micro-batch's token losses, 0-d."""
-        one = torch.ones((), device=self._device.torch_device)
-        return self._loss(micro_batch, inputs, hidden_BSD, one)
+        return self._loss(micro_batch, inputs, hidden_BSD, 1.0)
 
     def _loss(
         self,
         micro_batch: int,
         inputs: Tensors,
         hidden_BSD: torch.Tensor | None,
-        num_items: torch.Tensor,
+        num_items: float,
     ) -> torch.Tensor:
         """The loss, detached; in a training step it has been differentiated."""
-        backward = self._scaled_backward if self.differentiates else None
         return self._objective.loss(
             self._shard,
             inputs,
             hidden_BSD,
-            num_items,
+            # Filled there: a number copied to a GPU waits for everything that is queued on it.
+            torch.full((), num_items, device=self._device.torch_device),
             running=lambda: self._running(micro_batch),
-            backward=backward,
+            backward=self._scaled_backward if self.differentiates else None,
         )
 
     def _scaled_backward(self, loss: torch.Tensor) -> None:
         (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
 
     def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None:
-        """Backward through the stored forward; only where `differentiates`. Returns the gradient
-        for the stage before, None where nothing is trained before this one.
-        """
+        """Backward through the stored forward; only where `differentiates`. The gradient for the
+        stage before, None where nothing is trained before this one."""
         hidden_BSD, out_BSD = self._saved.pop(micro_batch)
         self._current_micro_batch = micro_batch
         torch.autograd.backward(out_BSD, gradient_BSD)
@@ -148,11 +138,8 @@ class Stage:
     # -- the decision ---------------------------------------------------------------------------
 
     def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
-        """Unscale the gradients and report their norms. Changes no weight.
-
-        `tied_gradient` is the head's share of a tied weight, added to the embedding's before its
-        norm is taken; one sum at the end of the step, wherever the two ends live.
-        """
+        """Unscale the gradients and report their norms. `tied_gradient` is the head's share of a
+        tied weight: added to the embedding's in one sum, wherever the two ends live."""
         outgoing = None
         if self._tied_head is not None and self._tied_head.grad is not None:
             self._unscale(self._tied_head)
@@ -223,11 +210,8 @@ class Stage:
 
     def load_state(self, kind: str, part: StatePart) -> None:
         """Take over parts of a "checkpoint" (as `snapshot` gave it), of an "adapter" file, or a
-        "tied" weight.
-
-        Raises CheckpointError for a tensor that has no place here, or a trainable weight without
-        a tensor.
-        """
+        "tied" weight. Raises CheckpointError for a tensor that has no place here, or a trainable
+        weight without one."""
         if kind == "tied":
             self.set_tied_weight(part.tensors["tied"])
         elif kind == "adapter":

@@ -1,18 +1,14 @@
 """The trained weights: LoRA, QLoRA or all of them; the same tensors under any cut.
 
 An adapter is planned once, on the whole model without memory (torch's meta device): PEFT itself
-says there which modules it would wrap and which tensors the adapter file holds. A shard then gets
-exactly its part of that plan, injected in place, so that parameter names stay those of the whole
-PEFT model without its `base_model.model.` prefix, e.g.
-`model.layers.3.self_attn.q_proj.lora_A.default.weight`.
+says there which modules it would wrap and which tensors the adapter file holds. A shard gets its
+part of that plan, injected in place: parameter names are the whole PEFT model's without
+`base_model.model.`, e.g. `model.layers.3.self_attn.q_proj.lora_A.default.weight`. Initial values
+are PEFT's own, drawn module by module on the CPU after seeding with (training seed, module name).
 
-Random initial values are PEFT's own, drawn module by module on the CPU after seeding with (training
-seed, module name): neither the cut nor the device changes them.
-
-Number types follow the libraries that users know. PEFT: adapter weights are float32 over a bf16 or
-fp16 base. TRL's SFTTrainer (1.16): over a 4-bit or 8-bit base everything trainable is bf16 (except
-DoRA's magnitudes), and nothing of the frozen base is cast, that is, PEFT's older
-`prepare_model_for_kbit_training` is not applied. All of it is local to a module.
+Number types are those of PEFT (adapter weights in float32 over a bf16 or fp16 base) and TRL's
+SFTTrainer 1.16 (over a 4-bit or 8-bit base everything trainable is bf16 except DoRA's magnitudes,
+and nothing of the frozen base is cast).
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ from hetero_framework.models.adapter_plan import (
 )
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.seeds import derive_seed
-from hetero_framework.models.trainable import is_quantized, refuse_float16
+from hetero_framework.models.trainable import is_quantized
 
 if TYPE_CHECKING:
     from hetero_framework.config import AdapterConfig
@@ -91,7 +87,7 @@ _UNSUPPORTED_FIELDS = (
 def plan_adapter(
     model_config: PretrainedConfig, adapter: AdapterConfig, base_dir: Path | None = None
 ) -> AdapterPlan:
-    """Resolve `adapter` against the whole model; needs no weights and next to no memory.
+    """Resolve `adapter` against the whole model, without its weights.
 
     Raises ConfigError when a target matches nothing, a setting contradicts the adapter to start
     from, that adapter's file lacks or adds tensors, or the initialisation is not local to a layer.
@@ -119,7 +115,8 @@ def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfi
         return adapter
     saved = plan.lora_config
     fields = [name for name in type(adapter).model_fields if name in _LORA_FIELDS]
-    raw = {name: _plain(getattr(saved, name)) for name in fields}
+    values = {name: getattr(saved, name) for name in fields}
+    raw = {k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in values.items()}
     raw["init_lora_weights"] = True  # what the saved weights replace
     explicit = type(adapter).model_validate_json(json.dumps(raw))
     ours, theirs = _lora_config(explicit).to_dict(), saved.to_dict()
@@ -133,10 +130,6 @@ def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfi
             f"adapter.init_from: its settings {', '.join(sorted(lost))} are not supported"
         )
     return explicit
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, (set, frozenset)) else value
 
 
 def saved_tensors(plan: AdapterPlan, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
@@ -173,8 +166,9 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
         own = adapter_tensors(shard)
         load_adapter_tensors(shard, saved_tensors(plan, own.__contains__))
     if is_quantized(shard.model):
-        _cast_trainable_to_bf16(shard.model)
-    refuse_float16(shard.model)
+        for name, parameter in shard.model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def tensors_of_plan(
@@ -218,7 +212,7 @@ def _lora_config(adapter: AdapterConfig) -> LoraConfig:
 
 
 def _integer(value: float) -> float:
-    """16 for 16.0, as users of PEFT write it and as its file then shows it."""
+    """16 for 16.0, as PEFT's users write it."""
     return int(value) if float(value).is_integer() else value
 
 
@@ -236,10 +230,8 @@ def _check_supported(config: LoraConfig) -> None:
 
 
 def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConfig, Path]:
-    """Read an adapter directory's settings; explicit ones in `adapter` must agree with them.
-
-    Only lora_dropout may differ: it belongs to the training, not to the weights.
-    """
+    """An adapter directory's settings; explicit ones in `adapter` must agree with them, but for
+    lora_dropout, which belongs to the training and not to the weights."""
     weights = folder / ADAPTER_WEIGHTS
     for path in (folder / "adapter_config.json", weights):
         if not path.is_file():
@@ -410,14 +402,11 @@ def _inject(model: nn.Module, config: LoraConfig, seed: int) -> LoraModel:
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")
-        with torch.device("meta" if _on_meta(model) else "cpu"):
+        on_meta = any(p.is_meta for p in model.parameters())
+        with torch.device("meta" if on_meta else "cpu"):
             tuner = _SeededLora(model, config, seed)
     cast_adapter_dtype(model, ADAPTER_NAME, autocast_adapter_dtype=True)
     return tuner
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(p.is_meta for p in model.parameters())
 
 
 def _local_config(plan: AdapterPlan, model: nn.Module) -> LoraConfig:
@@ -442,12 +431,6 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
     except AttributeError:
         return False
     return next(module.parameters(), None) is not None
-
-
-def _cast_trainable_to_bf16(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "lora_magnitude_vector" not in name:
-            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:

@@ -18,10 +18,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
-from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect, one_line, probe_inputs
-from hetero_framework.models.quiet import quiet_library
-from hetero_framework.models.shard import Inputs, Shard, ShardRange, build_shard
-from hetero_framework.models.tiny import shrink
+from hetero_framework.models.shard import Inputs, Shard
 
 Span = tuple[slice, slice]
 
@@ -29,11 +26,6 @@ Span = tuple[slice, slice]
 # More tokens than this make no matrix product faster; fewer read and write the head's gradient
 # more often than needed.
 AUTO_LOGITS = 1 << 26
-# Relative to a tensor's largest entry; sums in another order stay far below in float32. Some
-# gradients are zero but for rounding (a key's bias under softmax), so the scale has a floor,
-# relative to the largest entry of all.
-_TOLERANCE, _FLOOR = 1e-4, 1e-3
-_PROBES = (2, 5, 13)
 
 
 def chunk_tokens(chosen: int | Literal["auto"] | None, config: PretrainedConfig) -> int | None:
@@ -136,71 +128,3 @@ class _Sums:
             if before is not None and gradient is not None:
                 gradient = before.add_(gradient)
             parameter.grad = before if gradient is None else gradient
-
-
-def why_not_chunked(config: PretrainedConfig) -> str | None:
-    """Why the loss of this architecture cannot be computed in chunks; None where it can.
-
-    A tiny random model of it computes loss and gradients both ways. Raises ArchitectureError when
-    no tiny copy runs.
-    """
-    tiny = shrink(config)
-    layers = introspect(tiny).num_layers
-    with quiet_library():
-        shard = build_shard(tiny, None, ShardRange(0, layers, True, True), dtype=torch.float32)
-        shard.train(False)
-        inputs = probe_inputs(tiny)
-        items = (inputs["labels"][:, 1:] != -100).sum()
-        try:
-            whole = _whole(shard, inputs, items)
-            for limit in _PROBES:
-                if (reason := _difference(whole, _chunks(shard, inputs, items, limit))) is not None:
-                    return reason
-        except LIBRARY_ERRORS as error:
-            return (
-                f"what follows the layers does not run on a part of the tokens ({one_line(error)})"
-            )
-    return None
-
-
-Outcome = dict[str, torch.Tensor]
-
-
-def _whole(shard: Shard, inputs: Inputs, items: torch.Tensor) -> Outcome:
-    loss = shard.loss(inputs, None, items)
-    loss.backward()
-    return _outcome(shard, loss)
-
-
-def _chunks(shard: Shard, inputs: Inputs, items: torch.Tensor, limit: int) -> Outcome:
-    chunks = spans(inputs["labels"].shape, limit)
-    loss = chunked_loss(
-        shard,
-        inputs,
-        None,
-        items,
-        chunks,
-        running=torch.enable_grad,
-        backward=torch.Tensor.backward,
-    )
-    return _outcome(shard, loss)
-
-
-def _outcome(shard: Shard, loss: torch.Tensor) -> Outcome:
-    """The loss and all gradients, which are taken out of the model."""
-    gradients = {n: p.grad for n, p in shard.model.named_parameters() if p.grad is not None}
-    shard.model.zero_grad()
-    return {"the loss": loss.detach(), **gradients}
-
-
-def _difference(expected: Outcome, actual: Outcome) -> str | None:
-    if lost := sorted(expected.keys() ^ actual.keys()):
-        return f"no gradient reaches {lost[0]}"
-    floor = _FLOOR * max(float(value.abs().max()) for value in expected.values())
-    for name, value in expected.items():
-        scale = value.abs().max().clamp(min=floor)
-        difference = float(((actual[name] - value).abs().max() / scale).nan_to_num(nan=math.inf))
-        if difference > _TOLERANCE:
-            subject = name if name == "the loss" else f"the gradient of {name}"
-            return f"{subject} would differ by {difference:.2g} (relative)"
-    return None

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import (
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_framework._version import __version__
@@ -59,9 +55,8 @@ _log = logging.getLogger(__name__)
 def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
     """Yield the shard's weights as a Hugging Face checkpoint names them, on the CPU, by layer.
 
-    transformers' own weight conversions are reverted (fused experts become single ones again);
-    all inputs of such a conversion lie in one layer, so layers can be converted one at a time.
-    The head of a tied pair is left out, unless `untie`.
+    transformers' own weight conversions are reverted (fused experts become single ones again); the
+    inputs of each lie in one layer. The head of a tied pair is left out, unless `untie`.
     """
     model = shard.model
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
@@ -72,8 +67,12 @@ def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
         # Buffers outside the layers (constants) are in every shard; one of them speaks for all.
         own = {name for name, _ in model.named_parameters()}
         state = {key: t for key, t in state.items() if key in own or _LAYER.match(key)}
-    for keys in _by_layer(state).values():
-        converted = _checkpoint_form(model, {key: state[key] for key in keys})
+    layers: dict[str, Tensors] = {}
+    for key, tensor in state.items():
+        layer = _LAYER.match(key)
+        layers.setdefault(layer.group(1) if layer else "", {})[key] = tensor
+    for tensors in layers.values():
+        converted = _checkpoint_form(model, tensors)
         yield {key: t.detach().to("cpu").contiguous() for key, t in converted.items()}
 
 
@@ -83,14 +82,6 @@ def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     state = {key: t for key, t in model.state_dict().items() if key not in left_out}
     return {key: tuple(t.shape) for key, t in _checkpoint_form(model, state).items()}
-
-
-def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        layer = _LAYER.match(name)
-        groups.setdefault(layer.group(1) if layer else "", []).append(name)
-    return groups
 
 
 def _checkpoint_form(model: Any, state: Tensors) -> Tensors:
@@ -117,8 +108,8 @@ def write_adapter(
 ) -> None:
     """Write a PEFT adapter directory from the shards' parts, atomically.
 
-    Raises CheckpointError that lists the keys when tensors are missing, unexpected, of a wrong
-    shape or there twice; the directory is then as it was.
+    Raises CheckpointError, with the keys, for tensors that are missing, unexpected, misshapen or
+    there twice; the directory is then as it was.
     """
     tensors: Tensors = {}
     check = _Completeness(plan.tensors, "adapter")
@@ -163,19 +154,14 @@ def write_checkpoint(
                 files.add(key, _own_copy(tensor))
         check.finish()
         files.finish()
-        _saved_config(config, files.dtype).save_pretrained(str(folder))
+        config = copy.deepcopy(config)
+        # What `save_pretrained` of a model adds.
+        config.architectures, config.dtype = [model_class(config).__name__], files.dtype
+        config.save_pretrained(str(folder))
         if generation_config is not None:
             generation_config.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
-
-
-def _saved_config(config: PretrainedConfig, dtype: torch.dtype | None) -> PretrainedConfig:
-    """The entries that `save_pretrained` adds: the class to load with, the type of the weights."""
-    config = copy.deepcopy(config)
-    config.architectures = [model_class(config).__name__]
-    config.dtype = dtype
-    return config
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,25 +178,21 @@ class _Completeness:
         self._seen: set[str] = set()
 
     def add(self, part: Mapping[str, torch.Tensor]) -> None:
-        unexpected = [key for key in part if key not in self._expected]
-        if unexpected:
-            raise self._error("tensors that the model does not have", unexpected)
-        twice = [key for key in part if key in self._seen]
-        if twice:
-            raise self._error("tensors that two stages sent", twice)
-        wrong = [key for key, t in part.items() if tuple(t.shape) != self._expected[key]]
-        if wrong:
-            raise self._error("tensors of a wrong shape", wrong)
+        unexpected = part.keys() - self._expected.keys()
+        self._refuse("tensors that the model does not have", unexpected)
+        self._refuse("tensors that two stages sent", part.keys() & self._seen)
+        wrong = {key for key, t in part.items() if tuple(t.shape) != self._expected[key]}
+        self._refuse("tensors of a wrong shape", wrong)
         self._seen.update(part)
 
     def finish(self) -> None:
-        missing = [key for key in self._expected if key not in self._seen]
-        if missing:
-            raise self._error("missing tensors", missing)
+        self._refuse("missing tensors", self._expected.keys() - self._seen)
 
-    def _error(self, problem: str, keys: list[str]) -> CheckpointError:
+    def _refuse(self, problem: str, keys: Set[str]) -> None:
+        if not keys:
+            return
         shown = ", ".join(sorted(keys)[:8]) + (", ..." if len(keys) > 8 else "")
-        return CheckpointError(
+        raise CheckpointError(
             f"the {self._what} is not written: {len(keys)} {problem}: {shown}",
             hint="every stage of the plan must contribute its layers exactly once",
         )
@@ -268,9 +250,9 @@ class _WeightFiles:
 class OutputDirectory:
     """The directory of an artefact: what may be replaced there, and the moment it changes.
 
-    Every artefact holds a list of its own files (`hetero_export.json`). A directory that is not
-    empty is written only with `overwrite`; the files on its list are then replaced and all others
-    stay. Without a list, what is there may be replaced only if it is exactly what is written.
+    Every artefact lists its own files (`hetero_export.json`). A directory that is not empty is
+    written only with `overwrite`: the files on its list are replaced, all others stay. Without a
+    list, what is there may be replaced only if it is exactly what is written.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
@@ -280,10 +262,8 @@ class OutputDirectory:
         self._old = self.path.with_name(f".{self.path.name}.old")
 
     def check(self, *sources: str | Path) -> None:
-        """Raise CheckpointError where nothing may be written: it holds something, or is a source.
-
-        `sources` are what the artefact is made from; names of the hub are none of its business.
-        """
+        """Raise CheckpointError where nothing may be written: it holds something, or is one of the
+        `sources` that the artefact is made from (names of the hub are none)."""
         for source in map(Path, sources):
             if self.path.exists() and source.exists() and self.path.samefile(source):
                 raise CheckpointError(

@@ -1,9 +1,8 @@
 """The structure of a causal language model, learned from one forward of a tiny copy of it.
 
 Nothing here knows an architecture. A tiny model of the same class runs once while hooks watch the
-candidates for the list of blocks and a function mode watches which weights are used before the
-first block, between blocks and after the last one. Names and layer counts are those of the real
-model, because only its widths were shrunk.
+candidates for the list of blocks and a function mode watches where each weight is used. Names and
+layer counts are the real model's, because only widths were shrunk.
 
 Shapes: B rows, S tokens, D hidden size.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +42,9 @@ LIBRARY_ERRORS = (
     TypeError,
     ValueError,
 )
+
+# Of the tiny configurations that this process has met.
+_learned: dict[str, ModelStructure] = {}
 
 # Asking a weight for its shape or type is no use of the weight.
 _QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size"}
@@ -88,9 +90,9 @@ class ModelStructure:
     """Where the parts of a model are.
 
     `owner` says, for every trained parameter outside the blocks, beside which block it lives: -1
-    with the first stage, i with the stage that holds block i, `num_layers` with the last stage.
-    `shared` gives the blocks beside which a parameter is used, if more than one. `crossing`
-    names, per block, what it receives beside the hidden state that other stages do not have.
+    with the first stage, i with block i's, `num_layers` with the last. `shared` gives the blocks
+    (-1: before the first) beside which a parameter is used, if more than one. `crossing` names, per
+    block, what it receives beside the hidden state that only the first stage could have.
     `loss_counts_items` tells whether the model's own loss honours `num_items_in_batch`.
     """
 
@@ -108,7 +110,7 @@ class ModelStructure:
 
 
 def introspect(config: PretrainedConfig) -> ModelStructure:
-    """Learn the anatomy of `config`'s model.
+    """Learn the structure of `config`'s model.
 
     Raises ArchitectureError when it cannot be cut, or when its tiny copy does not run.
     """
@@ -116,7 +118,11 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
         with quiet_library():
             tiny = shrink(config)
             key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
-            return _learn_cached(_Hashable(key, tiny))
+            if key not in _learned:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)
+                    _learned[key] = _learn(model_class(tiny), tiny)
+            return _learned[key]
     except LIBRARY_ERRORS as error:
         raise ArchitectureError(
             f"no tiny copy of a {config.model_type} model runs, so that its cut cannot be"
@@ -129,26 +135,6 @@ def one_line(error: BaseException) -> str:
     """An error as one short line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:200]
-
-
-class _Hashable:
-    """A configuration that can be a cache key."""
-
-    def __init__(self, key: str, config: PretrainedConfig) -> None:
-        self.key, self.config = key, config
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashable) and other.key == self.key
-
-
-@functools.lru_cache(maxsize=8)
-def _learn_cached(entry: _Hashable) -> ModelStructure:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _learn(model_class(entry.config), entry.config)
 
 
 def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
@@ -266,7 +252,7 @@ class _Watch(TorchFunctionMode):
         )
 
     def crossing(self) -> dict[int, tuple[str, ...]]:
-        """Per block, its arguments beside the hidden state that only the first stage could have."""
+        """See `ModelStructure.crossing`."""
         found = {}
         for index, ((args, kwargs), form) in enumerate(zip(self.calls, self.forms(), strict=True)):
             named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
@@ -313,25 +299,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        yield from _flatten(value.values())
-    elif isinstance(value, (tuple, list)):
-        yield from _flatten(value)
-
-
-def _flatten(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        yield from tensors_in(value)
+    elif isinstance(value, (dict, tuple, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 def _owners(
     model: PreTrainedModel, blocks: str, watch: _Watch, constant: set[str]
 ) -> dict[str, int]:
-    """Beside which block each parameter outside the blocks lives; see `Anatomy.owner`.
-
-    Constants (tables of sines that a model keeps as frozen parameters) have no owner: all need
-    them.
-    """
+    """See `ModelStructure.owner`. Constants (tables of sines that a model keeps as frozen
+    parameters) have no owner: all need them."""
     last = len(watch.order)
     tied = tied_names(model)
     owner = {}
@@ -346,7 +323,7 @@ def _owners(
 
 
 def _shared(blocks: str, watch: _Watch) -> dict[str, tuple[int, ...]]:
-    """Parameters used beside more than one block, with those blocks (-1: before the first)."""
+    """See `ModelStructure.shared`."""
     shared = {}
     for name, phases in watch.phases.items():
         users = {phase // 2 for phase in phases}

@@ -5,19 +5,14 @@ Weights, gradients and optimizer state are counted tensor by tensor. Activations
     bytes per token and layer = 1.4 c * sum of (inputs + outputs) of the layer's matrices
 
 with c bytes per number: each matrix product keeps its input, its output is kept by what follows,
-and 0.4 more stands for norms and residuals. For a GPT block (hidden size h, matrices h x 3h,
-h x h, h x 4h, 4h x h) that is 22 h numbers; Korthikanti et al. 2022 (equation 1, without the
-attention matrix) count 34 h bytes at c = 2, that is 17 h. Of what autograd really stores the
-estimate is 1.2 for Llama and Gemma, 0.9 to 1.0 for Qwen3-MoE, and 0.7 for GPT-2, whose GELU is
-spelled out in single operations. Attention that stores its matrix
-("eager") adds c + 4 bytes per head and pair of tokens. The last stage holds logits in c bytes and,
-in float32, their upcast, its log-softmax and the gradients of both: of all tokens, or of one
-loss chunk (`training.loss_chunk_tokens`). A stage that neither trains
-anything nor passes a gradient on stores nothing for backward.
+and 0.4 more stands for norms and residuals. For a GPT block of hidden size h that is 22 h numbers;
+Korthikanti et al. 2022 (equation 1, without the attention matrix) count 17 h. Of what autograd
+really stores it is 1.2 for Llama and Gemma, 0.9 to 1.0 for Qwen3-MoE, and 0.7 for GPT-2, whose GELU
+is spelled out. Attention that stores its matrix ("eager") adds c + 4 bytes per head and pair of
+tokens. A stage that neither trains anything nor passes a gradient on stores nothing for backward.
 
 Measured for a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU: full training estimated
 3.15 GiB, peak resident set over an idle process 2.84; LoRA on all linear layers 1.88 against 2.51.
-Autograd stored 0.78 GiB there; the C library's allocator kept the rest of freed temporaries.
 
 All sizes are bytes.
 """
@@ -115,11 +110,10 @@ def estimate_memory(
 ) -> list[StageMemory]:
     """Memory of every stage of `config`; loads nothing.
 
-    `in_flight` are the micro-batches that each stage may store at once; by default `max_in_flight`
-    (default: max_in_flight, else twice the stages). The last stage holds one, and none more than
-    a step has. `tokens` is the longest sample (default: data.max_length), `plan` saves planning
-    the adapter again. Checkpointing "auto" counts as none. Raises as `plan_adapter` and
-    `learn_anatomy`.
+    `in_flight` are the micro-batches that each stage may store at once, by default `max_in_flight`
+    (default: the configuration's, else twice the stages); the last stage holds one, and none more
+    than a step has. `tokens` is the longest sample (default: data.max_length). `plan` is planned
+    here by default. Checkpointing "auto" counts as none. Raises as `plan_adapter`, `introspect`.
     """
     assert config.model is not None
     stages = config.plan.stages
@@ -137,7 +131,7 @@ def estimate_memory(
     differentiates = False
     for spec, held in zip(stages, in_flight or [max_in_flight] * len(stages), strict=True):
         held = 1 if spec.is_last else min(held, most)
-        differentiates |= any(shapes.holds(name, shard_range(spec)) for name in shapes.trainable)
+        differentiates |= any(shapes.holds(name, ShardRange.of(spec)) for name in shapes.trainable)
         found.append(_stage_memory(spec, shapes, config, held, tokens, differentiates))
     return found
 
@@ -148,11 +142,11 @@ def recompute_stages(
     optional: Collection[int],
     devices: Iterable[tuple[Collection[int | str], int]],
 ) -> set[int]:
-    """The least number of stages to compute again backward so that every device fits.
+    """The fewest stages to compute again backward so that every device fits; all of a device's
+    where even they do not help, and `check_fits` then says what is missing.
 
     `plain` and `recomputing` are all stages without and with it, `optional` the stages that may,
-    `devices` the owners on each device with the bytes that are free there. Where even all of them
-    do not help, all of a device's are taken: `check_fits` then says what is missing.
+    `devices` the owners on each device with the bytes that are free there.
     """
     chosen = set()
     for owners, free in devices:
@@ -171,10 +165,8 @@ def recompute_stages(
 def in_flight_limits(
     memory: Sequence[StageMemory], limit: int, devices: Iterable[tuple[Collection[int | str], int]]
 ) -> tuple[int, ...]:
-    """The number of micro-batches that fit each stage's memory, from 1 to `limit`.
-
-    `devices` as for `recompute_stages`; the stages of a device get the same number.
-    """
+    """The number of micro-batches that fit each stage's memory, from 1 to `limit`, the same for all
+    stages of a device; `devices` as for `recompute_stages`."""
     found = [limit] * len(memory)
     for owners, free in devices:
         own = [m for m in memory if m.stage.owner in owners]
@@ -188,10 +180,7 @@ def in_flight_limits(
 
 
 def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> None:
-    """Raise PlanError when the stages of a process need more than its device has free.
-
-    `free` gives the free bytes of each owner's device; owners that are not in it are not checked.
-    """
+    """Raise PlanError when the stages of an owner in `free` need more bytes than its device has."""
     problems, short = [], []
     for owner, available in free.items():
         own = [m for m in memory if m.stage.owner == owner]
@@ -215,10 +204,6 @@ def _advice(memory: Sequence[StageMemory]) -> str:
     }
     ordered = sorted((name for name in advice if advice[name]), key=lambda name: -advice[name])
     return "give it fewer layers in shard_plan; or " + "; or ".join(ordered)
-
-
-def shard_range(spec: StageSpec) -> ShardRange:
-    return ShardRange(spec.start, spec.end, spec.is_first, spec.is_last)
 
 
 class _Shapes:
@@ -313,7 +298,7 @@ def _stage_memory(
     tokens: int,
     differentiates: bool,
 ) -> StageMemory:
-    training, skeleton, rng = config.training, shapes.skeleton, shard_range(spec)
+    training, skeleton, rng = config.training, shapes.skeleton, ShardRange.of(spec)
     held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
     if spec.is_first and spec.is_last and skeleton.head is not None:
         # One storage for both ends of a tied pair where both are here.
@@ -347,11 +332,8 @@ def _is_here(skeleton: Skeleton, name: str, rng: ShardRange) -> bool:
 
 
 def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
-    """State of an optimizer of transformers, by its name.
-
-    8-bit and 4-bit states are stored as such. Adafactor keeps one number per row and column, which
-    is little enough to be left out, and a paged state counts like one on the device.
-    """
+    """State of an optimizer of transformers, by its name. Adafactor's one number per row and column
+    is left out, and a paged state counts like one on the device."""
     states = next((n for part, n in _STATES_PER_WEIGHT if part in optim), _ADAM_STATES)
     bits = 8 if "8bit" in optim else 4 if "4bit" in optim else None
     return int(sum(count * states * (bits / 8 if bits else size) for count, size in trained))
@@ -364,11 +346,9 @@ def _activation_bytes(
     tokens: int,
     differentiates: bool,
 ) -> tuple[int, int]:
-    """(once, for each micro-batch in flight) stored by the layers; see the module's head.
-
-    With gradient checkpointing: one hidden state per layer and micro-batch, and one layer in full.
-    Without a backward: what one layer uses while it runs.
-    """
+    """(once, for each micro-batch in flight) stored by the layers. With gradient checkpointing: one
+    hidden state per layer and micro-batch, and one layer in full; without a backward: what one
+    layer uses while it runs."""
     training = config.training
     batch_tokens = training.per_device_train_batch_size * tokens
     c = 2 if training.bf16 or training.fp16 else shapes.number_bytes

@@ -8,11 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from transformers import (
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from hetero_framework.config import ModelConfig
@@ -20,11 +16,14 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data.tokenizer import read_tokenizer
 from hetero_framework.errors import DataError, ModelError
 from hetero_framework.models.adapter_plan import AdapterPlan
-from hetero_framework.models.adapters import attach_plan, plan_saved_adapter
+from hetero_framework.models.adapters import plan_saved_adapter
 from hetero_framework.models.export import OutputDirectory, Tensors, export_layers, write_checkpoint
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.meta import meta_model
+from hetero_framework.models.partition import ranges_between
 from hetero_framework.models.quantization import stored_quantization
-from hetero_framework.models.shard import ShardRange, load_model_config, load_shard, num_layers
+from hetero_framework.models.shard import load_model_config, load_shard
+from hetero_framework.models.trainable import attach_adapter
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -39,8 +38,7 @@ def merge_adapter(
     """Write `model` with the adapter folded in as a Hugging Face checkpoint into `output`.
 
     `model` is a directory or hub name with full-precision weights, `dtype` the type of the result
-    ("auto": that of the checkpoint). Each block is a shard of its own, merged by PEFT and written
-    before the next is read, so memory holds about one block and one weight file. An adapter on one
+    ("auto": the checkpoint's). Memory holds about one block and one weight file. An adapter on one
     end of tied embeddings unties them, because the two ends then differ.
     Raises ModelError for a quantised base, ConfigError for an adapter that does not fit,
     CheckpointError when `output` holds something else, DataError for a tokenizer that brings code.
@@ -61,7 +59,7 @@ def merge_adapter(
     out_config = copy.deepcopy(config)
     if untie:
         out_config.get_text_config().tie_word_embeddings = False
-    parts = _merged_layers(settings, base_dir, num_layers(config), plan, untie)
+    parts = _merged_layers(settings, base_dir, introspect(config).num_layers, plan, untie)
     tokenizer = _tokenizer([str(adapter_dir), source], revision)
     generation = _generation_config(source, revision)
     write_checkpoint(output, parts, out_config, generation, tokenizer)
@@ -77,15 +75,14 @@ def _merged_layers(
     settings: ModelConfig, base_dir: Path, count: int, plan: AdapterPlan, untie: bool
 ) -> Iterator[Tensors]:
     device = open_device("cpu")
-    for layer in range(count):
-        span = ShardRange(layer, layer + 1, is_first=layer == 0, is_last=layer == count - 1)
+    for span in ranges_between(range(count + 1)):
         shard = load_shard(settings, base_dir, span, device, seed=0)
         if untie and span.is_last:
             # With one block both ends are here and share memory; a merge into one must not show
             # in the other.
             head = shard.model.get_parameter(str(shard.head_name))
             head.data = head.data.clone()
-        attach_plan(shard, plan, seed=0)
+        attach_adapter(shard, plan, seed=0)
         assert shard.adapter is not None
         with warnings.catch_warnings():
             # Whether the ends stay tied is decided above, for the whole model.

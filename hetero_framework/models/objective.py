@@ -1,15 +1,16 @@
-"""The objective of a run: everything that another loss would change is in an `Objective`.
+"""The objective of a run: everything that another loss would change.
 
 The engine moves tensors and adds numbers; which tensors a stage needs, how the last stage makes a
-loss of them, and by how many items a step is divided, it asks here. `CausalLM` is next-token
-prediction.
+loss of them, and by how many items a step is divided, it asks here.
+
+Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
@@ -18,64 +19,21 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.data.batches import MicroBatch, num_items
 from hetero_framework.models.chunked_loss import chunk_tokens, chunked_loss, spans
-from hetero_framework.models.introspect import introspect, probe_inputs
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.shard import Inputs, Shard
 
 
-class Objective(Protocol):
-    """Shapes: B rows of a micro-batch, S tokens, D hidden size."""
-
-    def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
-        """The tensors of a micro-batch that a stage needs."""
-        ...
-
-    def loss(
-        self,
-        shard: Shard,
-        inputs: Inputs,
-        hidden_BSD: torch.Tensor | None,
-        num_items: torch.Tensor,
-        *,
-        running: Callable[[], AbstractContextManager[None]],
-        backward: Callable[[torch.Tensor], None] | None,
-    ) -> torch.Tensor:
-        """The last shard's loss of a micro-batch divided by `num_items`; 0-d, detached.
-
-        `running` is the context of each forward. `backward` differentiates a loss, scaled as the
-        caller likes; None outside training. Gradients are left in parameters and `hidden_BSD`.
-        """
-        ...
-
-    def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """For training this model: what the loss of a step's micro-batches is divided by."""
-        ...
-
-    def num_predictions(self, batches: Sequence[MicroBatch]) -> int:
-        """The divisor of an evaluation's loss."""
-        ...
-
-    def probe_batch(self, config: PretrainedConfig, seed: int = 0) -> MicroBatch:
-        """A deterministic batch for a tiny model, to compare a cut with the whole by."""
-        ...
-
-    def loss_bytes(
-        self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
-    ) -> int:
-        """Memory that the last stage needs for the loss of `tokens` tokens at once, with weights
-        of `number_bytes`; `head_numbers` of its trained ones are narrower than float32."""
-        ...
-
-
 class CausalLM:
-    """Each token's label is the token after it; -100 is no label."""
+    """Next-token prediction: each token's label is the token after it; -100 is no label."""
 
     def __init__(self, loss_chunk_tokens: int | Literal["auto"] | None) -> None:
         """At most the logits of so many tokens exist at once; None: those of all."""
         self._loss_chunk_tokens = loss_chunk_tokens
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
-        """Tokens in front, labels at the end, masks and positions everywhere."""
+        """The tensors of a micro-batch that a stage needs: tokens in front, labels at the end,
+        masks and positions everywhere."""
         return [
             name
             for name in names
@@ -92,6 +50,11 @@ class CausalLM:
         running: Callable[[], AbstractContextManager[None]],
         backward: Callable[[torch.Tensor], None] | None,
     ) -> torch.Tensor:
+        """The last shard's loss of a micro-batch divided by `num_items`; 0-d, detached.
+
+        `running` is the context of each forward. `backward` differentiates a loss, scaled as the
+        caller likes; None outside training. Gradients are left in parameters and `hidden_BSD`.
+        """
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if chunks := spans(inputs["labels"].shape, limit):
             return chunked_loss(
@@ -104,25 +67,27 @@ class CausalLM:
         return loss.detach()
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Counts as transformers' Trainer does, so that a step equals its step.
+        """For training this model: what the loss of a step's micro-batches is divided by.
 
-        The Trainer leaves the first label of each row, which nothing predicts, out only where it
-        knows the loss from the name of the class, and `GPT2LMHeadModel` is none of these.
+        Counts as transformers' Trainer does, so that a step equals its step. The Trainer leaves the
+        first label of each row, which nothing predicts, out only where it knows the loss from the
+        name of the class, and `GPT2LMHeadModel` is none of these.
         """
         loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
         first_labels = loss is not ForCausalLMLoss and introspect(config).loss_counts_items
         return lambda batches: num_items(batches, first_labels=first_labels)
 
     def num_predictions(self, batches: Sequence[MicroBatch]) -> int:
+        """The divisor of an evaluation's loss."""
         return num_items(batches)
-
-    def probe_batch(self, config: PretrainedConfig, seed: int = 0) -> MicroBatch:
-        return probe_inputs(config, seed)
 
     def loss_bytes(
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
     ) -> int:
-        """Logits, their float32 upcast, its log-softmax and the gradients of both: of all tokens,
+        """Memory that the last stage needs for the loss of `tokens` tokens at once, with weights
+        of `number_bytes`; `head_numbers` of its trained ones are narrower than float32.
+
+        Logits, their float32 upcast, its log-softmax and the gradients of both: of all tokens,
         or of one loss chunk and the head's gradient summed up in float32 over them."""
         # In float32 the upcast is no copy.
         per_logit = 16 if number_bytes == 4 else number_bytes + 16
@@ -132,6 +97,6 @@ class CausalLM:
         return limit * int(text.vocab_size) * per_logit + 4 * head_numbers
 
 
-def objective_of(training: TrainingConfig) -> Objective:
+def objective_of(training: TrainingConfig) -> CausalLM:
     """The objective of a run."""
     return CausalLM(training.loss_chunk_tokens)

@@ -8,8 +8,9 @@ that the code around them still runs; reaching what follows the blocks ends the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hetero_framework.config import StageSpec
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.introspect import BlockForm, ModelStructure, tied_names
 
@@ -29,6 +31,19 @@ class ShardRange:
     end: int
     is_first: bool
     is_last: bool
+
+    @classmethod
+    def of(cls, stage: StageSpec) -> ShardRange:
+        return cls(stage.start, stage.end, stage.is_first, stage.is_last)
+
+
+def ranges_between(bounds: Sequence[int]) -> tuple[ShardRange, ...]:
+    """The shards of a whole model: one from each bound to the next."""
+    last = len(bounds) - 2
+    return tuple(
+        ShardRange(start, end, index == 0, index == last)
+        for index, (start, end) in enumerate(pairwise(bounds))
+    )
 
 
 class Skeleton:
@@ -56,11 +71,8 @@ class Skeleton:
             self._local[name] = counts[parent] = counts.get(parent, -1) + 1
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
-        """Where a parameter stands in the whole model: (module, place in the module).
-
-        Parameters that an adapter adds stand behind the own ones of the deepest module of the
-        whole model that their name runs through; equal ranks keep the stage's own order.
-        """
+        """Where a parameter stands in the whole model: (module, place in the module). An adapter's
+        stand behind the own ones of the deepest module of the whole model in their name."""
         parts = name.split(".")
         for length in range(len(parts) - 1, -1, -1):
             module = ".".join(parts[:length])
@@ -94,10 +106,8 @@ class Skeleton:
 
 
 def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> None:
-    """Refuse what would cross the boundaries of `rng` beside the hidden state.
-
-    Raises ArchitectureError with the reason.
-    """
+    """Raise ArchitectureError for what would cross the boundaries of `rng` beside the hidden
+    state."""
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):
         raise ArchitectureError(
@@ -143,9 +153,8 @@ class Captured(Exception):
 class PassThrough(nn.Module):
     """Stands for an absent block: returns the hidden state it is given.
 
-    Models read attributes of their blocks (`attention_type`, `mamba.mup_vector`, ...): plain ones
-    and the shapes of tensors stay, without memory. Methods that a model calls on all its blocks
-    do nothing here.
+    What models read of their blocks (`attention_type`, `mamba.mup_vector`, ...) stays: plain
+    attributes, and tensors without memory. Methods that a model calls on all blocks do nothing.
     """
 
     def __init__(self, block: nn.Module, form: BlockForm) -> None:

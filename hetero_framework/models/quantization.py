@@ -24,12 +24,12 @@ Kind = Literal["nf4", "int8"]
 def quantization_config(
     kind: Kind, model_config: PretrainedConfig, compute_dtype: torch.dtype, device: Device
 ) -> BitsAndBytesConfig | None:
-    """How to quantise full-precision weights while they are loaded.
+    """How to quantise full-precision weights while they are loaded; None for a checkpoint that is
+    quantised so already (see `stored_quantization_config`).
 
-    "nf4" is QLoRA's recipe: 4-bit NormalFloat with double quantisation (Dettmers et al. 2023);
-    `compute_dtype` is the type of its matrix products. "int8" is LLM.int8(). None for a checkpoint
-    that is quantised so already (see `stored_quantization_config`). Raises DeviceError where
-    bitsandbytes cannot run, ConfigError when the checkpoint is quantised otherwise.
+    "nf4" is QLoRA's recipe: 4-bit NormalFloat with double quantisation (Dettmers et al. 2023), its
+    products in `compute_dtype`. "int8" is LLM.int8(). Raises DeviceError where bitsandbytes cannot
+    run, ConfigError when the checkpoint is quantised otherwise.
     """
     stored = stored_quantization(model_config)
     if stored == kind:
@@ -75,11 +75,8 @@ def stored_quantization(model_config: PretrainedConfig) -> str | None:
 def stored_quantization_config(
     model_config: PretrainedConfig, device: Device
 ) -> dict[str, Any] | None:
-    """The settings with which to read an already quantised checkpoint, None for full precision.
-
-    They are the checkpoint's own, with the modules that were left alone named explicitly; they
-    belong into `model_config.quantization_config` before the weights are read. Raises DeviceError,
-    ModelError.
+    """The `quantization_config` with which to read an already quantised checkpoint: its own, with
+    the modules that were left alone named; None for full precision. Raises DeviceError, ModelError.
     """
     if stored_quantization(model_config) is None:
         return None

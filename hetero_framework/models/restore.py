@@ -10,7 +10,9 @@ import torch
 
 from hetero_framework.core.devices import open_device
 from hetero_framework.models.export import Tensors
-from hetero_framework.models.shard import ShardRange, load_model_config, load_shard, num_layers
+from hetero_framework.models.introspect import introspect
+from hetero_framework.models.partition import ranges_between
+from hetero_framework.models.shard import load_model_config, load_shard
 from hetero_framework.models.trainable import attach_adapter, export_parts, trainable_parameters
 
 if TYPE_CHECKING:
@@ -34,11 +36,10 @@ def finished_tensors(
         yield tensors_of_plan(load_model_config(settings, base_dir), plan, read(plan.trainable))
         return
     settings = type(settings).model_validate({**settings.model_dump(), "quantization": None})
-    count = num_layers(load_model_config(settings, base_dir))
-    for layer in range(count):
-        span = ShardRange(layer, layer + 1, is_first=layer == 0, is_last=layer == count - 1)
+    count = introspect(load_model_config(settings, base_dir)).num_layers
+    for span in ranges_between(range(count + 1)):
         shard = load_shard(settings, base_dir, span, open_device("cpu"), seed=0)
-        attach_adapter(shard, None, base_dir, 0, plan)
+        attach_adapter(shard, plan, seed=0)
         tied_head = shard.head_name if shard.tied else None
         own = {name: p for name, p in trainable_parameters(shard) if name != tied_head}
         for name, tensor in read(own).items():

@@ -1,14 +1,11 @@
 """A layer range of any Hugging Face causal language model as a runnable shard.
 
-The shard is an instance of a subclass of the model's own class, and transformers runs its own
-forward in it: masks, rotary embeddings, routing and the like stay its business. Blocks outside
-the range pass the hidden state through; the received hidden state is put in at the entry of the
-first block that is present, and taken out at the entry of the first one that is absent again.
-So whatever a model does between its parts happens exactly once, on one of the stages.
-
-The last shard can also do its work in two parts: its blocks, then what follows them on one
-loss chunk at a time (`chunk_loss`), so that the logits of all tokens never exist at once. The same
-forward of the model runs for a chunk, with every block passing on what it is given.
+A shard is an instance of a subclass of the model's own class, and transformers runs its own forward
+in it: masks, rotary embeddings, routing and the like stay its business. Blocks outside the range
+pass the hidden state through. What was received is put in at the entry of the first block that is
+present, and taken out at the entry of the first one that is absent again, so that whatever a model
+does between its parts happens once, on one stage. The last shard can also run its blocks, and then
+what follows them on one loss chunk at a time (`chunk_loss`).
 
 Parameter names, list positions and layer indices are those of the whole model.
 
@@ -88,18 +85,12 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     return causal_lm_config(config)
 
 
-def num_layers(config: PretrainedConfig) -> int:
-    """The number of blocks that a shard plan must cover. Raises ArchitectureError."""
-    return introspect(config).num_layers
-
-
 def load_shard(
     model: ModelConfig, base_dir: Path, rng: ShardRange, device: Device, *, seed: int
 ) -> Shard:
-    """Load the shard that `rng` names onto `device`.
+    """Load the shard that `rng` names onto `device`; only its own tensors are read.
 
-    Reads only the tensors of this shard. With `model.from_config` the weights are random, drawn
-    from `seed` and each module's name, so that they do not depend on the cut.
+    With `model.from_config` the weights are random, drawn from `seed` and each module's name.
     Raises ModelError (files), ArchitectureError (a model that cannot be cut).
     """
     config = load_model_config(model, base_dir)
@@ -131,21 +122,51 @@ def build_shard(
     quantization: Any = None,
     seed: int = 0,
 ) -> Shard:
-    """Build a shard from a configuration and a checkpoint (None: random weights from `seed`).
+    """Build a shard from a configuration and a checkpoint (None: random weights from `seed`, by the
+    model's own rules).
 
     `dtype` None takes the configuration's. Raises ModelError, ArchitectureError.
     """
     register_per_sample()
+    device, dtype = torch.device(device), dtype or _config_dtype(config)
     with _ONE_AT_A_TIME:
-        structure = introspect(config)
-        whole = Skeleton(config, structure)
+        whole = Skeleton(config, introspect(config))
         check_cut(config, whole, rng)
-        device = torch.device(device)
-        weights_dtype = dtype or _config_dtype(config)
+        # A tied head is loaded from the embedding, which then goes.
+        keep_embedding = whole.head is not None and rng.is_last and not rng.is_first
+        cls = shard_class(whole, rng, keep_embedding=keep_embedding)
+        model: Any
+        report: dict[str, Any]
+        with torch.device("meta"):
+            model = cls._from_config(copy.deepcopy(config), dtype=dtype)
         if checkpoint is None:
-            model = _random(config, whole, rng, weights_dtype, device, seed)
+            model.to_empty(device="cpu")
+            with torch.random.fork_rng(devices=[]):
+                _initialize("", model, model, seed)
+            model.tie_weights(recompute_mapping=False)
+            model.to(device)
         else:
-            model = _load(config, whole, rng, weights_dtype, device, quantization, checkpoint)
+            wanted = _key_filter(model, whole)
+            quantized = quantization is not None or hasattr(config, "quantization_config")
+            with quiet_library(), checkpoint.slices(wanted) as slices:
+                model, report = cls.from_pretrained(  # type: ignore[misc]
+                    None,
+                    config=config,
+                    state_dict=slices,
+                    dtype=dtype,
+                    device_map={"": device} if quantized or device.type != "cpu" else None,
+                    quantization_config=quantization,
+                    output_loading_info=True,
+                )
+            if missing := sorted(report["missing_keys"]):
+                shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+                raise ModelError(
+                    f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights of layers"
+                    f" {rng.start} to {rng.end - 1}: {shown}"
+                )
+            model.config.name_or_path = checkpoint.source
+        fill_absent(model)
+        untie(model, whole, rng)
         return Shard(model, config, whole, rng)
 
 
@@ -154,50 +175,9 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def _load(
-    config: PretrainedConfig,
-    whole: Skeleton,
-    rng: ShardRange,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Any,
-    checkpoint: Checkpoint,
-) -> PreTrainedModel:
-    """A shard with weights of a checkpoint, through the library's own loading."""
-    keep_embedding = whole.head is not None and rng.is_last and not rng.is_first
-    cls = shard_class(whole, rng, keep_embedding=keep_embedding)
-    skeleton: Any
-    with torch.device("meta"):
-        skeleton = cls._from_config(copy.deepcopy(config), dtype=dtype)
-    own = {*dict(skeleton.named_parameters(remove_duplicate=False)), *skeleton.state_dict()}
-    wanted = _key_filter(skeleton, whole, own)
-    quantized = quantization is not None or hasattr(config, "quantization_config")
-    model: Any
-    report: dict[str, Any]
-    with quiet_library(), checkpoint.slices(wanted) as slices:
-        model, report = cls.from_pretrained(  # type: ignore[misc]
-            None,
-            config=config,
-            state_dict=slices,
-            dtype=dtype,
-            device_map={"": device} if quantized or device.type != "cpu" else None,
-            quantization_config=quantization,
-            output_loading_info=True,
-        )
-    if missing := sorted(report["missing_keys"]):
-        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise ModelError(
-            f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights of layers"
-            f" {rng.start} to {rng.end - 1}: {shown}"
-        )
-    model.config.name_or_path = checkpoint.source
-    fill_absent(model)
-    untie(model, whole, rng)
-    return model
-
-
-def _key_filter(model: PreTrainedModel, whole: Skeleton, own: set[str]) -> Callable[[str], bool]:
+def _key_filter(model: PreTrainedModel, whole: Skeleton) -> Callable[[str], bool]:
     """Tells which tensors of a checkpoint this shard needs, by the library's own renaming."""
+    own = {*dict(model.named_parameters(remove_duplicate=False)), *model.state_dict()}
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
@@ -217,29 +197,6 @@ def _key_filter(model: PreTrainedModel, whole: Skeleton, own: set[str]) -> Calla
     return wanted
 
 
-def _random(
-    config: PretrainedConfig,
-    whole: Skeleton,
-    rng: ShardRange,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-) -> PreTrainedModel:
-    """A shard with random weights by the model's own rules, the same under every cut."""
-    keep_embedding = whole.head is not None and rng.is_last and not rng.is_first
-    cls = shard_class(whole, rng, keep_embedding=keep_embedding)
-    with torch.device("meta"):
-        model = cls._from_config(copy.deepcopy(config), dtype=dtype)
-    model.to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]):
-        _initialize("", model, model, seed)
-    model.tie_weights(recompute_mapping=False)
-    model.to(device)
-    fill_absent(model)
-    untie(model, whole, rng)
-    return model
-
-
 def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:
     """Run the model's `_init_weights` over all modules, innermost first, seeded by their names."""
     inner = module if isinstance(module, PreTrainedModel) else owner
@@ -253,10 +210,9 @@ class Shard:
     """A runnable layer range of a model.
 
     `model` is the pruned transformers model. `on_enter` is called with "embedding" when a first
-    shard starts a forward, with i before block i and with "head" after the last block ("head n"
-    for loss chunk n > 0): the place to set the random state, so that it does not
-    depend on the cut. With activation checkpointing a block's recompute draws the numbers of its
-    forward again.
+    shard starts a forward, with i before block i (in its recomputation too) and with "head" after
+    the last block ("head n" for loss chunk n > 0): the place to set the random state, so that it
+    does not depend on the cut.
     """
 
     def __init__(
@@ -313,10 +269,8 @@ class Shard:
     def compile_blocks(self, backend: str | None, mode: str | None) -> None:
         """Compile the forward of every block with torch.compile; hooks stay outside.
 
-        Sizes are variables from the start: which shape came first must not decide what code runs,
-        or the result would depend on the cut. So would it if a layer ran uncompiled because others
-        like it had used up the number of versions that torch allows. Call it before
-        `recompute_blocks`.
+        Nothing else may decide what code runs, or the result would depend on the cut: not which
+        shape came first, nor how many versions others like it have used up.
         """
         limits: Any = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, _COMPILED_VERSIONS)
@@ -326,11 +280,9 @@ class Shard:
             )
 
     def recompute_blocks(self) -> None:
-        """Store only the input of each block in training, and compute it again in its backward.
-
-        Around the block's forward and not by the library's own switch: that one is inside the
-        hooks in some versions and outside in others, and not every model has it.
-        """
+        """Store only the input of each block in training, and compute it again in its backward."""
+        # Not by the library's own switch: inside the hooks in some versions, outside in others,
+        # and not every model has it.
         self._recomputes = True
 
     def forward(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
@@ -348,42 +300,22 @@ class Shard:
             raise AssertionError("the forward ended without a hidden state")
         return captured
 
-    def loss(
-        self, inputs: Inputs, hidden_BSD: torch.Tensor | None, num_items: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Sum of the token losses over `inputs["labels"]` divided by `num_items` (None: mean)."""
-        return self._loss(inputs, hidden_BSD, inputs["labels"], num_items)
-
     def chunk_loss(
-        self,
-        inputs: Inputs,
-        hidden_BSD: torch.Tensor,
-        num_items: torch.Tensor,
-        number: int,
+        self, inputs: Inputs, hidden_BSD: torch.Tensor, num_items: torch.Tensor, number: int
     ) -> torch.Tensor:
-        """The loss of one loss chunk, from what `forward` of this last shard gave.
-
-        `hidden_BSD` and the `inputs` (labels, optional position_ids) are those of the chunk;
-        `number` counts the chunks of a micro-batch. The first label of each row belongs to the
-        token before it and is not used.
+        """The loss of loss chunk `number` of a micro-batch, from what `forward` of this last shard
+        gave. `hidden_BSD` and the `inputs` (labels, optional position_ids) are those of the chunk;
+        the first label of each row belongs to the token before it and is not used.
         """
         self._chunk = number
         with self._doing("head"):
-            return self._loss(inputs, hidden_BSD, inputs["labels"], num_items)
+            return self.loss(inputs, hidden_BSD, num_items)
 
-    def logits(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
-        """Logits [B, S, vocabulary] of the last shard."""
-        return self._run(inputs, hidden_BSD).logits
-
-    def _loss(
-        self,
-        inputs: Inputs,
-        hidden_BSD: torch.Tensor | None,
-        labels: torch.Tensor,
-        num_items: torch.Tensor | None,
+    def loss(
+        self, inputs: Inputs, hidden_BSD: torch.Tensor | None, num_items: torch.Tensor
     ) -> torch.Tensor:
-        if num_items is None:
-            return self._run(inputs, hidden_BSD, labels=labels).loss
+        """Sum of the token losses over `inputs["labels"]` divided by `num_items`."""
+        labels = inputs["labels"]
         if self._whole.structure.loss_counts_items:
             return self._run(inputs, hidden_BSD, labels=labels, num_items_in_batch=num_items).loss
         logits = self._run(inputs, hidden_BSD).logits
@@ -416,10 +348,7 @@ class Shard:
             self._part = "whole"
 
     def _placeholder(self, inputs: Inputs, hidden_BSD: torch.Tensor) -> Inputs:
-        """The stand-in for the model's input where another shard has the embedding.
-
-        Only shape and type matter: the received hidden state takes its place later.
-        """
+        """The model's input where another shard has the embedding: only shape and type matter."""
         # A hidden state may have other axes in front of them.
         shaped = inputs.get("attention_mask", inputs.get("position_ids", hidden_BSD))
         rows, tokens = shaped.shape[:2]
@@ -433,8 +362,7 @@ class Shard:
     def _install(self) -> None:
         """The hooks that insert the hidden state, take it out and announce each block.
 
-        The model's blocks know the shard weakly: dropped together they are freed at once, without
-        waiting for the garbage collector.
+        The blocks know the shard weakly: dropped together they are freed at once.
         """
         rng, last = self.range, len(self._blocks) - 1
         for index in range(rng.start, rng.end):

@@ -6,7 +6,6 @@ PEFT is imported for adapters alone: it takes a third of the time that importing
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,35 +15,36 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.models.export import export_layers
 
 if TYPE_CHECKING:
-    from hetero_framework.config import AdapterConfig
     from hetero_framework.models.adapter_plan import AdapterPlan
     from hetero_framework.models.shard import Shard
 
 
-def attach_adapter(
-    shard: Shard,
-    adapter: AdapterConfig | None,
-    base_dir: Path | None,
-    seed: int,
-    plan: AdapterPlan | None = None,
-) -> AdapterPlan | None:
+def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
     """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight.
 
-    `plan` saves planning again when several shards of one model are built in one process.
-    Raises ConfigError for full training of a quantised model, for weights to train that are
-    float16, and as `plan_adapter`.
+    Raises ConfigError for full training of a quantised model, and for weights to train that are
+    float16.
     """
-    if adapter is None and plan is None:
-        _train_everything(shard.model)
-        refuse_float16(shard.model)
-        return None
-    from hetero_framework.models.adapters import attach_plan, plan_adapter
+    if plan is not None:
+        from hetero_framework.models.adapters import attach_plan
 
-    if plan is None:
-        assert adapter is not None
-        plan = plan_adapter(shard.config, adapter, base_dir)
-    attach_plan(shard, plan, seed)
-    return plan
+        attach_plan(shard, plan, seed)
+    elif is_quantized(shard.model):
+        raise ConfigError(
+            "a quantised model cannot be trained in full",
+            hint='set "adapter" (QLoRA), or "model.quantization": null with a full-precision model',
+        )
+    else:
+        for parameter in shard.model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+    for name, parameter in shard.model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            # Adam's epsilon is zero in it: weights without a gradient would become NaN at once.
+            raise ConfigError(
+                f"{name} would be trained in float16, whose range is too small for an optimizer",
+                hint='set "model.dtype": "float32" (with "training.fp16": true for float16 '
+                'products) or "bfloat16"; an adapter alone can train over float16 weights',
+            )
 
 
 def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
@@ -54,11 +54,8 @@ def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
 
 
 def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
-    """(key, CPU tensor) of the finished artefact's part in this shard.
-
-    The adapter file's tensors where an adapter is attached, else those of a Hugging Face
-    checkpoint, layer by layer, so that never more than one layer is copied.
-    """
+    """(key, CPU tensor) of the finished artefact's part in this shard: the adapter file's tensors
+    where an adapter is attached, else a Hugging Face checkpoint's, copied layer by layer."""
     if shard.adapter is not None:
         from hetero_framework.models.adapters import adapter_tensors
 
@@ -74,24 +71,3 @@ def is_quantized(model: nn.Module) -> bool:
     return bool(
         getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     )
-
-
-def _train_everything(model: nn.Module) -> None:
-    if is_quantized(model):
-        raise ConfigError(
-            "a quantised model cannot be trained in full",
-            hint='set "adapter" (QLoRA), or "model.quantization": null with a full-precision model',
-        )
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-
-
-def refuse_float16(model: nn.Module) -> None:
-    """Adam's epsilon is zero in float16: weights without a gradient would become NaN at once."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise ConfigError(
-                f"{name} would be trained in float16, whose range is too small for an optimizer",
-                hint='set "model.dtype": "float32" (with "training.fp16": true for float16 '
-                'products) or "bfloat16"; an adapter alone can train over float16 weights',
-            )

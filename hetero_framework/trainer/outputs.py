@@ -28,7 +28,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.log import EVENTS_FILE
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
-from hetero_framework.models.shard import num_layers
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore
@@ -264,7 +264,7 @@ def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
     assert config.model is not None
     details = DiagramDetails(
         model=config.model.name_or_path or parts.model_config.model_type,
-        num_layers=num_layers(parts.model_config),
+        num_layers=introspect(parts.model_config).num_layers,
         parameters={m.index: m.parameters for m in parts.memory},
         memory_bytes={m.index: m.total for m in parts.memory},
         devices={owner: fact.label for owner, fact in facts.items()},

@@ -19,8 +19,8 @@ from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
-from hetero_framework.models.chunked_loss import chunk_tokens, why_not_chunked
-from hetero_framework.models.equivalence import admit, admit_packing
+from hetero_framework.models.chunked_loss import chunk_tokens
+from hetero_framework.models.equivalence import admit, admit_packing, why_not_chunked
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import (
     StageMemory,
@@ -31,7 +31,7 @@ from hetero_framework.models.memory import (
 )
 from hetero_framework.models.meta import meta_model
 from hetero_framework.models.quiet import quiet_libraries
-from hetero_framework.models.shard import ShardRange, load_model_config, num_layers
+from hetero_framework.models.shard import ShardRange, load_model_config
 from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.planner.tuning import default_max_in_flight
 from hetero_framework.trainer.resolved import Resolved
@@ -77,7 +77,7 @@ def prepare(config: Config) -> Prepared:
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
         _log.info("%s", line)
-    config.plan.covers(num_layers(model_config))
+    config.plan.covers(introspect(model_config).num_layers)
     tokenizer = load_tokenizer(config)
     vocab_size = model_config.get_text_config().vocab_size
     data = load_data(config, tokenizer, vocab_size=vocab_size)
@@ -195,7 +195,7 @@ def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
 
 
 def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
-    return tuple(ShardRange(s.start, s.end, s.is_first, s.is_last) for s in config.plan.stages)
+    return tuple(map(ShardRange.of, config.plan.stages))
 
 
 def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.core.devices import open_device
+from hetero_framework.models.adapters import plan_adapter
+from hetero_framework.models.partition import ranges_between
 from hetero_framework.models.shard import Shard, ShardRange, load_shard
 from hetero_framework.models.trainable import attach_adapter, trainable_parameters
 
@@ -68,11 +69,7 @@ def keep_unpacked(model: torch.nn.Module) -> None:
 
 def ranges(*bounds: int) -> list[ShardRange]:
     """Shards between the layer numbers `bounds`, e.g. 0, 1, 4."""
-    last = len(bounds) - 2
-    return [
-        ShardRange(start, end, index == 0, index == last)
-        for index, (start, end) in enumerate(itertools.pairwise(bounds))
-    ]
+    return list(ranges_between(bounds))
 
 
 def shards(
@@ -89,7 +86,8 @@ def shards(
     for span in ranges(*bounds):
         shard = load_shard(settings, folder, span, device, seed=seed)
         if attach:
-            attach_adapter(shard, adapter, folder, seed)
+            plan = plan_adapter(shard.config, adapter, folder) if adapter is not None else None
+            attach_adapter(shard, plan, seed)
         shard.train(False)
         parts.append(shard)
     return parts
@@ -109,7 +107,7 @@ def chain_logits(parts: list[Shard]) -> torch.Tensor:
     with torch.no_grad():
         for shard in parts[:-1]:
             hidden = shard.forward(inputs, hidden)
-        return parts[-1].logits(inputs, hidden)
+        return parts[-1]._run(inputs, hidden).logits
 
 
 def chain_backward(parts: list[Shard]) -> torch.Tensor:
@@ -122,7 +120,8 @@ def chain_backward(parts: list[Shard]) -> torch.Tensor:
         leaf = out.detach().requires_grad_()
         crossing.append((out, leaf))
         hidden = leaf
-    loss = parts[-1].loss(inputs, hidden, None)
+    items = (inputs["labels"][:, 1:] != -100).sum()
+    loss = parts[-1].loss(inputs, hidden, items)
     loss.backward()
     for out, leaf in reversed(crossing):
         if out.requires_grad:

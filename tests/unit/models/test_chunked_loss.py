@@ -14,8 +14,8 @@ from hetero_framework.models.chunked_loss import (
     chunk_tokens,
     chunked_loss,
     spans,
-    why_not_chunked,
 )
+from hetero_framework.models.equivalence import why_not_chunked
 from hetero_framework.models.introspect import probe_inputs
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hetero_framework.config import StageSpec, TrainingConfig
-from hetero_framework.models.introspect import introspect
+from hetero_framework.models.introspect import introspect, probe_inputs
 from hetero_framework.models.objective import CausalLM, objective_of
 from hetero_framework.models.shard import ShardRange, build_shard
 from hetero_framework.models.tiny import tiny_config
@@ -38,7 +38,7 @@ def test_loss_is_the_shards_own_divided_by_the_items(limit: int | None) -> None:
     shard = build_shard(config, None, ShardRange(0, layers, True, True), dtype=torch.float32)
     shard.train(False)
     objective = CausalLM(limit)
-    batch = objective.probe_batch(config)
+    batch = probe_inputs(config)
     expected = shard.loss(batch, None, ITEMS)
     (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
     loss = objective.loss(

@@ -130,7 +130,7 @@ def test_every_shard_leaves_alone_what_the_whole_model_does(llama: Path) -> None
 def test_full_training_of_a_quantised_model_is_refused(llama: Path) -> None:
     (shard,) = shards(llama, 0, 4, quantization="nf4", attach=False)
     with pytest.raises(ConfigError, match="cannot be trained in full"):
-        attach_adapter(shard, None, None, 0)
+        attach_adapter(shard, None, 0)
 
 
 def test_nf4_is_qloras_recipe(llama: Path) -> None:
