@@ -48,17 +48,11 @@ _UNEVEN = 2.0
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """Means over `steps` (counted from 1), which had `micro_batches` each."""
+class Diagnosis(Baseline):
+    """What `steps` (counted from 1) took, where, and what would help."""
 
     steps: tuple[int, ...]
-    micro_batches: int
-    step_s: float
-    pipeline_s: float
-    update_s: float
-    between_s: float | None
     bound_s: float
-    simulated_s: float
     stages: tuple[StageTimes, ...]
     processes: tuple[ProcessTimes, ...]
     boundaries: tuple[Boundary, ...]
@@ -119,19 +113,19 @@ def diagnose(trace: Trace) -> Diagnosis:
     simulated_s = simulated(plan.profile, m, max_in_flight)
     if simulated_s > _AS_SIMULATED * pipeline_s:
         plan, simulated_s = overlapping(plan, m, max_in_flight, pipeline_s)
-    step_s = statistics.fmean(s.ended - s.began for s in spans)
-    update_s = statistics.fmean(s.ended - s.computed for s in spans)
-    between_s = statistics.fmean(between) if between else None
-    now = Baseline(m, max_in_flight, step_s, pipeline_s, update_s, between_s or 0.0, simulated_s)
-    return Diagnosis(
-        steps=tuple(step + 1 for step in steps),
+    now = Baseline(
         micro_batches=m,
-        step_s=step_s,
+        max_in_flight=max_in_flight,
+        step_s=statistics.fmean(span.ended - span.began for span in spans),
         pipeline_s=pipeline_s,
-        update_s=update_s,
-        between_s=between_s,
-        bound_s=statistics.fmean(span.bound_s for span in spans),
+        update_s=statistics.fmean(span.ended - span.computed for span in spans),
+        between_s=statistics.fmean(between) if between else None,
         simulated_s=simulated_s,
+    )
+    return Diagnosis(
+        **vars(now),
+        steps=tuple(step + 1 for step in steps),
+        bound_s=statistics.fmean(span.bound_s for span in spans),
         stages=stages,
         processes=tuple(process_times(trace, spans, n) for n in range(len(trace.processes))),
         boundaries=boundaries,

@@ -32,14 +32,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The steps as they were: means in seconds. `simulated_s` is the pipeline when simulated."""
+    """Means over steps of `micro_batches` each, in seconds. `simulated_s` is the pipeline when
+    simulated, `between_s` None where no two steps were recorded in a row."""
 
     micro_batches: int
     max_in_flight: int | None
     step_s: float
     pipeline_s: float
     update_s: float
-    between_s: float
+    between_s: float | None
     simulated_s: float
 
 
@@ -126,8 +127,9 @@ def changes(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[Cha
         pipeline = scale * simulated(idea.plan.profile, idea.micro_batches, limit)
         step = pipeline + now.update_s
         # What happens between steps (data, a checkpoint) is taken to grow with the samples.
-        took = now.step_s + now.between_s
-        gain = idea.samples * took / (step + now.between_s * idea.samples) - 1
+        between_s = now.between_s or 0.0
+        took, takes = now.step_s + between_s, step + between_s * idea.samples
+        gain = idea.samples * took / takes - 1
         if idea.kind == "cut" and gain < AS_GOOD:
             continue  # better by the bound, but not when it is simulated
         yield Change(idea.kind, idea.text, step, gain)

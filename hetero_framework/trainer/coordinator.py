@@ -180,8 +180,12 @@ class Coordinator:
         try:
             self.start(checkpoint, facts)
             with self._stop.waiting():
-                self.loop()
+                self._steps()
                 return self.finish()
+        except WorkerLeaving as leaving:
+            if self._state.step > 0:
+                self._checkpoints.keep(self._state)  # while it still answers
+            raise StoppedEarly(leaving.message, hint=self._checkpoints.advice(leaving)) from leaving
         except PeerLostError as error:
             # What broke is the cluster's to say; how to go on depends on what has been saved.
             raise PeerLostError(error.message, hint=self._checkpoints.advice(error)) from error
@@ -214,25 +218,31 @@ class Coordinator:
         run_id, step = self._cluster.run_id, self._state.step
         _log.info("", extra=event(what, step=step, run_id=run_id, total_steps=total))
 
-    def loop(self) -> None:
-        """All steps that are left, with what comes between them."""
-        try:
-            self._steps()
-        except WorkerLeaving as leaving:
-            self._hand_over(leaving)
-
     def _steps(self) -> None:
-        if self._config.training.eval_on_start and self._state.step == 0 and self._has_eval:
+        """All steps that are left, with what comes between them."""
+        training, total = self._config.training, self._data.total_steps
+        has_eval = self._data.num_eval_examples > 0
+        eval_steps = training.eval_steps or training.logging_steps
+        if has_eval and training.eval_on_start and self._state.step == 0:
             self.evaluate()
-        while self._state.step < self._data.total_steps:
+        while self._state.step < total:
             if self._stop.requested is not None:
                 self._stop_early()
             self.train_step()
             control.step_done(self._state.step, self._cluster)
-            if self._is_due("eval"):
+            # As the Trainer: evaluated at the end, too. What is saved then is finish()'s business.
+            at_end = self._state.step == total and training.evaluation == "steps"
+            if has_eval and (at_end or self._is_due(training.evaluation, eval_steps)):
                 self.evaluate()
-            if self._is_due("save"):
+            if self._is_due(training.save_strategy, training.save_steps):
                 self.save()
+
+    def _is_due(self, strategy: str, steps: float) -> bool:
+        """Whether something is done now: every so many steps, or at the end of an epoch."""
+        step, total = self._state.step, self._data.total_steps
+        if strategy == "steps":
+            return step % interval(steps, total) == 0
+        return strategy == "epoch" and (step % self._data.steps_per_epoch == 0 or step == total)
 
     def train_step(self) -> None:
         """One step: all micro-batches through all stages, one decision, one commit."""
@@ -387,54 +397,28 @@ class Coordinator:
 
     # -- between steps --------------------------------------------------------------------------
 
-    @property
-    def _has_eval(self) -> bool:
-        return self._data.num_eval_examples > 0
-
-    def _is_due(self, what: str) -> bool:
-        """Whether to save or evaluate now: every so many steps, or at the end of an epoch."""
-        training, total = self._config.training, self._data.total_steps
-        if what == "eval":
-            strategy = training.evaluation if self._has_eval else "no"
-            steps = (
-                training.eval_steps if training.eval_steps is not None else training.logging_steps
-            )
-        else:
-            strategy, steps = training.save_strategy, training.save_steps
-        if strategy == "steps":
-            # As the Trainer: evaluated at the end, too. What is saved then is finish()'s business.
-            at_end = what == "eval" and self._state.step == total
-            return at_end or self._state.step % interval(steps, total) == 0
-        ends_epoch = self._state.step % self._data.steps_per_epoch == 0 or self._state.step == total
-        return strategy == "epoch" and ends_epoch
-
     def _note_skip(
         self, losses: list[float], reports: list[GradientReport], overflow: bool
     ) -> None:
         """Say where the first non-finite value arose; stop when it keeps happening."""
         step, in_a_row = self._state.step, self._state.skipped_in_a_row
         if overflow:
-            _log.warning(
-                "step %d: gradients overflow; step skipped, loss scale lowered to %g",
-                step,
-                self._state.loss_scale.value,
-                extra=event("step skipped", "loss scale lowered"),
-            )
+            scale = self._state.loss_scale.value
+            text = f"gradients overflow; step skipped, loss scale lowered to {scale:g}"
+            skipped = event("step skipped", "loss scale lowered")
+            _log.warning("step %d: %s", step, text, extra=skipped)
             return
-        where = first_nonfinite(losses, reports)
-        stage = self._config.plan.stages[where[0]] if where is not None else None
         text = "a gradient is not finite"
-        if where is not None and stage is not None:
+        if (where := first_nonfinite(losses, reports)) is not None:
+            stage = self._config.plan.stages[where[0]]
             owner = "the coordinator" if stage.owner == "local" else f"worker {stage.owner}"
             text = (
                 f"non-finite values in micro-batch {where[1]}, first out of stage {stage.index} "
                 f"({owner}, {stage.layers})"
             )
-        _log.warning(
-            "step %d: %s; step skipped", step, text, extra=event("step skipped", reason=text)
-        )
-        limit = self._config.training.max_skipped_steps
-        if in_a_row > limit:
+        skipped = event("step skipped", reason=text)
+        _log.warning("step %d: %s; step skipped", step, text, extra=skipped)
+        if in_a_row > self._config.training.max_skipped_steps:
             raise NumericError(
                 f"{in_a_row} steps in a row had non-finite losses or gradients; the last: {text}",
                 hint="lower training.learning_rate, look at the data of these steps, or use bf16 "
@@ -449,12 +433,6 @@ class Coordinator:
             if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
                 self._checkpoints.keep(self._state)
         raise StoppedEarly(where, hint=self._checkpoints.advice())
-
-    def _hand_over(self, leaving: WorkerLeaving) -> None:
-        """A worker will end soon: save what it holds while it still answers."""
-        if self._state.step > 0:
-            self._checkpoints.keep(self._state)
-        raise StoppedEarly(leaving.message, hint=self._checkpoints.advice(leaving)) from leaving
 
     def _record(self, line: dict[str, Any]) -> None:
         """The step's line in metrics.jsonl and on the screen."""

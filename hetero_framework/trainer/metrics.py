@@ -19,7 +19,6 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,7 @@ class MetricsWriter:
         self.path = output_dir / METRICS_FILE
         self._logging_dir = logging_dir
         self._run_id = run_id
-        self._file: RawIOBase | None = None
-        self._bytes: int | None = None  # of complete lines, once the file was opened
+        self._bytes: int | None = None  # of complete lines, once one was written
         self._num_lost = 0
         self._board: Any = None
         self._resumed_step = 0
@@ -59,7 +57,6 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._close_file()
         if self._board is not None:
             with _tolerated("the last TensorBoard events"):
                 self._board.close()
@@ -98,7 +95,6 @@ class MetricsWriter:
                     error.strerror,
                 )
             self._num_lost += 1
-            self._close_file()
         else:
             if self._num_lost:
                 _log.warning("%s is written again; %d lines are lost", self.path, self._num_lost)
@@ -107,22 +103,14 @@ class MetricsWriter:
 
     def _append(self, data: bytes) -> None:
         """Add `data` whole; what an attempt that failed left of it is cut off first."""
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
             if self._bytes is None:
-                self._bytes = self.path.stat().st_size
-            self._file.truncate(self._bytes)
-        assert self._bytes is not None
-        if self._file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._bytes = file.tell()
+            file.truncate(self._bytes)
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._bytes += len(data)
-
-    def _close_file(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):  # what was written so far is there
-                file.close()
 
     def _show(self, line: Mapping[str, Any]) -> None:
         """Give a line's numbers to TensorBoard, which gets no more once it has failed."""

@@ -213,19 +213,14 @@ def _owner(directory: Path) -> dict[str, str] | None:
 
 def _probe(setting: str, directory: Path) -> None:
     """Create, write, rename and delete a file there, as the run will."""
-    name = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".hetero-probe-", dir=directory)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(b"\0" * 512)
-        os.replace(name, name + "-renamed")
-        name += "-renamed"
-        os.unlink(name)
+        with tempfile.TemporaryDirectory(prefix=".hetero-probe-", dir=directory) as place:
+            probe, renamed = Path(place, "probe"), Path(place, "renamed")
+            probe.write_bytes(b"\0" * 512)
+            os.replace(probe, renamed)
+            os.unlink(renamed)
     except OSError as error:
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
         raise ConfigError(
             f"{setting}: cannot write into {directory}: "

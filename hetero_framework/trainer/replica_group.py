@@ -1,11 +1,3 @@
-"""What surrounds a step when several coordinators, each with a whole model, train together.
-
-`Coordinator.train_step` calls the four methods in the order in which they stand here. A group of
-one, `Single`, is what every run has today.
-"""
-
-from __future__ import annotations
-
 from typing import Protocol
 
 from hetero_framework.engine.pipeline import Pipeline

@@ -140,14 +140,14 @@ def test_a_directory_that_is_a_file_is_refused_by_its_setting(
         pass
 
 
-@pytest.mark.parametrize("operation", ["mkstemp", "replace", "unlink"])
+@pytest.mark.parametrize("operation", ["mkdtemp", "replace", "unlink"])
 def test_a_directory_is_probed_by_what_a_run_does_there(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     from hetero_framework.trainer import outputs
 
     elsewhere = tmp_path / "elsewhere"
-    module = outputs.tempfile if operation == "mkstemp" else os
+    module = outputs.tempfile if operation == "mkdtemp" else os
     real = getattr(module, operation)
 
     def refuse(*args: object, **kwargs: object) -> object:
