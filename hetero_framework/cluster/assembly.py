@@ -12,10 +12,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -26,9 +24,11 @@ from hetero_framework.cluster.membership import Action, Event, Membership
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
+from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.devices import Device, open_device
-from hetero_framework.core.messages import Bye, Error, Message, Ready, Setup, Start
+from hetero_framework.core.messages import Message
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import DirectLost, LinkLost, StepResults, WorkerId, WorkerLeaving
@@ -269,23 +269,13 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        goodbye = Message(Bye("the run is over"))
-        if isinstance(error, (KeyboardInterrupt, StoppedEarly)):
-            goodbye = Message(Bye(f"the run was stopped: {error}"[:2000]))
-        elif error is not None:
-            goodbye = _failure(error)
+    def __exit__(self, kind: object, error: BaseException | None, *trace: object) -> None:
         at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
         end_s = timeouts.STOP_S if at_once else timeouts.EXIT_S
         try:
             if self._current is not None:
                 self._current.pipeline.close()
-            self._peers.close(goodbye, end_s)
+            self._peers.close(Message(_goodbye(error)), end_s)
         finally:
             self._local.stop(end_s)
 
@@ -329,10 +319,10 @@ class Cluster:
         self._config = config
         for worker in self.workers:
             self._guard(worker, Event.PLANNED)
-        specs, expected = config.plan.stages, _in_background(self._expected_weights)
+        specs, expected = config.plan.stages, in_background(self._expected_weights, "fingerprint")
         local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
         trainable = {stage.index: stage.trainable() for stage in local}
-        ready: dict[WorkerId, Ready] = {}
+        ready: dict[WorkerId, m.Ready] = {}
         started: set[WorkerId] = set()
         deadline = time.monotonic() + config.training.load_timeout_s
         while True:
@@ -343,14 +333,13 @@ class Cluster:
                     for entry in message.stages:
                         loaded.append((f"worker {worker}", entry.fingerprint))
                         trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
-                while not expected.done():  # in slices, so that Ctrl-C is heard on Windows, too
-                    wait([expected], timeouts.TICK_S)
+                wait_for([expected])
                 check_same_model(loaded, expected.result())
                 needs = gradient_needs([trainable[spec.index] for spec in specs])
                 self._connect_workers()
                 for worker in [w for w in self.workers if w not in started]:
                     own = (spec.index for spec in specs if spec.owner == worker)
-                    self._peers.send(worker, Message(Start(tuple(k for k in own if needs[k]))))
+                    self._peers.send(worker, Message(m.Start(tuple(k for k in own if needs[k]))))
                     started.add(worker)
                 break
             except LinkLost as lost:
@@ -384,14 +373,14 @@ class Cluster:
         source = resolve_model_path(model.name_or_path, self._config.base_dir)
         return whole_fingerprint(source, model.revision)
 
-    def _await_ready(self, ready: dict[WorkerId, Ready], deadline: float) -> None:
+    def _await_ready(self, ready: dict[WorkerId, m.Ready], deadline: float) -> None:
         """Gather READY of every worker. Heartbeats show that one lives, not that it gets on."""
         told = time.monotonic()
         while waiting := [str(worker) for worker in self.workers if worker not in ready]:
             event = self._peers.receive(timeouts.TICK_S)
             now = time.monotonic()
             if event is not None and event.message is not None:
-                if isinstance(event.message.body, Ready):
+                if isinstance(event.message.body, m.Ready):
                     ready[event.worker] = event.message.body
             elif now > deadline:
                 raise PeerLostError(
@@ -432,7 +421,7 @@ class Cluster:
 
     def _setup_message(self, worker: WorkerId) -> Message:
         own = (spec.index for spec in self._config.plan.stages if spec.owner == worker)
-        return Message(Setup(self._config.to_dict(), tuple(own)))
+        return Message(m.Setup(self._config.to_dict(), tuple(own)))
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -619,24 +608,14 @@ class Cluster:
         return None
 
 
-def _failure(error: BaseException) -> Message:
-    """What a worker is told of a run that failed; it stays for the next one."""
+def _goodbye(error: BaseException | None) -> m.Body:
+    """What workers are told at the end; those of a run that failed stay for the next one."""
+    if error is None:
+        return m.Bye("the run is over")
+    if isinstance(error, (KeyboardInterrupt, StoppedEarly)):
+        return m.Bye(f"the run was stopped: {error}"[:2000])
     known = error if isinstance(error, HeteroError) else HeteroError(type(error).__name__)
-    return Message(Error(type(known).__name__, known.message[:2000], known.hint))
-
-
-def _in_background(job: Callable[[], T]) -> Future[T]:
-    """The result of what a thread does meanwhile; a run that ends does not wait for it."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="fingerprint", daemon=True).start()
-    return future
+    return m.Error(type(known).__name__, known.message[:2000], known.hint)
 
 
 def gradient_needs(trainable: Trainable) -> list[bool]:

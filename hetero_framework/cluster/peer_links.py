@@ -9,25 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 
 from hetero_framework import control
 from hetero_framework._version import __version__
+from hetero_framework.core import messages as m
+from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import PROTOCOL_VERSION
-from hetero_framework.core.messages import (
-    Bye,
-    Control,
-    Error,
-    Message,
-    PeerAddress,
-    PeerHello,
-    PeerResult,
-    PeerWelcome,
-    Reject,
-)
+from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
@@ -48,7 +42,7 @@ class PeerLinks:
         self,
         me: WorkerId,
         begin: Callable[[Stream, str, int], Connection],
-        tell: Callable[[tuple[PeerResult, ...]], None],
+        tell: Callable[[tuple[m.PeerResult, ...]], None],
     ) -> None:
         self.run_id: str | None = None
         self.watch: Callable[[WorkerId], Watch] | None = None
@@ -62,44 +56,27 @@ class PeerLinks:
 
     # -- dialling -------------------------------------------------------------------------------
 
-    def dial(self, peers: tuple[PeerAddress, ...], timeout_s: float, max_frame_bytes: int) -> None:
+    def dial(
+        self, peers: tuple[m.PeerAddress, ...], timeout_s: float, max_frame_bytes: int
+    ) -> None:
         """Open a link to each of these workers; `tell` hears when all is done, unless `close` comes
         first."""
-        args = (peers, timeout_s, max_frame_bytes, self._stop)
-        threading.Thread(target=self._dial_all, args=args, name="dial peers", daemon=True).start()
+        stop = self._stop
+        dialled = [
+            in_background(partial(self._dial, peer, timeout_s, max_frame_bytes, stop), "dial peer")
+            for peer in peers
+        ]
 
-    def _dial_all(
-        self,
-        peers: tuple[PeerAddress, ...],
-        timeout_s: float,
-        max_frame_bytes: int,
-        stop: threading.Event,
-    ) -> None:
-        results: dict[WorkerId, str | None] = {}
+        def tell() -> None:
+            wait(dialled)
+            if not stop.is_set():
+                problems = map(_problem, dialled)
+                self._tell(tuple(map(m.PeerResult, (peer.id for peer in peers), problems)))
 
-        def dial(peer: PeerAddress) -> None:
-            try:
-                problem = self._dial(peer, timeout_s, max_frame_bytes, stop)
-            except Exception as error:  # whatever it is, the coordinator waits for the answer
-                problem = f"{type(error).__name__}: {error}"
-            results[peer.id] = problem
-
-        threads = []
-        for peer in peers:
-            thread = threading.Thread(target=dial, args=(peer,), daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                results[peer.id] = str(error)
-            else:
-                threads.append(thread)
-        for thread in threads:
-            thread.join()
-        if not stop.is_set():
-            self._tell(tuple(PeerResult(p.id, results[p.id]) for p in peers))
+        threading.Thread(target=tell, name="dial peers", daemon=True).start()
 
     def _dial(
-        self, peer: PeerAddress, timeout_s: float, max_frame_bytes: int, stop: threading.Event
+        self, peer: m.PeerAddress, timeout_s: float, max_frame_bytes: int, stop: threading.Event
     ) -> str | None:
         """Why there is no link to this worker; None when there is one."""
         deadline = time.monotonic() + timeout_s
@@ -109,15 +86,17 @@ class PeerLinks:
         except NetworkError as error:
             return error.message
         connection = self._begin(stream, f"worker {worker}", max_frame_bytes)
-        hello = Message(PeerHello(*_VERSIONS, self.run_id or "", worker, self._me, max_frame_bytes))
+        hello = Message(
+            m.PeerHello(*_VERSIONS, self.run_id or "", worker, self._me, max_frame_bytes)
+        )
         problem = "it did not answer"
         try:
             answer = connection.ask(hello, deadline - time.monotonic(), stop)
             if answer is not None:
                 said = answer.body
-                if isinstance(said, PeerWelcome) and self._add(worker, connection, stop):
+                if isinstance(said, m.PeerWelcome) and self._add(worker, connection, stop):
                     return None
-                if isinstance(said, (Reject, Error)):
+                if isinstance(said, (m.Reject, m.Error)):
                     problem = said.message
         except HeteroError as error:
             problem = error.message
@@ -126,7 +105,7 @@ class PeerLinks:
 
     # -- being dialled --------------------------------------------------------------------------
 
-    def accept(self, connection: Connection, hello: PeerHello) -> None:
+    def accept(self, connection: Connection, hello: m.PeerHello) -> None:
         """Welcome another worker of the same run. Raises HeteroError when it is not one."""
         if self.run_id is None or hello.run_id != self.run_id:
             raise NetworkError("this worker serves another run, or none")
@@ -135,7 +114,7 @@ class PeerLinks:
         connection.link.max_frame_bytes = hello.max_frame_bytes
         connection.link.name = f"worker {hello.from_id}"  # who had connected was not known before
         self._add(hello.from_id, connection)
-        connection.send(Message(PeerWelcome(*_VERSIONS)))
+        connection.send(Message(m.PeerWelcome(*_VERSIONS)))
 
     def _add(
         self, worker: WorkerId, connection: Connection, stop: threading.Event | None = None
@@ -191,7 +170,7 @@ class PeerLinks:
             raise NetworkError(f"the link to worker {worker} broke") from error
         if answer is None:
             raise NetworkError(f"worker {worker} did not answer in {timeout_s:g} s")
-        if not isinstance(answer.body, Control):
+        if not isinstance(answer.body, m.Control):
             raise NetworkError(f"worker {worker} answered {answer.name}")
         return answer
 
@@ -199,7 +178,7 @@ class PeerLinks:
         """Answer a peer's CONTROL."""
         try:
             # An answer here is to a question that nobody waits for any more.
-            if question.expect(Control).answers is None:
+            if question.expect(m.Control).answers is None:
                 reply = control.answer(question)
                 if reply is not None:
                     with suppress(PeerLostError):
@@ -244,7 +223,7 @@ class PeerLinks:
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
             with suppress(HeteroError):
-                peer.send(Message(Bye("the run is over")))
+                peer.send(Message(m.Bye("the run is over")))
             peer.close(drain_s=1.0)
 
     def _all(self) -> list[Connection]:
@@ -254,3 +233,9 @@ class PeerLinks:
     def _get(self, worker: WorkerId) -> Connection | None:
         with self._lock:
             return self._peers.get(worker)
+
+
+def _problem(dialled: Future[str | None]) -> str | None:
+    """What became of a dialling. Whatever went wrong, the coordinator waits for the answer."""
+    error = dialled.exception()
+    return dialled.result() if error is None else f"{type(error).__name__}: {error}"

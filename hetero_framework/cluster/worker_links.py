@@ -14,33 +14,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, StageSpec, WorkerConfig
+from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
+from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.frames import PROTOCOL_VERSION
 from hetero_framework.core.link import Clock, Link, LinkStats
-from hetero_framework.core.messages import (
-    COORDINATOR,
-    Boundary,
-    Connect,
-    Connected,
-    Error,
-    Hello,
-    Leaving,
-    Log,
-    Message,
-    PeerAddress,
-    PeerLost,
-    Reject,
-    Welcome,
-)
+from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId, WorkerLeaving
 from hetero_framework.errors import (
@@ -118,7 +108,7 @@ class WorkerLinks:
         self._owners: dict[int, WorkerId] = {}
         self._current: tuple[int, int] = (-1, -1)
         self._stop = threading.Event()
-        self._dialling: list[threading.Thread] = []
+        self._dialling: dict[WorkerId, Future[m.Welcome]] = {}
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -141,35 +131,18 @@ class WorkerLinks:
 
     # -- connecting -----------------------------------------------------------------------------
 
-    def connect_all(self) -> dict[WorkerId, Welcome]:
+    def connect_all(self) -> dict[WorkerId, m.Welcome]:
         """Dial every worker at once; what each said in its WELCOME.
 
         Raises the first error when all have answered or failed: NetworkError for one that cannot
         be reached in `connect_timeout_s`, ProtocolError for another protocol version.
         """
-        welcomes: dict[WorkerId, Welcome] = {}
-        errors: dict[WorkerId, Exception] = {}
-
-        def dial(worker: WorkerConfig) -> None:
-            try:
-                welcomes[worker.id] = self._open_when_free(worker)
-            except Exception as error:
-                errors[worker.id] = error
-
-        self._dialling = [
-            threading.Thread(target=dial, args=(w,), name=f"dial-{w.id}", daemon=True)
-            for w in self._workers.values()
-        ]
-        for thread in self._dialling:
-            thread.start()
-        for thread in self._dialling:
-            # Joined in slices so that Ctrl-C is heard on every system.
-            while thread.is_alive():
-                thread.join(timeouts.ANSWER_TICK_S)
-        for worker_id in self._workers:
-            if worker_id in errors:
-                raise errors[worker_id]
-        return welcomes
+        self._dialling = {
+            id: in_background(partial(self._open_when_free, worker), f"dial-{id}")
+            for id, worker in self._workers.items()
+        }
+        wait_for(self._dialling.values())
+        return {id: dialled.result() for id, dialled in self._dialling.items()}
 
     def reconnect(self, worker_id: WorkerId) -> bool:
         """Dial a lost worker for `reconnect_timeout_s`; whether it has its stages still.
@@ -192,7 +165,7 @@ class WorkerLinks:
                 raise PeerLostError(f"worker {worker_id} does not come back: {text}") from error
             return bool(welcome.run_id == self._run_id)
 
-    def _open_when_free(self, worker: WorkerConfig) -> Welcome:
+    def _open_when_free(self, worker: WorkerConfig) -> m.Welcome:
         """Open the link at the start of a run; wait for a worker that ends another one."""
         deadline = time.monotonic() + self._config.training.connect_timeout_s
         told = False
@@ -211,7 +184,7 @@ class WorkerLinks:
                     _log.info("worker %s: %s; waiting up to %.0f s for it", worker.id, busy, left)
             self._stop.wait(timeouts.BUSY_PAUSE_S)
 
-    def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> Welcome:
+    def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> m.Welcome:
         """Connect and shake hands once. `again`: the worker has been there before."""
         told = False
 
@@ -245,7 +218,7 @@ class WorkerLinks:
         connection = Connection(
             stream,
             f"worker {worker.id}",
-            COORDINATOR,
+            m.COORDINATOR,
             self._received,
             self._closed,
             carrier=self._carrier,
@@ -261,7 +234,7 @@ class WorkerLinks:
             connection.link.on_moved = self._watch(worker.id)
         self._wires[worker.id] = connection
         connection.start()
-        hello = Hello(
+        hello = m.Hello(
             PROTOCOL_VERSION,
             __version__,
             self._run_id,
@@ -285,13 +258,13 @@ class WorkerLinks:
                 "screen or log",
             )
         refusal = answer.body
-        if isinstance(refusal, Reject):
+        if isinstance(refusal, m.Reject):
             connection.close()
             if refusal.code == "busy":
                 raise _Busy(refusal.message)
             kind = ProtocolError if refusal.code == "protocol" else NetworkError
             raise kind(f"worker {worker.id} refused: {refusal.message}", hint=refusal.hint)
-        return answer.expect(Welcome)
+        return answer.expect(m.Welcome)
 
     # -- links between workers ------------------------------------------------------------------
 
@@ -354,14 +327,14 @@ class WorkerLinks:
                 self._order_dials([redial.way], timeout_s)
 
     def _order_dials(self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float) -> None:
-        by_dialler: dict[WorkerId, list[PeerAddress]] = {}
+        by_dialler: dict[WorkerId, list[m.PeerAddress]] = {}
         for dialler, other in pairs:
             to = self._workers[other]
-            by_dialler.setdefault(dialler, []).append(PeerAddress(other, to.ip, to.port))
+            by_dialler.setdefault(dialler, []).append(m.PeerAddress(other, to.ip, to.port))
         for dialler, addresses in by_dialler.items():
-            self.send(dialler, Message(Connect(tuple(addresses), timeout_s)))
+            self.send(dialler, Message(m.Connect(tuple(addresses), timeout_s)))
 
-    def _note_dials(self, dialler: WorkerId, connected: Connected) -> None:
+    def _note_dials(self, dialler: WorkerId, connected: m.Connected) -> None:
         """A worker has dialled others: which links there are now."""
         for entry in connected.peers:
             pair = frozenset((dialler, entry.id))
@@ -396,7 +369,7 @@ class WorkerLinks:
         """Send a boundary message to the worker of its stage. A link that is gone is ignored: its
         reader reports the loss. So is one that has come back: the attempt is void, and the thread
         that encodes may not have heard of it yet."""
-        connection = self._wires.get(self._owners[message.expect(Boundary).stage])
+        connection = self._wires.get(self._owners[message.expect(m.Boundary).stage])
         if connection is not None and connection.phase in _WORKING:
             with suppress(PeerLostError):
                 connection.send(message, done)
@@ -444,21 +417,21 @@ class WorkerLinks:
             raise LinkLost(event.worker, event.lost)
         assert event.message is not None
         body = event.message.body
-        if isinstance(body, Error):
+        if isinstance(body, m.Error):
             error = error_from_peer(body.kind, f"worker {event.worker}: {body.message}")
             error.hint = body.hint
             raise error
-        if isinstance(body, PeerLost):
+        if isinstance(body, m.PeerLost):
             lost = DirectLost(event.worker, body.worker_id, body.reason)
             if lost.pair in self._direct:
                 raise lost
             return None  # the other end has told it already
-        if isinstance(body, Leaving):
+        if isinstance(body, m.Leaving):
             raise WorkerLeaving(event.worker, body.reason)
-        if isinstance(body, Connected):
+        if isinstance(body, m.Connected):
             self._note_dials(event.worker, body)
             return None
-        if isinstance(body, Log):
+        if isinstance(body, m.Log):
             peer = f"worker {event.worker}"
             level = _LEVELS.get(body.level, logging.INFO)
             _log.log(level, "%s: %s", peer, body.text, extra=said_by(peer))
@@ -475,8 +448,7 @@ class WorkerLinks:
         """
         self._stop.set()
         deadline = time.monotonic() + drain_s
-        for thread in self._dialling:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        wait(self._dialling.values(), max(0.0, deadline - time.monotonic()))
         connections = list(self._wires.values())
         self._wires.clear()
         for connection in connections:
@@ -488,7 +460,7 @@ class WorkerLinks:
     # -- reader threads -------------------------------------------------------------------------
 
     def _received(self, connection: Connection, message: Message) -> None:
-        if isinstance(message.body, Boundary) and not self._is_for_us(message.body):
+        if isinstance(message.body, m.Boundary) and not self._is_for_us(message.body):
             message.release()
             return
         try:
@@ -504,7 +476,7 @@ class WorkerLinks:
     def _carrier(self, connection: Connection, message: Message) -> Link | None:
         """The link that carries a boundary frame on, of which only the header is here yet; None
         for one that is for this process, or of an attempt that is over."""
-        if not isinstance(message.body, Boundary) or not self._is_current(message.body):
+        if not isinstance(message.body, m.Boundary) or not self._is_current(message.body):
             return None
         connection.accept(message)
         owner = self._owners.get(message.body.stage)
@@ -513,10 +485,10 @@ class WorkerLinks:
             return None  # a link that has just come back would not expect it
         return onward.link
 
-    def _is_for_us(self, body: Boundary) -> bool:
+    def _is_for_us(self, body: m.Boundary) -> bool:
         return self._is_current(body) and body.stage not in self._owners
 
-    def _is_current(self, body: Boundary) -> bool:
+    def _is_current(self, body: m.Boundary) -> bool:
         return (body.step, body.attempt) == self._current
 
     def _closed(self, connection: Connection, reason: HeteroError | None) -> None:

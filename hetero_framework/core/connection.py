@@ -29,30 +29,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.link import Link
-from hetero_framework.core.messages import (
-    LISTENER,
-    WORKER,
-    Bye,
-    Control,
-    Error,
-    Hello,
-    Message,
-    OtherVersion,
-    PeerHello,
-    PeerWelcome,
-    Reject,
-    RejectCode,
-    Welcome,
-)
+from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase, Session
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 
-_ANSWERS = (Welcome, PeerWelcome, Reject, Error, Bye)
-_ROLES = {Hello.spec.number: WORKER, PeerHello.spec.number: LISTENER}
+_ANSWERS = (m.Welcome, m.PeerWelcome, m.Reject, m.Error, m.Bye)
+_ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
 
 
 class Connection:
@@ -153,10 +140,10 @@ class Connection:
             with self._lock:
                 self._asking = None
 
-    def refuse(self, code: RejectCode, message: str, hint: str | None = None) -> None:
+    def refuse(self, code: m.RejectCode, message: str, hint: str | None = None) -> None:
         """Say why this peer is not wanted, and close; does not wait for that."""
         with suppress(HeteroError):
-            self.link.send(Message(Reject(code, message, hint)))
+            self.link.send(Message(m.Reject(code, message, hint)))
         threading.Thread(target=self.link.close, name="refuse", daemon=True).start()
 
     def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
@@ -178,20 +165,20 @@ class Connection:
         except ProtocolError as error:
             if self.peer is not None:
                 self.fault = error
-            if isinstance(body, OtherVersion):
+            if isinstance(body, m.OtherVersion):
                 self._tell_asking(error)
                 self.refuse("protocol", error.message, error.hint)
                 return
             if self.peer is not None:  # a stranger learns nothing
                 with suppress(HeteroError):
-                    self.link.send(Message(Error("ProtocolError", error.message, error.hint)))
+                    self.link.send(Message(m.Error("ProtocolError", error.message, error.hint)))
             raise
 
     def _is_answer(self, message: Message) -> bool:
         """Whether somebody waits for this."""
         body = message.body
         if not isinstance(body, _ANSWERS) and not (
-            isinstance(body, Control) and body.answers is not None
+            isinstance(body, m.Control) and body.answers is not None
         ):
             return False
         return self._tell_asking(message)

@@ -193,10 +193,8 @@ def test_light_modules_do_not_import_torch() -> None:
 # thread, or what records how a run ended and raises it again.
 BROAD = {
     "cli.py": 1,
-    "cluster/assembly.py": 1,
-    "cluster/peer_links.py": 1,
     "cluster/worker.py": 2,
-    "cluster/worker_links.py": 1,
+    "core/background.py": 1,
     "core/devices.py": 1,
     "core/link.py": 3,
     "engine/boundary_io.py": 1,

@@ -513,4 +513,4 @@ def test_dialling_without_a_thread_to_be_had_is_answered(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     [entry] = one.dial(other.entry("box"))
-    assert entry.problem == "can't start new thread"
+    assert entry.problem == "RuntimeError: can't start new thread"

@@ -1,0 +1,35 @@
+"""Jobs in daemon threads: a process that ends does not wait for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from hetero_framework.core import timeouts
+
+T = TypeVar("T")
+
+
+def in_background(job: Callable[[], T], name: str) -> Future[T]:
+    """What `job` returns or raises, once it has; also that there was no thread for it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        future.set_exception(error)
+    return future
+
+
+def wait_for(futures: Collection[Future[T]]) -> None:
+    """Wait until all are done, in slices, so that Ctrl-C is heard on Windows, too."""
+    while wait(futures, timeouts.TICK_S).not_done:
+        pass
