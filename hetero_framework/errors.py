@@ -1,21 +1,4 @@
-"""The exception tree. Every error a user or a peer can cause says what to change.
-
-HeteroError                 1   a bug in this package, unless a subclass says otherwise
-├── UserError               2   what the user can fix
-│   ├── ConfigError             the JSON file
-│   │   └── PlanError           the shard plan inside it
-│   ├── DataError               training or evaluation data, tokenizer, chat template
-│   ├── ModelError              the model's files or configuration
-│   │   └── ArchitectureError   a model that cannot be cut exactly
-│   ├── DeviceError             a device that is not there or cannot do what was asked
-│   ├── NetworkError            an address, port or peer that cannot be reached at the start
-│   ├── ProtocolError           bytes that are not this version's protocol
-│   └── CheckpointError         a checkpoint that is absent, incomplete or of another run
-├── PeerLostError           4   a worker (or the coordinator) that went away in a run
-├── NumericError            5   losses or gradients that stay non-finite
-├── ResourceError           6   memory or disk
-└── StoppedEarly           75   stopped on request; resumable
-"""
+"""The exception tree. Every error a user or a peer can cause says what to change."""
 
 from __future__ import annotations
 
@@ -110,12 +93,6 @@ class StoppedEarly(HeteroError):
     """The run was stopped on request and can be resumed."""
 
     exit_code = 75
-
-
-EXIT_CODES = {
-    error.__name__: error.exit_code
-    for error in (HeteroError, UserError, PeerLostError, NumericError, ResourceError, StoppedEarly)
-}
 
 
 def error_from_peer(kind: str, message: str) -> HeteroError:

@@ -84,10 +84,7 @@ def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tup
             "check the spelling, or give the machine's IP address in the configuration",
         )
     if isinstance(error, ConnectionRefusedError):
-        return (
-            REFUSED,
-            f"start the worker there and check that its port is {port}",
-        )
+        return REFUSED, f"start the worker there and check that its port is {port}"
     if isinstance(error, TimeoutError):
         return (
             "no answer",
@@ -100,7 +97,7 @@ def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tup
             f"check the network connection of this machine and that {host} is in a network that "
             "it can reach",
         )
-    return (error.strerror or str(error), f"check the address {host} and the port {port}")
+    return error.strerror or str(error), f"check the address {host} and the port {port}"
 
 
 class Listener:
@@ -165,11 +162,8 @@ class Listener:
 
 
 def _claim_address(sock: socket.socket) -> None:
-    """Allow a restart while old connections linger, but never two listeners on one port.
-
-    On Windows SO_REUSEADDR means that a second program may take the port over;
-    SO_EXCLUSIVEADDRUSE is what is wanted there, and lingering connections do not matter.
-    """
+    """Allow a restart while old connections linger, but never two listeners on one port: on Windows
+    SO_REUSEADDR would let a second program take the port over."""
     if sys.platform == "win32":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
     else:
@@ -177,29 +171,21 @@ def _claim_address(sock: socket.socket) -> None:
 
 
 def _explain_listen(error: OSError, host: str, port: int) -> NetworkError:
-    where = f"cannot listen on {host}:{port}"
+    what, hint = error.strerror or str(error), None
     # Windows says "not permitted" for a port that another program has exclusively.
     taken = sys.platform == "win32" and error.errno == errno.EACCES
     if error.errno == errno.EADDRINUSE or taken:
-        return NetworkError(
-            f"{where}: the port is in use",
-            hint=f"stop the program that uses port {port} (another worker?), or change this "
-            'entry\'s "port" in the configuration, on all machines',
+        what = "the port is in use"
+        hint = (
+            f"stop the program that uses port {port} (another worker?), or change this "
+            'entry\'s "port" in the configuration, on all machines'
         )
-    if isinstance(error, socket.gaierror):
-        return NetworkError(
-            f"{where}: the name {host!r} is not known here",
-            hint='give an IP address of this machine in its entry\'s "ip"',
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return NetworkError(
-            f"{where}: this machine does not have the address {host}",
-            hint="change this entry's \"ip\" in the configuration to one of this machine's "
-            "addresses",
-        )
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return NetworkError(
-            f"{where}: not permitted",
-            hint='ports below 1024 need special rights; choose a higher "port"',
-        )
-    return NetworkError(f"{where}: {error.strerror or error}")
+    elif isinstance(error, socket.gaierror):
+        what = f"the name {host!r} is not known here"
+        hint = 'give an IP address of this machine in its entry\'s "ip"'
+    elif error.errno == errno.EADDRNOTAVAIL:
+        what = f"this machine does not have the address {host}"
+        hint = "change this entry's \"ip\" in the configuration to one of this machine's addresses"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        what, hint = "not permitted", 'ports below 1024 need special rights; choose a higher "port"'
+    return NetworkError(f"cannot listen on {host}:{port}: {what}", hint=hint)

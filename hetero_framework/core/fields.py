@@ -60,13 +60,9 @@ def _is_plain(value: Any, depth: int = 1) -> bool:
     raise ProtocolError(f"{type(value).__name__} cannot travel in a message's fields")
 
 
-def _as_float(value: Any) -> float:
-    return float(value)
-
-
 _PLAIN_KINDS: dict[Any, Kind] = {
     int: Kind("int", is_int),
-    float: Kind("float", _is_float, unpack=_as_float),
+    float: Kind("float", _is_float, unpack=float),
     bool: Kind("bool", lambda value: isinstance(value, bool)),
     str: Kind("string", lambda value: isinstance(value, str)),
     WorkerId: Kind("int or string", lambda value: is_int(value) or isinstance(value, str)),

@@ -32,38 +32,30 @@ class Stream(Protocol):
     @property
     def peer(self) -> str:
         """The address of the other end, for messages."""
-        ...
 
     def set_tick(self, seconds: float) -> None:
         """No `read` or `write` waits longer than this."""
-        ...
 
     def read(self, view: memoryview, fill: bool = False) -> int | None:
         """Receive at least a byte into `view`, with `fill` all of it if it comes within a tick.
 
         0 when the peer has ended its side, None when the tick is over and nothing came.
         """
-        ...
 
     def write(self, buffers: deque[memoryview]) -> int:
         """Hand the first bytes of `buffers` to the system; how many. 0 when the tick is over."""
-        ...
 
     def try_write(self, buffers: deque[memoryview], room: int) -> int:
         """`write` at most `room` bytes without waiting; an error is for `write` to meet again."""
-        ...
 
     def end_writes(self) -> None:
         """Nothing more will be written; the peer reads to the end of what was."""
-        ...
 
     def stop(self) -> None:
         """End both directions; a thread that waits in a call returns. Safe from any thread."""
-        ...
 
     def close(self) -> None:
         """Give it back to the system; no thread may be in a call any more."""
-        ...
 
 
 def _max_buffers() -> int:

@@ -45,7 +45,7 @@ class Recorder:
 
     `steps` is training.timeline_steps: how many training steps are recorded after the first one,
     which is not typical (-1: all, the first too; 0: none). Where a step is not recorded, `span`
-    returns at once.
+    returns at once. No more than `limit` spans wait to be taken.
     """
 
     def __init__(self, steps: int, *, limit: int = 200_000) -> None:
@@ -56,19 +56,11 @@ class Recorder:
         self._first: int | None = None
         self._step = self._attempt = -1
         self._wanted: set[int] = set()  # attempts that are recorded
-        self._dropped = 0
         self.enabled = False
-
-    @property
-    def dropped(self) -> int:
-        """Spans that were not kept, because more than `limit` waited to be taken."""
-        return self._dropped
 
     def begin(self, step: int, *, attempt: int = 0, train: bool = True) -> None:
         """A step begins, or begins again: what an aborted attempt of it left is forgotten.
-
-        Evaluation is not recorded.
-        """
+        Evaluation is not recorded."""
         with self._lock:
             if train and self._first is None:
                 self._first = step
@@ -92,11 +84,8 @@ class Recorder:
             self._keep(self._attempt, {"kind": kind, **address, **times, **extra})
 
     def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
-        """The callback of a link to `peer` for each frame that it has sent or received.
-
-        Only frames of a micro-batch are kept. One of the next step may be here before this
-        process has begun it.
-        """
+        """`Link.on_moved` of a link to `peer`. Only frames of a micro-batch are kept; one of the
+        next step may be here before this process has begun it."""
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             body = message.body
@@ -131,9 +120,7 @@ class Recorder:
 
     def _keep(self, attempt: int, span: Span) -> None:
         with self._lock:
-            if len(self._spans) >= self._limit:
-                self._dropped += 1
-            else:
+            if len(self._spans) < self._limit:
                 self._spans.append((attempt, span))
 
     def _wants(self, step: int) -> bool:
