@@ -38,7 +38,8 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 CHECKS = (
     *("parity_fp32", "parity_bf16", "lora_4bit", "copies", "llama_1b", "overlap"),
@@ -74,6 +75,13 @@ def missing_packages() -> list[str]:
     return [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
 
 
+def all_checks() -> dict[str, Callable[..., Any]]:
+    """Every check by its name."""
+    from benchmarks import gpu_checks, gpu_features
+
+    return {check.__name__: check for check in (*gpu_checks.CHECKS, *gpu_features.CHECKS)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     missing = missing_packages()
@@ -83,9 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from benchmarks import gpu_checks  # imports what may be missing
 
+    known = all_checks()
     return gpu_checks.run(
         options.device,
-        options.checks,
+        {name: known[name] for name in options.checks},
         tiny=options.tiny,
         minutes=options.minutes,
         save=options.save,

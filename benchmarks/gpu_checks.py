@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from transformers import logging as transformers_logging
 
 from benchmarks import environment
+from benchmarks.network import free_ports
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.trace import COMPUTE, RECEIVE, SEND
@@ -98,9 +99,16 @@ TINY = Size(
 # ------------------------------------------------------------------------------------ the program
 
 
-def run(device_name: str, checks: Sequence[str], *, tiny: bool, minutes: float, save: bool) -> int:
-    """Do the checks in turn, print each result; the exit code."""
-    report, known = Report(save), all_checks()
+def run(
+    device_name: str,
+    checks: Mapping[str, Callable[[Bench], Result]],
+    *,
+    tiny: bool,
+    minutes: float,
+    save: bool,
+) -> int:
+    """Do the checks in turn, print each result by its name; the exit code."""
+    report = Report(save)
     try:
         device = open_device(device_name)
     except HeteroError as error:
@@ -122,9 +130,9 @@ def run(device_name: str, checks: Sequence[str], *, tiny: bool, minutes: float, 
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             report.folder = folder
             with Bench(device, TINY if tiny else Size(), Path(folder)) as bench:
-                for name in checks:
+                for name, check in checks.items():
                     report.begin(name)
-                    report.add(name, guarded(known[name], bench))
+                    report.add(name, guarded(check, bench))
     except (HeteroError, RuntimeError, OSError) as error:
         report.add("start", failure(error))
     finally:
@@ -185,7 +193,7 @@ class Report:
         self.results.append({"check": name, **result})
         print(json.dumps(self.results[-1]), flush=True)
 
-    def skip_all(self, checks: Sequence[str], reason: str) -> None:
+    def skip_all(self, checks: Iterable[str], reason: str) -> None:
         for name in checks:
             self.add(name, {"skipped": reason})
 
@@ -465,14 +473,6 @@ def save_texts(path: Path, count: int, *, shortest: int, longest: int | None = N
             words = draw.choices(_WORDS, k=draw.randint(shortest, longest or shortest))
             file.write(json.dumps({"text": " ".join(words)}) + "\n")
     return path
-
-
-def free_ports(count: int) -> list[int]:
-    in_flight = [socket.create_server((_HOST, 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in in_flight]
-    for sock in in_flight:
-        sock.close()
-    return ports
 
 
 def is_listening(port: int) -> bool:
@@ -846,9 +846,6 @@ def covered(began: float, ended: float, spans: Sequence[tuple[float, float]]) ->
     return seconds
 
 
-def all_checks() -> dict[str, Callable[[Bench], Result]]:
-    """Every check by its name."""
-    from benchmarks import gpu_features  # it is made of what is in this module
-
-    own = (parity_fp32, parity_bf16, lora_4bit, copies, llama_1b, overlap)
-    return {check.__name__: check for check in (*own, *gpu_features.CHECKS)}
+CHECKS: tuple[Callable[[Bench], Result], ...] = (
+    *(parity_fp32, parity_bf16, lora_4bit, copies, llama_1b, overlap),
+)

@@ -48,7 +48,7 @@ def test_missing_packages_are_named(
 
 
 def test_every_check_that_is_named_exists() -> None:
-    assert list(gpu_checks.all_checks()) == list(gpu.CHECKS)
+    assert list(gpu.all_checks()) == list(gpu.CHECKS)
 
 
 def test_verdict_wants_the_last_bit_where_one_process_repeats_itself() -> None:
