@@ -114,7 +114,7 @@ def threads_for(
     given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if given.isdigit() and int(given) > 0:
         return int(given)
-    entry: Machine = config.coordinator if owner == "local" else config.worker(owner)
+    entry = config.machine(owner)
     if entry.num_threads is not None:
         return entry.num_threads
     here = machine_of(config, entry)

@@ -161,7 +161,7 @@ def _stages(config: Config, profile: Profile, facts: setup.Facts) -> list[dict[s
         lines.append(
             {
                 "index": spec.index,
-                "process": "coordinator" if spec.owner == "local" else f"worker {spec.owner}",
+                "process": spec.process,
                 "device": facts[spec.owner].device,
                 "start": spec.start,
                 "end": spec.end,

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hetero_framework.cluster.roles import Role, decide_role
-from hetero_framework.config import Config, Machine
+from hetero_framework.config import Config, process_name
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.optimizer import check_optimizer
@@ -31,6 +31,7 @@ from hetero_framework.visualizer.tables import table
 
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2
+_MEMORY = ("weights", "gradients", "optimizer", "activations", "logits")
 _HEAD = ("process", "machine", "device", "layers", "memory needed")
 
 
@@ -58,7 +59,7 @@ def check(config: Config) -> dict[str, Any]:
         memory = estimate_memory(config, model_config, in_flight=schedule["held"])
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")
-    processes = _processes(config, memory)
+    processes = [_process(config, owner, memory) for owner in config.plan.owners]
     role = _role(config)
     if config.data is None:
         notes.append("there is no data section, so this configuration cannot be trained")
@@ -128,7 +129,7 @@ def text(found: dict[str, Any]) -> str:
         where = f"{process['address']} port {process['port']}"
         if process["hostname"]:
             where = f"{process['hostname']}, {where}"
-        stages = ", ".join(_layers(stage) for stage in process["stages"]) or "none (relays only)"
+        stages = ", ".join(stage["contents"] for stage in process["stages"])
         memory = size(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
         rows.append((process["name"], where, process["device"], stages, memory))
     lines += table(_HEAD, rows, left=(0, 1, 2, 3))
@@ -143,61 +144,23 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _layers(stage: dict[str, Any]) -> str:
-    parts = ["embedding"] if stage["is_first"] else []
-    first, last = stage["start"], stage["end"] - 1
-    if first <= last:
-        parts.append(f"{first}-{last}" if first < last else f"{first}")
-    if stage["is_last"]:
-        parts.append("head")
-    return " + ".join(parts)
-
-
-def _processes(config: Config, memory: list[StageMemory]) -> list[dict[str, Any]]:
-    owners: list[tuple[WorkerId, Machine, int]] = [
-        ("local", config.coordinator, config.coordinator.port)
-    ]
-    owners += [(worker.id, worker, worker.port) for worker in config.planned_workers]
-    found = []
-    for owner, machine, port in owners:
-        mine = [item for item in memory if item.stage.owner == owner]
-        found.append(
-            {
-                "name": _name(owner),
-                "hostname": machine.hostname,
-                "address": machine.ip,
-                "port": port,
-                "device": machine.device,
-                "memory_bytes": sum(item.total for item in mine) if memory else None,
-                "stages": [
-                    {
-                        "index": stage.index,
-                        "start": stage.start,
-                        "end": stage.end,
-                        "is_first": stage.is_first,
-                        "is_last": stage.is_last,
-                        "memory": _parts(memory[stage.index]) if memory else None,
-                    }
-                    for stage in config.plan.stages
-                    if stage.owner == owner
-                ],
-            }
-        )
-    return found
-
-
-def _parts(item: StageMemory) -> dict[str, int]:
+def _process(config: Config, owner: WorkerId, memory: list[StageMemory]) -> dict[str, Any]:
+    machine = config.machine(owner)
+    stages = []
+    for stage in config.plan.of(owner):
+        found = {**asdict(stage), "contents": stage.contents, "memory": None}
+        if memory:
+            found["memory"] = {name: getattr(memory[stage.index], name) for name in _MEMORY}
+        stages.append(found)
     return {
-        "weights": item.weights,
-        "gradients": item.gradients,
-        "optimizer": item.optimizer,
-        "activations": item.activations,
-        "logits": item.logits,
+        "name": process_name(owner),
+        "hostname": machine.hostname,
+        "address": machine.ip,
+        "port": machine.port,
+        "device": machine.device,
+        "memory_bytes": sum(m.total for m in memory if m.stage.owner == owner) if memory else None,
+        "stages": stages,
     }
-
-
-def _name(owner: WorkerId) -> str:
-    return "coordinator" if owner == "local" else f"worker {owner}"
 
 
 def _role(config: Config) -> Role | None:
@@ -214,8 +177,7 @@ def _this_machine(
     if role is None:
         notes.append("nothing here names this machine; train on it needs --role or --worker-id")
         return {"role": "has no role in this configuration", "devices": []}
-    names = ["coordinator"] * role.is_coordinator
-    names += [f"worker {worker_id}" for worker_id in role.worker_ids]
+    names = [process_name(owner) for owner in ("local",) * role.is_coordinator + role.worker_ids]
     needed: dict[str, int] = {}
     free: dict[str, tuple[str, int]] = {}
     for process in processes:

@@ -2,7 +2,7 @@
 
 from hetero_framework.config.hosts import normal_host
 from hetero_framework.config.load import apply_override, json_schema, load_config
-from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, layers_text
+from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, layers_text, process_name
 from hetero_framework.config.schema import (
     COORDINATOR_PORT,
     WORKER_PORT,
@@ -41,4 +41,5 @@ __all__ = [
     "layers_text",
     "load_config",
     "normal_host",
+    "process_name",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hetero_framework.config.problems import Problem, report, shown
+from hetero_framework.config.problems import Problem, shown
 from hetero_framework.config.section import Layer, Section, WorkerId
 from hetero_framework.errors import PlanError
 
@@ -38,6 +38,11 @@ def layers_text(start: int, end: int) -> str:
     return f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
 
 
+def process_name(owner: int | str) -> str:
+    """ "local" and the ids of workers as people read them: "coordinator", "worker 2"."""
+    return "coordinator" if owner == "local" else f"worker {owner}"
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """One stage of the plan: layers [start, end) at `owner` ("local" or a worker id)."""
@@ -54,20 +59,24 @@ class StageSpec:
         """The layers in words: "layers 0-7"."""
         return layers_text(self.start, self.end)
 
+    @property
+    def contents(self) -> str:
+        """All that the stage holds: "embedding + layers 0-7"."""
+        parts = ["embedding"] * self.is_first + [self.layers] * (self.end > self.start)
+        return " + ".join(parts + ["head"] * self.is_last) or self.layers
+
+    @property
+    def process(self) -> str:
+        """Who runs it: "coordinator" or "worker 2"."""
+        return process_name(self.owner)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Who holds which layers. A plan that exists is sound: its entries follow one another without
-    gap or overlap and begin with the coordinator's.
-
-    Raises PlanError, with all problems, for entries that are not a plan.
-    """
+    """Who holds which layers. The entries are those of a configuration: they follow one another
+    without gap or overlap and begin with the coordinator's."""
 
     entries: tuple[PlanEntry, ...]
-
-    def __post_init__(self) -> None:
-        if found := list(plan_problems(self.entries)):
-            raise PlanError(report("the plan", found))
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:

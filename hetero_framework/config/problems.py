@@ -118,8 +118,7 @@ def _expected(detail: Any) -> str:
 def _text(detail: Any, keys: Sequence[str | int], root: type[BaseModel]) -> str:
     kind, value = detail["type"], detail.get("input")
     if kind == "missing":
-        description = _description(root, keys)
-        return f"is missing ({description})" if description else "is missing"
+        return f"is missing ({_description(root, keys)})"
     if kind == "extra_forbidden":
         return unknown_key_text(keys, root)
     if kind == "value_error":
@@ -143,13 +142,13 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     key, section = str(keys[-1]), str(keys[0]) if len(keys) > 1 else ""
     if here := own_name(section, key):
         return f"unknown key; it is called {here}"
-    places = [place for place, model in _sections(root) if key in model.model_fields]
-    if places:
-        return f'unknown key here; it belongs into "{places[0]}"'
+    sections = _sections(root)
+    for place, model in {"the top level": root, **sections}.items():
+        if key in model.model_fields:
+            return f'unknown key here; it belongs into "{place}"'
     if refusal := refusal_of(section, key):
         return refusal
-    model = _model_at(root, keys[:-1])
-    names = list(model.model_fields) if model else []
+    names = list(sections.get(section, root).model_fields)
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)
     if near:
         return f'unknown key; did you mean "{near[0]}"?'
@@ -158,38 +157,19 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     return f"unknown key; known are: {', '.join(names)}"
 
 
-def _sections(root: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
-    found = [("the top level", root)]
-    for name in root.model_fields:
-        model = _model_at(root, [name])
-        if model is not None:
-            found.append((name, model))
+def _sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The classes of the file's sections, or of the entries of a list, by name."""
+    found = {}
+    for name, field in root.model_fields.items():
+        for kind in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found[name] = kind
     return found
 
 
-def _model_at(root: type[BaseModel], keys: Sequence[str | int]) -> type[BaseModel] | None:
-    """The section class at a JSON path."""
-    model: type[BaseModel] | None = root
-    for key in keys:
-        if isinstance(key, int):
-            continue  # lists hold one kind of section
-        if model is None or key not in model.model_fields:
-            return None
-        model = _section_in(model.model_fields[key].annotation)
-    return model
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = (_section_in(argument) for argument in typing.get_args(annotation))
-    return next((model for model in inner if model is not None), None)
-
-
 def _description(root: type[BaseModel], keys: Sequence[str | int]) -> str:
-    section = _model_at(root, keys[:-1])
-    field = section.model_fields.get(str(keys[-1])) if section else None
-    text = (field.description or "") if field else ""
+    section = _sections(root)[str(keys[0])] if len(keys) > 1 else root
+    text = section.model_fields[str(keys[-1])].description or ""
     return " ".join(text.split()).split(". ")[0].rstrip(".")
 
 

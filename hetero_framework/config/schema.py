@@ -599,6 +599,10 @@ class Config(Section):
         own = self.shard_plan[index].gradient_checkpointing
         return self.training.gradient_checkpointing if own is None else own
 
+    def machine(self, owner: int | str) -> CoordinatorConfig | WorkerConfig:
+        """The entry of a process of the plan: "local" or the id of a worker."""
+        return self.coordinator if owner == "local" else self.worker(owner)
+
     def worker(self, worker_id: int | str) -> WorkerConfig:
         """The worker of that id; 1 and "1" name the same. Raises ConfigError."""
         for worker in self.workers:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hetero_framework.config import layers_text
+from hetero_framework.config import layers_text, process_name
 from hetero_framework.core.trace import (
     BACKWARD,
     COMPUTE,
@@ -63,7 +63,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        return "coordinator" if self.owner == "local" else f"worker {self.owner}"
+        return process_name(self.owner)
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class Coordinator:
         self._files.metrics.resume(self._state.step)
         rows = [
             StageRow(
-                "coordinator" if spec.owner == "local" else f"worker {spec.owner}",
+                spec.process,
                 spec.start,
                 spec.end,
                 facts[spec.owner].device,

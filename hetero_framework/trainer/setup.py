@@ -265,7 +265,7 @@ def _devices(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
     """The processes on each device, and the bytes that are free there."""
     found: dict[tuple[str, str], tuple[set[str | int], int]] = {}
     for owner, fact in facts.items():
-        place = (_machine(config, owner), fact.device)
+        place = (machine_of(config, config.machine(owner)), fact.device)
         owners, free = found.get(place, (set(), fact.memory_free))
         found[place] = (owners | {owner}, min(free, fact.memory_free))
     return list(found.values())
@@ -285,10 +285,6 @@ def check_memory(parts: Prepared, facts: Facts) -> None:
         together = sum(needs[owner] for owner in owners)
         free.update({owner: max(0, available - (together - needs[owner])) for owner in owners})
     check_fits(parts.memory, free)
-
-
-def _machine(config: Config, owner: str | int) -> str:
-    return machine_of(config, config.coordinator if owner == "local" else config.worker(owner))
 
 
 def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:

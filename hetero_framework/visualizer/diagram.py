@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import graphviz
 
-from hetero_framework.config import Config, Machine, StageSpec
+from hetero_framework.config import Config, StageSpec, process_name
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable
 from hetero_framework.units import count, plural, size
@@ -136,15 +136,15 @@ def _caption(config: Config, boundaries: Sequence[Boundary]) -> tuple[str, ...]:
 
 def _place(config: Config, owner: int | str, details: DiagramDetails) -> Place:
     is_local = owner == "local"
-    machine: Machine = config.coordinator if is_local else config.worker(owner)
+    machine = config.machine(owner)
     lines = [_one_line(machine.hostname or "") or machine.ip]
     if not is_local:
         host = f"[{machine.ip}]" if ":" in machine.ip else machine.ip
-        lines.append(f"{host}:{config.worker(owner).port}")
+        lines.append(f"{host}:{machine.port}")
     label = details.devices.get(owner)
     lines.append(f"{label} ({machine.device})" if label else f"device {machine.device}")
     return Place(
-        names=_wrap("coordinator" if is_local else f"worker {owner}"),
+        names=_wrap(process_name(owner)),
         lines=tuple(part for line in lines for part in _wrap(line)),
         stages=tuple((spec.index, _stage_lines(spec, details)) for spec in config.plan.of(owner)),
         colors=_COORDINATOR if is_local else _WORKER,
@@ -152,15 +152,12 @@ def _place(config: Config, owner: int | str, details: DiagramDetails) -> Place:
 
 
 def _stage_lines(stage: StageSpec, details: DiagramDetails) -> tuple[str, ...]:
-    parts = ["embedding"] if stage.is_first else []
-    parts += [stage.layers] if stage.end > stage.start else []
-    parts += ["head"] if stage.is_last else []
     facts = []
     if stage.index in details.parameters:
         facts.append(f"{count(details.parameters[stage.index])} parameters")
     if stage.index in details.memory_bytes:
         facts.append(size(details.memory_bytes[stage.index]))
-    lines = (f"stage {stage.index}", " + ".join(parts) or "no layers", ", ".join(facts))
+    lines = (f"stage {stage.index}", stage.contents, ", ".join(facts))
     return tuple(line for line in lines if line)
 
 

@@ -58,8 +58,8 @@ def test_report_is_a_table_with_layers(raw: dict[str, Any], tmp_path: Path) -> N
     shown = text(check(Config.from_dict(raw, tmp_path)))
     assert "The configuration is valid: llama with 4 layers on 2 processes." in shown
     rows = [line.split("  ") for line in shown.splitlines() if "port" in line]
-    assert "embedding, 3 + head" in [cell.strip() for cell in rows[0]]
-    assert "0-2" in [cell.strip() for cell in rows[1]]
+    assert "embedding, layer 3 + head" in [cell.strip() for cell in rows[0]]
+    assert "layers 0-2" in [cell.strip() for cell in rows[1]]
     assert "This machine: coordinator and worker 1." in shown
 
 
