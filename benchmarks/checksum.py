@@ -2,9 +2,9 @@
 
     python -m benchmarks.checksum
 
-Two clusters of the product stand on the loopback. In the processes of one `PlainStream.checked` is
-False, as it is for a stream that protects its bytes itself. They take rounds of steps in turn, and
-the ratio is the median of what neighbouring rounds give. Prints one JSON object per case.
+Two clusters of the product stand on the loopback. In one of them nothing is hashed: the checksum of
+every frame is eight zeros. They take rounds of steps in turn, and the ratio is the median of what
+neighbouring rounds give. Prints one JSON object per case.
 """
 
 from __future__ import annotations

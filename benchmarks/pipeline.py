@@ -39,9 +39,10 @@ from benchmarks.stages import Llama, Load, slept
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
+from hetero_framework.core import link, send_queue
+from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
-from hetero_framework.core.stream import PlainStream
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import Tensors
 from hetero_framework.errors import HeteroError, UserError
@@ -193,11 +194,26 @@ def make_config(
     )
 
 
+class _NoHasher:
+    """In the place of the checksum's, to see what that costs."""
+
+    def __init__(self, data: bytes = b"") -> None: ...
+    def update(self, data: bytes | memoryview) -> None: ...
+    def digest(self) -> bytes:
+        return bytes(CHECKSUM_BYTES)
+
+
+def do_without_checksums() -> None:
+    """From here on, in this process. Both ends of a link must."""
+    link.Hasher = send_queue.Hasher = _NoHasher  # type: ignore[attr-defined]
+
+
 def work(
     connection: Connection, config: dict[str, Any], worker: int, load: Load, checked: bool
 ) -> None:
     """A worker process: serves one run after the other until it is ended."""
-    PlainStream.checked = checked
+    if not checked:
+        do_without_checksums()
     logging.getLogger("hetero_framework").addHandler(_FirstLine(connection))
     serve(Config.from_dict(config), worker, build=load.build, keep=True)
 
@@ -219,7 +235,8 @@ def coordinate(
     connection: Connection, load: Load, counters: Counters, verbose: bool, checked: bool
 ) -> None:
     """The coordinator's process: one run after the other, as it is told."""
-    PlainStream.checked = checked
+    if not checked:
+        do_without_checksums()
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     while True:
