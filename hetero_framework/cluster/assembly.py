@@ -36,7 +36,7 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost, RemoteInbox
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
-from hetero_framework.engine.stage_host import StageHost
+from hetero_framework.engine.stage_host import Reduce, StageHost, nothing_to_add
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -115,6 +115,7 @@ class Assembly:
         device: Device,
         meter: ArrivalMeter,
         memory_limits: tuple[int, ...] | None,
+        reduce: Reduce,
     ) -> None:
         """`memory_limits` is how many forwards each stage has memory for."""
         specs = config.plan.stages
@@ -129,7 +130,8 @@ class Assembly:
             run=lambda job: threading.Thread(target=job, name="tune", daemon=True).start(),
         )
         results = StepResults()
-        host = StageHost(loaded.local, config, device, meter, _Outlet(results, links))
+        outlet = _Outlet(results, links)
+        host = StageHost(loaded.local, config, device, meter, outlet, reduce=reduce)
         self.remotes = {
             worker: RemoteHost(
                 worker,
@@ -239,12 +241,14 @@ class Cluster:
         debug: bool = False,
         run_id: str | None = None,
         workers: LocalWorkers | None = None,
+        reduce: Reduce = nothing_to_add,
     ) -> None:
         """`build` makes this process's stages; `run_id` is a lasting one. `workers` are those
-        of this machine where they are on their way already.
+        of this machine where they are on their way already. `reduce` is for the stages here.
         """
         self._config = config
         self._build = build
+        self._reduce = reduce
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         torch.set_num_threads(threads_for(config, "local"))
@@ -361,6 +365,7 @@ class Cluster:
             self.device,
             self._meter,
             memory_limits,
+            self._reduce,
         )
         self.retrying(self.pipeline.share_tied_weight)
         return self._current

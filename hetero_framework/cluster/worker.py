@@ -324,9 +324,9 @@ class Worker:
         if host is None or connection is None or connection.phase not in _WORKING:
             return False
         with suppress(LinkGone):
-            if not host.run_next():
-                return False
-            self._report_when_done(host)
+            ran = host.run_next()
+            self._report_when_done(host)  # where nothing ran, too: other replicas are waited for
+            return ran
         return True
 
     def _give_up(self) -> None:

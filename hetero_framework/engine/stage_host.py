@@ -5,7 +5,7 @@ One thread uses a `StageHost`. What leaves the stages goes to its `Outlet`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,15 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.errors import ProtocolError
 
+Reduce = Callable[[StepInfo, Sequence[StageInterface]], bool]
+"""Adds what other replicas have to the gradients of these stages. Asked when all their backwards
+are done and no norm has been taken, again until True; a new attempt is asked anew."""
+
+
+def nothing_to_add(info: StepInfo, stages: Sequence[StageInterface]) -> bool:
+    """The `Reduce` of a replica by itself."""
+    return True
+
 
 class StageHost(Host):
     """A `Host` whose stages are in this process.
@@ -48,6 +57,7 @@ class StageHost(Host):
         outlet: Outlet,
         *,
         id: WorkerId = "local",
+        reduce: Reduce = nothing_to_add,
     ) -> None:
         """A worker's outlet gets losses as numbers; this process's own may still be tensors."""
         self.id = id
@@ -57,6 +67,7 @@ class StageHost(Host):
         self.schedule = StepSchedule(())
         self._device = device
         self._meter = meter
+        self._reduce = reduce
         self._io = BoundaryIO(
             device,
             config.wire,
@@ -122,6 +133,8 @@ class StageHost(Host):
     def report(self, tied_gradient: torch.Tensor | None = None) -> HostReport | None:
         info = self._executor.info
         if self._reported or info is None or not info.train or not self._executor.is_done:
+            return None
+        if not self._reduce(info, self.stages):
             return None
         self._reported = True
         self._io.flush()

@@ -98,7 +98,7 @@ def train(
     """
     config.require("model", "data")
     check_optimizer(config.training)
-    show = progress or Progress()
+    show, replicas = progress or Progress(), Single()
     events = Events(config.output_dir / EVENTS_FILE, "coordinator")
     store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
     directories = RunDirectories(config, store)
@@ -118,6 +118,7 @@ def train(
                 debug=debug,
                 run_id=directories.run_id,
                 workers=workers,
+                reduce=replicas.reduce,
             ) as cluster:
                 facts = cluster.start()
                 parts = setup.fit_devices(parts, facts)
@@ -133,7 +134,7 @@ def train(
                 ):
                     checkpoints = RunCheckpoints(store, cluster, parts)
                     files = RunFiles(directories, checkpoints, metrics, events, timeline)
-                    run = Coordinator(parts, cluster, files, show, stop)
+                    run = Coordinator(parts, cluster, files, show, stop, replicas)
                     return run.run(checkpoint, facts)
         except KeyboardInterrupt:
             raise StoppedEarly(
@@ -154,7 +155,7 @@ class Coordinator:
         files: RunFiles,
         progress: Progress,
         stop: StopRequest,
-        replicas: ReplicaGroup | None = None,
+        replicas: ReplicaGroup,
     ) -> None:
         self._parts = parts
         self._config = config = parts.config
@@ -165,7 +166,7 @@ class Coordinator:
         self._checkpoints = files.checkpoints
         self._progress = progress
         self._stop = stop
-        self._replicas: ReplicaGroup = replicas or Single()
+        self._replicas = replicas
         self._order = ModelOrder(cluster.assembly.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
         self._objective = objective_of(config.training)
@@ -305,7 +306,6 @@ class Coordinator:
             loss_scale=self._state.loss_scale.value,
         )
         losses = self._pipeline.run(batches)
-        self._replicas.reduce(self._pipeline)
         return losses, *self._pipeline.report_gradients()
 
     def evaluate(self) -> None:

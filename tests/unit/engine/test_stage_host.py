@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,6 +14,7 @@ from hetero_framework.engine.hosts import BatchInputs
 from hetero_framework.engine.stage_api import (
     Arrival,
     Loss,
+    StageInterface,
     StatePart,
     StepInfo,
     StepSchedule,
@@ -82,6 +83,28 @@ def test_report_comes_once_when_all_micro_batches_are_through(host: StageHost) -
     assert report is not None
     assert list(report.gradients) == list(report.figures) == [1]
     assert host.report() is None
+
+
+def test_norms_wait_for_the_other_replicas_and_for_all_backwards() -> None:
+    """In a worker, which reports without being asked by the coordinator."""
+    answers, asked = iter([False, True, True]), []
+
+    def reduce(info: StepInfo, stages: Sequence[StageInterface]) -> bool:
+        asked.append((info.attempt, [call[0] for call in stages[0].calls]))  # type: ignore[attr-defined]
+        return next(answers)
+
+    outlet, meter, device = Outlet(), ArrivalMeter(Recorder(0)), open_device("cpu")
+    stage = FakeStage(1, last=True)
+    host = StageHost([stage], CONFIG, device, meter, outlet, id=7, reduce=reduce)  # type: ignore[arg-type]
+    take_step(host, INFO)
+    assert host.report() is None  # under way
+    assert host.report() is not None
+    assert host.report() is None
+    take_step(host, replace(INFO, attempt=2))  # a link broke: the gradients are new
+    assert host.report() is not None
+    assert [attempt for attempt, _ in asked] == [1, 1, 2]
+    assert all("report_gradients" not in before for _, before in asked[:2])
+    host.close()
 
 
 def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> None:

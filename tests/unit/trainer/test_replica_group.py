@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hetero_framework.engine.pipeline import Pipeline
+from hetero_framework.engine.stage_api import StageInterface, StepInfo
 from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.replica_group import Single
@@ -27,8 +28,9 @@ class Recorded(Single):
         self.calls.append(("num_items", local))
         return super().num_items(local)
 
-    def reduce(self, gradients: Pipeline) -> None:
-        self.calls.append(("reduce", None))
+    def reduce(self, info: StepInfo, stages: Sequence[StageInterface]) -> bool:
+        self.calls.append(("reduce", info.step))
+        return super().reduce(info, stages)
 
     def should_commit(self, finite: bool) -> bool:
         self.calls.append(("should_commit", finite))
@@ -43,6 +45,19 @@ class TwiceTheItems(Recorded):
 
     def num_items(self, local: int) -> int:
         return 2 * super().num_items(local)
+
+
+class TwoAlike(Recorded):
+    """As if another replica had the same gradients, which come when they are asked for twice."""
+
+    def reduce(self, info: StepInfo, stages: Sequence[StageInterface]) -> bool:
+        super().reduce(info, stages)
+        if sum(call == ("reduce", info.step) for call in self.calls) < 2:
+            return False
+        for stage in stages:
+            for _, parameter in stage._parameters:  # type: ignore[attr-defined]
+                parameter.grad.mul_(2)
+        return True
 
 
 class OthersRefuse(Recorded):
@@ -88,6 +103,13 @@ def test_items_of_other_replicas_divide_the_loss(
     half = run(TwiceTheItems(), "half", alone, monkeypatch, max_steps=1)
     assert half[0]["loss"] == whole[0]["loss"] / 2
     assert half[0]["grad_norm"] == pytest.approx(whole[0]["grad_norm"] / 2, rel=1e-6)
+
+
+def test_norms_are_of_the_reduced_gradients(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = run(Single(), "one", alone, monkeypatch, max_steps=1)
+    two = run(TwoAlike(), "two", alone, monkeypatch, max_steps=1)
+    assert two[0]["loss"] == one[0]["loss"]
+    assert two[0]["grad_norm"] == 2 * one[0]["grad_norm"]
 
 
 def test_a_step_that_the_group_refuses_changes_no_weight_and_holds_the_schedule(
