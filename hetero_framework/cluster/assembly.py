@@ -406,8 +406,9 @@ class Cluster:
         boundaries = Boundaries(self._config)
         pairs = [(before.owner, after.owner) for before, after in boundaries.between_workers]
         problems = self._peers.connect_workers(pairs, timeouts.DIRECT_DIAL_S) if pairs else {}
-        for one, other in {pair for pair in pairs if frozenset(pair) in self._peers.direct}:
-            _log.info("", extra=event("direct link opened", workers=f"{one}, {other}"))
+        for pair in self._peers.direct.intersection(map(frozenset, pairs)):
+            workers = ", ".join(sorted(map(str, pair)))
+            _log.info("", extra=event("direct link opened", workers=workers))
         for before, after in boundaries.between_workers:
             # Once for each pair.
             problem = problems.pop(frozenset((before.owner, after.owner)), None)

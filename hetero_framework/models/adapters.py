@@ -237,7 +237,8 @@ def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConf
         if not path.is_file():
             raise ConfigError(
                 f"no adapter in {folder}: {path.name} is missing",
-                hint="give a directory that PEFT's save_pretrained wrote with safetensors",
+                hint="give a directory that PEFT's save_pretrained wrote with safetensors;"
+                " `hetero export` makes one of a checkpoint",
             )
     saved = PeftConfig.from_pretrained(str(folder))
     if not isinstance(saved, LoraConfig):

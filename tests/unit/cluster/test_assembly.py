@@ -183,6 +183,17 @@ def test_worker_without_its_stages_ends_the_run_and_others_are_told_that_it_fail
     assert links.sent[-1] == ("all", "ERROR")
 
 
+def test_link_of_a_pair_is_said_once(
+    links: Links, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tests.unit.cluster.test_assembly.PLAN", ["local", 1, 2, 1, 2])
+    links.direct = {frozenset((1, 2))}
+    with caplog.at_level(logging.INFO, "hetero_framework"):
+        started(links)._connect_workers()
+    found = [record.event for record in caplog.records if hasattr(record, "event")]
+    assert [event["workers"] for event in found] == ["1, 2"]
+
+
 @pytest.mark.usefixtures("one_plan")
 def test_worker_that_leaves_is_an_event_of_the_run(
     links: Links, caplog: pytest.LogCaptureFixture

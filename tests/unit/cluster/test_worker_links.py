@@ -122,6 +122,14 @@ def test_worker_that_stays_away_is_given_up_when_its_time_is_over(
         made.reconnect(1)
 
 
+def test_memory_that_ran_out_in_a_reader_is_raised_as_that() -> None:
+    """To dial again would not help."""
+    made = links()
+    made._closed(SimpleNamespace(peer=1), ResourceError("memory ran out"))  # type: ignore[arg-type]
+    with pytest.raises(ResourceError, match="memory ran out"):
+        made.receive(0)
+
+
 def connected(other: int, problem: str | None = None) -> Connected:
     return Connected((PeerResult(other, problem),))
 
