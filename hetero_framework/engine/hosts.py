@@ -17,14 +17,7 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Commit, LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine import messages
-from hetero_framework.engine.stage_api import (
-    HostReport,
-    Loss,
-    StatePart,
-    StepInfo,
-    StepSchedule,
-    Tensors,
-)
+from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import StoppedEarly
 
 
@@ -70,7 +63,7 @@ class Event:
 class BatchInputs:
     """The tensors of a micro-batch, as they are and as they travel."""
 
-    tensors: Tensors
+    tensors: api.Tensors
 
     @cached_property
     def packed(self) -> dict[str, messages.PackedInput]:
@@ -87,7 +80,7 @@ class Host(Protocol):
     id: WorkerId
     indexes: list[int]
 
-    def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
+    def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
         """A step begins, or begins again: whatever belongs to an earlier attempt is forgotten."""
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
@@ -101,7 +94,7 @@ class Host(Protocol):
         """Do one task in this thread, if one is ready here; False where others do them."""
         return False
 
-    def report(self, tied_gradient: torch.Tensor | None) -> HostReport | None:
+    def report(self, tied_gradient: torch.Tensor | None) -> api.HostReport | None:
         """Once in a training step, when it is done with it. `tied_gradient` is the head's share of
         a weight that is the embedding's too."""
 
@@ -124,10 +117,12 @@ class Host(Protocol):
         """Keep the state that the commit of `step`, the last one, left (None: of before the
         first) readable for `state`, whatever is committed later."""
 
-    def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> StatePart | None:
+    def state(
+        self, stage: int, kind: StateKind, number: int, step: int | None
+    ) -> api.StatePart | None:
         """A part of a stage's state after `step`; in ascending order. The caller releases it."""
 
-    def load_state(self, stage: int, kind: LoadKind, number: int, part: StatePart) -> bool:
+    def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         """Have a stage take over a part of a "checkpoint", an "adapter" or a "tied" weight; asked
         again until True."""
 
@@ -158,19 +153,19 @@ class StepResults:
     """Losses and finished micro-batches of the attempt that runs."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, Loss] = {}
+        self._losses: dict[int, api.Loss] = {}
         self._finished: set[int] = set()
 
     def begin(self) -> None:
         self._losses.clear()
         self._finished.clear()
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+    def loss(self, info: api.StepInfo, micro_batch: int, loss: api.Loss) -> None:
         self._losses[micro_batch] = loss
         if not info.train:
             self._finished.add(micro_batch)
 
-    def finished(self, info: StepInfo, micro_batch: int) -> None:
+    def finished(self, info: api.StepInfo, micro_batch: int) -> None:
         self._finished.add(micro_batch)
 
     @property

@@ -11,21 +11,14 @@ from hetero_framework.core import messages as m
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import from_wire, to_wire
-from hetero_framework.engine.stage_api import (
-    GradientReport,
-    HostReport,
-    StatePart,
-    StepInfo,
-    StepSchedule,
-    Tensors,
-)
+from hetero_framework.engine import stage_api as api
 from hetero_framework.planner.readiness import Policy
 
 PackedInput = WireTensor | tuple[int, ...]
 """A batch tensor as it travels: its bytes, or the shape of one that is all ones."""
 
 
-def step_message(info: StepInfo, schedule: StepSchedule) -> Message:
+def step_message(info: api.StepInfo, schedule: api.StepSchedule) -> Message:
     return Message(
         m.Step(
             **asdict(info),
@@ -36,21 +29,21 @@ def step_message(info: StepInfo, schedule: StepSchedule) -> Message:
     )
 
 
-def step_info(step: m.Step) -> StepInfo:
-    return StepInfo(
+def step_info(step: m.Step) -> api.StepInfo:
+    return api.StepInfo(
         step.step, step.attempt, step.train, step.micro_batches, step.num_items, step.loss_scale
     )
 
 
-def step_schedule(step: m.Step) -> StepSchedule:
-    return StepSchedule(
+def step_schedule(step: m.Step) -> api.StepSchedule:
+    return api.StepSchedule(
         in_flight_limits=step.in_flight_limits,
         policy=Policy(**asdict(step.policy)),
         direct=frozenset(step.direct),
     )
 
 
-def pack_inputs(inputs: Tensors) -> dict[str, PackedInput]:
+def pack_inputs(inputs: api.Tensors) -> dict[str, PackedInput]:
     """Batch tensors as they travel: token numbers, masks and labels fit into half of their 8
     bytes, and of a mask of ones only the shape is needed."""
     return {
@@ -62,7 +55,7 @@ def pack_inputs(inputs: Tensors) -> dict[str, PackedInput]:
 
 
 def inputs_message(
-    info: StepInfo, stage: int, micro_batch: int, packed: Mapping[str, PackedInput]
+    info: api.StepInfo, stage: int, micro_batch: int, packed: Mapping[str, PackedInput]
 ) -> Message:
     sent = {name: value for name, value in packed.items() if isinstance(value, WireTensor)}
     ones = {name: value for name, value in packed.items() if not isinstance(value, WireTensor)}
@@ -70,7 +63,7 @@ def inputs_message(
     return Message(body, tuple(sent.values()))
 
 
-def inputs_of(message: Message) -> Tensors:
+def inputs_of(message: Message) -> api.Tensors:
     """The batch tensors of INPUTS, in memory of their own."""
     body = message.expect(m.Inputs)
     found = {
@@ -86,7 +79,7 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
 
 
-def gradient_norms_message(info: StepInfo, report: HostReport) -> Message:
+def gradient_norms_message(info: api.StepInfo, report: api.HostReport) -> Message:
     tensors = []
     entries = []
     for index, found in report.gradients.items():
@@ -99,18 +92,18 @@ def gradient_norms_message(info: StepInfo, report: HostReport) -> Message:
     return Message(body, tensors)
 
 
-def host_report(message: Message) -> HostReport:
+def host_report(message: Message) -> api.HostReport:
     tensors = iter(message.tensors)
     body = message.expect(m.GradientNorms)
     gradients = {
-        entry.index: GradientReport(
+        entry.index: api.GradientReport(
             norms=from_wire(next(tensors)),
             nonfinite=entry.nonfinite,
             tied_gradient=from_wire(next(tensors)) if entry.tied else None,
         )
         for entry in body.stages
     }
-    return HostReport(
+    return api.HostReport(
         gradients,
         {entry.index: entry.figures for entry in body.stages},
         {trip.worker_id: trip.seconds for trip in body.round_trips},
@@ -128,7 +121,7 @@ def tied_weight(message: Message) -> torch.Tensor | None:
 
 
 def part_message(
-    kind: type[m.State] | type[m.LoadState], stage: int, what: str, number: int, part: StatePart
+    kind: type[m.State] | type[m.LoadState], stage: int, what: str, number: int, part: api.StatePart
 ) -> Message:
     """STATE or LOAD_STATE with part `number` of a stage's "checkpoint", "export", ..."""
     names = tuple(part.tensors)
@@ -136,9 +129,9 @@ def part_message(
     return Message(body, tuple(map(to_wire, part.tensors.values())))
 
 
-def state_part(message: Message) -> StatePart:
+def state_part(message: Message) -> api.StatePart:
     """The part carried by STATE or LOAD_STATE; its tensors lie in the message's buffer."""
     body = message.body
     assert isinstance(body, (m.State, m.LoadState))
     tensors = dict(zip(body.names, map(from_wire, message.tensors), strict=True))
-    return StatePart(tensors, body.info, body.last, message.release)
+    return api.StatePart(tensors, body.info, body.last, message.release)

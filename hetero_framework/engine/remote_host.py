@@ -13,13 +13,8 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Body, LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine import messages
+from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Event, Host, LinkLost, StepResults
-from hetero_framework.engine.stage_api import (
-    HostReport,
-    StatePart,
-    StepInfo,
-    StepSchedule,
-)
 
 
 class Links(Protocol):
@@ -61,7 +56,7 @@ class RemoteHost(Host):
         self._results = results
         self._deliver = deliver
         self._holds_head = holds_head
-        self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
+        self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._norms: Message | None = None
         self._questions: dict[type[Body], _Question] = {}
         self._answers: dict[type[Body], Message] = {}
@@ -72,7 +67,7 @@ class RemoteHost(Host):
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
+    def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
         self._info, self._norms = info, None
         self._links.ping(self.id)
         self._links.send(self.id, messages.step_message(info, schedule))
@@ -81,7 +76,7 @@ class RemoteHost(Host):
         needed = {name: batch.packed[name] for name in names}
         self._links.send(self.id, messages.inputs_message(self._info, stage, micro_batch, needed))
 
-    def report(self, tied_gradient: torch.Tensor | None) -> HostReport | None:
+    def report(self, tied_gradient: torch.Tensor | None) -> api.HostReport | None:
         """Workers send theirs by themselves when they are done."""
         message, self._norms = self._norms, None
         return messages.host_report(message) if message is not None else None
@@ -119,7 +114,9 @@ class RemoteHost(Host):
         if self._kept != (step,):
             self._ask_state(self.indexes[0], "checkpoint", 0, step)
 
-    def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> StatePart | None:
+    def state(
+        self, stage: int, kind: StateKind, number: int, step: int | None
+    ) -> api.StatePart | None:
         message = self._ask_state(stage, kind, number, step)
         return messages.state_part(message) if message is not None else None
 
@@ -134,7 +131,7 @@ class RemoteHost(Host):
             self._kept = (step,)
         return found
 
-    def load_state(self, stage: int, kind: LoadKind, number: int, part: StatePart) -> bool:
+    def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         def is_answer(body: m.StateLoaded) -> bool:
             return (body.stage, body.part) == (stage, number)
 

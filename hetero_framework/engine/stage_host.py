@@ -17,26 +17,18 @@ from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
+from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, move_in
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.hosts import BatchInputs, Host
-from hetero_framework.engine.stage_api import (
-    GradientReport,
-    HostReport,
-    Snapshot,
-    StageInterface,
-    StatePart,
-    StepInfo,
-    StepSchedule,
-)
 from hetero_framework.errors import ProtocolError
 
-Reduce = Callable[[StepInfo, Sequence[StageInterface]], bool]
+Reduce = Callable[[api.StepInfo, Sequence[api.StageInterface]], bool]
 """Adds what other replicas have to the gradients of these stages. Asked when all their backwards
 are done and no norm has been taken, again until True; a new attempt is asked anew."""
 
 
-def nothing_to_add(info: StepInfo, stages: Sequence[StageInterface]) -> bool:
+def nothing_to_add(info: api.StepInfo, stages: Sequence[api.StageInterface]) -> bool:
     """The `Reduce` of a replica by itself."""
     return True
 
@@ -50,7 +42,7 @@ class StageHost(Host):
 
     def __init__(
         self,
-        stages: Sequence[StageInterface],
+        stages: Sequence[api.StageInterface],
         config: Config,
         device: Device,
         meter: ArrivalMeter,
@@ -64,7 +56,7 @@ class StageHost(Host):
         self.stages = list(stages)
         self.indexes = [stage.index for stage in stages]
         self.last_step: int | None = None
-        self.schedule = StepSchedule(())
+        self.schedule = api.StepSchedule(())
         self._device = device
         self._meter = meter
         self._reduce = reduce
@@ -80,19 +72,19 @@ class StageHost(Host):
         self._last_attempt = -1
         self._reported = False
         self._early: list[tuple[Message, Any]] = []
-        self._snapshots: dict[int, Snapshot] = {}
+        self._snapshots: dict[int, api.Snapshot] = {}
         self._snapshot_step: int | None = None
-        self._export: Iterator[StatePart] = iter(())
+        self._export: Iterator[api.StatePart] = iter(())
         self._exported: tuple[int, int] | None = None
 
     @property
-    def info(self) -> StepInfo | None:
+    def info(self) -> api.StepInfo | None:
         """The attempt that runs."""
         return self._executor.info
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
+    def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
         self._device.reset_peak_memory()
         self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
         self._executor.begin(info, schedule)
@@ -130,7 +122,7 @@ class StageHost(Host):
     def run_next(self) -> bool:
         return self._executor.run_next()
 
-    def report(self, tied_gradient: torch.Tensor | None = None) -> HostReport | None:
+    def report(self, tied_gradient: torch.Tensor | None = None) -> api.HostReport | None:
         info = self._executor.info
         if self._reported or info is None or not info.train or not self._executor.is_done:
             return None
@@ -138,14 +130,14 @@ class StageHost(Host):
             return None
         self._reported = True
         self._io.flush()
-        gradients: dict[int, GradientReport] = {}
+        gradients: dict[int, api.GradientReport] = {}
         # From the back: where head and embedding are both here, the head's share is known first.
         for stage in reversed(self.stages):
             report = stage.report_gradients(tied_gradient if stage.is_first else None)
             if report.tied_gradient is not None:
                 tied_gradient = report.tied_gradient
             gradients[stage.index] = report
-        return HostReport({k: gradients[k] for k in self.indexes}, self._figures())
+        return api.HostReport({k: gradients[k] for k in self.indexes}, self._figures())
 
     def commit(
         self, order: m.Commit, tied_weight: torch.Tensor | None = None
@@ -189,7 +181,7 @@ class StageHost(Host):
         self._snapshots = {stage.index: stage.snapshot() for stage in self.stages}
         self._snapshot_step = step
 
-    def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> StatePart:
+    def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> api.StatePart:
         if kind == "export":
             return self._export_part(stage, number)
         self.snapshot(step)
@@ -198,7 +190,7 @@ class StageHost(Host):
             self._snapshots[stage] = self._executor.stage(stage).snapshot()
         return self._snapshots[stage].part(number)
 
-    def _export_part(self, stage: int, number: int) -> StatePart:
+    def _export_part(self, stage: int, number: int) -> api.StatePart:
         if number == 0:
             self._export = self._executor.stage(stage).export()
         elif self._exported != (stage, number - 1):
@@ -206,7 +198,7 @@ class StageHost(Host):
         self._exported = (stage, number)
         return next(self._export)
 
-    def load_state(self, stage: int, kind: LoadKind, number: int, part: StatePart) -> bool:
+    def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         self._snapshots = {}
         self._executor.stage(stage).load_state(kind, part)
         return True

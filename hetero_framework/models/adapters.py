@@ -37,8 +37,8 @@ from hetero_framework.models.adapter_plan import (
     AdapterPlan,
     AttachedAdapter,
 )
-from hetero_framework.models.meta import meta_model
 from hetero_framework.models.seeds import derive_seed
+from hetero_framework.models.tiny import meta_model
 from hetero_framework.models.trainable import is_quantized
 
 if TYPE_CHECKING:

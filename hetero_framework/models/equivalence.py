@@ -30,18 +30,17 @@ from transformers import PretrainedConfig
 
 from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import open_device
-from hetero_framework.data.batches import MicroBatch, collate, num_items, pack
-from hetero_framework.data.examples import Examples, ExamplesBuilder
+from hetero_framework.data.batches import collate, num_items, pack
+from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.chunked_loss import chunked_loss, spans
 from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect, one_line, probe_inputs
-from hetero_framework.models.meta import meta_model
 from hetero_framework.models.partition import ShardRange, ranges_between
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Inputs, Shard, build_shard, load_model_config, token_loss
-from hetero_framework.models.tiny import causal_lm_types, shrink, tiny_config
-from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
+from hetero_framework.models.tiny import causal_lm_types, meta_model, shrink, tiny_config
+from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.models.weights import Checkpoint, resolve_model_path
 
 if TYPE_CHECKING:
@@ -68,11 +67,8 @@ Verdict = Literal["bit-equal", "within tolerance", "refused"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Whether samples may share a row (`data.padding_free`).
-
-    `attention` is the implementation to train with, None for the model's own choice; `reason`
-    stands against it, and is empty where nothing does.
-    """
+    """Whether samples may share a row (`data.padding_free`): what stands against it, if anything,
+    and the attention implementation to train with (None: the model's own choice)."""
 
     attention: str | None
     reason: str = ""
@@ -80,12 +76,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one comparison.
-
-    The differences are the largest found: of the losses (absolute), of the first step's gradients
-    and of the weights after training (relative to each tensor's largest entry). `packing` is there
-    where it was asked for.
-    """
+    """The outcome of one comparison, with the largest differences found: of the losses (absolute),
+    of the first step's gradients and of the weights after training (relative to each tensor's
+    largest entry)."""
 
     model_type: str
     verdict: Verdict
@@ -124,11 +117,9 @@ def verify_model(
 ) -> Result:
     """Compare the configured model, or a tiny one of an architecture, with its cut self.
 
-    The configured model itself where its weights fit this machine several times, else a tiny copy
-    of it with the same number and pattern of layers.
-
-    The cut is `cuts`, else the configuration's plan, else two cuts over the layers. A configured
-    model that is to be trained with `data.padding_free` and cannot be is refused.
+    The configured model is taken where its weights fit this machine several times, else a tiny copy
+    with the same layers; it is refused where `data.padding_free` is asked for and not possible. The
+    cut is `cuts`, else the configuration's plan, else two cuts over the layers.
     """
     checkpoint = None
     if config is not None and config.model is not None:
@@ -177,14 +168,13 @@ def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
     if verdict := recall("verdicts", question):
         return Result(config.model_type, verdict, stages=tuple(ranges))
     result = compare(shrink(config), ranges)
-    if result.passed:
-        remember("verdicts", question, result.verdict)
-    else:
+    if not result.passed:
         raise ArchitectureError(
             f"a {result.model_type} model cannot be cut this way: {result.reason}",
             hint="hold the layers named here on one stage, or choose another architecture"
             " (docs/architectures.md lists those that pass)",
         )
+    remember("verdicts", question, result.verdict)
     return result
 
 
@@ -197,32 +187,25 @@ def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str
     if answer := recall("verdicts", question):
         return answer["attention"]
     packing = try_packing(config, ranges)
-    if not packing.reason:
-        remember("verdicts", question, {"attention": packing.attention})
-    else:
+    if packing.reason:
         raise ArchitectureError(
             f"a {config.model_type} model cannot be trained with data.padding_free:"
             f" {packing.reason}",
             hint="set data.padding_free to false (docs/architectures.md lists the architectures"
             " that can do without padding)",
         )
+    remember("verdicts", question, {"attention": packing.attention})
     return packing.attention
 
 
 def _question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
     """Everything that an answer about a tiny copy depends on, this package's own code included."""
-    return json.dumps(
-        [
-            what,
-            {k: v for k, v in config.to_dict().items() if k != "_name_or_path"},
-            config._attn_implementation,
-            [astuple(rng) for rng in ranges],
-            [torch.__version__, transformers.__version__, _own_code()],
-            [platform.system(), platform.machine(), torch.get_num_threads()],
-        ],
-        sort_keys=True,
-        default=str,
-    )
+    settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+    versions = [torch.__version__, transformers.__version__, _own_code()]
+    machine = [platform.system(), platform.machine(), torch.get_num_threads()]
+    cut = [astuple(rng) for rng in ranges]
+    asked = [what, settings, config._attn_implementation, cut, versions, machine]
+    return json.dumps(asked, sort_keys=True, default=str)
 
 
 @functools.cache
@@ -336,13 +319,12 @@ def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig, found: Resu
         inputs = probe_inputs(config, seed=step)
         items = torch.tensor(num_items([inputs]))
         optimizer.zero_grad()
-        loss = _whole_loss(whole, inputs, items, chain.loss_counts_items)
-        loss.backward()
+        loss = _whole_step(whole, inputs, items, config)
         try:
             cut_loss = chain.forward_backward(inputs, items)
         except LIBRARY_ERRORS as error:
             return refused(f"a shard does not run alone ({one_line(error)})")
-        difference = max(found.loss_difference, abs(loss.item() - cut_loss.item()))
+        difference = max(found.loss_difference, abs(loss - cut_loss.item()))
         found = replace(found, loss_difference=difference)
         if step == 0:
             expected, actual = _gradients(whole), chain.gradients()
@@ -418,10 +400,9 @@ def _outcome(shard: Shard, loss: torch.Tensor) -> Inputs:
 def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packing:
     """Whether samples of one row train as in padded rows, on a tiny copy, and by which attention.
 
-    Where the configuration leaves the attention open, the one that takes each sample by itself is
-    preferred to the library's mask over the whole row: that one costs as much as a single sample
-    of the row's length. Kernels for variable lengths do not run on a CPU; they tell samples apart
-    by the same positions, so the former is tried in their place.
+    Where the configuration leaves it open, the one that takes each sample by itself is preferred to
+    the library's mask over the row, which costs as much as one sample of that length. It also
+    stands for kernels of variable lengths, which do not run on a CPU: the positions are the same.
     """
     asked = config._attn_implementation
     tried: dict[str | None, str | None] = {VARLEN: VARLEN, asked: asked}
@@ -433,9 +414,11 @@ def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packi
         tried = {asked: asked}
     reason = ""
     try:
-        probe = _PackingProbe(config)
+        config = _deterministic(shrink(config))
+        samples = _Samples(config)
         for attention, chosen in tried.items():
-            reason = probe.problem(ranges, attention)
+            config._attn_implementation = attention
+            reason = _packing_problem(config, samples, ranges)
             if not reason:
                 return Packing(chosen)
     except LIBRARY_ERRORS as error:
@@ -443,67 +426,54 @@ def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packi
     return Packing(None, reason)
 
 
-class _PackingProbe:
-    """A tiny copy of a model and what it computes from some samples in padded rows."""
+class _Samples:
+    """Some samples in one row, and what a whole model computes from them in padded rows."""
 
     def __init__(self, config: PretrainedConfig) -> None:
-        register_per_sample()
-        self._config = _deterministic(shrink(config))
-        self._counts_items = introspect(self._config).loss_counts_items
-        text = self._config.get_text_config()
-        examples = _some_examples(int(text.vocab_size))
-        rows = range(len(examples))
-        self._packed = pack(examples, rows)
-        self._items = torch.tensor(float(num_items([self._packed])))
+        text = config.get_text_config()
+        generator = torch.Generator().manual_seed(0)
+        builder = ExamplesBuilder()
+        for length in _PACKED_LENGTHS:
+            ids = torch.randint(3, int(text.vocab_size), (length,), generator=generator).tolist()
+            builder.add(ids, [True] * length)
+        examples, rows = builder.build(), range(len(_PACKED_LENGTHS))
+        self.packed = pack(examples, rows)
+        self.items = torch.tensor(float(num_items([self.packed])))
         padded = collate(examples, rows, max(0, getattr(text, "pad_token_id", None) or 0))
-        whole, _ = _build(self._config, [], None)
-        self._loss = self._step(whole, padded)
-        self._gradients = _gradients(whole)
+        whole, _ = _build(config, [], None)
+        self.loss = _whole_step(whole, padded, self.items, config)
+        self.gradients = _gradients(whole)
 
-    def problem(self, ranges: Sequence[ShardRange], attention: str | None) -> str:
-        """Why samples cannot share a row under this attention; empty where they can.
 
-        First the whole model, in one row and in padded ones; then the chain of shards and the
-        whole, both in one row.
-        """
-        config = copy.deepcopy(self._config)
-        config._attn_implementation = attention
-        try:
-            whole, shards = _build(config, ranges, None)
-            loss = self._step(whole, self._packed)
-            difference, worst = largest_difference(_gradients(whole), self._gradients, _FLOOR)
-            if not max(difference, abs(loss - self._loss)) <= PACKING_TOLERANCE:
-                return (
-                    "samples that share a row do not stay apart: gradients differ from those of"
-                    f" padded rows by {difference:.2g} (relative), most in {worst}"
-                )
-            chain = _Chain(shards)
-            with quiet_library():
-                cut_loss = float(chain.forward_backward(self._packed, self._items))
-        except ArchitectureError as error:
-            return error.message
-        except LIBRARY_ERRORS as error:
-            return f"it cannot take many samples in one row ({one_line(error)})"
-        difference, worst = largest_difference(chain.gradients(), _gradients(whole))
-        if max(difference, abs(cut_loss - loss)) <= TOLERANCE:
-            return ""
-        return f"a cut changes gradients of one row by {difference:.2g} (relative), most in {worst}"
+def _packing_problem(
+    config: PretrainedConfig, samples: _Samples, ranges: Sequence[ShardRange]
+) -> str:
+    """Why samples cannot share a row under the configured attention; empty where they can.
 
-    def _step(self, whole: Any, batch: MicroBatch) -> float:
-        """The loss; gradients are left in the parameters."""
+    First the whole model, in one row and in padded ones; then the chain of shards and the whole,
+    both in one row.
+    """
+    try:
+        whole, shards = _build(config, ranges, None)
+        loss = _whole_step(whole, samples.packed, samples.items, config)
+        found = _gradients(whole)
+        difference, worst = largest_difference(found, samples.gradients, _FLOOR)
+        if not max(difference, abs(loss - samples.loss)) <= PACKING_TOLERANCE:
+            return (
+                "samples that share a row do not stay apart: gradients differ from those of"
+                f" padded rows by {difference:.2g} (relative), most in {worst}"
+            )
+        chain = _Chain(shards)
         with quiet_library():
-            loss = _whole_loss(whole, batch, self._items, self._counts_items)
-            loss.backward()
-        return float(loss.detach())
-
-
-def _some_examples(vocabulary: int) -> Examples:
-    generator = torch.Generator().manual_seed(0)
-    builder = ExamplesBuilder()
-    for length in _PACKED_LENGTHS:
-        ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
-        builder.add(ids, [True] * length)
-    return builder.build()
+            cut_loss = float(chain.forward_backward(samples.packed, samples.items))
+    except ArchitectureError as error:
+        return error.message
+    except LIBRARY_ERRORS as error:
+        return f"it cannot take many samples in one row ({one_line(error)})"
+    difference, worst = largest_difference(chain.gradients(), found)
+    if max(difference, abs(cut_loss - loss)) <= TOLERANCE:
+        return ""
+    return f"a cut changes gradients of one row by {difference:.2g} (relative), most in {worst}"
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -527,14 +497,17 @@ def largest_difference(
     return worst, where
 
 
-def _whole_loss(
-    whole: Any, inputs: dict[str, torch.Tensor], items: torch.Tensor, counts_items: bool
-) -> torch.Tensor:
-    if counts_items:
-        return whole(**inputs, num_items_in_batch=items, use_cache=False).loss
-    without = {name: value for name, value in inputs.items() if name != "labels"}
-    logits = whole(**without, use_cache=False).logits
-    return token_loss(whole, logits, inputs["labels"], items)
+def _whole_step(whole: Any, inputs: Inputs, items: torch.Tensor, config: PretrainedConfig) -> float:
+    """The loss of the model in one piece; gradients are left in its parameters."""
+    with quiet_library():
+        if introspect(config).loss_counts_items:
+            loss = whole(**inputs, num_items_in_batch=items, use_cache=False).loss
+        else:
+            without = {name: value for name, value in inputs.items() if name != "labels"}
+            logits = whole(**without, use_cache=False).logits
+            loss = token_loss(whole, logits, inputs["labels"], items)
+        loss.backward()
+    return float(loss.detach())
 
 
 class _Chain:
@@ -543,7 +516,6 @@ class _Chain:
     def __init__(self, shards: list[Shard]) -> None:
         self._shards = shards
         self._first, self._last = shards[0], shards[-1]
-        self.loss_counts_items = self._first.loss_counts_items
         self.parameters: dict[str, torch.nn.Parameter] = {
             name: parameter
             for shard in shards
@@ -556,9 +528,7 @@ class _Chain:
             own = [p for p in shard.model.parameters() if id(p) in kept]
             self._optimizers.append(torch.optim.AdamW(own, lr=LEARNING_RATE))
 
-    def forward_backward(
-        self, inputs: dict[str, torch.Tensor], items: torch.Tensor
-    ) -> torch.Tensor:
+    def forward_backward(self, inputs: Inputs, items: torch.Tensor) -> torch.Tensor:
         """The loss; gradients are left in the parameters, the tied ones summed at both ends."""
         for shard in self._shards:
             shard.model.zero_grad()
@@ -572,16 +542,12 @@ class _Chain:
         loss.backward()
         for out, received in reversed(boundaries):
             out.backward(received.grad)
-        self._sum_tied()
+        if self._first.tied:
+            embedding = self._first.model.get_parameter(self._first.embedding_name)
+            head = self._last.model.get_parameter(self._last.head_name)
+            total = embedding.grad + head.grad
+            embedding.grad, head.grad = total, total.clone()
         return loss.detach()
-
-    def _sum_tied(self) -> None:
-        if not self._first.tied:
-            return
-        embedding = self._first.model.get_parameter(self._first.embedding_name)
-        head = self._last.model.get_parameter(self._last.head_name)
-        total = embedding.grad + head.grad
-        embedding.grad, head.grad = total, total.clone()
 
     def step(self) -> None:
         for optimizer in self._optimizers:

@@ -27,8 +27,7 @@ from hetero_framework._version import __version__
 from hetero_framework.core.files import put_back, replace_directory, sync_file
 from hetero_framework.errors import CheckpointError, ResourceError
 from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
-from hetero_framework.models.meta import meta_model
-from hetero_framework.models.tiny import model_class
+from hetero_framework.models.tiny import meta_model, model_class
 
 if TYPE_CHECKING:
     from hetero_framework.models.shard import Shard

@@ -33,7 +33,6 @@ from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConf
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.introspect import introspect
-from hetero_framework.models.meta import meta_model
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.quantization import (
     modules_left_alone,
@@ -41,6 +40,7 @@ from hetero_framework.models.quantization import (
     stored_settings,
 )
 from hetero_framework.models.shard import ShardRange, Skeleton
+from hetero_framework.models.tiny import meta_model
 from hetero_framework.units import size
 
 DEFAULT_TOKENS = 1024
@@ -67,7 +67,9 @@ class StageMemory:
     """Memory of one stage. Everything but `activations` and `logits` is counted, not estimated.
 
     `parameters` is the number of weights, an adapter's included. `activations` are those of
-    `in_flight` micro-batches at once; each further one takes `per_micro_batch`.
+    `in_flight` micro-batches at once; each further one takes `per_micro_batch`. `foreach` is what
+    an optimizer that steps all weights at once needs then, without activations and logits: on
+    CUDA and XPU torch's AdamW does (the roots of all second moments). `device` is the owner's.
     """
 
     stage: StageSpec
@@ -79,6 +81,8 @@ class StageMemory:
     logits: int
     in_flight: int
     per_micro_batch: int
+    foreach: int = 0
+    device: str = "auto"
 
     def holding(self, in_flight: int) -> StageMemory:
         """The same stage with another number of micro-batches in flight."""
@@ -90,11 +94,23 @@ class StageMemory:
         return self.stage.index
 
     @property
+    def kept(self) -> int:
+        """What is there in every moment of a step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def step(self) -> int:
+        """What comes to that while the optimizer steps."""
+        return self.foreach if self.device.partition(":")[0] in ("cuda", "rocm", "xpu") else 0
+
+    @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return self.kept + max(self.activations + self.logits, self.step)
 
     def __str__(self) -> str:
-        parts = ("weights", "gradients", "optimizer", "activations", "logits")
+        steps = self.step > self.activations + self.logits
+        peak = ("step",) if steps else ("activations", "logits")
+        parts = ("weights", "gradients", "optimizer", *peak)
         sizes = [f"{name} {size(getattr(self, name))}" for name in parts if getattr(self, name)]
         return f"{size(self.total)} ({', '.join(sizes)})"
 
@@ -170,7 +186,7 @@ def in_flight_limits(
     found = [limit] * len(memory)
     for owners, free in devices:
         own = [m for m in memory if m.stage.owner in owners]
-        spare = free - sum(m.holding(0).total for m in own)
+        spare = free - sum(m.kept + m.holding(0).activations + m.logits for m in own)
         once = sum(m.per_micro_batch for m in own if m.stage.is_last)
         each = sum(m.per_micro_batch for m in own if not m.stage.is_last)
         most = (spare - once) // each if each else limit
@@ -299,12 +315,13 @@ def _stage_memory(
     differentiates: bool,
 ) -> StageMemory:
     training, skeleton, rng = config.training, shapes.skeleton, ShardRange.of(spec)
+    machine = config.coordinator if spec.owner == "local" else config.worker(spec.owner)
     held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
     if spec.is_first and spec.is_last and skeleton.head is not None:
         # One storage for both ends of a tied pair where both are here.
         held.pop(skeleton.head)
     trained = {n: v for n, v in shapes.trainable.items() if shapes.holds(n, rng)}
-    gradients = sum(count * size for count, size in trained.values())
+    gradients = stepped = sum(count * size for count, size in trained.values())
     if spec.is_last and skeleton.head in shapes.weights and shapes.trains_everything:
         # Both ends of a tied pair collect a gradient; only one of them has optimizer state.
         gradients += shapes.weights[skeleton.head]
@@ -323,6 +340,8 @@ def _stage_memory(
         logits=_loss_bytes(shapes, batch_tokens, training) if spec.is_last else 0,
         in_flight=in_flight,
         per_micro_batch=per_micro_batch,
+        foreach=stepped if training.optim == "adamw_torch" else 0,
+        device=machine.device,
     )
 
 

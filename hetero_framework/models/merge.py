@@ -19,10 +19,10 @@ from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import plan_saved_adapter
 from hetero_framework.models.export import OutputDirectory, Tensors, export_layers, write_checkpoint
 from hetero_framework.models.introspect import introspect
-from hetero_framework.models.meta import meta_model
 from hetero_framework.models.partition import ranges_between
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import load_model_config, load_shard
+from hetero_framework.models.tiny import meta_model
 from hetero_framework.models.trainable import attach_adapter
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]

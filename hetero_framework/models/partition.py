@@ -7,7 +7,6 @@ that the code around them still runs; reaching what follows the blocks ends the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hetero_framework.config import StageSpec
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.introspect import BlockForm, ModelStructure, tied_names
+from hetero_framework.models.tiny import meta_model
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,8 @@ class Skeleton:
 
     def __init__(self, config: PretrainedConfig, structure: ModelStructure) -> None:
         self.structure = structure
-        with torch.device("meta"):
-            model = structure.model_class._from_config(copy.deepcopy(config))
-        blocks = model.get_submodule(structure.blocks)
+        model = meta_model(config)
+        blocks: Any = model.get_submodule(structure.blocks)
         if len(blocks) != structure.num_layers:
             raise ArchitectureError(
                 f"{type(model).__name__} has {len(blocks)} blocks, its tiny copy "

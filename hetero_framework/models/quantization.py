@@ -16,7 +16,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from hetero_framework.core.devices import Device
 from hetero_framework.errors import ConfigError, DeviceError, ModelError
-from hetero_framework.models.meta import meta_model
+from hetero_framework.models.tiny import meta_model
 
 Kind = Literal["nf4", "int8"]
 

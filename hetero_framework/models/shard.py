@@ -48,7 +48,6 @@ from hetero_framework.models.quantization import quantization_config, stored_qua
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.tiny import causal_lm_config
-from hetero_framework.models.varlen_attention import register_per_sample
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
 
 if TYPE_CHECKING:
@@ -127,7 +126,6 @@ def build_shard(
 
     `dtype` None takes the configuration's. Raises ModelError, ArchitectureError.
     """
-    register_per_sample()
     device, dtype = torch.device(device), dtype or _config_dtype(config)
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
@@ -240,11 +238,6 @@ class Shard:
         self._forwards: dict[int, Callable[..., Any]] = {}
         self._recomputes = False
         self._install()
-
-    @property
-    def loss_counts_items(self) -> bool:
-        """Whether the model's own loss honours `num_items_in_batch`."""
-        return self._whole.structure.loss_counts_items
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
         """Position of a parameter in the whole model's order."""

@@ -1,4 +1,4 @@
-"""Tiny configurations: the same architecture with narrow layers.
+"""Models without their weights: on the meta device, and as tiny copies with narrow layers.
 
 `shrink` keeps the number of layers, their pattern and every switch of a configuration and makes
 only the widths small; `tiny_config` does so to an architecture's default configuration with few
@@ -8,6 +8,7 @@ what the names do not tell stands in one table, with the reason.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -160,6 +161,16 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         f"transformers has no causal language model for model type {config.model_type!r}",
         hint="choose a model whose config.json names a text-generation architecture",
     )
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The stock model on torch's meta device: names, shapes and types at no cost, in full precision
+    whatever the checkpoint holds. Raises ArchitectureError as `model_class`."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return model_class(config)._from_config(config)
 
 
 def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:

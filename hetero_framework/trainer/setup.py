@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,9 @@ from hetero_framework.models.memory import (
     in_flight_limits,
     recompute_stages,
 )
-from hetero_framework.models.meta import meta_model
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import ShardRange, load_model_config
+from hetero_framework.models.tiny import meta_model
 from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.planner.tuning import default_max_in_flight
 from hetero_framework.trainer.resolved import Resolved
@@ -220,17 +220,23 @@ def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
     Which stages with checkpointing "auto" compute their layers again, and how many micro-batches
     each stage may hold. Raises PlanError if a stage does not fit its device even so.
     """
-    resolved, memory = parts.resolved, parts.memory
-    config = resolved.config
+    resolved, config = parts.resolved, parts.resolved.config
+
+    def placed(memory: Iterable[StageMemory]) -> list[StageMemory]:
+        return [replace(m, device=facts[m.stage.owner].device) for m in memory]
+
+    memory = placed(parts.memory)
     devices = _devices(config, facts)
     optional = {s.index for s in config.plan.stages if config.checkpointing(s.index) == "auto"}
     if optional:
-        recomputing = estimate_memory(
-            _checkpointing(resolved, dict.fromkeys(optional, True), "").config,
-            parts.model_config,
-            tokens=parts.data.row_tokens,
-            plan=parts.adapter_plan,
-            in_flight=[m.in_flight for m in memory],
+        recomputing = placed(
+            estimate_memory(
+                _checkpointing(resolved, dict.fromkeys(optional, True), "").config,
+                parts.model_config,
+                tokens=parts.data.row_tokens,
+                plan=parts.adapter_plan,
+                in_flight=[m.in_flight for m in memory],
+            )
         )
         chosen = recompute_stages(memory, recomputing, optional, devices)
         said = _checkpointing_line(chosen)

@@ -205,6 +205,29 @@ def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype: str, tmp_path:
     assert all(0.6 < ratio < 1.4 for ratio in counted), counted
 
 
+@pytest.mark.parametrize("device", ["cuda:1", "rocm:0", "xpu:0", "cpu", "mps", "auto"])
+def test_adamw_needs_a_copy_of_the_weights_where_torch_steps_all_at_once(
+    device: str, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path)
+
+    def memory(optim: str, tokens: int) -> StageMemory:
+        training = {"optim": optim, "gradient_checkpointing": True}
+        config = config_of(base, (0, 2, 4), training=training)
+        return replace(memory_of(config, tokens=tokens)[0], device=device)
+
+    few, many = memory("adamw_torch", 2), memory("adamw_torch", 4096)
+    kept = few.weights + few.gradients + few.optimizer
+    at_once = device.startswith(("cuda", "rocm", "xpu"))
+    assert few.activations < few.gradients < many.activations
+    assert few.total == kept + (few.gradients if at_once else few.activations)
+    assert ("step" in str(few)) == at_once
+    assert many.total == kept + many.activations
+    for optim in ("adamw_torch_fused", "adamw_bnb_8bit", "sgd"):
+        other = memory(optim, 2)
+        assert other.total == other.weights + other.gradients + other.optimizer + other.activations
+
+
 def stage(index: int, owner: int | str, fixed: int, each: int, held: int = 2) -> StageMemory:
     spec = StageSpec(index, owner, index, index + 1, index == 0, index == 3)
     return StageMemory(spec, 0, fixed, 0, 0, held * each, 0, held, each)

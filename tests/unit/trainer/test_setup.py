@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
     fitted = fit_devices(parts, room)
     assert fitted.memory_limits is not None
     assert fitted.memory_limits[0] == 3
-    assert fitted.memory[0] == first.holding(3)
+    assert fitted.memory[0] == replace(first.holding(3), device="cuda:0")
     chosen = prepared(config(gradient_accumulation_steps=8, max_in_flight=4), 512)
     with pytest.raises(PlanError, match="the coordinator has"):
         fit_devices(chosen, room)
