@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
@@ -30,6 +31,16 @@ _NO_MASK_HINT = (
 )
 
 Message = dict[str, Any]
+TokensAndMask = tuple[list[int], list[bool]]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Checked messages, where they stand, and what an example passes to the template."""
+
+    messages: list[Message]
+    where: str
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class ChatRenderer:
@@ -67,34 +78,28 @@ class ChatRenderer:
         """Whether the template writes the current date, so that other days give other tokens."""
         return "strftime_now" in self.template
 
-    def ids(
-        self, messages: list[Message], where: str, *, generation_prompt: bool = False, **extra: Any
-    ) -> list[int]:
+    def ids(self, chat: Conversation, *, generation_prompt: bool = False) -> list[int]:
         """Token ids of a conversation, as `apply_chat_template(tokenize=True)` gives them."""
-        text = self._render(messages, where, generation_prompt, extra)
+        text = self._apply(chat, tokenize=False, add_generation_prompt=generation_prompt)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def ids_and_mask(
-        self, messages: list[Message], where: str, **extra: Any
-    ) -> tuple[list[int], list[bool]]:
+    def ids_and_mask(self, chat: Conversation) -> TokensAndMask:
         """Token ids of a conversation and, for each, whether the assistant wrote it."""
         if not self.tokenizer.is_fast:
             raise DataError(
                 "the assistant's tokens cannot be found with a tokenizer written in Python",
                 hint="take one with tokenizer.json, or set data.assistant_only_loss to false",
             )
-        if not any(message["role"] == "assistant" for message in messages):
+        if not any(message["role"] == "assistant" for message in chat.messages):
             raise DataError(
-                f"{where}: the conversation has no assistant message, so there is nothing to learn",
+                f"{chat.where}: no assistant message, so there is nothing to learn",
                 hint="remove it, or set data.assistant_only_loss to false",
             )
-        if self.marks_generation:
-            ids, mask = self._marked(messages, where, extra)
-        else:
-            ids, mask = self._derived(messages, where, extra)
+        ids, mask = self._marked(chat) if self.marks_generation else self._derived(chat)
         if not any(mask):
             raise DataError(
-                f"{where}: the chat template marks no token of the assistant", hint=_NO_MASK_HINT
+                f"{chat.where}: the chat template marks no token of the assistant",
+                hint=_NO_MASK_HINT,
             )
         if self.trains_stop is None:
             self.trains_stop = self._ends_with_special_token(ids, mask)
@@ -107,94 +112,74 @@ class ChatRenderer:
         ends = (token for token in reversed(trained) if str(self.tokenizer.decode([token])).strip())
         return next(ends, None) in special
 
-    def _marked(
-        self, messages: list[Message], where: str, extra: dict[str, Any]
-    ) -> tuple[list[int], list[bool]]:
+    def _marked(self, chat: Conversation) -> TokensAndMask:
         encoding = self._apply(
-            messages,
-            where,
-            extra,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
+            chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         return encoding["input_ids"], [bool(bit) for bit in encoding["assistant_masks"]]
 
-    def _derived(
-        self, messages: list[Message], where: str, extra: dict[str, Any]
-    ) -> tuple[list[int], list[bool]]:
-        text = self._render(messages, where, False, extra)
-        spans = [
-            self._turn(messages, index, text, where, extra)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
+    def _derived(self, chat: Conversation) -> TokensAndMask:
+        text = self._apply(chat, tokenize=False)
         encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
         mask = [False] * len(encoding["input_ids"])
-        for start, end in spans:
+        for index, message in enumerate(chat.messages):
+            if message["role"] != "assistant":
+                continue
             # As return_assistant_tokens_mask: a token that the span touches counts. Characters that
             # a tokenizer drops have no token.
-            tokens = [encoding.char_to_token(character) for character in range(start, end)]
-            for token in tokens:
+            for character in self._turn(chat, index, text):
+                token = encoding.char_to_token(character)
                 if token is not None:
                     mask[token] = True
         return encoding["input_ids"], mask
 
-    def _turn(
-        self, messages: list[Message], index: int, text: str, where: str, extra: dict[str, Any]
-    ) -> tuple[int, int]:
-        """Characters [start, end) of `text` that the assistant wrote in message `index`."""
-        before = self._render(messages[:index], where, True, extra) if index else ""
-        until = self._render(messages[: index + 1], where, False, extra)
+    def _turn(self, chat: Conversation, index: int, text: str) -> range:
+        """The characters of `text` that the assistant wrote in message `index`."""
+        earlier = replace(chat, messages=chat.messages[:index])
+        before = self._apply(earlier, tokenize=False, add_generation_prompt=True) if index else ""
+        until = self._apply(replace(chat, messages=chat.messages[: index + 1]), tokenize=False)
         if not text.startswith(until):
             # Some templates close every rendering with the end-of-sequence token.
             until = until.removesuffix(self.tokenizer.eos_token or "")
         if not (text.startswith(until) and until.startswith(before) and len(before) < len(until)):
             raise DataError(
-                f"{where}: the chat template has no {{% generation %}} marks, and it renders this "
-                "conversation's beginning differently when more follows, so the assistant's tokens "
-                "cannot be told apart",
+                f"{chat.where}: the chat template has no {{% generation %}} marks, and it renders"
+                " this conversation's beginning differently when more follows, so the assistant's"
+                " tokens cannot be told apart",
                 hint=_NO_MASK_HINT,
             )
-        return len(before), len(until)
+        return range(len(before), len(until))
 
-    def _render(
-        self, messages: list[Message], where: str, generation_prompt: bool, extra: dict[str, Any]
-    ) -> str:
-        return self._apply(
-            messages, where, extra, tokenize=False, add_generation_prompt=generation_prompt
-        )
-
-    def _apply(
-        self, messages: list[Message], where: str, extra: dict[str, Any], **options: Any
-    ) -> Any:
+    def _apply(self, chat: Conversation, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                messages,
+                chat.messages,
                 chat_template=self.template,
-                **{**self.template_kwargs, **extra},
+                **{**self.template_kwargs, **chat.arguments},
                 **options,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(
-                f"{where}: the chat template refused the conversation: {error}",
-                hint="roles here: " + ", ".join(message["role"] for message in messages),
+                f"{chat.where}: the chat template refused the conversation: {error}",
+                hint="roles here: " + ", ".join(message["role"] for message in chat.messages),
             ) from error
 
 
-def check_messages(value: Any, where: str, field: str) -> list[Message]:
-    """The messages of one field, checked, with null keys removed.
+def read_conversation(fields: dict[str, Any], field: str, where: str) -> Conversation:
+    """The messages of one field, checked and without null keys, with the arguments beside them.
 
-    Removing them makes rows of Parquet, where every message has every key, equal to rows of JSON;
-    newer versions of transformers do the same before they render.
+    Removing null keys makes rows of Parquet, where every message has every key, equal to rows of
+    JSON; newer versions of transformers do the same before they render.
     """
+    value = fields[field]
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else json_type(value)
         raise DataError(
             f"{where}: {field} must be a list of messages, found {found}",
             hint='a message is {"role": "user", "content": "..."}',
         )
-    return [_message(item, f"{where}: {field}[{index}]") for index, item in enumerate(value)]
+    messages = [_message(item, f"{where}: {field}[{i}]") for i, item in enumerate(value)]
+    return Conversation(messages, where, _template_arguments(fields, where))
 
 
 def _message(item: Any, where: str) -> Message:
@@ -225,7 +210,7 @@ def _message(item: Any, where: str) -> Message:
     return message
 
 
-def template_arguments(fields: dict[str, Any], where: str) -> dict[str, Any]:
+def _template_arguments(fields: dict[str, Any], where: str) -> dict[str, Any]:
     """The arguments that an example passes to the template: `tools` (a list, or its JSON text)
     and `chat_template_kwargs`."""
     arguments = dict(fields.get("chat_template_kwargs") or {})

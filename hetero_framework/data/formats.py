@@ -15,12 +15,13 @@ unless it is there, prompts are tokenised together with their completions, and w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import DataConfig
 from hetero_framework.config.strict_json import json_type
-from hetero_framework.data.chat import ChatRenderer, check_messages, template_arguments
+from hetero_framework.data.chat import ChatRenderer, Conversation, read_conversation
 from hetero_framework.data.sources import Record, check_unicode
 from hetero_framework.errors import DataError
 
@@ -146,30 +147,29 @@ class Formatter:
         ]
 
     def _conversational_pair(self, record: Record) -> Tokens:
-        where = record.where
-        prompt = check_messages(_field(record, "prompt"), where, "prompt")
-        completion = check_messages(_field(record, "completion"), where, "completion")
-        extra = template_arguments(record.fields, where)
-        prompt_ids = self.chat.ids(prompt, where, generation_prompt=True, **extra)
+        prompt = _conversation(record, "prompt")
+        messages = prompt.messages + _conversation(record, "completion").messages
+        whole = replace(prompt, messages=messages)
+        prompt_ids = self.chat.ids(prompt, generation_prompt=True)
         if self.options.assistant_only_loss:
-            ids, assistant = self.chat.ids_and_mask(prompt + completion, where, **extra)
+            ids, assistant = self.chat.ids_and_mask(whole)
         else:
-            ids = self.chat.ids(prompt + completion, where, **extra)
+            ids = self.chat.ids(whole)
             assistant = [True] * len(ids)
         mask = self._completion_mask(prompt_ids, ids)
         return ids, [a and b for a, b in zip(mask, assistant, strict=True)]
 
     def _messages(self, records: list[Record]) -> list[Tokens]:
-        return [self._conversation(record) for record in records]
-
-    def _conversation(self, record: Record) -> Tokens:
-        field = "messages" if "messages" in record.fields else "conversations"
-        messages = check_messages(_field(record, field), record.where, field)
-        extra = template_arguments(record.fields, record.where)
-        if self.options.assistant_only_loss is False:
-            ids = self.chat.ids(messages, record.where, **extra)
-            return ids, [True] * len(ids)
-        return self.chat.ids_and_mask(messages, record.where, **extra)
+        found = []
+        for record in records:
+            field = "messages" if "messages" in record.fields else "conversations"
+            chat = _conversation(record, field)
+            if self.options.assistant_only_loss is False:
+                ids = self.chat.ids(chat)
+                found.append((ids, [True] * len(ids)))
+            else:
+                found.append(self.chat.ids_and_mask(chat))
+        return found
 
     def _completion_mask(self, prompt: list[int], whole: list[int]) -> list[bool]:
         """The completion begins where prompt and prompt + completion part, as in TRL."""
@@ -219,6 +219,11 @@ def string_field(record: Record, name: str) -> str:
             f"{record.where}: the field {name} must be a string, found {json_type(value)}"
         )
     return check_unicode(value, f"{record.where}: the field {name}")
+
+
+def _conversation(record: Record, field: str) -> Conversation:
+    _field(record, field)
+    return read_conversation(record.fields, field, record.where)
 
 
 def _field(record: Record, name: str) -> Any:

@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hetero_framework.config import DataConfig
 from hetero_framework.data import load_data
-from hetero_framework.data.chat import ChatRenderer
+from hetero_framework.data.chat import ChatRenderer, Conversation
 from hetero_framework.data.formats import (
     ALPACA_WITH_INPUT,
     ALPACA_WITHOUT_INPUT,
@@ -172,8 +172,12 @@ def test_assistant_tokens_without_generation_marks_equal_trl_templates(tmp_path,
 
 def test_assistant_tokens_derived_equal_those_of_the_marked_template():
     for row in CONVERSATIONS:
-        derived = ChatRenderer(tiny_tokenizer(CHATML)).ids_and_mask(row["messages"], "here")
-        marked = ChatRenderer(tiny_tokenizer(CHATML_MARKED)).ids_and_mask(row["messages"], "here")
+        derived = ChatRenderer(tiny_tokenizer(CHATML)).ids_and_mask(
+            Conversation(row["messages"], "here")
+        )
+        marked = ChatRenderer(tiny_tokenizer(CHATML_MARKED)).ids_and_mask(
+            Conversation(row["messages"], "here")
+        )
         assert derived == marked
         assert any(derived[1])
 
