@@ -584,7 +584,7 @@ def test_unknown_name_is_told_its_name_here_or_that_there_is_none(path: str, exp
 
 @pytest.mark.parametrize("section", Config.model_fields)
 def test_what_a_setting_is_called_here_exists(section: str) -> None:
-    for here in (*foreign._CALLED, *foreign._CALLED_OF_MACHINES):
+    for here in (*foreign.settings()["called"], *foreign.settings()["called_of_machines"]):
         place, _, name = re.split(r"[ ,]", here)[0].partition(".")
         if place == section and name:
             assert f'"{name}"' in json.dumps(json_schema()), here
