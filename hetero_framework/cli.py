@@ -266,12 +266,18 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
         return _serve(config, role.worker_ids, debug=arguments.debug)
     config.require("model", "data")
     from hetero_framework.cluster.local_workers import LocalWorkers
+    from hetero_framework.cluster.run_id import run_id_of
 
-    with LocalWorkers(config, role.worker_ids, debug=arguments.debug) as workers:
+    workers = None
+    with contextlib.ExitStack() as stack:
         try:
             # They import torch while this process does; `train` says what is wrong with output_dir.
-            with contextlib.suppress(ResourceError):
-                workers.start()
+            with contextlib.suppress(OSError, ResourceError):
+                run_id = run_id_of(config.output_dir)
+                workers = LocalWorkers(
+                    config, role.worker_ids, debug=arguments.debug, run_id=run_id
+                )
+                stack.enter_context(workers).start()
             from hetero_framework.trainer.coordinator import train
 
             train(config, resume=arguments.resume, debug=arguments.debug, workers=workers)

@@ -12,8 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import platform
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +21,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from hetero_framework.cluster.run_id import run_id_of
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
 from hetero_framework.log import EVENTS_FILE
@@ -162,22 +161,6 @@ class RunDirectories:
                 hint="choose another training.output_dir",
             ) from error
         return target
-
-
-def run_id_of(output_dir: Path) -> str:
-    """The id of the run that writes into `output_dir`. A coordinator that is started again has the
-    same one, so that the workers give up what they keep for the dead one. The caller holds the
-    directory's lock. Raises OSError.
-    """
-    file = output_dir / ".run"
-    here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
-    with contextlib.suppress(OSError, ValueError):
-        run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
-        if place == here:
-            return run_id
-    run_id = secrets.token_hex(8)
-    file.write_text(f"{run_id}\n{here}", encoding="utf-8")
-    return run_id
 
 
 def result_directory(config: Config) -> Path:

@@ -35,7 +35,7 @@ from hetero_framework.core.frames import PROTOCOL_VERSION
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
-from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly
+from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
@@ -551,6 +551,37 @@ def test_workers_of_another_run_of_this_machine_are_not_used(make, tmp_path) -> 
     with pytest.raises(StoppedEarly):
         train(config, progress=Second(2))
     assert '"port" for worker 1' in str(refused[0].value)
+
+
+def test_workers_that_the_command_line_starts_are_not_used_by_another_run(make, tmp_path) -> None:
+    """They are started before anything else; they belong to their run nevertheless."""
+    config = with_own_worker(make("one", [3], training={"max_steps": 5000}))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        first = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            wait_for(lambda: len(steps_of(tmp_path / "one")) >= 2, log)
+            (child,) = psutil.Process(first.pid).children()
+            assert "--run-id" in child.cmdline()
+            second = subprocess.run(
+                [*command, "--output-dir", str(tmp_path / "two")],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert first.poll() is None
+        finally:
+            first.kill()
+            first.wait()
+    assert second.returncode == UserError.exit_code, second.stderr
+    assert "it was started by another run of its machine" in second.stderr
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, log)
 
 
 def test_a_link_that_blinks_while_stages_load_is_mended(make, proxies, whole, tmp_path) -> None:

@@ -1,0 +1,27 @@
+"""Whose a worker is: the id of the run that writes into a directory."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+
+def run_id_of(output_dir: Path) -> str:
+    """The id of the run that writes into `output_dir`, which is made. A coordinator that is started
+    again has the same one, so that the workers give up what they keep for the dead one.
+
+    Two runs that begin in a new directory at the same moment may see different ids; one of them
+    gets the directory's lock, and the other ends. Raises OSError.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = output_dir / ".run"
+    here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
+    with suppress(OSError, ValueError):
+        run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
+        if place == here:
+            return run_id
+    run_id = secrets.token_hex(8)
+    file.write_text(f"{run_id}\n{here}", encoding="utf-8")
+    return run_id
