@@ -253,6 +253,28 @@ def test_both_links_cut_at_once_change_nothing(cut, make, proxies, whole, tmp_pa
     assert_equal_runs(tmp_path / "cut", whole("full"))
 
 
+def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path) -> None:
+    """To a worker, from one, and on a tensor's way through the coordinator, which does not look."""
+    flips = {
+        2: proxies[2].up,
+        3: proxies[2].down,
+        4: proxies[1].down,
+        5: proxies[1].up,
+    }
+
+    class Flip(Notes):
+        def step(self, metrics: Mapping[str, Any]) -> None:
+            super().step(metrics)
+            if (faults := flips.get(metrics["step"])) is not None:
+                faults.flip_at = faults.seen + 3000  # of the next step
+
+    notes = Flip()
+    train(make("run", [2, 4], proxies), progress=notes)
+    assert sum(proxy.connections for proxy in proxies.values()) == len(proxies) + len(flips)
+    assert any("a frame arrived damaged" in line for line in notes.lines)
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
 def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_path) -> None:
     """A black hole: no byte and no end. It heals when the coordinator dials again."""
 
