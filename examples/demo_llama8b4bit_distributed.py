@@ -25,11 +25,13 @@ def settings(model: str | None, data: str | None) -> list[str]:
     if model is not None:
         from hetero_framework.commands.init import split_layers
         from hetero_framework.config import ModelConfig, load_config
-        from hetero_framework.models.shard import load_model_config, num_layers
+        from hetero_framework.models.introspect import introspect
+        from hetero_framework.models.shard import load_model_config
 
         name = str(Path(model).absolute()) if Path(model).exists() else model
         config = load_config(CONFIG)
-        layers = num_layers(load_model_config(ModelConfig(name_or_path=name), config.base_dir))
+        found = load_model_config(ModelConfig(name_or_path=name), config.base_dir)
+        layers = introspect(found).num_layers
         changed["model.name_or_path"] = name
         changed["model.dtype"] = "auto"
         ranges = split_layers(layers, len(config.shard_plan))
