@@ -199,9 +199,9 @@ class Pipeline:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def read_state(self, kind: StateKind) -> Iterator[Part]:
-        """(stage, part number, part) of every stage; one part in memory at a time."""
-        reader = _StateReader(kind, self._committed, self._host_of)
+    def export(self) -> Iterator[Part]:
+        """(stage, part number, part) of the finished artefact; one part in memory at a time."""
+        reader = _StateReader("export", self._committed, self._host_of)
         while not reader.is_done:
             stage, number, part = self.until(reader.next_part, f"the state of {_name(reader.host)}")
             yield stage, number, part
@@ -209,15 +209,17 @@ class Pipeline:
 
     def snapshot(self, take: Callable[[int, int, StatePart], None]) -> None:
         """Have `take(stage, number, part)` called with every part of the state that the last commit
-        left, while the next steps run: in this thread, at most one part between two tasks. A part's
-        tensors are valid during the call."""
-        self.finish_snapshot()
+        left, while the next steps run: in this thread, at most one part between two tasks. What
+        later steps change does not show. A part's tensors are valid during the call.
+
+        Takes the place of a snapshot that is not finished. One whose `take` raises is forgotten.
+        """
         for host in self._hosts:
             host.snapshot(self._committed)
         self._snapshot = _StateReader("checkpoint", self._committed, self._host_of), take
 
     def finish_snapshot(self) -> None:
-        """Wait until `take` has had every part."""
+        """Wait until `take` has had every part. After LinkLost begin with `snapshot` again."""
         while self._snapshot is not None:
             reader, _ = self._snapshot
             self.until(self._read_snapshot, f"the state of {_name(reader.host)}")
@@ -226,14 +228,15 @@ class Pipeline:
         """Hand on one more part, if it is there."""
         if self._snapshot is None:
             return False
-        reader, take = self._snapshot
+        snapshot = reader, take = self._snapshot
         found = reader.next_part()
         if found is None:
             return False
+        self._snapshot = None
         take(*found)
         found[2].release()
-        if reader.is_done:
-            self._snapshot = None
+        if not reader.is_done:
+            self._snapshot = snapshot
         return True
 
     def load_state(self, stage: int, kind: LoadKind, parts: Iterable[StatePart]) -> None:

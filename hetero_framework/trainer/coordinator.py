@@ -376,7 +376,7 @@ class Coordinator:
                 return self._cluster.retrying(
                     lambda: outputs.export(
                         self._parts,
-                        (part.tensors for _, _, part in self._pipeline.read_state("export")),
+                        (part.tensors for _, _, part in self._pipeline.export()),
                     )
                 )
             except (OSError, UserError, ResourceError) as error:

@@ -22,6 +22,7 @@ from hetero_framework._version import __version__
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.config import Config
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
+from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 from hetero_framework.log import event
@@ -117,10 +118,14 @@ class RunCheckpoints:
         resolved = self._parts.resolved
         values: dict[str, Any] = {}
         with store.begin(state.step) as writer:
-            for stage, number, part in self._cluster.pipeline.read_state("checkpoint"):
+
+            def take(stage: int, number: int, part: StatePart) -> None:
                 if part.tensors:
                     writer.add(stage, number, part.tensors)
                 values.update(part.values)
+
+            self._cluster.pipeline.snapshot(take)
+            self._cluster.pipeline.finish_snapshot()
             manifest = {
                 "identity": identity(resolved, self._parts.data.fingerprint),
                 "base": self._cluster.assembly.fingerprint,

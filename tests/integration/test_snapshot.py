@@ -74,8 +74,8 @@ def test_snapshot_is_the_state_of_its_step_in_every_process(pool, llama, tmp_pat
         for number in range(2):
             take_step(cluster, number)
         expected: State = {}
-        for stage, _, part in cluster.pipeline.read_state("checkpoint"):
-            expected.update({(stage, n): t.clone() for n, t in part.tensors.items()})
+        cluster.pipeline.snapshot(collector(expected, [], lambda: 1))
+        cluster.pipeline.finish_snapshot()
     found: State = {}
     seen: list[int] = []
     step = 0
@@ -88,8 +88,8 @@ def test_snapshot_is_the_state_of_its_step_in_every_process(pool, llama, tmp_pat
         step = 4
         cluster.pipeline.finish_snapshot()
         last: State = {}
-        for stage, _, part in cluster.pipeline.read_state("checkpoint"):
-            last.update({(stage, n): t.clone() for n, t in part.tensors.items()})
+        cluster.pipeline.snapshot(collector(last, [], lambda: step))
+        cluster.pipeline.finish_snapshot()
     assert seen[0] == 2  # while the next step was running
     assert len(seen) == len(PLAN)
     assert found.keys() == expected.keys() == last.keys()
@@ -97,3 +97,29 @@ def test_snapshot_is_the_state_of_its_step_in_every_process(pool, llama, tmp_pat
     assert not any(
         torch.equal(last[key], expected[key]) for key in expected if "norm" not in key[1]
     )
+
+
+def test_a_snapshot_whose_taker_fails_is_forgotten_and_the_next_one_is_whole(
+    pool, llama, tmp_path
+) -> None:
+    """As where the disk is full: steps go on, and nothing goes to who has failed any more."""
+    with cluster_of(pool, llama, tmp_path / "run") as cluster:
+        take_step(cluster, 0)
+        asked: list[int] = []
+
+        def refuse(stage: int, number: int, part: StatePart) -> None:
+            asked.append(stage)
+            raise OSError
+
+        cluster.pipeline.snapshot(refuse)
+        with pytest.raises(OSError):
+            cluster.pipeline.finish_snapshot()
+        given_up: list[int] = []
+        cluster.pipeline.snapshot(collector({}, given_up, lambda: 0))  # and replaced at once
+        take_step(cluster, 1)
+        seen: list[int] = []
+        found: State = {}
+        cluster.pipeline.snapshot(collector(found, seen, lambda: 1))
+        cluster.pipeline.finish_snapshot()
+        assert (len(asked), len(seen)) == (1, len(PLAN))
+        assert {stage for stage, _ in found} == set(range(len(PLAN)))
