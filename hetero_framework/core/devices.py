@@ -199,12 +199,16 @@ class Device:
         return tensor.detach(), _nothing
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The CPU tensor on this device, complete on return, for use by the computing thread.
+        """`copies_in` of one tensor."""
+        return self.copies_in([tensor])[0]
 
-        For threads that receive. The CPU memory may be reused on return where the result lies on
-        another device; on the CPU it is the tensor itself.
+    def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """CPU tensors on this device, complete on return, for use by the computing thread.
+
+        For threads that receive. The CPU memory may be reused on return where the results lie on
+        another device; on the CPU they are the tensors themselves. All are waited for at once.
         """
-        return tensor
+        return list(tensors)
 
     def seed(self, value: int) -> None:
         """Seed the CPU generator and this device's own."""
@@ -463,18 +467,19 @@ class _StreamDevice(Device):
         copied.synchronize()
         return host, release
 
-    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         computing = self._namespace.current_stream(self.torch_device)
         stream = self._side_stream("in")
         with self._on(stream):
             # Allocated here, the memory is the side stream's own. Memory of the computing stream
             # may still be in use by work that is queued there, and would have to wait for it.
-            there = tensor.to(self.torch_device, non_blocking=True)
+            there = [tensor.to(self.torch_device, non_blocking=True) for tensor in tensors]
             copied = self._namespace.Event(**self._event_options)
             copied.record(stream)
-        # When the tensor is dropped, work that reads it may be queued on the computing stream:
-        # until that is done, the memory must not go to the next copy.
-        there.record_stream(computing)
+        for tensor in there:
+            # When it is dropped, work that reads it may be queued on the computing stream: until
+            # that is done, the memory must not go to the next copy.
+            tensor.record_stream(computing)
         copied.synchronize()
         return there
 
@@ -655,11 +660,11 @@ class MpsDevice(Device):
         copies = zip(event.sources, event.held, strict=True)
         return next(copy for source, copy in copies if source is tensor), _nothing
 
-    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        # From a copy, as the queue comes to it later, and this thread shall not wait so long.
-        own = tensor.clone()
-        there = own.to(self.torch_device, non_blocking=True)
-        self._queue_event([own])
+    def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # From copies, as the queue comes to them later, and this thread shall not wait so long.
+        own = [tensor.clone() for tensor in tensors]
+        there = [tensor.to(self.torch_device, non_blocking=True) for tensor in own]
+        self._queue_event(own)
         return there
 
     def _queue_event(self, held: Sequence[torch.Tensor]) -> _PolledEvent:

@@ -73,7 +73,7 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
 def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     body = message.body
     if isinstance(body, Inputs):
-        inputs = {k: device.copy_in(v) for k, v in messages.inputs_of(message).items()}
+        inputs = inputs_in(device, messages.inputs_of(message))
         message.release()
         return inputs
     if not isinstance(body, Boundary):
@@ -92,7 +92,7 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
             f"{message.name}: cannot read codec {coded.codec!r} of a {coded.dtype!r} tensor"
         )
     if device.is_async and can_code(device):
-        decoded = codec.decode([device.copy_in(part) for part in parts], coded.shape, dtype)
+        decoded = codec.decode(device.copies_in(parts), coded.shape, dtype)
     else:
         decoded = codec.decode(parts, coded.shape, dtype)
         decoded = device.copy_in(decoded.clone() if _shares(decoded, parts) else decoded)
@@ -100,12 +100,22 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     return Arrival(decoded)
 
 
+def inputs_in(device: Device, inputs: Tensors) -> Tensors:
+    """Batch tensors on the device. A copy knows the CPU tensor that it is of (`_hetero_host`):
+    who has to see its numbers need not wait for the device."""
+    there = dict(zip(inputs, device.copies_in(list(inputs.values())), strict=True))
+    for name, tensor in there.items():
+        if tensor is not inputs[name]:
+            tensor._hetero_host = inputs[name]  # type: ignore[attr-defined]
+    return there
+
+
 def move_in(device: Device, unpacked: Arrival | Tensors) -> Arrival | Tensors:
     """What `unpack` made of a message, on the device. For the computing thread."""
     if not device.one_thread:
         return unpacked
     if not isinstance(unpacked, Arrival):
-        return {name: device.copy_in(tensor) for name, tensor in unpacked.items()}
+        return inputs_in(device, unpacked)
     assert unpacked.tensor is not None
     moved = device.copy_in(unpacked.tensor)
     unpacked.release()

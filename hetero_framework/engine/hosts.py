@@ -180,5 +180,8 @@ class StepResults:
         return ", ".join(str(k) for k in range(micro_batches) if k not in self._finished)
 
     def losses(self) -> list[float]:
-        """In micro-batch order. Waits for the device that has them."""
-        return [float(loss) for _, loss in sorted(self._losses.items())]
+        """In micro-batch order. Waits once for the device that has them."""
+        losses = [loss for _, loss in sorted(self._losses.items())]
+        tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
+        read = iter(torch.stack(tensors).tolist() if tensors else [])
+        return [next(read) if isinstance(loss, torch.Tensor) else loss for loss in losses]

@@ -18,7 +18,7 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine import stage_api as api
-from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, move_in
+from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, inputs_in, move_in
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.hosts import BatchInputs, Host
 from hetero_framework.errors import ProtocolError
@@ -93,8 +93,8 @@ class StageHost(Host):
             self.data(message, arrival)
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
-        on_device = {name: self._device.copy_in(batch.tensors[name]) for name in names}
-        self._executor.put_inputs(stage, micro_batch, on_device)
+        inputs = inputs_in(self._device, {name: batch.tensors[name] for name in names})
+        self._executor.put_inputs(stage, micro_batch, inputs)
 
     def has_inputs(self, stage: int) -> bool:
         return self._executor.has_inputs(stage)

@@ -49,10 +49,12 @@ def per_sample_attention(
 
 
 def sample_lengths(position_ids: torch.Tensor) -> list[int]:
-    """Tokens of each sample of a row. Remembered: every layer asks, a device answers slowly."""
+    """Tokens of each sample of a row. Remembered, and taken from the CPU tensor that was copied to
+    a device: every layer asks, and a device answers slowly."""
     positions: Any = position_ids
     if not hasattr(positions, "_hetero_lengths"):
-        starts = (position_ids.reshape(-1) == 0).nonzero().reshape(-1).tolist()
+        row = getattr(positions, "_hetero_host", position_ids).reshape(-1)
+        starts = (row == 0).nonzero().reshape(-1).tolist()
         ends = [*starts[1:], position_ids.numel()]
         positions._hetero_lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     lengths: list[int] = positions._hetero_lengths

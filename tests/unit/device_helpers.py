@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.devices import Device, DeviceEvent, Support
@@ -88,6 +89,20 @@ class QueuedDevice(Device):
 
         return host, release
 
-    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.copied_in_by.append(threading.current_thread().name)
-        return tensor.clone()
+        return [tensor.clone() for tensor in tensors]
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read off tensors: each read makes a host wait for its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

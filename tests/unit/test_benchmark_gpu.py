@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,8 +89,8 @@ def test_errors_of_a_run_are_results() -> None:
 class Copying(Device):
     """Keeps its promises as a device of its own does."""
 
-    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+    def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in tensors]
 
 
 def test_mixed_up_tensors_are_noticed() -> None:
@@ -98,10 +99,10 @@ def test_mixed_up_tensors_are_noticed() -> None:
     memory = torch.zeros(64)
 
     class Reusing(Device):
-        def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-            memory.copy_(tensor)
+        def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            memory.copy_(tensors[0])
             memory.add_(0.5)  # as if the next one had come in between
-            return memory
+            return [memory]
 
     assert mixed_up(Reusing(), rounds=8, elements=64, width=4) == 8
 

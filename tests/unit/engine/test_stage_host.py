@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,8 +10,8 @@ import torch
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.messages import Commit, Forward, Message
 from hetero_framework.core.trace import Recorder
-from hetero_framework.engine.boundary_io import ArrivalMeter, Done
-from hetero_framework.engine.hosts import BatchInputs
+from hetero_framework.engine.boundary_io import ArrivalMeter, Done, inputs_in
+from hetero_framework.engine.hosts import BatchInputs, StepResults
 from hetero_framework.engine.stage_api import (
     Arrival,
     Loss,
@@ -21,8 +22,12 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import ProtocolError
+from hetero_framework.models.partition import ranges_between
+from hetero_framework.models.shard import build_shard
+from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.varlen_attention import VARLEN, sample_lengths
 from tests.samples import boundary_message
-from tests.unit.device_helpers import QueuedDevice
+from tests.unit.device_helpers import QueuedDevice, Reads
 from tests.unit.engine.test_executor import FakeStage
 from tests.unit.engine.test_pipeline import CONFIG
 
@@ -163,3 +168,40 @@ def test_export_is_read_in_order(host: StageHost) -> None:
     assert isinstance(host.state(1, "export", 0, None), StatePart)
     with pytest.raises(ProtocolError, match="out of order"):
         host.state(1, "export", 3, None)
+
+
+def test_inputs_of_a_micro_batch_are_copied_to_the_device_and_waited_for_at_once() -> None:
+    device = QueuedDevice(at_once=True)
+    batch = {"input_ids": torch.ones(1, 2), "labels": torch.zeros(1, 2), "mask": torch.ones(1, 2)}
+    found = inputs_in(device, batch)
+    assert len(device.copied_in_by) == 1
+    assert all(torch.equal(found[name], tensor) for name, tensor in batch.items())
+
+
+def test_losses_of_a_step_are_read_in_one_go() -> None:
+    results = StepResults()
+    for k, loss in enumerate([torch.tensor(0.1), 0.25, torch.tensor(float("nan")), 0.5]):
+        results.loss(INFO, k, loss)
+    with Reads() as reads:
+        losses = results.losses()
+    assert (losses[0], losses[1], losses[3]) == (float(torch.tensor(0.1)), 0.25, 0.5)
+    assert math.isnan(losses[2])
+    assert reads.count <= 1
+
+
+def test_lengths_of_the_samples_of_a_row_are_not_asked_of_the_device() -> None:
+    config = tiny_config("llama")
+    config._attn_implementation = VARLEN
+    config.num_hidden_layers = 2
+    [whole] = ranges_between([0, 2])
+    shard = build_shard(config, None, whole, dtype=torch.float32)
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    batch = {"input_ids": ids, "position_ids": positions, "labels": ids}
+    expected = shard.loss(batch, None, torch.tensor(3))
+    there = inputs_in(QueuedDevice(), batch)
+    assert torch.equal(shard.loss(there, None, torch.tensor(3)), expected)
+    assert there["position_ids"]._hetero_lengths == [3, 2]  # type: ignore[attr-defined]
+    there = inputs_in(QueuedDevice(), batch)
+    there["position_ids"].zero_()
+    assert sample_lengths(there["position_ids"]) == [3, 2]
