@@ -19,7 +19,7 @@ from typing import Any
 
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.assembly import Cluster
-from hetero_framework.config import Config, StageSpec
+from hetero_framework.config import Config
 from hetero_framework.data import token_count
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.optimizer import check_optimizer
@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _FRAME_HEADER_BYTES = 4096
 _UNEXPLAINED = 1.15
 _REQUEST = 1 << 31
+_WAYS = ("forward", "backward")
 
 
 def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20) -> dict[str, Any]:
@@ -99,26 +100,17 @@ def _links(cluster: Cluster, config: Config, nbytes: int) -> list[dict[str, Any]
         _log.info("measuring the link to worker %s", worker)
         speed = link_probe.measure(partial(cluster.ask, worker), nbytes)
         found.append({"from": "coordinator", "to": worker, **asdict(speed)})
-    for one, other in _direct_pairs(cluster, config.plan.stages):
+    pairs: dict[frozenset[int | str], tuple[int | str, int | str]] = {}  # each once
+    for before, after in pairwise(config.plan.stages):
+        if before.index in cluster.assembly.direct:
+            pairs.setdefault(frozenset((before.owner, after.owner)), (before.owner, after.owner))
+    for one, other in pairs.values():
         _log.info("measuring the link between workers %s and %s", one, other)
         question = link_probe.peer_question(_REQUEST, other, nbytes)
         answer = cluster.ask(one, question)
         found.append({"from": one, "to": other, **asdict(link_probe.peer_speed(answer))})
         answer.release()
     return found
-
-
-def _direct_pairs(
-    cluster: Cluster, specs: tuple[StageSpec, ...]
-) -> list[tuple[int | str, int | str]]:
-    """Each pair once, in the order of the plan."""
-    direct = cluster.assembly.direct
-    found: dict[frozenset[int | str], tuple[int | str, int | str]] = {}
-    for one, other in pairwise(specs):
-        if one.index in direct:
-            pair = (one.owner, other.owner)
-            found.setdefault(frozenset(pair), pair)
-    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -154,28 +146,26 @@ def _steps(cluster: Cluster, parts: setup.Prepared, steps: int) -> list[_Taken]:
 
 
 def _stages(config: Config, profile: Profile, facts: setup.Facts) -> list[dict[str, Any]]:
-    lines = []
+    found = []
     for spec in config.plan.stages:
-        layers = spec.end - spec.start
         forward_s, backward_s = profile.forward_s[spec.index], profile.backward_s[spec.index]
-        lines.append(
-            {
-                "index": spec.index,
-                "process": spec.process,
-                "device": facts[spec.owner].device,
-                "start": spec.start,
-                "end": spec.end,
-                "layers": spec.layers,
-                # The last stage does both at once.
-                "forward_s": None if spec.is_last else forward_s,
-                "backward_s": None if spec.is_last else backward_s,
-                "both_s": forward_s + backward_s,
-                "forward_s_per_layer": None if spec.is_last or not layers else forward_s / layers,
-                "backward_s_per_layer": None if spec.is_last or not layers else backward_s / layers,
-                "both_s_per_layer": (forward_s + backward_s) / layers if layers else None,
-            }
-        )
-    return lines
+        times = {"forward_s": forward_s, "backward_s": backward_s, "both_s": forward_s + backward_s}
+        layers = spec.end - spec.start
+        per_layer = {f"{k}_per_layer": t / layers if layers else None for k, t in times.items()}
+        stage = {
+            "index": spec.index,
+            "process": spec.process,
+            "device": facts[spec.owner].device,
+            "start": spec.start,
+            "end": spec.end,
+            "layers": spec.layers,
+            **times,
+            **per_layer,
+        }
+        if spec.is_last:  # it does both at once
+            stage |= {f"{way}_s{end}": None for way in _WAYS for end in ("", "_per_layer")}
+        found.append(stage)
+    return found
 
 
 def _boundaries(profile: Profile) -> list[dict[str, Any]]:

@@ -72,21 +72,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The boundary between stage `before` and the next one."""
-
-    before: int
-    how: How
-
-
-@dataclass(frozen=True)
 class Diagram:
-    """All that a picture shows; places in the order in which the plan first needs them."""
+    """All that a picture shows; places in the order in which the plan first needs them. Boundary k
+    is the one between stages k and k + 1."""
 
     title: tuple[str, ...]
     counts: str
     places: tuple[Place, ...]
-    boundaries: tuple[Boundary, ...]
+    boundaries: tuple[How, ...]
     caption: tuple[str, ...]
 
     @classmethod
@@ -108,28 +101,25 @@ class Diagram:
         )
 
 
-def _boundary(
-    config: Config, before: StageSpec, after: StageSpec, details: DiagramDetails
-) -> Boundary:
-    how: How = config.shard_plan[after.index].links or config.links
+def _boundary(config: Config, before: StageSpec, after: StageSpec, details: DiagramDetails) -> How:
     if before.owner == after.owner:
-        how = "inside"
-    elif "local" in (before.owner, after.owner):
-        how = "direct"
-    elif details.direct is not None:
-        how = "direct" if before.index in details.direct else "relay"
-    return Boundary(before.index, how)
+        return "inside"
+    if "local" in (before.owner, after.owner):
+        return "direct"
+    if details.direct is not None:
+        return "direct" if before.index in details.direct else "relay"
+    return config.shard_plan[after.index].links or config.links
 
 
-def _caption(config: Config, boundaries: Sequence[Boundary]) -> tuple[str, ...]:
+def _caption(config: Config, boundaries: Sequence[How]) -> tuple[str, ...]:
     lines = []
     if boundaries:
         lines.append("Activations follow the arrows; gradients travel the same way back.")
-    if any(boundary.how == "auto" for boundary in boundaries):
+    if "auto" in boundaries:
         lines.append(f"If possible: {_AUTO}.")
     codecs = [("activations", config.wire.activations), ("gradients", config.wire.gradients)]
     coded = [f"{what} as {codec}" for what, codec in codecs if codec != "none"]
-    if coded and any(boundary.how != "inside" for boundary in boundaries):
+    if coded and set(boundaries) - {"inside"}:
         lines.append(f"Between processes: {', '.join(coded)}.")
     return tuple(lines)
 
@@ -193,9 +183,9 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
         graph_attr={
             "label": _html(
                 *(_bold(line, 17) for line in diagram.title),
-                _faint(diagram.counts, 13),
-                _space(6),
-                *(_faint(line, 12) for line in diagram.caption),
+                _text(diagram.counts, 13),
+                _text(" ", 6),
+                *(_text(line, 12) for line in diagram.caption),
             ),
             "labelloc": "t", "rankdir": "LR", "bgcolor": _PAPER, "fontname": _FONT,
             "pad": "0.25", "nodesep": "0.25", "ranksep": "0.6",
@@ -212,21 +202,21 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
     for number, place in enumerate(diagram.places):
         fill, line = place.colors
         with dot.subgraph(name=f"cluster{number}") as box:
-            about = (_faint(text, 12) for text in place.lines)
-            label = _html(_space(4), *(_bold(text, 15) for text in place.names), *about)
+            about = (_text(text, 12) for text in place.lines)
+            label = _html(_text(" ", 4), *(_bold(text, 15) for text in place.names), *about)
             box.attr(label=label, labelloc="t", style="rounded,filled", fillcolor=fill)
             box.attr(color=line, penwidth="1.2", rank="same", margin="12")
             for index, (first, *rest) in place.stages:
                 box.node(f"s{index}", _html(_bold(first, 12), *map(_dot_text, rest)))
     number_of = {i: number for number, place in enumerate(diagram.places) for i, _ in place.stages}
-    for b in diagram.boundaries:
-        one, other = number_of[b.before], number_of[b.before + 1]
+    for index, how in enumerate(diagram.boundaries):
+        one, other = number_of[index], number_of[index + 1]
         beside = one < other and one // PER_ROW == other // PER_ROW
-        words = _html(*map(_dot_text, _WORDS[b.how]), _space(3)) if _WORDS[b.how] else ""
+        words = _html(*map(_dot_text, _WORDS[how]), _text(" ", 3)) if _WORDS[how] else ""
         # Only what leads to the right decides about columns; the rest finds its way around.
         dot.edge(
-            f"s{b.before}", f"s{b.before + 1}", words,
-            style=_STYLES.get(b.how, "solid"), constraint=str(beside).lower(),
+            f"s{index}", f"s{index + 1}", words,
+            style=_STYLES.get(how, "solid"), constraint=str(beside).lower(),
         )  # fmt: skip
     return dot
 
@@ -236,15 +226,11 @@ def _html(*lines: str) -> str:
 
 
 def _bold(text: str, size: int) -> str:
-    return f'<font point-size="{size}"><b>{_dot_text(text)}</b></font>'
+    return f"<b>{_text(text, size, _INK)}</b>"
 
 
-def _faint(text: str, size: int) -> str:
-    return f'<font point-size="{size}" color="{_FAINT}">{_dot_text(text)}</font>'
-
-
-def _space(size: int) -> str:
-    return f'<font point-size="{size}"> </font>'
+def _text(text: str, size: int, color: str = _FAINT) -> str:
+    return f'<font point-size="{size}" color="{color}">{_dot_text(text)}</font>'
 
 
 def _dot_text(text: str) -> str:
@@ -262,11 +248,11 @@ def to_mermaid(diagram: Diagram) -> str:
         lines.append(f"  subgraph m{number}[{_quoted(*place.names, *place.lines)}]")
         lines += [f"    s{index}[{_quoted(*texts)}]" for index, texts in place.stages]
         lines.append("  end")
-    for b in diagram.boundaries:
-        words = (_AUTO,) if b.how == "auto" else (" ".join(_WORDS[b.how]),)
-        label = f"|{_quoted(*words)}|" if words[0] else ""
-        line = "-.->" if b.how in _STYLES else "-->"
-        lines.append(f"  s{b.before} {line}{label} s{b.before + 1}")
+    for index, how in enumerate(diagram.boundaries):
+        words = _AUTO if how == "auto" else " ".join(_WORDS[how])
+        label = f"|{_quoted(words)}|" if words else ""
+        line = "-.->" if how in _STYLES else "-->"
+        lines.append(f"  s{index} {line}{label} s{index + 1}")
     for number, place in enumerate(diagram.places):
         lines.append(f"  style m{number} fill:{place.colors[0]},stroke:{place.colors[1]}")
     return "\n".join([*lines, ""])

@@ -110,7 +110,7 @@ def test_readme_picture_shows_the_shipped_configuration() -> None:
 
 
 def hows(config: Config, direct: frozenset[int] | None = None) -> list[str]:
-    return [b.how for b in Diagram.of(config, DiagramDetails(direct=direct)).boundaries]
+    return list(Diagram.of(config, DiagramDetails(direct=direct)).boundaries)
 
 
 def with_links(mode: str, **of_entry: str) -> Config:
