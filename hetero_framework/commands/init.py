@@ -10,7 +10,8 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from hetero_framework.errors import ConfigError, HeteroError, UserError
 ADAPTERS = ("lora", "qlora", "none")
 _USUAL_DATA = "data/train.jsonl"
 _DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|te?xt)(\.gz)?$")
+_ADDRESS = re.compile(r"(?:\[([^\]]*)\]|([^:\[]*))(?::([0-9]*)(?::(.*))?)?")
 _T = TypeVar("_T")
 
 
@@ -29,7 +31,7 @@ _T = TypeVar("_T")
 class Address:
     """HOST[:PORT[:DEVICE]] taken apart; an IPv6 address stands in brackets before a port."""
 
-    host: str
+    ip: str
     port: int | None = None
     device: str = "auto"
 
@@ -49,33 +51,27 @@ class Answers:
 
 def parse_address(text: str) -> Address:
     """Take HOST[:PORT[:DEVICE]] apart. Raises UserError."""
-    wrong = UserError(
-        f'"{text}" is not HOST, HOST:PORT or HOST:PORT:DEVICE',
-        hint="for example 192.168.1.20:9999, [::1]:9999 or box:9999:cuda:0",
-    )
     text = text.strip()
-    if text.startswith("["):
-        host, closed, rest = text[1:].partition("]")
-        if not closed or (rest and not rest.startswith(":")):
-            raise wrong
-        rest = rest[1:]
-    elif _is_ipv6(text):
-        host, rest = text, ""
+    match = _ADDRESS.fullmatch(text)
+    if _is_ipv6(text):
+        address = Address(text)
+    elif match is not None:
+        bracketed, host, port, device = match.groups()
+        address = Address(bracketed or host, int(port) if port else None, device or "auto")
     else:
-        host, _, rest = text.partition(":")
-    port_text, _, device = rest.partition(":")
-    if port_text and not (port_text.isascii() and port_text.isdigit()):
-        raise wrong
-    port = int(port_text) if port_text else None
-    entry = {"id": 1, "ip": host, "device": device or "auto"}
-    _validated({"workers": [entry if port is None else {**entry, "port": port}]}, text)
-    return Address(host, port, device or "auto")
+        raise UserError(
+            f'"{text}" is not HOST, HOST:PORT or HOST:PORT:DEVICE',
+            hint="for example 192.168.1.20:9999, [::1]:9999 or box:9999:cuda:0",
+        )
+    given = {name: value for name, value in asdict(address).items() if value is not None}
+    _validated({"workers": [{"id": 1, **given}]}, text)
+    return address
 
 
 def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
     """Even ranges [start, end) for the coordinator and then the workers.
 
-    What does not divide goes to the last ones: the coordinator holds the embedding besides.
+    What does not divide goes to later ones: the coordinator holds the embedding besides.
     Raises UserError when a worker would get no layer.
     """
     if num_layers < max(1, machines - 1):
@@ -83,10 +79,7 @@ def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
             f"{num_layers} layers are too few for {machines - 1} workers",
             hint="name fewer workers",
         )
-    size, rest = divmod(num_layers, machines)
-    sizes = [size + (position >= machines - rest) for position in range(machines)]
-    ends = [sum(sizes[: position + 1]) for position in range(machines)]
-    return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return list(pairwise(num_layers * k // machines for k in range(machines + 1)))
 
 
 def propose(
@@ -104,10 +97,10 @@ def propose(
     entries = []
     for number, worker in enumerate(workers, start=1):
         port = worker.port or WORKER_PORT
-        while worker.port is None and (worker.host, port) in taken:
+        while worker.port is None and (worker.ip, port) in taken:
             port += 1
-        taken.add((worker.host, port))
-        entries.append({"id": number, "ip": worker.host, "port": port, "device": worker.device})
+        taken.add((worker.ip, port))
+        entries.append({"id": number, **asdict(worker), "port": port})
     plan: list[dict[str, Any]] = [
         {"id": position or "local", "start": start, "end": end}
         for position, (start, end) in enumerate(ranges)
@@ -309,12 +302,8 @@ def _coordinator(
 ) -> dict[str, Any]:
     if answers.coordinator is not None:
         address = parse_address(answers.coordinator)
-        return {
-            "ip": address.host,
-            "port": address.port or COORDINATOR_PORT,
-            "device": address.device,
-        }
-    only_here = all(addresses.is_loopback(worker.host) for worker in workers)
+        return {**asdict(address), "port": address.port or COORDINATOR_PORT}
+    only_here = all(addresses.is_loopback(worker.ip) for worker in workers)
     ip = "127.0.0.1" if only_here else own_address
     found: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": answers.device or "auto"}
     return {"hostname": hostname, **found} if hostname else found
