@@ -22,25 +22,33 @@ Kind = Literal["nf4", "int8"]
 
 
 def quantization_config(
-    kind: Kind, model_config: PretrainedConfig, compute_dtype: torch.dtype, device: Device
-) -> BitsAndBytesConfig | None:
-    """How to quantise full-precision weights while they are loaded; None for a checkpoint that is
-    quantised so already (see `stored_quantization_config`).
+    kind: Kind | None, model_config: PretrainedConfig, compute_dtype: torch.dtype, device: Device
+) -> BitsAndBytesConfig | dict[str, Any] | None:
+    """How to hold a model's weights quantised; None for full precision.
 
     "nf4" is QLoRA's recipe: 4-bit NormalFloat with double quantisation (Dettmers et al. 2023), its
-    products in `compute_dtype`. "int8" is LLM.int8(). Raises DeviceError where bitsandbytes cannot
-    run, ConfigError when the checkpoint is quantised otherwise.
+    products in `compute_dtype`. "int8" is LLM.int8(). A checkpoint that is quantised already is
+    read with its own settings, a dictionary that belongs into `model_config`. Raises ModelError,
+    DeviceError where bitsandbytes cannot run, ConfigError for a checkpoint quantised otherwise.
     """
     stored = stored_quantization(model_config)
-    if stored == kind:
+    if kind is None and stored is None:
         return None
-    if stored is not None:
+    if kind is not None and stored not in (None, kind):
         raise ConfigError(
             f"model.quantization is {kind!r}, but the checkpoint is quantised already ({stored})",
             hint="remove model.quantization",
         )
-    check_device(device)
+    if not (support := device.four_bit()).ok:
+        raise DeviceError(
+            f"{device.name} cannot hold quantised weights: {support.reason}",
+            hint='use a full-precision model with "model.quantization": null, or move the layers',
+        )
     skipped = modules_left_alone(model_config)
+    if stored is not None:
+        settings = stored_settings(model_config)
+        named = settings.get("llm_int8_skip_modules")
+        return {**settings, "llm_int8_skip_modules": skipped if named is None else named}
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
     return BitsAndBytesConfig(
@@ -72,34 +80,9 @@ def stored_quantization(model_config: PretrainedConfig) -> str | None:
     return "int8"
 
 
-def stored_quantization_config(
-    model_config: PretrainedConfig, device: Device
-) -> dict[str, Any] | None:
-    """The `quantization_config` with which to read an already quantised checkpoint: its own, with
-    the modules that were left alone named; None for full precision. Raises DeviceError, ModelError.
-    """
-    if stored_quantization(model_config) is None:
-        return None
-    check_device(device)
-    settings = stored_settings(model_config)
-    if settings.get("llm_int8_skip_modules") is None:
-        settings["llm_int8_skip_modules"] = modules_left_alone(model_config)
-    return settings
-
-
 def modules_left_alone(model_config: PretrainedConfig) -> list[str]:
     """The modules of the whole model that transformers keeps in full precision by default."""
     return sorted(get_keys_to_not_convert(meta_model(model_config)))
-
-
-def check_device(device: Device) -> None:
-    """Raise DeviceError with the reason where bitsandbytes cannot quantise."""
-    support = device.four_bit()
-    if not support.ok:
-        raise DeviceError(
-            f"{device.name} cannot hold quantised weights: {support.reason}",
-            hint='use a full-precision model with "model.quantization": null, or move the layers',
-        )
 
 
 def stored_settings(model_config: PretrainedConfig) -> dict[str, Any]:

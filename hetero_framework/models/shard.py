@@ -44,7 +44,7 @@ from hetero_framework.models.partition import (
     shard_class,
     untie,
 )
-from hetero_framework.models.quantization import quantization_config, stored_quantization_config
+from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.tiny import causal_lm_config
@@ -96,12 +96,10 @@ def load_shard(
     dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
     if model.from_config is not None:
         return build_shard(config, None, rng, dtype=dtype, device=device.torch_device, seed=seed)
-    quantization = None
-    if model.quantization is not None:
-        compute_dtype = dtype or _config_dtype(config)
-        quantization = quantization_config(model.quantization, config, compute_dtype, device)
-    if (stored := stored_quantization_config(config, device)) is not None:
-        config.quantization_config, quantization = stored, None
+    compute_dtype = dtype or _config_dtype(config)
+    quantization = quantization_config(model.quantization, config, compute_dtype, device)
+    if isinstance(quantization, dict):
+        config.quantization_config, quantization = quantization, None
     source = resolve_model_path(str(model.name_or_path), base_dir)
     checkpoint = Checkpoint(source, model.revision)
     shard = build_shard(

@@ -19,7 +19,6 @@ from hetero_framework.models.quantization import (
     modules_left_alone,
     quantization_config,
     stored_quantization,
-    stored_quantization_config,
 )
 from hetero_framework.models.trainable import attach_adapter, export_parts, trainable_parameters
 from tests.unit.adapter_helpers import (
@@ -136,7 +135,7 @@ def test_full_training_of_a_quantised_model_is_refused(llama: Path) -> None:
 def test_nf4_is_qloras_recipe(llama: Path) -> None:
     config = AutoConfig.from_pretrained(llama)
     settings = quantization_config("nf4", config, torch.bfloat16, open_device("cpu"))
-    assert settings is not None
+    assert isinstance(settings, BitsAndBytesConfig)
     assert settings.bnb_4bit_quant_type == "nf4"
     assert settings.bnb_4bit_use_double_quant
     assert settings.bnb_4bit_compute_dtype == torch.bfloat16
@@ -153,8 +152,9 @@ def test_device_without_bitsandbytes_is_refused_with_the_reason(
     device = NoFourBit()
     with pytest.raises(DeviceError, match="no kernels for this device"):
         quantization_config("nf4", AutoConfig.from_pretrained(llama), torch.float32, device)
+    config = AutoConfig.from_pretrained(stored[1])
     with pytest.raises(DeviceError, match="no kernels for this device"):
-        stored_quantization_config(AutoConfig.from_pretrained(stored[1]), device)
+        quantization_config(None, config, torch.float32, device)
 
 
 def test_contradicting_or_foreign_quantisation_is_refused(
