@@ -292,9 +292,9 @@ class Cluster:
         for worker in self.workers:
             self._members.on(worker, Event.DIAL)
         welcomes = self._peers.connect_all()
-        memory = self.device.memory()
+        own, memory = self.device, self.device.memory()
         facts: dict[str | int, MachineFacts] = {
-            "local": MachineFacts(self.device.name, self.device.label, memory.total, memory.free)
+            "local": MachineFacts(own.name, own.label, memory.total, memory.free)
         }
         for worker, said in welcomes.items():
             self._members.on(worker, Event.FRESH)
@@ -303,23 +303,17 @@ class Cluster:
             )
             if said.torch.split("+")[0] != torch.__version__.split("+")[0]:
                 _log.warning(
-                    "worker %s has torch %s, the coordinator %s: equal to the last bit only with "
-                    "equal versions",
-                    worker,
-                    said.torch,
-                    torch.__version__,
+                    f"worker {worker} has torch {said.torch}, the coordinator {torch.__version__}: "
+                    "equal to the last bit only with equal versions"
                 )
             connected = event("worker connected", worker=worker, device=said.device_label)
             _log.info("", extra=connected)
         return facts
 
     def assemble(self, config: Config, memory_limits: tuple[int, ...] | None = None) -> Assembly:
-        """Have every process load its stages of `config`, all at once.
-
-        `memory_limits` is how many forwards each stage has memory for. A link that breaks
-        meanwhile is opened again: nothing is lost yet. Raises PeerLostError for a worker that is
-        gone or takes longer than `load_timeout_s`.
-        """
+        """Have every process load its stages of `config`, all at once. A link that breaks meanwhile
+        is opened again: nothing is lost yet. Raises PeerLostError for a worker that is gone or
+        takes longer than `load_timeout_s`."""
         self._config = config
         for worker in self.workers:
             self._guard(worker, Event.PLANNED)
@@ -399,10 +393,8 @@ class Cluster:
                 _log.info("still loading: worker %s", ", ".join(waiting))
 
     def _connect_workers(self) -> None:
-        """Open the links between workers that the plan has use for.
-
-        Raises NetworkError where the configuration insists on one that cannot be had.
-        """
+        """Open the links between workers that the plan has use for. Raises NetworkError where the
+        configuration insists on one that cannot be had."""
         boundaries = Boundaries(self._config)
         pairs = [(before.owner, after.owner) for before, after in boundaries.between_workers]
         problems = self._peers.connect_workers(pairs, timeouts.DIRECT_DIAL_S) if pairs else {}
@@ -462,10 +454,8 @@ class Cluster:
         return {worker: offset for worker, offset in offsets.items() if offset is not None}
 
     def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
-        """Between steps: what the handler for `name` in a worker says to `data`.
-
-        Raises UserError when it failed or is not registered there.
-        """
+        """Between steps: what the handler for `name` in a worker says to `data`. Raises UserError
+        when it failed or is not registered there."""
         if worker not in self.workers:
             known = ", ".join(map(str, self.workers)) or "none"
             raise UserError(f"there is no worker {worker!r} to ask (workers: {known})")
@@ -496,11 +486,9 @@ class Cluster:
 
     def retrying(self, action: Callable[[], T]) -> T:
         """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. For a
-        link between workers nobody waits: what it carried goes through the coordinator until they
-        have opened another one.
+        link between workers nobody waits: what it carried goes through the coordinator meanwhile.
 
-        What `action` did before the break must do no harm when it is done again: gradients and
-        activations of the attempt are forgotten, and what was loaded is loaded over; weights and
+        What `action` did before the break must do no harm when it is done again: weights and
         optimizer must not have stepped. Raises PeerLostError when a worker or its state is gone,
         and WorkerLeaving, with the attempt forgotten, when one is about to end.
         """
@@ -524,13 +512,10 @@ class Cluster:
             except DirectLost as lost:
                 broken = True
                 self._peers.drop_direct(lost.pair)
-                one, other = sorted(lost.pair, key=str)
+                one, other = sorted(map(str, lost.pair))
                 _log.warning(
-                    "lost the link between workers %s and %s (%s); their tensors go through the "
-                    "coordinator until it is back",
-                    one,
-                    other,
-                    lost.reason,
+                    f"lost the link between workers {one} and {other} ({lost.reason}); their "
+                    "tensors go through the coordinator until it is back",
                     extra=event("direct link lost", "relay", workers=f"{one}, {other}"),
                 )
             else:
@@ -568,12 +553,8 @@ class Cluster:
         if (ended := self._exit_text(worker)) is not None:
             self._on(worker, Event.GONE, f"worker {worker} is gone: {ended}")
             return
-        _log.warning(
-            "lost the link to worker %s (%s); connecting again",
-            worker,
-            why,
-            extra=event("worker lost", "connecting again", worker=worker),
-        )
+        lost = event("worker lost", "connecting again", worker=worker)
+        _log.warning("lost the link to worker %s (%s); connecting again", worker, why, extra=lost)
         try:
             has_stages = self._peers.reconnect(worker)
         except PeerLostError as gone:
@@ -597,21 +578,17 @@ class Cluster:
         raise PeerLostError(why, hint=self._advice(worker))
 
     def _advice(self, worker: WorkerId) -> str | None:
-        """What to do about a worker that is gone; those that were started here start by themselves,
-        and the others stay for a while."""
-        if self._local.starts(worker):
-            return None
-        return f"start worker {worker} again on its machine"
+        """What to do about a worker that is gone; those of this machine start by themselves."""
+        own = self._local.starts(worker)
+        return None if own else f"start worker {worker} again on its machine"
 
     def why(self, lost: LinkLost) -> str:
         """How the worker of a lost link ended, if it was started here; else what broke the link."""
         return self._exit_text(lost.worker) or lost.reason
 
     def _exit_text(self, worker: WorkerId) -> str | None:
-        for ended in self._local.exited():
-            if ended.worker_id == worker:
-                return str(ended)
-        return None
+        texts = (str(ended) for ended in self._local.exited() if ended.worker_id == worker)
+        return next(texts, None)
 
 
 def _goodbye(error: BaseException | None) -> m.Body:

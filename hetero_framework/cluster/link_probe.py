@@ -25,7 +25,7 @@ SINK, SOURCE, PEER = "hetero.sink", "hetero.source", "hetero.peer"
 _TRIPS = 20
 _ROUNDS = 5
 MOST_BYTES = 1 << 30
-_PIECE_BYTES = 1 << 18
+_RANDOM_BYTES = 1 << 18
 
 Ask = Callable[[Message], Message]
 
@@ -40,11 +40,9 @@ class LinkSpeed:
 
 
 def measure(ask: Ask, nbytes: int) -> LinkSpeed:
-    """Measure a link with messages of `nbytes`; `ask` sends a question and gives its answer.
-
-    The first of each kind warms the link up and does not count, unless it took seconds. A
-    transfer's time includes a round trip: the shortest one is taken off.
-    """
+    """Measure a link with messages of `nbytes`; `ask` sends a question and gives its answer. The
+    first of each kind warms the link up and does not count, unless it took seconds. A transfer's
+    time includes a round trip: the shortest one is taken off."""
     payload = (_bytes(nbytes),)
     trips = _repeat(lambda: _seconds(ask, SINK, None), _TRIPS)
     up = _repeat(lambda: _seconds(ask, SINK, None, payload), _ROUNDS)
@@ -107,8 +105,7 @@ def _bytes(count: int) -> WireTensor:
     if not 0 < count <= MOST_BYTES:
         raise ValueError(f"{count} bytes cannot be asked for")
     # Random, since a tunnel that compresses would be too fast with zeros.
-    piece = os.urandom(_PIECE_BYTES)
-    data = piece * -(-count // _PIECE_BYTES)
+    data = os.urandom(_RANDOM_BYTES) * -(-count // _RANDOM_BYTES)
     return WireTensor("uint8", (count,), memoryview(data)[:count])
 
 

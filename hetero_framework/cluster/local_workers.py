@@ -38,10 +38,7 @@ _TAIL_BYTES = 16 * 1024
 
 
 def watch_parent(on_gone: Callable[[], None] | None = None) -> threading.Thread:
-    """In a supervised worker: call `on_gone` when the parent is gone (default: end the process).
-
-    Reads the standard input, to which the parent never writes, in a daemon thread.
-    """
+    """In a supervised worker: call `on_gone` when the parent is gone (default: end the process)."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -66,9 +63,8 @@ class WorkerExit:
 
     def __str__(self) -> str:
         text = f"worker {self.worker_id} ended with {describe_exit(self.code)}"
-        if self.last_lines:
-            text += "; the end of its log:"
-        return "\n    ".join([text, *self.last_lines])
+        end = "; the end of its log:" if self.last_lines else ""
+        return "\n    ".join([text + end, *self.last_lines])
 
 
 def describe_exit(code: int) -> str:
@@ -82,10 +78,8 @@ def describe_exit(code: int) -> str:
 
 
 class LocalWorkers:
-    """The workers that a coordinator starts on its own machine; a context manager.
-
-    Each writes to output_dir/logs/worker-<id>.log.
-    """
+    """The workers that a coordinator starts on its own machine; a context manager. Each writes to
+    output_dir/logs/worker-<id>.log."""
 
     def __init__(
         self,
@@ -110,10 +104,8 @@ class LocalWorkers:
         self.stop()
 
     def start(self) -> None:
-        """Start the workers that are not there yet; call it again to replace ones that ended.
-
-        A worker whose address already answers is left alone and used. Raises ResourceError.
-        """
+        """Start the workers that are not there, or not any more. One whose address already answers
+        is left alone and used. Raises ResourceError."""
         try:
             spawner = _Spawner(self._config, self._program, debug=self._debug)
             for worker_id in self._ids:
@@ -132,12 +124,8 @@ class LocalWorkers:
         if addresses.is_local_address(worker.ip) and not addresses.port_is_free(
             worker.ip, worker.port
         ):
-            _log.info(
-                "worker %s: something already listens at %s port %d; using it",
-                worker_id,
-                worker.ip,
-                worker.port,
-            )
+            where = f"{worker.ip} port {worker.port}"
+            _log.info("worker %s: something already listens at %s; using it", worker_id, where)
             return
         log = spawner.log_dir / f"worker-{worker_id}.log"
         with log.open("ab") as output:
@@ -186,11 +174,9 @@ def run_workers(
     debug: bool = False,
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    """Run several workers of this machine, one process each, until all of them ended.
-
-    Their lines appear behind the worker's name. When one fails, the others are stopped. Returns
-    the exit code: 0, or that of the first worker that failed. Raises ResourceError.
-    """
+    """Run several workers of this machine, one process each, until all have ended or one fails; the
+    exit code: 0, or that of the one that failed. Their lines appear behind the worker's name.
+    Raises ResourceError."""
     processes: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
 
@@ -199,7 +185,8 @@ def run_workers(
             process.terminate()
 
     # What is to end this process is to end them, in their own way.
-    before = signal.signal(signal.SIGTERM, pass_on) if _is_main_thread() else None
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, pass_on) if is_main else None
     try:
         spawner = _Spawner(config, [*program, *["--keep"] * keep], debug=debug)
         for worker_id in worker_ids:
@@ -218,10 +205,6 @@ def run_workers(
         for process in processes:
             if process.stdout is not None:
                 process.stdout.close()
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 @dataclass(frozen=True)

@@ -147,20 +147,16 @@ class PeerLinks:
     def send(
         self, worker: WorkerId, message: Message, done: Callable[[], None] | None = None
     ) -> None:
-        """Send a tensor to a peer. One that is gone is ignored: its link's reader says so.
-
-        Raises ProtocolError for a frame that is too large.
-        """
+        """Send a tensor to a peer. One that is gone is ignored: its link's reader says so. Raises
+        ProtocolError for a frame that is too large."""
         peer = self._get(worker)
         if peer is not None and peer.phase is Phase.FLOWING:
             with suppress(PeerLostError):
                 peer.send(message, done)
 
     def ask(self, worker: WorkerId, question: Message, timeout_s: float) -> Message:
-        """Send a CONTROL request to a peer and wait for its answer, which the caller releases.
-
-        Raises NetworkError when there is no link to it or no answer.
-        """
+        """A peer's answer to a CONTROL request, which the caller releases. Raises NetworkError when
+        there is no link to it or no answer."""
         peer = self._get(worker)
         if peer is None:
             raise NetworkError(f"there is no link to worker {worker}")

@@ -6,7 +6,6 @@ addresses and host names. Nothing is sent anywhere and no name is resolved.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,13 +52,9 @@ def decide_role(
     worker_id: int | str | None = None,
     identity: Identity | None = None,
 ) -> Role:
-    """The role of this machine.
-
-    `role` ("coordinator" or "worker") and `worker_id` decide when given. Raises ConfigError when
-    they contradict each other or when nothing in the configuration names this machine.
-    """
-    if role not in (None, "coordinator", "worker"):
-        raise ConfigError(f'--role is "coordinator" or "worker", not "{role}"')
+    """The role of this machine. `role` ("coordinator" or "worker") and `worker_id` decide when
+    given. Raises ConfigError when they contradict each other or when nothing in the configuration
+    names this machine."""
     identity = identity or this_machine()
     if role == "coordinator":
         if worker_id is not None:
@@ -91,12 +86,9 @@ def local_worker_ids(config: Config, identity: Identity | None = None) -> tuple[
 
 def machine_of(config: Config, machine: Machine) -> str:
     """A key that is equal for entries of the same machine; loopback is the coordinator's."""
-    host = normal_host(config.coordinator.ip if _is_loopback(machine) else machine.ip)
-    return (
-        normal_host("localhost")
-        if _is_loopback(config.coordinator) and (host == normal_host(config.coordinator.ip))
-        else host
-    )
+    own = normal_host(config.coordinator.ip)
+    host = own if _is_loopback(machine) else normal_host(machine.ip)
+    return normal_host("localhost") if _is_loopback(config.coordinator) and host == own else host
 
 
 def threads_for(
@@ -106,11 +98,9 @@ def threads_for(
     cores: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """CPU threads of the process of `owner` ("local" or a worker id).
-
-    OMP_NUM_THREADS, else the entry's num_threads, else the cores of this machine shared evenly by
-    the processes that the configuration puts on it; at least 1.
-    """
+    """CPU threads of the process of `owner` ("local" or a worker id): OMP_NUM_THREADS, else the
+    entry's num_threads, else the cores of this machine shared evenly by the processes that the
+    configuration puts on it; at least 1."""
     given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if given.isdigit() and int(given) > 0:
         return int(given)
@@ -181,16 +171,12 @@ def _same_name(name: str, identity: Identity) -> bool:
 
 
 def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    return addresses.parsed(host) is not None
 
 
 def _is_loopback(machine: Machine) -> bool:
-    host = normal_host(machine.ip)
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+    address = addresses.parsed(normal_host(machine.ip))
+    return address is not None and address.is_loopback
 
 
 def _all_loopback(config: Config) -> bool:

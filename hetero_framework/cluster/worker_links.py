@@ -62,7 +62,7 @@ class _Redial:
     """A link between workers that was lost: who dials whom next, and when. One that is lost again
     and again is tried more and more seldom, for every loss costs a repeated step."""
 
-    way: tuple[WorkerId, WorkerId]
+    order: tuple[WorkerId, WorkerId]
     at: float = 0.0
     pause_s: float = 0.0
 
@@ -81,11 +81,9 @@ class WorkerLinks:
         unpack: Callable[[Message], Any] = lambda message: None,
         watch: Callable[[WorkerId], Watch] | None = None,
     ) -> None:
-        """`buffers` makes a pool of receive buffers; `exit_text` says how a local worker process
-        ended, None while it lives. `unpack` makes of a message for this process, in a reader
-        thread, what its Event has as `arrival`; `watch(worker)` gives the function that
-        hears of every frame on its link.
-        """
+        """`exit_text` says how a local worker process ended, None while it lives. `unpack` makes of
+        a message, in a reader thread, what its Event has as `arrival`; `watch(worker)` gives its
+        link's `on_moved`."""
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
@@ -132,11 +130,9 @@ class WorkerLinks:
     # -- connecting -----------------------------------------------------------------------------
 
     def connect_all(self) -> dict[WorkerId, m.Welcome]:
-        """Dial every worker at once; what each said in its WELCOME.
-
-        Raises the first error when all have answered or failed: NetworkError for one that cannot
-        be reached in `connect_timeout_s`, ProtocolError for another protocol version.
-        """
+        """Dial every worker at once; what each said in its WELCOME. Raises the first error when all
+        have answered or failed: NetworkError for one that cannot be reached in `connect_timeout_s`,
+        ProtocolError for another protocol version."""
         self._dialling = {
             id: in_background(partial(self._open_when_free, worker), f"dial-{id}")
             for id, worker in self._workers.items()
@@ -145,10 +141,8 @@ class WorkerLinks:
         return {id: dialled.result() for id, dialled in self._dialling.items()}
 
     def reconnect(self, worker_id: WorkerId) -> bool:
-        """Dial a lost worker for `reconnect_timeout_s`; whether it has its stages still.
-
-        Raises PeerLostError when its process is gone or it does not come back in time.
-        """
+        """Dial a lost worker for `reconnect_timeout_s`; whether it has its stages still. Raises
+        PeerLostError when its process is gone or it does not come back in time."""
         deadline = time.monotonic() + self._config.training.reconnect_timeout_s
         while True:
             try:
@@ -186,38 +180,27 @@ class WorkerLinks:
 
     def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> m.Welcome:
         """Connect and shake hands once. `again`: the worker has been there before."""
-        told = False
+        name, where, told = f"worker {worker.id}", f"{worker.ip}:{worker.port}", False
 
         def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
             nonlocal told
             ended = self._exit_text(worker.id)
             if ended is not None:
-                raise NetworkError(ended if again else f"worker {worker.id} did not start: {ended}")
+                raise NetworkError(ended if again else f"{name} did not start: {ended}")
             if again and reason == REFUSED and elapsed_s > timeouts.REFUSED_S:
-                raise NetworkError(
-                    f"nothing listens at {worker.ip}:{worker.port} any more (its process ended)"
-                )
+                raise NetworkError(f"nothing listens at {where} any more (its process ended)")
             if not told and elapsed_s > timeouts.QUIET_S:
-                told = True
-                _log.info(
-                    "waiting for worker %s at %s:%d (%s; up to %.0f s more)",
-                    worker.id,
-                    worker.ip,
-                    worker.port,
-                    reason,
-                    timeout_s - elapsed_s,
-                )
+                told, left = True, timeout_s - elapsed_s
+                _log.info("waiting for %s at %s (%s; up to %.0f s more)", name, where, reason, left)
 
-        stream = connect(
-            worker.ip, worker.port, timeout_s, on_retry, who=f"worker {worker.id}", stop=self._stop
-        )
+        stream = connect(worker.ip, worker.port, timeout_s, on_retry, who=name, stop=self._stop)
         if self._stop.is_set():
             stream.close()
-            raise NetworkError(f"worker {worker.id}: the run ended while it was connecting")
+            raise NetworkError(f"{name}: the run ended while it was connecting")
         self._epochs[worker.id] += 1
         connection = Connection(
             stream,
-            f"worker {worker.id}",
+            name,
             m.COORDINATOR,
             self._received,
             self._closed,
@@ -225,7 +208,6 @@ class WorkerLinks:
             stats=self._stats[worker.id],
             max_frame_bytes=self._max_frame_bytes,
             liveness_s=self._config.training.liveness_timeout_s,
-            handshake_s=timeouts.HANDSHAKE_S,
             send_s=self._config.training.step_timeout_s,
             pool=self._buffers(),
         )
@@ -243,8 +225,7 @@ class WorkerLinks:
             self._epochs[worker.id],
             self._max_frame_bytes,
         )
-        hint, why = None, "it accepts, but says nothing"
-        answer = None
+        hint, why, answer = None, "it accepts, but says nothing", None
         try:
             answer = connection.ask(Message(hello), timeouts.HANDSHAKE_S, self._stop)
         except HeteroError as error:
@@ -252,18 +233,18 @@ class WorkerLinks:
         if answer is None:
             connection.close(drain_s=0)
             raise _Silent(
-                f"what answers at {worker.ip}:{worker.port} is no worker that works: {why}",
+                f"what answers at {where} is no worker that works: {why}",
                 hint=hint
                 or "is it another program that has this port? Else look at the worker's own "
                 "screen or log",
             )
-        refusal = answer.body
-        if isinstance(refusal, m.Reject):
+        said = answer.body
+        if isinstance(said, m.Reject):
             connection.close()
-            if refusal.code == "busy":
-                raise _Busy(refusal.message)
-            kind = ProtocolError if refusal.code == "protocol" else NetworkError
-            raise kind(f"worker {worker.id} refused: {refusal.message}", hint=refusal.hint)
+            if said.code == "busy":
+                raise _Busy(said.message)
+            kind = ProtocolError if said.code == "protocol" else NetworkError
+            raise kind(f"{name} refused: {said.message}", hint=said.hint)
         return answer.expect(m.Welcome)
 
     # -- links between workers ------------------------------------------------------------------
@@ -285,17 +266,14 @@ class WorkerLinks:
     def connect_workers(
         self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
     ) -> dict[frozenset[WorkerId], str]:
-        """Have each pair of workers open a link, the first dialling; why not, where it failed.
-
-        A pair whose first worker cannot reach the second one is tried the other way round.
-        Raises LinkLost.
-        """
+        """Have each pair of workers open a link, the first dialling, then the second where that
+        fails; why not, where both do. Raises LinkLost."""
         # A pair that meets at two boundaries needs one link: of two that cross on the way, each
         # end would take the other's for the newer one and close its own.
         wanted = list({frozenset(pair): pair for pair in pairs}.values())
         problems: dict[frozenset[WorkerId], list[str]] = {}
-        for way in (wanted, [(b, a) for a, b in wanted]):
-            left = [(a, b) for a, b in way if frozenset((a, b)) not in self._direct]
+        for ordered in (wanted, [(b, a) for a, b in wanted]):
+            left = [(a, b) for a, b in ordered if frozenset((a, b)) not in self._direct]
             self._dialled.clear()
             self._order_dials(left, timeout_s)
             deadline = time.monotonic() + timeout_s + timeouts.HANDSHAKE_S
@@ -313,8 +291,7 @@ class WorkerLinks:
 
     def dial_again(self, timeout_s: float) -> None:
         """Between steps: have links between workers that were lost opened again, without waiting
-        for it, and use those that are back. Raises LinkLost.
-        """
+        for it, and use those that are back. Raises LinkLost."""
         # Not before: the other end's news of the old link's loss may come after the news of the
         # new link.
         self._direct |= self._back
@@ -323,8 +300,8 @@ class WorkerLinks:
         for redial in self._redials.values():
             if now >= redial.at:
                 redial.at = now + timeout_s + redial.pause_s
-                redial.way = redial.way[::-1]
-                self._order_dials([redial.way], timeout_s)
+                redial.order = redial.order[::-1]
+                self._order_dials([redial.order], timeout_s)
 
     def _order_dials(self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float) -> None:
         by_dialler: dict[WorkerId, list[m.PeerAddress]] = {}
@@ -366,9 +343,8 @@ class WorkerLinks:
             raise LinkLost(worker_id, error.message) from error
 
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send a boundary message to the worker of its stage. A link that is gone is ignored: its
-        reader reports the loss. So is one that has come back: the attempt is void, and the thread
-        that encodes may not have heard of it yet."""
+        """Send a boundary message to the worker of its stage. A link that is gone is ignored, for
+        its reader reports the loss; so is one that has come back, for the attempt is void."""
         connection = self._wires.get(self._owners[message.expect(m.Boundary).stage])
         if connection is not None and connection.phase in _WORKING:
             with suppress(PeerLostError):
@@ -376,8 +352,7 @@ class WorkerLinks:
 
     def ping(self, worker_id: WorkerId) -> None:
         """Have a link measure its round trip and the worker's clock."""
-        connection = self._wires.get(worker_id)
-        if connection is not None:
+        if (connection := self._wires.get(worker_id)) is not None:
             connection.link.ping()
 
     def clock(self, worker_id: WorkerId) -> Clock:
@@ -390,16 +365,11 @@ class WorkerLinks:
         self._inbox.put(error)
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event, or None after `timeout_s`.
-
-        Raises the worker's own error when it reports one, LinkLost when its link broke, and
-        DirectLost when a link between workers did.
-        """
+        """The next event, or None after `timeout_s`. Raises the worker's own error when it reports
+        one, LinkLost when its link broke, and DirectLost when a link between workers did."""
         while True:
             try:
-                event = (
-                    self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get(False)
-                )
+                event = self._inbox.get(timeout_s > 0, timeout_s)
             except queue.Empty:
                 return None
             if isinstance(event, Exception):
@@ -444,8 +414,7 @@ class WorkerLinks:
 
     def close(self, goodbye: Message, drain_s: float = timeouts.DRAIN_S) -> None:
         """Say goodbye to every worker and close the links; what is queued goes out first, for at
-        most `drain_s` seconds in all.
-        """
+        most `drain_s` seconds in all."""
         self._stop.set()
         deadline = time.monotonic() + drain_s
         wait(self._dialling.values(), max(0.0, deadline - time.monotonic()))

@@ -35,18 +35,14 @@ def local_hostnames() -> list[str]:
 
 
 def is_local_address(host: str) -> bool:
-    """Whether `host`, an address or a name, is this machine.
-
-    A name counts when it is the machine's own or resolves to one of its addresses.
-    """
-    address = _parsed(host)
+    """Whether `host` is an address or a name of this machine, or resolves to one of its
+    addresses."""
+    address = parsed(host)
     if address is not None:
         if address.is_loopback or address.is_unspecified:
             return True
-        return any(address == _parsed(own) for own in local_addresses())
-    if is_local_hostname(host):
-        return True
-    return any(is_local_address(found) for found in _resolve(host))
+        return any(address == parsed(own) for own in local_addresses())
+    return is_local_hostname(host) or any(map(is_local_address, _resolve(host)))
 
 
 def is_local_hostname(name: str) -> bool:
@@ -57,13 +53,13 @@ def is_local_hostname(name: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Whether `host` can only be reached from this machine."""
-    address = _parsed(host)
+    address = parsed(host)
     return address.is_loopback if address is not None else host.lower() in _LOOPBACK_NAMES
 
 
 def is_loopback_by_name(host: str) -> bool:
     """Whether `host` is a name that this machine takes for itself alone; "localhost" says so."""
-    found = _resolve(host) if _parsed(host) is None and host.lower() not in _LOOPBACK_NAMES else ()
+    found = _resolve(host) if parsed(host) is None and host.lower() not in _LOOPBACK_NAMES else ()
     return bool(found) and all(is_loopback(address) for address in found)
 
 
@@ -73,7 +69,7 @@ def primary_address() -> str:
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         for entry in addresses:
-            address = _parsed(entry.address) if entry.family == socket.AF_INET else None
+            address = parsed(entry.address) if entry.family == socket.AF_INET else None
             if name in up and address and not (address.is_loopback or address.is_link_local):
                 return str(address)
     return "127.0.0.1"
@@ -81,8 +77,7 @@ def primary_address() -> str:
 
 def port_is_free(host: str, port: int) -> bool:
     """Whether a program on this machine could listen on host:port now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as sock:
         if sys.platform != "win32":  # there SO_REUSEADDR would let two programs have the port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -97,14 +92,17 @@ def port_is_free(host: str, port: int) -> bool:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that is free now. Another program may take it before it is used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]
     return port
 
 
-def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host.split("%")[0])
     except ValueError:

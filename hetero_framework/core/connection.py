@@ -177,11 +177,10 @@ class Connection:
     def _is_answer(self, message: Message) -> bool:
         """Whether somebody waits for this."""
         body = message.body
-        if not isinstance(body, _ANSWERS) and not (
+        answers = isinstance(body, _ANSWERS) or (
             isinstance(body, m.Control) and body.answers is not None
-        ):
-            return False
-        return self._tell_asking(message)
+        )
+        return answers and self._tell_asking(message)
 
     def _tell_asking(self, answer: Message | HeteroError) -> bool:
         """Whether there was somebody to tell."""

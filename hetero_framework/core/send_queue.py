@@ -31,19 +31,6 @@ class Outgoing:
     writes what it took.
     """
 
-    __slots__ = (
-        "_hasher",
-        "_pending",
-        "_raw",
-        "began",
-        "busy",
-        "done",
-        "left",
-        "message",
-        "missing",
-        "nbytes",
-    )
-
     def __init__(
         self,
         buffers: Sequence[Buffer],
@@ -146,10 +133,8 @@ def drop_sent(pending: deque[memoryview], sent: int) -> None:
 
 
 class SendQueue:
-    """The frames of one link that are not written completely, in the order of their sending.
-
-    The one that is being written is first. Frames are counted with all their bytes.
-    """
+    """The frames of one link that are not written completely, in the order of their sending: the
+    one that is being written is first. Frames are counted with all their bytes."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -15,16 +15,7 @@ import threading
 from enum import Enum
 
 from hetero_framework.core import messages as m
-from hetero_framework.core.messages import (
-    COORDINATOR,
-    DIALLER,
-    EITHER,
-    LISTENER,
-    WORKER,
-    Body,
-    Message,
-    OtherVersion,
-)
+from hetero_framework.core.messages import Body, Message, OtherVersion
 from hetero_framework.errors import ProtocolError
 
 
@@ -52,6 +43,7 @@ _READING = (m.StateRequest, m.State, m.StateLoaded)
 _STATE = (*_READING, m.LoadState)
 _BOUNDARY = (m.Forward, m.Backward)
 _DATA = (m.Inputs, *_BOUNDARY)
+_STEP_RESULTS = (*_READING, *_DATA, m.Loss, m.BackwardDone, m.Committed)
 PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
 """Of a link between two workers."""
 
@@ -89,17 +81,10 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         # Old activations may still be relayed to a worker that has aborted already.
         Phase.IDLE: (*_STATE, *_DATA, m.Committed),
         # A snapshot is read while the next step runs.
-        Phase.STEP: (*_READING, *_DATA, m.Loss, m.BackwardDone, m.Committed),
+        Phase.STEP: _STEP_RESULTS,
         Phase.EVALUATION: (*_STATE, *_DATA, m.Loss, m.Committed),
         Phase.COLLECTED: (*_READING, *_DATA, m.Committed),
-        Phase.ABORTING: (
-            *_READING,
-            *_DATA,
-            m.Loss,
-            m.BackwardDone,
-            m.GradientNorms,
-            m.Committed,
-        ),
+        Phase.ABORTING: (*_STEP_RESULTS, m.GradientNorms),
         Phase.FLOWING: (*_BOUNDARY, m.Control),
     }
     for phase, table in moves.items():
@@ -115,21 +100,24 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
 
 ORDER = _order()
 
-ROLES = {COORDINATOR: WORKER, WORKER: COORDINATOR, DIALLER: LISTENER, LISTENER: DIALLER}
+ROLES = {
+    **{m.COORDINATOR: m.WORKER, m.WORKER: m.COORDINATOR},
+    **{m.DIALLER: m.LISTENER, m.LISTENER: m.DIALLER},
+}
 """Each role on a connection and the role of the other side."""
 
 
 def legal(role: str, phase: Phase) -> list[type[Body]]:
     """What `role` (one of ROLES) may send in this phase."""
-    return [kind for kind in ORDER[phase] if kind.spec.sender in (role, EITHER)]
+    return [kind for kind in ORDER[phase] if kind.spec.sender in (role, m.EITHER)]
 
 
 class Session:
     """One side's view of a connection. Safe to use from several threads.
 
     Call `send` before a message is handed to the link, so that its answer cannot overtake the
-    phase; call `receive` for every message that arrives. Both raise ProtocolError when the
-    message is out of order, in which case the phase does not change.
+    phase; call `receive` for every message that arrives. Both raise ProtocolError for a message
+    out of order, and the phase stays.
     """
 
     def __init__(self, role: str) -> None:
@@ -145,11 +133,11 @@ class Session:
         return self._phase
 
     def send(self, message: Message) -> None:
-        """Record that this side sends `message`; ProtocolError when it may not (our own bug)."""
+        """Record that this side sends `message`."""
         self._advance(message, self.role, "we tried to send")
 
     def receive(self, message: Message) -> None:
-        """Record that `message` came; ProtocolError when the peer may not send it now."""
+        """Record that `message` came."""
         if isinstance(message.body, OtherVersion):
             raise message.body.error()
         self._advance(message, self.peer, f"the {self.peer} sent")
@@ -159,7 +147,7 @@ class Session:
         with self._lock:
             phase = self._phase
             following = ORDER[phase].get(type(body))
-            if following is None or body.spec.sender not in (sender, EITHER):
+            if following is None or body.spec.sender not in (sender, m.EITHER):
                 names = ", ".join(kind.spec.name for kind in legal(sender, phase)) or "nothing"
                 raise ProtocolError(
                     f"{who} {message.name} out of order: {phase.name} "
