@@ -86,7 +86,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Links:
     made = Links()
     monkeypatch.setattr(assembly, "WorkerLinks", lambda *args, **options: made)
     monkeypatch.setattr(assembly, "Pipeline", lambda *args, **options: FakePipeline())
-    monkeypatch.setattr(assembly, "StageHost", lambda *args: SimpleNamespace(data={}))
+    monkeypatch.setattr(assembly, "StageHost", lambda *args, **more: SimpleNamespace(data={}))
     return made
 
 
