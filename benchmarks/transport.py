@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hetero_framework.core.addresses import free_port
+from benchmarks.network import free_ports
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import Link
@@ -287,7 +287,7 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], 
     """The engines, connected, and the other processes."""
     engines = options.engines.split(",")
     payload = memoryview(os.urandom(int(options.mb * 1e6) // 2 * 2))
-    gloo_port = free_port()
+    (gloo_port,) = free_ports(1)
     transfers: dict[str, Transfer] = {}
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener("127.0.0.1", 0))

@@ -59,10 +59,6 @@ class BufferPool:
         self._free_bytes = 0
         self._lock = threading.Lock()
 
-    @property
-    def free_bytes(self) -> int:
-        return self._free_bytes
-
     def take(self, nbytes: int) -> tuple[memoryview, Callable[[], None]]:
         """A writable view of exactly `nbytes` and the function that gives it back, to be called
         at most once."""

@@ -29,7 +29,6 @@ import torch
 from hetero_framework.core.buffers import MAX_PINNED_BYTES, BufferPool, pinned_size_class
 from hetero_framework.errors import DeviceError
 
-KINDS = ("cuda", "rocm", "mps", "xpu", "cpu")
 _POLL_S = 0.0002
 _CLOCK_AGE_S = 5.0
 _CLOCK_TRIES = 3
@@ -219,15 +218,6 @@ class Device:
     def _seed(self, value: int) -> None:
         pass
 
-    def random_state(self) -> dict[str, torch.Tensor]:
-        """The generators' state as CPU uint8 tensors, for `set_random_state`."""
-        return {"cpu": torch.get_rng_state()}
-
-    def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Continue where `random_state` was taken. A state of another kind of device sets what
-        both have: the CPU generator."""
-        torch.set_rng_state(state["cpu"])
-
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         """torch.autocast to `dtype`; None or float32 means no autocast."""
         if dtype is None or dtype == torch.float32:
@@ -381,15 +371,6 @@ class _StreamDevice(Device):
     def _seed(self, value: int) -> None:
         with self._namespace.device(self.torch_device):
             self._namespace.manual_seed(value)
-
-    def random_state(self) -> dict[str, torch.Tensor]:
-        state = self._namespace.get_rng_state(self.torch_device)
-        return {**super().random_state(), self.kind: state}
-
-    def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
-        super().set_random_state(state)
-        if self.kind in state:
-            self._namespace.set_rng_state(state[self.kind], self.torch_device)
 
     def peak_memory(self) -> int:
         return int(self._namespace.max_memory_allocated(self.torch_device))
@@ -678,14 +659,6 @@ class MpsDevice(Device):
     def _seed(self, value: int) -> None:
         torch.mps.manual_seed(value)
 
-    def random_state(self) -> dict[str, torch.Tensor]:
-        return {**super().random_state(), self.kind: torch.mps.get_rng_state()}
-
-    def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
-        super().set_random_state(state)
-        if self.kind in state:
-            torch.mps.set_rng_state(state[self.kind])
-
     def peak_memory(self) -> int:
         # Metal keeps no peak; what the driver holds now includes its cache and rarely shrinks.
         return int(torch.mps.driver_allocated_memory())
@@ -720,11 +693,6 @@ class XpuDevice(_StreamDevice):
 
     def _four_bit(self) -> Support:
         return Support(True, "bitsandbytes on XPU")
-
-
-_CLASSES: dict[str, type[Device]] = {
-    cls.kind: cls for cls in (CudaDevice, RocmDevice, MpsDevice, XpuDevice, Device)
-}
 
 
 def list_devices() -> list[Device]:

@@ -14,8 +14,8 @@ import pytest
 
 from hetero_framework.cluster.local_workers import LocalWorkers, describe_exit, run_workers
 from hetero_framework.config import Config
-from hetero_framework.core import addresses
 from hetero_framework.errors import ResourceError
+from tests.samples import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -58,8 +58,7 @@ def program(tmp_path: Path) -> Callable[[str], list[str]]:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     workers = [
-        {"id": i, "ip": "127.0.0.1", "port": addresses.free_port(), "num_threads": i}
-        for i in (1, 2)
+        {"id": i, "ip": "127.0.0.1", "port": free_ports(1)[0], "num_threads": i} for i in (1, 2)
     ]
     return Config.from_dict(
         {

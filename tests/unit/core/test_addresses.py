@@ -7,6 +7,7 @@ import pytest
 
 from hetero_framework.core import addresses
 from hetero_framework.core.dial import Listener
+from tests.samples import free_ports
 
 
 def fake_interfaces(monkeypatch: pytest.MonkeyPatch, **interfaces: list[tuple[int, str]]) -> None:
@@ -88,7 +89,7 @@ def test_loopback_only_addresses() -> None:
 
 
 def test_port_is_free_until_somebody_listens() -> None:
-    port = addresses.free_port()
+    (port,) = free_ports(1)
     assert addresses.port_is_free("127.0.0.1", port)
     with Listener("127.0.0.1", port):
         assert not addresses.port_is_free("127.0.0.1", port)

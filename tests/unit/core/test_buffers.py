@@ -40,7 +40,7 @@ def test_pool_is_bounded_and_shares_sizes() -> None:
     _, release_second = pool.take(5100)
     release_first()
     release_second()
-    assert pool.free_bytes == size_class(5000)
     again, _ = pool.take(4999)
     assert again.obj is first.obj
-    assert pool.free_bytes == 0
+    other, _ = pool.take(4999)
+    assert other.obj is not first.obj

@@ -33,7 +33,6 @@ def test_device_can_be_opened_by_its_name(device: Device) -> None:
         device.kind,
         device.torch_device,
     )
-    assert device.kind in devices.KINDS
     assert device.label
 
 
@@ -170,19 +169,15 @@ def test_cpu_hands_the_tensor_itself_over() -> None:
 
 
 @every_device
-def test_seed_and_state_repeat_the_numbers(device: Device) -> None:
+def test_seed_repeats_the_numbers(device: Device) -> None:
     def draw() -> list[torch.Tensor]:
         return [torch.rand(3), device.to_host(torch.rand(3, device=device.torch_device))]
 
     device.seed(11)
     first = draw()
-    state = device.random_state()
-    second = draw()
+    draw()
     device.seed(11)
     assert all(map(torch.equal, draw(), first))
-    device.set_random_state(state)
-    assert all(map(torch.equal, draw(), second))
-    assert all(value.dtype == torch.uint8 for value in state.values())
 
 
 @every_device
@@ -326,16 +321,6 @@ def test_cuda_seed_is_this_devices_only(
     )
     open_device("cuda:1").seed(4)
     assert seeded == [(torch.device("cuda", 1), 4)]
-
-
-def test_state_of_another_kind_sets_the_cpu_generator(machine: Callable[..., None]) -> None:
-    machine(cuda=1)
-    device = open_device("cuda:0")
-    torch.manual_seed(1)
-    state = {"cpu": torch.get_rng_state(), "xpu": torch.zeros(4, dtype=torch.uint8)}
-    expected = torch.rand(2)
-    device.set_random_state(state)
-    assert torch.equal(torch.rand(2), expected)
 
 
 @pytest.mark.parametrize(("version", "ok"), [("13.6", False), ("14.1", True), ("26.0", True)])

@@ -527,7 +527,7 @@ def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
         relay.source_socket.sendall(frame)
         assert receive_exactly(relay.target_socket, len(frame)) == frame
         wait_until(lambda: relay.out.link._queue.nbytes == 0, "written")
-        wait_until(lambda: relay.into.link._pool.free_bytes > 0, "given back")
+        wait_until(lambda: relay.into.link._pool._free_bytes > 0, "given back")
     assert len(allocated) == 1
 
 
