@@ -310,15 +310,21 @@ class Cluster:
             _log.info("", extra=connected)
         return facts
 
-    def assemble(self, config: Config, memory_limits: tuple[int, ...] | None = None) -> Assembly:
-        """Have every process load its stages of `config`, all at once. A link that breaks meanwhile
-        is opened again: nothing is lost yet. Raises PeerLostError for a worker that is gone or
-        takes longer than `load_timeout_s`."""
+    def assemble(
+        self,
+        config: Config,
+        memory_limits: tuple[int, ...] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Assembly:
+        """Have every process load its stages of `config`, all at once; `meanwhile` is done here
+        before the workers are waited for. A link that breaks is opened again: nothing is lost yet.
+        Raises PeerLostError for a worker that is gone or takes longer than `load_timeout_s`."""
         self._config = config
         for worker in self.workers:
             self._guard(worker, Event.PLANNED)
         specs, expected = config.plan.stages, in_background(self._expected_weights, "fingerprint")
         local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
+        meanwhile()
         trainable = {stage.index: stage.trainable() for stage in local}
         ready: dict[WorkerId, m.Ready] = {}
         started: set[WorkerId] = set()

@@ -105,6 +105,12 @@ def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
         ) from error
 
 
+def import_schedules() -> None:
+    """What the first `Schedule` would wait for: transformers' schedules come with PEFT and with
+    torch's compiler."""
+    import transformers.optimization  # noqa: F401
+
+
 class Schedule:
     """The one learning-rate schedule of a run, owned by the coordinator."""
 

@@ -23,7 +23,7 @@ from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_coun
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import WorkerLeaving
 from hetero_framework.engine.loss_scale import LossScale
-from hetero_framework.engine.optimizer import Schedule, check_optimizer
+from hetero_framework.engine.optimizer import Schedule, check_optimizer, import_schedules
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.errors import (
@@ -122,7 +122,7 @@ def train(
             ) as cluster:
                 facts = cluster.start()
                 parts = setup.fit_devices(parts, facts)
-                cluster.assemble(parts.config, parts.memory_limits)
+                cluster.assemble(parts.config, parts.memory_limits, import_schedules)
                 labels = {owner: fact.label for owner, fact in facts.items()}
                 with (
                     MetricsWriter(

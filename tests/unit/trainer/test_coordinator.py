@@ -106,6 +106,22 @@ def test_metrics_that_cannot_be_written_do_not_end_the_run(
     assert [line["step"] for line in lines_of(config)] == [1, 4]
 
 
+def test_what_is_slow_to_import_is_imported_before_the_workers_are_waited_for(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    wait = coordinator.Cluster._await_ready
+
+    def waits(*args: Any) -> None:
+        order.append("wait")
+        wait(*args)
+
+    monkeypatch.setattr(coordinator, "import_schedules", lambda: order.append("import"))
+    monkeypatch.setattr(coordinator.Cluster, "_await_ready", waits)
+    train(alone(training={"max_steps": 1}))
+    assert order == ["import", "wait"]
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of temporary files."""
