@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
 import textwrap
@@ -31,6 +32,7 @@ from hetero_framework.log import Lines, log_to, one_line, printable, set_level, 
 DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT
 _MAX_MESSAGE_LINES = 40
+_log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -278,6 +280,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
                     config, role.worker_ids, debug=arguments.debug, run_id=run_id
                 )
                 stack.enter_context(workers).start()
+            _log.info("this is the coordinator; torch and transformers are loaded now")
             from hetero_framework.trainer.coordinator import train
 
             train(config, resume=arguments.resume, debug=arguments.debug, workers=workers)

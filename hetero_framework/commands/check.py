@@ -140,7 +140,9 @@ def text(found: dict[str, Any]) -> str:
     for decision in found["decisions"]:
         value = json.dumps(decision["value"])
         lines.append(f"Decided: {decision['setting']} = {value}: {decision['reason']}")
-    lines += [f"Note: {note}" for note in found["notes"]]
+    for note in found["notes"]:
+        warning = note.removeprefix("warning: ")
+        lines.append(f"Note: {note}" if warning == note else f"Warning: {warning}")
     return "\n".join(lines)
 
 

@@ -285,7 +285,10 @@ def test_interrupted_wizard_has_no_traceback(
 
 
 def test_train_runs_the_coordinator_with_the_options(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import hetero_framework.trainer.coordinator as coordinator
 
@@ -299,6 +302,7 @@ def test_train_runs_the_coordinator_with_the_options(
     assert cli.main(["train", "--config", str(config_file), *options]) == 0
     workers, (config, given) = calls  # the workers are on their way before anything is imported
     assert given == {"resume": "latest", "debug": False, "workers": workers}
+    assert "torch and transformers are loaded now" in capsys.readouterr().err
     assert config.output_dir == tmp_path / "here"
     assert config.training.seed == 7
 
