@@ -199,7 +199,7 @@ _ROLE = "what this machine is (default: by its addresses and host name)"
     """,
     _flag("--non-interactive", "ask nothing"),
     _option("--model", metavar="NAME", help="model directory or hub name"),
-    _files("--worker", _ADDRESS, "a worker; may be given several times"),
+    _files("--worker", _ADDRESS, "a worker; may be given several times", dest="workers"),
     _option("--coordinator", metavar=_ADDRESS, help="the coordinator (default: this machine)"),
     _option("--layers", type=int, metavar="N", help="number of layers (default: of the model)"),
     _option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
@@ -210,14 +210,9 @@ _ROLE = "what this machine is (default: by its addresses and host name)"
 def _run_init(arguments: argparse.Namespace) -> int | None:
     from hetero_framework.commands.init import Answers, run_wizard, write_config
 
-    answers = Answers(
-        model=arguments.model,
-        workers=arguments.worker,
-        coordinator=arguments.coordinator,
-        layers=arguments.layers,
-        adapter=arguments.adapter,
-        data=arguments.data,
-    )
+    given = vars(arguments)
+    names = ("model", "workers", "coordinator", "layers", "adapter", "data")
+    answers = Answers(**{name: given[name] for name in names})
     output = Path(arguments.output)
     if not arguments.non_interactive:
         return run_wizard(answers, output, force=arguments.force)

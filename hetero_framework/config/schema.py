@@ -252,6 +252,20 @@ class DataConfig(Section):
         return self
 
 
+_REFUSED = {
+    "max_steps": ((0,), "must be -1 (no limit) or at least 1"),
+    "lr_scheduler_type": (
+        ("reduce_lr_on_plateau", "greedy"),
+        "{} depends on evaluation results; use a schedule of the step number",
+    ),
+    "torch_compile_mode": (
+        ("reduce-overhead", "max-autotune"),
+        "{} uses CUDA graphs, which keep the results of one forward at a time, and a pipeline needs"
+        ' several; use "max-autotune-no-cudagraphs"',
+    ),
+}
+
+
 class TrainingConfig(Section):
     """Training settings: those of transformers.TrainingArguments, by its names, then our own."""
 
@@ -382,21 +396,12 @@ class TrainingConfig(Section):
             raise ValueError(f'must be at least 2, "auto" or null, not {value}')
         return value
 
-    @field_validator("torch_compile_mode")
+    @field_validator(*_REFUSED)
     @classmethod
-    def _no_cuda_graphs(cls, value: str | None) -> str | None:
-        if value in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"{shown(value)} uses CUDA graphs, which keep the results of one forward at a"
-                ' time, and a pipeline needs several; use "max-autotune-no-cudagraphs"'
-            )
-        return value
-
-    @field_validator("max_steps")
-    @classmethod
-    def _max_steps_is_not_zero(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("must be -1 (no limit) or at least 1")
+    def _is_not_refused(cls, value: Any, info: ValidationInfo) -> Any:
+        values, why = _REFUSED[str(info.field_name)]
+        if value in values:
+            raise ValueError(why.format(shown(value)))
         return value
 
     @field_validator("warmup_steps", "logging_steps", "save_steps", "eval_steps")
@@ -404,15 +409,6 @@ class TrainingConfig(Section):
     def _steps_are_whole(cls, value: float | None) -> float | None:
         if value is not None and value >= 1 and value != int(value):
             raise ValueError("must be a whole number of steps, or a share of all steps below 1")
-        return value
-
-    @field_validator("lr_scheduler_type")
-    @classmethod
-    def _schedule_needs_no_metric(cls, value: str) -> str:
-        if value in ("reduce_lr_on_plateau", "greedy"):
-            raise ValueError(
-                f'"{value}" depends on evaluation results; use a schedule of the step number'
-            )
         return value
 
     @model_validator(mode="after")
@@ -570,18 +566,12 @@ class Config(Section):
     @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints."""
-        return (
-            self.path(self.checkpoint_dir)
-            if self.checkpoint_dir
-            else self.output_dir / "checkpoints"
-        )
+        return self.path(self.checkpoint_dir or self.output_dir / "checkpoints")
 
     @property
     def logging_dir(self) -> Path:
         """Directory of the TensorBoard events."""
-        if self.training.logging_dir:
-            return self.path(self.training.logging_dir)
-        return self.output_dir / "tensorboard"
+        return self.path(self.training.logging_dir or self.output_dir / "tensorboard")
 
     @property
     def plan(self) -> Plan:
@@ -605,10 +595,10 @@ class Config(Section):
 
     def worker(self, worker_id: int | str) -> WorkerConfig:
         """The worker of that id; 1 and "1" name the same. Raises ConfigError."""
-        for worker in self.workers:
-            if str(worker.id) == str(worker_id):
-                return worker
-        known = ", ".join(str(w.id) for w in self.workers) or "none"
+        workers = {str(worker.id): worker for worker in self.workers}
+        if found := workers.get(str(worker_id)):
+            return found
+        known = ", ".join(workers) or "none"
         raise ConfigError(f"there is no worker {shown(worker_id)}; the configuration has: {known}")
 
     def require(self, *sections: str) -> None:
@@ -634,13 +624,11 @@ class Config(Section):
             found.append(
                 "data.eval is given but never used; set training.eval_steps or eval_strategy"
             )
-        if len(self.shard_plan) > 1 and self.training.gradient_accumulation_steps < len(
-            self.shard_plan
-        ):
+        stages, m = len(self.shard_plan), self.training.gradient_accumulation_steps
+        if m < stages:
             found.append(
-                f"training.gradient_accumulation_steps is"
-                f" {self.training.gradient_accumulation_steps}, fewer than the"
-                f" {len(self.shard_plan)} stages; most of them will wait most of the time"
+                f"training.gradient_accumulation_steps is {m}, fewer than the {stages} stages; most"
+                " of them will wait most of the time"
             )
         return tuple(found)
 

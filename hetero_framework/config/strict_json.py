@@ -49,21 +49,20 @@ def parse_json_object(content: bytes, *, name: str) -> dict[str, Any]:
     return value
 
 
+_TYPES = (
+    (bool, "a boolean (true/false)"),  # before int, which it is too
+    ((int, float), "a number"),
+    (str, "a text"),
+    ((list, tuple), "a list [...]"),
+    (dict, "an object {...}"),
+    (type(None), "null"),
+)
+
+
 def json_type(value: Any) -> str:
     """The JSON name of a Python value's type, with an article."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean (true/false)"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, str):
-        return "a text"
-    if isinstance(value, (list, tuple)):
-        return "a list [...]"
-    if isinstance(value, dict):
-        return "an object {...}"
-    return type(value).__name__
+    found = (name for kind, name in _TYPES if isinstance(value, kind))
+    return next(found, type(value).__name__)
 
 
 def join_path(parent: str, key: str | int) -> str:
@@ -86,13 +85,8 @@ def _read_bytes(path: Path) -> bytes:
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a directory, not a configuration file")
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{path} has {path.stat().st_size} bytes; a configuration has at most"
-                f" {MAX_FILE_BYTES}. Is it the right file?"
-            )
         with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(
             f"configuration file {path} does not exist",
@@ -101,6 +95,12 @@ def _read_bytes(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path}: {reason}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{path} has more than the {MAX_FILE_BYTES >> 20} MiB of the largest configuration;"
+            " is it the right file?"
+        )
+    return content
 
 
 def _decode(content: bytes, name: str) -> str:

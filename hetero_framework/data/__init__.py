@@ -17,18 +17,16 @@ Example:
 
 from __future__ import annotations
 
-from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, num_items, token_count
-from hetero_framework.data.load import TrainData, load_data, step_order
+from hetero_framework.data.batches import LazyBatches, MicroBatch, num_items, token_count
+from hetero_framework.data.load import TrainData, load_data
 from hetero_framework.data.tokenizer import load_tokenizer
 
 __all__ = [
     "LazyBatches",
     "MicroBatch",
-    "StepOrder",
     "TrainData",
     "load_data",
     "load_tokenizer",
     "num_items",
-    "step_order",
     "token_count",
 ]

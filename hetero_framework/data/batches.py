@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 
+from hetero_framework.config import TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX, Examples
 from hetero_framework.errors import DataError
 
@@ -45,52 +46,47 @@ class LazyBatches(Sequence[MicroBatch]):
 
 @dataclass
 class StepOrder:
-    """The examples of each step.
-
-    num_examples, batch_size (examples of a micro-batch), accumulation (micro-batches of a step),
-    epochs (may be fractional), max_steps (> 0 overrides epochs), seed, shuffle, drop_last: as in
-    TrainingArguments. Raises DataError when an epoch would have no micro-batch.
-    """
+    """The examples of each step, by the training section's settings. Raises DataError when an
+    epoch would have no micro-batch."""
 
     num_examples: int
-    batch_size: int
-    accumulation: int = 1
-    epochs: float = 3.0
-    max_steps: int = -1
-    seed: int = 42
-    shuffle: bool = True
-    drop_last: bool = False
+    training: TrainingConfig
     _cached: tuple[int, np.ndarray] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
             raise DataError(
-                f"{self.num_examples} examples do not fill one micro-batch of {self.batch_size}, "
+                f"{self.num_examples} examples do not fill one micro-batch of {self._rows}, "
                 "and training.dataloader_drop_last drops smaller ones",
                 hint="set it to false, or lower training.per_device_train_batch_size",
             )
 
     @property
+    def _rows(self) -> int:
+        return self.training.per_device_train_batch_size
+
+    @property
     def batches_per_epoch(self) -> int:
         """Micro-batches of an epoch."""
-        if self.drop_last:
-            return self.num_examples // self.batch_size
-        return math.ceil(self.num_examples / self.batch_size)
+        if self.training.dataloader_drop_last:
+            return self.num_examples // self._rows
+        return math.ceil(self.num_examples / self._rows)
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.batches_per_epoch / self.accumulation)
+        return math.ceil(self.batches_per_epoch / self.training.gradient_accumulation_steps)
 
     @property
     def total_steps(self) -> int:
-        if self.max_steps > 0:
-            return self.max_steps
-        return math.ceil(self.epochs * self.steps_per_epoch)
+        if self.training.max_steps > 0:
+            return self.training.max_steps
+        return math.ceil(self.training.num_train_epochs * self.steps_per_epoch)
 
     def epoch_of(self, step: int) -> float:
         """`state.epoch` of the Trainer once `step` (from 0) is done."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        done = min((within + 1) * self.accumulation, self.batches_per_epoch)
+        accumulated = (within + 1) * self.training.gradient_accumulation_steps
+        done = min(accumulated, self.batches_per_epoch)
         return epoch + done / self.batches_per_epoch
 
     def step_indices(self, step: int) -> list[np.ndarray]:
@@ -99,19 +95,19 @@ class StepOrder:
             raise IndexError(f"step {step} is negative")
         epoch, within = divmod(step, self.steps_per_epoch)
         order = self._epoch(epoch)
-        first = within * self.accumulation
-        last = min(first + self.accumulation, self.batches_per_epoch)
-        return [
-            order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            for batch in range(first, last)
-        ]
+        accumulation = self.training.gradient_accumulation_steps
+        first = within * accumulation
+        last = min(first + accumulation, self.batches_per_epoch)
+        return [order[k * self._rows : (k + 1) * self._rows] for k in range(first, last)]
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
+        training = self.training
+        if training.train_sampling_strategy == "sequential":
             return np.arange(self.num_examples)
         if self._cached is None or self._cached[0] != epoch:
             # The sampler has its own generator: the training's random state is not touched.
-            sampler = SeedableRandomSampler(range(self.num_examples), data_seed=self.seed)
+            seed = training.seed if training.data_seed is None else training.data_seed
+            sampler = SeedableRandomSampler(range(self.num_examples), data_seed=seed)
             sampler.set_epoch(epoch)
             self._cached = epoch, np.fromiter(sampler, np.int64, self.num_examples)
         return self._cached[1]

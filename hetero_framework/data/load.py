@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetero_framework.config import Config, DataConfig, TrainingConfig
+from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, collate, pack
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder
@@ -38,12 +38,13 @@ class TrainData:
     examples: Examples
     eval_examples: Examples | None
     order: StepOrder
+    settings: DataConfig
     pad_token_id: int
-    eval_batch_size: int
-    pad_to_multiple_of: int | None
-    fingerprint: str
     report: list[str]
-    padding_free: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        return self.examples.fingerprint
 
     @property
     def num_eval_examples(self) -> int:
@@ -66,7 +67,7 @@ class TrainData:
     @property
     def row_tokens(self) -> int:
         """Tokens in the longest row, or of the longest example where one row holds several."""
-        multiple = self.pad_to_multiple_of or 1
+        multiple = self.settings.pad_to_multiple_of or 1
         return math.ceil(self.longest / multiple) * multiple
 
     def epoch_of(self, step: int) -> float:
@@ -82,20 +83,21 @@ class TrainData:
 
         For a loss per token add the micro-batches' loss sums and divide by their `num_items`.
         """
+        rows = self.order.training.per_device_eval_batch_size
         return LazyBatches(
-            math.ceil(self.num_eval_examples / self.eval_batch_size), self._eval_batch
+            math.ceil(self.num_eval_examples / rows),
+            lambda index: self._eval_batch(index * rows, (index + 1) * rows),
         )
 
-    def _eval_batch(self, index: int) -> MicroBatch:
+    def _eval_batch(self, start: int, stop: int) -> MicroBatch:
         assert self.eval_examples is not None
-        start = index * self.eval_batch_size
-        stop = min(start + self.eval_batch_size, len(self.eval_examples))
-        return self._collate(self.eval_examples, np.arange(start, stop))
+        rows = np.arange(start, min(stop, len(self.eval_examples)))
+        return self._collate(self.eval_examples, rows)
 
     def _collate(self, examples: Examples, rows: np.ndarray) -> MicroBatch:
-        if self.padding_free:
+        if self.settings.padding_free:
             return pack(examples, rows)
-        return collate(examples, rows, self.pad_token_id, self.pad_to_multiple_of)
+        return collate(examples, rows, self.pad_token_id, self.settings.pad_to_multiple_of)
 
 
 def load_data(
@@ -106,7 +108,7 @@ def load_data(
     `vocab_size` is the number of the model's embeddings; with it, token ids beyond are refused.
     Raises DataError, which names file and line, for whatever cannot be trained on.
     """
-    data, training = config.data, config.training
+    data = config.data
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
@@ -126,27 +128,10 @@ def load_data(
     return TrainData(
         examples=train,
         eval_examples=evaluation,
-        order=step_order(len(train), training),
+        order=StepOrder(len(train), config.training),
+        settings=data,
         pad_token_id=pad_token_id,
-        eval_batch_size=training.per_device_eval_batch_size,
-        pad_to_multiple_of=data.pad_to_multiple_of,
-        fingerprint=train.fingerprint,
         report=report,
-        padding_free=data.padding_free,
-    )
-
-
-def step_order(num_examples: int, training: TrainingConfig) -> StepOrder:
-    """The order that the training section asks for."""
-    return StepOrder(
-        num_examples=num_examples,
-        batch_size=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
-        epochs=training.num_train_epochs,
-        max_steps=training.max_steps,
-        seed=training.seed if training.data_seed is None else training.data_seed,
-        shuffle=training.train_sampling_strategy == "random",
-        drop_last=training.dataloader_drop_last,
     )
 
 

@@ -96,7 +96,7 @@ def prepare(config: Config) -> Prepared:
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
         _log.info("a tiny %s cut this way equals the whole: %s", result.model_type, result.verdict)
-    if data.padding_free:
+    if data.settings.padding_free:
         resolved = without_padding(resolved, model_config)
     resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
     for decision in resolved.decisions:

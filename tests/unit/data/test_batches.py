@@ -12,6 +12,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hetero_framework.config import TrainingConfig
 from hetero_framework.data.batches import StepOrder, collate, num_items, pack, token_count
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.errors import DataError
@@ -108,28 +109,18 @@ def test_step_order_equals_the_trainer(
     tmp_path, count, batch, accumulation, epochs, drop_last, max_steps, seed, data_seed, strategy
 ):
     examples = some_examples(count)
-    expected = trainer_steps(
-        examples,
-        tmp_path,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        num_train_epochs=epochs,
-        dataloader_drop_last=drop_last,
-        max_steps=max_steps,
-        seed=seed,
-        data_seed=data_seed,
-        train_sampling_strategy=strategy,
-    )
-    order = StepOrder(
-        num_examples=count,
-        batch_size=batch,
-        accumulation=accumulation,
-        epochs=epochs,
-        max_steps=max_steps,
-        seed=seed if data_seed is None else data_seed,
-        shuffle=strategy == "random",
-        drop_last=drop_last,
-    )
+    settings = {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": epochs,
+        "dataloader_drop_last": drop_last,
+        "max_steps": max_steps,
+        "seed": seed,
+        "data_seed": data_seed,
+        "train_sampling_strategy": strategy,
+    }
+    expected = trainer_steps(examples, tmp_path, **settings)
+    order = StepOrder(count, TrainingConfig(**settings))
     assert order.total_steps == len(expected)
     # Backwards: a step must not depend on what was asked before.
     for step in reversed(range(len(expected))):
@@ -146,12 +137,13 @@ def test_step_order_equals_the_trainer(
 def test_step_order_asking_does_not_touch_the_random_state():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    StepOrder(num_examples=50, batch_size=4).step_indices(17)
+    StepOrder(50, TrainingConfig(per_device_train_batch_size=4)).step_indices(17)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_step_order_each_epoch_has_every_example_once_in_another_order():
-    order = StepOrder(num_examples=11, batch_size=2, accumulation=3)
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    order = StepOrder(11, TrainingConfig(**settings))
     steps = [np.concatenate(order.step_indices(step)) for step in range(order.total_steps)]
     epochs = np.concatenate(steps).reshape(3, 11)
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(11))
@@ -160,7 +152,7 @@ def test_step_order_each_epoch_has_every_example_once_in_another_order():
 
 def test_step_order_nothing_left_by_drop_last_is_an_error():
     with pytest.raises(DataError, match="3 examples do not fill one micro-batch of 4"):
-        StepOrder(num_examples=3, batch_size=4, drop_last=True)
+        StepOrder(3, TrainingConfig(per_device_train_batch_size=4, dataloader_drop_last=True))
 
 
 def test_collate_pads_right_to_the_longest_and_ignores_padding():
