@@ -10,7 +10,7 @@ Units: seconds. p stages, m micro-batches, F and B the forward and backward time
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,7 +185,13 @@ def simulate(
     """
     if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
         raise ValueError("an in-flight limit smaller than one micro-batch never starts")
-    return _Simulator(profile, micro_batches, max_in_flight, policy, in_flight_limits, spread).run()
+    limits: dict[int, dict[int, int]] = {}  # of each device's stages
+    for stage, device in enumerate(profile.devices):
+        limit = max_in_flight if in_flight_limits is None else in_flight_limits[stage]
+        limits.setdefault(device, {})[stage] = limit
+    readiness = {device: Readiness(own, policy, len(limits)) for device, own in limits.items()}
+    admission = Admission(micro_batches, max_in_flight)
+    return _Simulator(profile, micro_batches, admission, readiness, spread).run()
 
 
 class _Simulator:
@@ -195,24 +201,18 @@ class _Simulator:
         self,
         profile: Profile,
         micro_batches: int,
-        max_in_flight: int,
-        policy: Policy,
-        in_flight_limits: Sequence[int] | None,
+        admission: Admission,
+        readiness: Mapping[int, Readiness],
         spread: float,
     ) -> None:
-        p = profile.num_stages
-        limits = in_flight_limits if in_flight_limits is not None else [max_in_flight] * p
-        own = {d: [k for k in range(p) if profile.devices[k] == d] for d in profile.devices}
-        self._spread = spread
+        """`readiness` is that of each device."""
         self._profile = profile
         self._m = micro_batches
-        self._admission = Admission(micro_batches, max_in_flight)
-        self._readiness = {
-            device: Readiness({k: limits[k] for k in stages}, policy, len(own))
-            for device, stages in own.items()
-        }
-        self._idle = dict.fromkeys(own, True)
-        self._busy_s = dict.fromkeys(own, 0.0)
+        self._admission = admission
+        self._readiness = readiness
+        self._spread = spread
+        self._idle = dict.fromkeys(readiness, True)
+        self._busy_s = dict.fromkeys(readiness, 0.0)
         self._nic_free: dict[tuple[int, str], float] = {}
         self._events: list[tuple[float, int, str, Task]] = []
         self._serial = self._finished = 0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hetero_framework.core.trace import BACKWARD, FORWARD, RECEIVE
-from hetero_framework.profiling.timeline import Event, StageInfo, Tasks, awaited, tasks_of
+from hetero_framework.core.trace import BACKWARD, FORWARD, FORWARD_BACKWARD, RECEIVE
+from hetero_framework.profiling.timeline import Event, StageInfo, TaskKey, Tasks, awaited, tasks_of
 
 Interval = tuple[float, float]
 
@@ -27,83 +27,65 @@ def step_bound(stages: Sequence[StageInfo], events: Sequence[Event]) -> float:
         return 0.0
     began = min(task.began for task in tasks.values())
     took = max(task.ended for task in tasks.values()) - began
-    chains = _Chains(tasks, _arrivals(events, len(stages)))
+    takers = {event: _taken_by(event, len(stages)) for event in events if event.kind == RECEIVE}
+    chains = _Chains(tasks, {(takers[e], e.process): e.ended for e in takers})
     groups: dict[object, list[tuple[Interval, float, float]]] = {}
     for key, task in tasks.items():
         own = ((task.began, task.ended), chains.before[key], chains.after[key])
         groups.setdefault(task.process, []).append(own)
-    for event in events:
-        taker = tasks.get(_taken_by(event, len(stages)))
+    for event, key in takers.items():
+        taker = tasks.get(key)
         maker = awaited(taker, tasks) if taker else None
-        if event.kind == RECEIVE and taker and maker:
-            head, tail = chains.before[_key(maker)] + maker.seconds, chains.after[_key(taker)]
+        if taker and maker:
+            head, tail = chains.before[maker.key] + maker.seconds, chains.after[key]
             span = ((event.began, event.ended), head, tail + taker.seconds)
-            for way in ((event.process, "in"), (event.peer, "out")):
-                groups.setdefault(way, []).append(span)
-    bounds = [chains.longest] + [
+            for nic in ((event.process, "in"), (event.peer, "out")):
+                groups.setdefault(nic, []).append(span)
+    bounds = [
         min(head for _, head, _ in group)
         + length(union(interval for interval, _, _ in group))
         + min(tail for *_, tail in group)
         for group in groups.values()
     ]
-    return min(max(bounds), took)
+    return min(max([chains.longest, *bounds]), took)
 
 
-_Key = tuple[str, int, int]
-
-
-def _key(task: Event) -> _Key:
-    return (task.kind, task.stage, task.micro_batch)
-
-
-def _taken_by(event: Event, num_stages: int) -> _Key:
+def _taken_by(event: Event, num_stages: int) -> TaskKey:
     """The task that waits for a frame."""
     kind = BACKWARD if event.what == "BACKWARD" else FORWARD
     if kind == FORWARD and event.stage == num_stages - 1:
-        kind = "forward_backward"
+        kind = FORWARD_BACKWARD
     return (kind, event.stage, event.micro_batch)
 
 
-def _arrivals(events: Sequence[Event], num_stages: int) -> dict[tuple[_Key, int], float]:
-    """When each task's tensor arrived at each process that it came to."""
-    return {
-        (_taken_by(event, num_stages), event.process): event.ended
-        for event in events
-        if event.kind == RECEIVE
-    }
-
-
 class _Chains:
-    """Seconds of the longest chain of tasks before and after each task."""
+    """Seconds of the longest chain of tasks before and after each task. `arrivals` is when a task's
+    tensor came to a process."""
 
-    def __init__(self, tasks: Tasks, arrivals: Mapping[tuple[_Key, int], float]) -> None:
-        causes: dict[_Key, list[tuple[_Key, tuple[int, str]]]] = {}
-        self._delay: dict[tuple[int, str], float] = {}
-        for key, task in tasks.items():
-            kind, stage, k = key
-            causes[key] = []
+    def __init__(self, tasks: Tasks, arrivals: Mapping[tuple[TaskKey, int], float]) -> None:
+        links: list[tuple[TaskKey, TaskKey, tuple[int, str]]] = []  # cause, effect, edge
+        delays: dict[tuple[int, str], float] = {}
+        # Forwards towards the last stage, then backwards towards the first.
+        in_order = sorted(tasks, key=lambda key: key[1] * (-1 if key[0] == BACKWARD else 1))
+        in_order.sort(key=lambda key: key[0] == BACKWARD)
+        for key in in_order:
+            (kind, stage, k), task = key, tasks[key]
             before = awaited(task, tasks)
             if before is not None:
                 edge = (stage, kind)
                 arrived = arrivals.get((key, task.process), before.ended)
                 delay = max(0.0, min(arrived, task.began) - before.ended)
-                self._delay[edge] = min(self._delay.get(edge, delay), delay)
-                causes[key].append((_key(before), edge))
+                delays[edge] = min(delays.get(edge, delay), delay)
+                links.append((before.key, key, edge))
             if kind == BACKWARD and (FORWARD, stage, k) in tasks:
-                causes[key].append(((FORWARD, stage, k), (stage, "itself")))
-        # Forwards towards the last stage, then backwards towards the first.
-        in_order = sorted(tasks, key=lambda key: key[1] * (-1 if key[0] == BACKWARD else 1))
-        in_order.sort(key=lambda key: key[0] == BACKWARD)
-        self.before = dict.fromkeys(tasks, 0.0)
-        self.after = dict.fromkeys(tasks, 0.0)
-        for key in in_order:
-            for cause, edge in causes[key]:
-                ready = self.before[cause] + tasks[cause].seconds + self._delay.get(edge, 0.0)
-                self.before[key] = max(self.before[key], ready)
-        for key in reversed(in_order):
-            for cause, edge in causes[key]:
-                left = self._delay.get(edge, 0.0) + tasks[key].seconds + self.after[key]
-                self.after[cause] = max(self.after[cause], left)
+                links.append(((FORWARD, stage, k), key, (stage, "itself")))
+        self.before, self.after = dict.fromkeys(tasks, 0.0), dict.fromkeys(tasks, 0.0)
+        for cause, key, edge in links:
+            ready = self.before[cause] + tasks[cause].seconds + delays.get(edge, 0.0)
+            self.before[key] = max(self.before[key], ready)
+        for cause, key, edge in reversed(links):
+            left = delays.get(edge, 0.0) + tasks[key].seconds + self.after[key]
+            self.after[cause] = max(self.after[cause], left)
         self.longest = max(self.before[key] + tasks[key].seconds for key in tasks)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_framework.core.trace import (
@@ -124,9 +124,6 @@ class Step:
             max([computed, *update]),
             step_bound(trace.stages, events),
         )
-
-    def tasks(self, stage: int) -> Iterator[Event]:
-        return (e for e in self.events if e.kind in COMPUTE and e.stage == stage)
 
 
 def stage_times(trace: Trace, spans: Sequence[Step]) -> tuple[StageTimes, ...]:
@@ -284,19 +281,15 @@ class _Frames:
         for span in spans:
             made = {
                 task.micro_batch: task.ended
-                for task in span.tasks(source)
-                if (task.kind == FORWARD) == (what == "FORWARD")
+                for task in span.events
+                if task.kind in COMPUTE
+                and task.stage == source
+                and (task.kind == FORWARD) == (what == "FORWARD")
             }
-            arrived = [
-                event
-                for event in span.events
-                if (event.kind, event.what) == (RECEIVE, what)
-                and (event.stage, event.process) == (target, receiver)
-            ]
-            known = [event for event in arrived if event.micro_batch in made]
-            if known:
-                delays.append(min(event.ended - made[event.micro_batch] for event in known))
+            wanted = (RECEIVE, what, target, receiver)
+            arrived = [e for e in span.events if (e.kind, e.what, e.stage, e.process) == wanted]
             self.arrived += arrived
+            waited = [e.ended - made[e.micro_batch] for e in arrived if e.micro_batch in made]
+            delays += [min(waited)] if waited else []
         self.delay_s = max(0.0, statistics.median(delays)) if delays else 0.0
-        sizes = [event.nbytes for event in self.arrived]
-        self.nbytes = statistics.fmean(sizes) if sizes else 0.0
+        self.nbytes = statistics.fmean([e.nbytes for e in self.arrived] or [0])

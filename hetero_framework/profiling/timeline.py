@@ -26,6 +26,8 @@ from hetero_framework.core.trace import (
 )
 
 WorkerId = int | str
+TaskKey = tuple[str, int, int]
+"""Kind, stage, micro-batch."""
 Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[Integer, Field(ge=0)]
 Seconds = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -52,6 +54,10 @@ class Event:
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+    @property
+    def key(self) -> TaskKey:
+        return (self.kind, self.stage, self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class Trace:
         return found
 
 
-Tasks = Mapping[tuple[str, int, int], Event]
+Tasks = Mapping[TaskKey, Event]
 
 
 @dataclass(frozen=True)
@@ -139,15 +145,10 @@ _Frame = tuple[int, str, int, int]  # step, type, stage, micro-batch
 
 def transfers(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
     """(send, receive) of each frame that both of its ends recorded."""
-    sends: dict[tuple[_Frame, int, int | None], Event] = {}
-    receives = []
+    events = list(events)
+    sends = {(_frame(e), e.process, e.peer): e for e in events if e.kind == SEND}
     for event in events:
-        if event.kind == SEND:
-            sends[_frame(event), event.process, event.peer] = event
-        elif event.kind == RECEIVE:
-            receives.append(event)
-    for event in receives:
-        if event.peer is not None:
+        if event.kind == RECEIVE and event.peer is not None:
             send = sends.get((_frame(event), event.peer, event.process))
             if send is not None:
                 yield send, event
@@ -205,7 +206,7 @@ def _causes(events: Sequence[Event]) -> Iterator[tuple[int, float, int, float]]:
 
 def tasks_of(events: Iterable[Event]) -> Tasks:
     """What the stages computed, by (kind, stage, micro-batch)."""
-    return {(e.kind, e.stage, e.micro_batch): e for e in events if e.kind in COMPUTE}
+    return {event.key: event for event in events if event.kind in COMPUTE}
 
 
 def awaited(task: Event, tasks: Tasks) -> Event | None:

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -84,9 +83,10 @@ class MetricsWriter:
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append the line of a training step or of an evaluation, with its "step"."""
-        line = _finite(metrics)
+        # What JSON cannot hold becomes null.
+        line = json.loads(json.dumps(metrics), parse_constant=lambda name: None)
         try:
-            self._append((json.dumps(line, allow_nan=False) + "\n").encode())
+            self._append((json.dumps(line) + "\n").encode())
         except OSError as error:
             if not self._num_lost:
                 _log.warning(
@@ -186,17 +186,6 @@ def _open_tensorboard(directory: Path, resumed_step: int, run_id: str) -> Any:
     purge = resumed_step + 1 if resumed_step else None
     suffix = f".{run_id}" if run_id else ""
     return SummaryWriter(str(directory), purge_step=purge, filename_suffix=suffix)
-
-
-def _finite(value: Any) -> Any:
-    """The same JSON data with None in place of every float that JSON cannot hold."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _step_of(line: bytes, number: int, path: Path) -> int:
