@@ -71,11 +71,9 @@ _FAILURES = (
 
 
 def on(name: str) -> Callable[[_H], _H]:
-    """Decorator: answer requests called `name` with what the function returns for their data.
-
-    It runs in the worker's computing thread between two tasks, so it should take milliseconds.
-    A second function for the same name replaces the first.
-    """
+    """Decorator: answer requests called `name` with what the function returns for their data. It
+    runs in the worker's computing thread between two tasks, so it should take milliseconds. A
+    second function for the same name replaces the first."""
 
     def register(handler: _H) -> _H:
         _handlers[name] = handler
@@ -85,10 +83,8 @@ def on(name: str) -> Callable[[_H], _H]:
 
 
 def after_step(watcher: _W) -> _W:
-    """Decorator: call the function as `watcher(step, cluster)` in the coordinator after each step.
-
-    `step` counts from 1. The next step waits for it; what it raises ends the run.
-    """
+    """Decorator: call the function as `watcher(step, cluster)` in the coordinator after each step,
+    counted from 1. The next step waits for it; what it raises ends the run."""
     _watchers.append(watcher)
     return watcher
 
@@ -122,10 +118,8 @@ def request(number: int, name: str, data: Any, tensors: tuple[WireTensor, ...] =
 
 
 def answer(message: Message) -> Message | None:
-    """Let this process's handler see a CONTROL message; the answer, if one was asked for.
-
-    An unknown name, a handler that fails and data that cannot travel become the answer's `error`.
-    """
+    """Let this process's handler see a CONTROL message; the answer, if one was asked for. An
+    unknown name, a handler that fails and data that cannot travel become its `error`."""
     question = message.expect(Control)
     name, number = question.name, question.request
     handler = _handlers.get(name)

@@ -86,10 +86,6 @@ class _Run:
     owners: dict[int, WorkerId] = field(default_factory=dict)
     started: bool = False
 
-    def close(self) -> None:
-        if self.stages is not None:
-            self.stages.close()
-
     def afresh(self, grace_s: float) -> _Run:
         """The same run before it has loaded anything here."""
         return replace(
@@ -232,14 +228,8 @@ class Worker:
             target=self._accept, args=(listener,), name="accept", daemon=True
         )
         acceptor.start()
-        _log.info(
-            "worker %s listens on %s:%d (%s, %s)",
-            entry.id,
-            entry.ip,
-            entry.port,
-            self._device.name,
-            self._device.label,
-        )
+        what, where = f"{self._device.name}, {self._device.label}", f"{entry.ip}:{entry.port}"
+        _log.info("worker %s listens on %s (%s)", entry.id, where, what)
         try:
             while not self._done and not should_stop():
                 try:
@@ -247,9 +237,8 @@ class Worker:
                     continue
                 except Exception as error:
                     # Whatever it is, the coordinator hears of it before this process may end.
-                    known = as_hetero_error(error) or HeteroError(
-                        f"{type(error).__name__}: {error}"
-                    )
+                    text = f"{type(error).__name__}: {error}"
+                    known = as_hetero_error(error) or HeteroError(text)
                     # A process whose device is broken would fail every later run as well.
                     if not self._keep or not self._device.works():
                         self._report(known)
@@ -335,17 +324,11 @@ class Worker:
             self._done = True
             return
         if self._run is not None and not self._run.is_kept:
-            _log.warning(
-                "the coordinator did not come back; its stages are freed",
-                extra=log.event("coordinator gone", "freed its stages"),
-            )
+            gone = log.event("coordinator gone", "freed its stages")
+            _log.warning("the coordinator did not come back; its stages are freed", extra=gone)
             self._forget_run()
-        since = self._gone_since
-        if (
-            since is not None
-            and not self._keep
-            and time.monotonic() > since + timeouts.COORDINATOR_S
-        ):
+        since = math.inf if self._gone_since is None or self._keep else self._gone_since
+        if time.monotonic() > since + timeouts.COORDINATOR_S:
             raise PeerLostError(
                 "no coordinator has come since the run was lost "
                 f"({_duration(timeouts.COORDINATOR_S)})",
@@ -382,21 +365,16 @@ class Worker:
             self._connection = None
             if self._run is not None:
                 self._run.lost = self._gone_since = time.monotonic()
+                lost = log.event("coordinator lost", "waiting for it")
                 _log.warning(
-                    "lost the coordinator (%s); waiting for it to come back",
-                    reason,
-                    extra=log.event("coordinator lost", "waiting for it"),
+                    "lost the coordinator (%s); waiting for it to come back", reason, extra=lost
                 )
             return
         worker = self.peers.lost(connection)
         if worker is not None and self._run is not None:
-            _log.warning(
-                "lost the link to worker %s (%s)",
-                worker,
-                reason,
-                extra=log.event("direct link lost", worker=worker),
-            )
-            self._tell_lost(worker, reason)  # without a coordinator the next step finds out
+            lost = log.event("direct link lost", worker=worker)
+            _log.warning("lost the link to worker %s (%s)", worker, reason, extra=lost)
+            self._send(Message(m.PeerLost(worker, reason)))  # else the next step finds out
 
     def _obey(self, message: Message, arrival: Any) -> None:
         """Do what the coordinator says."""
@@ -435,10 +413,8 @@ class Worker:
                 # It may be started again soon.
                 self._leave(stay=True)
                 if not self._keep:
-                    _log.info(
-                        "waiting %s for the run to be started again",
-                        _duration(timeouts.COORDINATOR_S),
-                    )
+                    left = _duration(timeouts.COORDINATOR_S)
+                    _log.info("waiting %s for the run to be started again", left)
 
     def _from_peer(self, connection: Connection, message: Message, arrival: Any) -> None:
         body = message.body
@@ -463,18 +439,15 @@ class Worker:
                 _log.warning("cannot accept a connection: %s", error)
                 time.sleep(timeouts.ACCEPT_PAUSE_S)
                 continue
+            # Nothing but a greeting, in time, makes a stranger matter.
+            if len(self._strangers) >= _MAX_STRANGERS:
+                stream.close()
+                continue
             try:
-                self._greet(stream)
+                name = f"coordinator {stream.peer}"
+                self._begin(stream, name, HANDSHAKE_MAX_FRAME_BYTES, None)
             except (OSError, NetworkError):
                 stream.close()  # it was gone before it could be greeted, or there is no thread
-
-    def _greet(self, stream: Stream) -> None:
-        """Start a connection. Nothing but its greeting, in time, makes it matter."""
-        if len(self._strangers) >= _MAX_STRANGERS:
-            stream.close()
-            return
-        name = f"coordinator {stream.peer}"
-        self._begin(stream, name, HANDSHAKE_MAX_FRAME_BYTES, None)
 
     def _begin(
         self, stream: Stream, name: str, max_frame_bytes: int, role: str | None
@@ -526,24 +499,20 @@ class Worker:
     def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
         """In the reader thread, for the main thread may compute for minutes: refuse who is wrong
         here, welcome who comes back. Who is new waits until the main thread has made room."""
-        if str(hello.worker_id) != str(self._entry.id):
-            self._refuse(
-                connection,
-                "identity",
-                f"this is worker {self._entry.id}, not {hello.worker_id}",
-                "two workers have exchanged their addresses in the configuration",
-            )
+        own, run = self._entry.id, self._run
+        if str(hello.worker_id) != str(own):
+            text = f"this is worker {own}, not {hello.worker_id}"
+            hint = "two workers have exchanged their addresses in the configuration"
+            self._refuse(connection, "identity", text, hint)
             return
         if self._only_run not in (None, hello.run_id):
-            self._refuse(
-                connection,
-                "identity",
-                "it was started by another run of its machine, and ends with that",
-                f'give this run another "port" for worker {self._entry.id} in the configuration, '
-                "or wait until the other one is over",
+            text = "it was started by another run of its machine, and ends with that"
+            hint = (
+                f'give this run another "port" for worker {own} in the configuration, or wait '
+                "until the other one is over"
             )
+            self._refuse(connection, "identity", text, hint)
             return
-        run = self._run
         if run is not None and run.run_id == hello.run_id:
             if hello.process == run.process and hello.epoch <= run.epoch:
                 self._refuse(connection, "stale", "a later connection of this run is here", None)
@@ -586,9 +555,8 @@ class Worker:
         connection.link.max_frame_bytes = min(hello.max_frame_bytes, most)
         if run.meter is not None:
             connection.link.on_moved = run.meter.watch("local")
-        _log.info(
-            "serving the run of %s", connection.name, extra=log.event("coordinator connected")
-        )
+        connected = log.event("coordinator connected")
+        _log.info("serving the run of %s", connection.name, extra=connected)
         self._lines.clear()  # what was said before is not for this coordinator
         if not welcomed:
             self._welcome(connection, run)
@@ -660,7 +628,8 @@ class Worker:
         run, self._run = self._run, None
         self.peers.close()
         if run is not None:
-            run.close()
+            if run.stages is not None:
+                run.stages.close()
             del run
             gc.collect()
             self._device.empty_cache()
@@ -694,20 +663,14 @@ class Worker:
             ends = (boundary, boundary + 1)
             others = [owners[stage] for stage in ends if stage not in own]
             if len(others) == 1 and not self.peers.reaches(others[0]):
-                self._tell_lost(others[0], "it was lost before this step")
-
-    def _tell_lost(self, worker: WorkerId, reason: str) -> None:
-        self._send(Message(m.PeerLost(worker, reason)))
+                self._send(Message(m.PeerLost(others[0], "it was lost before this step")))
 
     def _report_when_done(self, host: StageHost) -> None:
         """All micro-batches are through: the norms go to the coordinator, unasked."""
         info, report = host.info, host.report()
         if info is not None and report is not None:
-            report = replace(
-                report,
-                round_trips=self.peers.round_trips(),
-                direct_bytes=self.peers.bytes_sent(),
-            )
+            trips, nbytes = self.peers.round_trips(), self.peers.bytes_sent()
+            report = replace(report, round_trips=trips, direct_bytes=nbytes)
             self._send(messages.gradient_norms_message(info, report))
 
     def _on_commit(self, message: Message, order: m.Commit) -> None:
@@ -769,8 +732,7 @@ class Worker:
             raise LinkGone from error
 
     def show_to_coordinator(self, level: str, text: str) -> None:
-        """Have the main thread send a line of the log, once a coordinator is there. Callable from
-        any thread."""
+        """Have the main thread send a line of the log, once a coordinator is there."""
         self._lines.append((level, text))
 
     def _send_lines(self) -> None:
@@ -779,10 +741,8 @@ class Worker:
 
     def _report(self, error: HeteroError) -> None:
         """Tell the coordinator why this worker ends."""
-        if self._connection is None:
-            return
-        with suppress(HeteroError):
-            self._connection.send(Message(m.Error(type(error).__name__, error.message, error.hint)))
+        with suppress(HeteroError, LinkGone):
+            self._send(Message(m.Error(type(error).__name__, error.message, error.hint)))
 
 
 class LinkGone(Exception):

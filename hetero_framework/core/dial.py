@@ -28,12 +28,10 @@ def connect(
     who: str = "the peer",
     stop: threading.Event | None = None,
 ) -> PlainStream:
-    """A connection to host:port, tried with growing pauses for `timeout_s` seconds.
-
-    `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
-    repeated. `stop`, when set by another thread, ends the waiting. Raises NetworkError that says
-    who could not be reached, where, for how long it was tried and what to check.
-    """
+    """A connection to host:port, tried with growing pauses for `timeout_s` seconds, or until `stop`
+    is set. `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
+    repeated. Raises NetworkError that says who could not be reached, where, for how long it was
+    tried and what to check."""
     started = time.monotonic()
     attempt = 0
     while True:
@@ -101,10 +99,8 @@ def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tup
 
 
 class Listener:
-    """A listening socket. `port` 0 takes a free one; `port` and `host` tell where it is.
-
-    Raises NetworkError when the address cannot be had, saying what to change.
-    """
+    """A listening socket. `port` 0 takes a free one; `port` and `host` tell where it is. Raises
+    NetworkError when the address cannot be had, saying what to change."""
 
     def __init__(self, host: str, port: int) -> None:
         try:

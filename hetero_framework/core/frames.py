@@ -76,10 +76,8 @@ Shapes = tuple[tuple[DType, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor as it travels: dtype name, shape, and its contiguous little-endian bytes.
-
-    `data` is not copied: whoever owns the memory must leave it alone until the message is sent.
-    """
+    """A tensor as it travels: dtype name, shape, and its contiguous little-endian bytes, which are
+    not copied: nobody may change them until the message is sent."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -207,27 +205,21 @@ def split(shapes: Shapes, payload: memoryview) -> tuple[WireTensor, ...]:
 
 
 def check_start(data: bytes | bytearray | memoryview) -> None:
-    """Raise ProtocolError when the first bytes of a frame (one or more) cannot be a prefix.
-
-    No frame reaches IMPOSSIBLE_FRAME_BYTES, so its first three bytes are zero. Text, a TLS
-    greeting or another program's magic number shows in its first byte.
-    """
+    """Raise ProtocolError when the first bytes of a frame (one or more) cannot be a prefix: no frame
+    reaches IMPOSSIBLE_FRAME_BYTES, so three are zero. Text, a TLS greeting or another program's
+    magic number shows in the first."""
     if any(bytes(data[:3])):
-        raise ProtocolError(f"not a hetero peer (got {_as_text(bytes(data[:5]))})")
-
-
-def _as_text(data: bytes) -> str:
-    text = data.decode("latin-1").rstrip("\r\n")
-    return repr(text) if text.isascii() and text.isprintable() else repr(data)[1:]
+        text = bytes(data[:5]).decode("latin-1").rstrip("\r\n")
+        is_text = text.isascii() and text.isprintable()
+        got = repr(text) if is_text else repr(bytes(data[:5]))[1:]
+        raise ProtocolError(f"not a hetero peer (got {got})")
 
 
 def parse_prefix(
     data: bytes | bytearray | memoryview, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
 ) -> tuple[int, int]:
-    """(header bytes, tensor bytes) of the frame that begins with these PREFIX_BYTES bytes.
-
-    Raises ProtocolError when they are not a frame's, or the frame is larger than agreed.
-    """
+    """(header bytes, tensor bytes) of the frame that begins with these PREFIX_BYTES bytes. Raises
+    ProtocolError when they are not a frame's, or the frame is larger than agreed."""
     if len(data) != PREFIX_BYTES:
         raise ProtocolError(f"a frame begins with {PREFIX_BYTES} bytes, got {len(data)}")
     rest, header_bytes = PREFIX.unpack(data)

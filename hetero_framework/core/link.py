@@ -192,10 +192,9 @@ class Link:
     def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
 
-        The tensors' memory is read later, by the writer: it must not change until `done` is
-        called (in the writer thread, after the last byte was handed to the system; also when the
-        link fails before that). Raises ProtocolError for a frame that is too large, and the
-        link's reason (PeerLostError) when it is closed.
+        The tensors' memory must not change until `done` is called: in the writer thread, after the
+        last byte was handed to the system, or when the link fails. Raises ProtocolError for a frame
+        that is too large, and the link's reason (PeerLostError) when it is closed.
         """
         buffers = encode(message, self.max_frame_bytes)
         self._enqueue(Outgoing(buffers, done, message if message.tensors else None))
@@ -234,10 +233,8 @@ class Link:
             )
 
     def _enqueue(self, outgoing: Outgoing) -> None:
-        """Write a frame or hand it to the writer. When nothing is before it, its beginning is
-        written at once: a small frame then needs no writer, and of a large one the peer reads the
-        beginning while the writer wakes up. The rest is the writer's, for the sender has to
-        compute."""
+        """Queue a frame. When nothing is before it, its beginning is written at once: a small one
+        then needs no writer. The rest is the writer's, for the sender has to compute."""
         with self._changed:
             if self._queue or self.closed:
                 self._wait_for_room(outgoing.nbytes)
@@ -274,9 +271,7 @@ class Link:
 
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
-
-        Raises the link's reason when it is closed. `_changed` is held.
-        """
+        Raises the link's reason when it is closed. `_changed` is held."""
         # Waited for in slices, so that Ctrl-C is heard on Windows, too. A frame larger than the
         # bound may pass alone.
         while (
@@ -289,11 +284,8 @@ class Link:
             raise self._reason or PeerLostError(f"{self.name}: the link is closed")
 
     def _beat(self, body: Heartbeat) -> None:
-        """Send a HEARTBEAT, next after the frame that is being written.
-
-        It never waits for room: the reader answers pings. A peer that pings and does not read
-        gets one answer at a time.
-        """
+        """Send a HEARTBEAT, next after the frame that is being written. It never waits for room,
+        for the reader answers pings; a peer that does not read gets one answer at a time."""
         beat = Outgoing(encode(Message(body)))
         with self._changed:
             if self.closed or (body.pong is not None and self._pong in self._queue):
@@ -332,11 +324,9 @@ class Link:
 
     def _next_segment(self) -> tuple[Outgoing, deque[memoryview]] | None:
         """A frame, from now on being written, and what can be written of it, when there is
-        something; None at our end. After heartbeat_s without anything it is a heartbeat.
-
-        In the middle of a frame whose rest does not come in, a byte of the reserve is the sign of
-        life. A link that is closing does not wait for the rest.
-        """
+        something; None at our end. After heartbeat_s without anything it is a heartbeat, or, in
+        the middle of a frame whose rest does not come in, a byte of the reserve. A link that is
+        closing does not wait for the rest."""
         quiet_until = time.monotonic() + self._heartbeat_s
         with self._changed:
             while not self._dead:
@@ -362,11 +352,8 @@ class Link:
         return None
 
     def _write_segment(self, outgoing: Outgoing, segment: deque[memoryview]) -> None:
-        """Write all of it, unless the link dies meanwhile.
-
-        Raises PeerLostError when the peer takes nothing for `send_s`: it may still say that it is
-        alive, while the thread of it that should read hangs.
-        """
+        """Write all of it, unless the link dies meanwhile. Raises PeerLostError when the peer takes
+        nothing for `send_s`: its reader may hang while its writer says that it is alive."""
         started = time.perf_counter()
         since = time.monotonic()
         while segment and not self._dead:
@@ -478,10 +465,7 @@ class Link:
 
     def _receive(self, frame: FrameHeader) -> Message | None:
         """The message with its tensors; None when another link has taken it over, or when it was
-        given up on its way here.
-
-        Raises PeerLostError for a frame that arrived damaged.
-        """
+        given up on its way here. Raises PeerLostError for a frame that arrived damaged."""
         hasher = Hasher(frame.raw)
         if not frame.payload_bytes:
             return frame.attach() if self._is_whole(frame, hasher) else None
@@ -558,10 +542,8 @@ class Link:
             self.clock = Clock(*min(self._round_trips))
 
     def _take(self, nbytes: int, at_start: bool = False) -> bytes | None:
-        """The next bytes of a frame's head; None when the link was closed on our side.
-
-        More may be received than that, and waits in `_ahead`. `at_start`: between two frames.
-        """
+        """The next bytes of a frame's head; None when the link was closed on our side. More may be
+        received, and waits in `_ahead`. `at_start`: between two frames."""
         start, end = self._ahead_from, self._ahead_from + nbytes
         if end > self._ahead_to:
             return self._take_new(nbytes, at_start)
@@ -606,11 +588,8 @@ class Link:
         return ahead
 
     def _receive_some(self, view: memoryview, fill: bool, between: bool) -> int:
-        """Receive at least a byte into `view`; 0 when the link was closed on our side.
-
-        Raises PeerLostError when the peer is gone, silent for liveness_s, or (`between` two
-        frames) has closed the connection.
-        """
+        """Receive at least a byte into `view`; 0 when the link was closed on our side. Raises
+        PeerLostError when the peer is gone or silent for too long."""
         since = time.monotonic()
         while True:
             count = self._stream.read(view, fill)

@@ -590,11 +590,8 @@ class OtherVersion(Body):
 
 
 class Message:
-    """The fields of one message (`body`) and its tensors.
-
-    Making one checks it and raises ProtocolError. A received message also keeps the buffer that
-    holds its tensors, which `release` gives back.
-    """
+    """The fields of one message (`body`) and its tensors; of a received one also the buffer that
+    holds them. Making one checks it and raises ProtocolError."""
 
     __slots__ = ("_buffer_release", "_fields", "body", "tensors")
 
@@ -620,11 +617,8 @@ class Message:
         return self.body
 
     def release(self) -> None:
-        """Give the receive buffer back for the next frame; calling it again does nothing.
-
-        Tensors made from this message must not be used afterwards. A message that is never
-        released is safe: its buffer is simply not reused.
-        """
+        """Give the receive buffer back; calling it again does nothing. Tensors made from this
+        message must not be used afterwards. Where nobody calls it, the buffer is not reused."""
         release, self._buffer_release = self._buffer_release, None
         self.tensors = ()
         if release is not None:
@@ -638,10 +632,8 @@ class Message:
 def encode(
     message: Message, max_frame_bytes: int = IMPOSSIBLE_FRAME_BYTES
 ) -> list[bytes | memoryview]:
-    """The frame as buffers to write one after the other; tensor bytes are not copied.
-
-    Raises ProtocolError when the header or the frame is larger than what may be sent.
-    """
+    """The frame as buffers to write one after the other; tensor bytes are not copied. Raises
+    ProtocolError when the header or the frame is larger than what may be sent."""
     spec, tensors = message.body.spec, message.tensors
     header = pack_header(spec.name, spec.number, message._fields, pack_shapes(tensors))
     spec.check_header(header)
@@ -693,12 +685,9 @@ class FrameHeader:
 def read_header(
     prefix: bytes, header: bytes, payload_bytes: int, max_frame_bytes: int = IMPOSSIBLE_FRAME_BYTES
 ) -> FrameHeader:
-    """Decode and check a header; both are kept for relaying.
-
-    `payload_bytes` is what `parse_prefix` returned. Raises ProtocolError, naming what came, when
-    the header is not exactly a known message whose tensors fill exactly that many bytes, or when
-    the receiver would need more than `max_frame_bytes` of memory for it.
-    """
+    """Decode and check a header, kept for relaying. Raises ProtocolError, naming what came, when it
+    is not exactly a known message whose tensors fill exactly `payload_bytes`, or when the receiver
+    would need more than `max_frame_bytes` of memory for it."""
     found = unpack_header(header)
     number, fields = found["t"], found["m"]
     if not is_int(number) or number not in BODIES:

@@ -10,24 +10,13 @@ import sys
 
 import torch
 
-from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.frames import DTYPES, WireTensor
 from hetero_framework.errors import ProtocolError
 
 if sys.byteorder != "little":
     raise ImportError("hetero_framework needs a little-endian machine")
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {d.name: getattr(torch, d.name) for d in DTYPES}
 _WIRE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -41,10 +30,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:
     """A CPU tensor as it travels. Contiguous tensors are not copied: the result is a view of
-    their memory, which must not change until the message is sent.
-
-    Raises ProtocolError for a dtype without a wire code and for a tensor on another device.
-    """
+    their memory, which must not change until the message is sent. Raises ProtocolError for a dtype
+    without a wire code and for a tensor on another device."""
     name = dtype_name(tensor.dtype)
     if tensor.device.type != "cpu":
         raise ProtocolError(f"a tensor on {tensor.device} cannot travel; bring it to the CPU first")
@@ -57,11 +44,8 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:
-    """The tensor over the bytes of `wire`, not copied when they are writable and aligned.
-
-    A view of a receive buffer must not be used after the message's `release`; `clone` it to
-    keep it.
-    """
+    """The tensor over the bytes of `wire`, not copied when they are writable and aligned. A view
+    of a receive buffer must not be used after the message's `release`."""
     dtype = TORCH_DTYPES[wire.dtype]
     if wire.nbytes == 0:
         return torch.empty(wire.shape, dtype=dtype)
