@@ -205,9 +205,9 @@ def split(shapes: Shapes, payload: memoryview) -> tuple[WireTensor, ...]:
 
 
 def check_start(data: bytes | bytearray | memoryview) -> None:
-    """Raise ProtocolError when the first bytes of a frame (one or more) cannot be a prefix: no frame
-    reaches IMPOSSIBLE_FRAME_BYTES, so three are zero. Text, a TLS greeting or another program's
-    magic number shows in the first."""
+    """Raise ProtocolError when the first bytes of a frame (one or more) cannot be a prefix: three
+    are zero, since no frame reaches IMPOSSIBLE_FRAME_BYTES. Text, a TLS greeting or another
+    program's magic number shows in the first."""
     if any(bytes(data[:3])):
         text = bytes(data[:5]).decode("latin-1").rstrip("\r\n")
         is_text = text.isascii() and text.isprintable()

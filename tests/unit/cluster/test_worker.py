@@ -341,6 +341,7 @@ def test_strangers_bytes_are_never_unpacked(size: int, serve: Any, monkeypatch: 
     served = serve()
     stranger = served.dial()
     other = connect("127.0.0.1", served.port, WAIT_S)
+    other.set_tick(WAIT_S)
     bomb = Message(Inputs(0, 0, 1, 0, (), {"a": (size,), "b": (size,)}))
     other.write(deque([memoryview(framed(bomb))]))
     assert other.read(memoryview(bytearray(1))) == 0
@@ -354,6 +355,7 @@ def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
     streams = [connect("127.0.0.1", served.port, WAIT_S) for _ in range(16)]
     wait_until(lambda: len(served._worker._strangers) == 16)
     late = connect("127.0.0.1", served.port, WAIT_S)
+    late.set_tick(WAIT_S)
     assert late.read(memoryview(bytearray(1))) == 0
     late.close()
     for stream in streams:
