@@ -34,7 +34,7 @@ from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import DirectLost, LinkLost, StepResults, WorkerId, WorkerLeaving
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
-from hetero_framework.engine.remote_host import RemoteHost, RemoteInbox
+from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
 from hetero_framework.engine.stage_host import Reduce, StageHost, nothing_to_add
 from hetero_framework.errors import (
@@ -147,7 +147,7 @@ class Assembly:
         self.pipeline = Pipeline(
             specs,
             [host, *self.remotes.values()],
-            RemoteInbox(links, self.remotes),
+            links,
             results,
             objective=objective_of(config.training),
             step_timeout_s=config.training.step_timeout_s,

@@ -49,8 +49,8 @@ class WorkerLeaving(StoppedEarly):
 
 @dataclass(frozen=True)
 class Event:
-    """What the inbox holds: a message of a worker with what it carried, unpacked, or the news
-    that its link is gone. `wire` tells an old link's events from those of the present one."""
+    """A message of a worker with what it carried, unpacked, or the news that its link is gone.
+    `wire` tells an old link's events from those of the present one."""
 
     worker: WorkerId
     wire: Any
@@ -98,6 +98,10 @@ class Host(Protocol):
         """Once in a training step, when it is done with it. `tied_gradient` is the head's share of
         a weight that is the embedding's too."""
 
+    def receive(self, message: Message, arrival: object) -> None:
+        """A message of this host, where it is remote, and what `unpack` made of it."""
+        raise AssertionError("this process sends itself no messages")
+
     def commit(self, order: Commit, tied_weight: torch.Tensor | None) -> torch.Tensor | None:
         """Have the stages step their optimizers. `tied_weight` is the embedding's new weight where
         its tied head lives on another stage: returned by the one, taken over by the other."""
@@ -138,15 +142,19 @@ class Host(Protocol):
         return
 
 
-class Inbox(Protocol):
-    """What arrives from hosts elsewhere."""
+class Links(Protocol):
+    """The links to the workers. Raises LinkLost for one that is gone."""
 
     def expect(self, step: int, attempt: int) -> None:
         """From now on boundary tensors of this attempt alone are passed on."""
 
-    def handle(self, timeout_s: float) -> bool:
-        """Hand the next event to its host; False when none came in time. Raises LinkLost or
-        DirectLost when a link broke, and a worker's own error when it reports one."""
+    def generation(self, worker_id: WorkerId) -> object: ...
+    def send(self, worker_id: WorkerId, message: Message) -> None: ...
+    def ping(self, worker_id: WorkerId) -> None: ...
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """The next event; None when none came in time. Raises LinkLost or DirectLost when a link
+        broke, and a worker's own error when it reports one."""
 
 
 class StepResults:

@@ -1,7 +1,7 @@
 """The engine: drives micro-batches through the stages of all hosts.
 
 Read `begin`, `run`, `report_gradients`, `commit`: a step, in order. One thread computes and decides
-here; what a host does elsewhere arrives through the `Inbox`. The numbers are the stages', the order
+here; what a host does elsewhere arrives over `Links`. The numbers are the stages', the order
 is the planner's; this module only moves things.
 """
 
@@ -18,7 +18,7 @@ from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Commit, LoadKind, StageFigures, StateKind
 from hetero_framework.core.trace import Span
-from hetero_framework.engine.hosts import BatchInputs, Host, Inbox, LinkLost, StepResults
+from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
 from hetero_framework.engine.stage_api import (
     GradientReport,
     StatePart,
@@ -56,7 +56,7 @@ class Pipeline:
         self,
         stages: Sequence[StageSpec],
         hosts: Sequence[Host],
-        inbox: Inbox,
+        links: Links,
         results: StepResults,
         *,
         objective: CausalLM,
@@ -66,7 +66,7 @@ class Pipeline:
         self._stages = list(stages)
         self._hosts = list(hosts)
         self._host_of = {k: host for host in hosts for k in host.indexes}
-        self._inbox = inbox
+        self._links = links
         self._results = results
         self._objective = objective
         self._step_timeout_s = step_timeout_s
@@ -94,7 +94,7 @@ class Pipeline:
         self._max_in_flight = max_in_flight
         self._results.begin()
         self._began = time.perf_counter()
-        self._inbox.expect(info.step, info.attempt)
+        self._links.expect(info.step, info.attempt)
         for host in self._hosts:
             if self._snapshot is not None:
                 host.snapshot(self._committed)
@@ -112,7 +112,7 @@ class Pipeline:
 
         self._last_progress = time.monotonic()
         while not self._results.is_complete(len(batches)):
-            while self._inbox.handle(0):
+            while self._receive(0):
                 self._last_progress = time.monotonic()
             entering = admission.next(self._results.num_finished)
             # One at a time, so that the first forward need not wait for the inputs of the others.
@@ -271,9 +271,18 @@ class Pipeline:
             names = self._objective.stage_inputs(spec, tensors)
             self._host_of[spec.index].feed(spec.index, micro_batch, names, batch)
 
+    def _receive(self, timeout_s: float) -> bool:
+        """Hand the next event to its host; False when none came in time."""
+        event = self._links.receive(timeout_s)
+        if event is None:
+            return False
+        assert event.message is not None
+        next(h for h in self._hosts if h.id == event.worker).receive(event.message, event.arrival)
+        return True
+
     def _wait(self, waiting_for: Callable[[], str]) -> None:
         """Wait for the next event. Raises PeerLostError after `step_timeout_s` without any."""
-        if self._inbox.handle(_POLL_S):
+        if self._receive(_POLL_S):
             self._last_progress = time.monotonic()
         elif time.monotonic() - self._last_progress > self._step_timeout_s:
             raise PeerLostError(

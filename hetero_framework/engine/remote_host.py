@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,17 +14,7 @@ from hetero_framework.core.messages import Body, LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
-from hetero_framework.engine.hosts import BatchInputs, Event, Host, LinkLost, StepResults
-
-
-class Links(Protocol):
-    """The links to the workers. Raises LinkLost for one that is gone."""
-
-    def expect(self, step: int, attempt: int) -> None: ...
-    def generation(self, worker_id: WorkerId) -> object: ...
-    def send(self, worker_id: WorkerId, message: Message) -> None: ...
-    def ping(self, worker_id: WorkerId) -> None: ...
-    def receive(self, timeout_s: float) -> Event | None: ...
+from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
 
 
 @dataclass(frozen=True)
@@ -152,7 +142,7 @@ class RemoteHost(Host):
     # -- messages -------------------------------------------------------------------------------
 
     def receive(self, message: Message, arrival: object) -> None:
-        """A message of this worker, and what `unpack` made of it. Raises LinkLost for a goodbye."""
+        """Raises LinkLost for a goodbye."""
         body = message.body
         if isinstance(body, m.Committed):
             if body.step == self._commit_step:
@@ -196,22 +186,3 @@ class RemoteHost(Host):
 
     def _is_current(self, body: m.OfStep) -> bool:
         return (body.step, body.attempt) == (self._info.step, self._info.attempt)
-
-
-class RemoteInbox:
-    """What arrives over the links, for the hosts that it is from."""
-
-    def __init__(self, links: Links, hosts: Mapping[WorkerId, RemoteHost]) -> None:
-        self._links = links
-        self._hosts = hosts
-
-    def expect(self, step: int, attempt: int) -> None:
-        self._links.expect(step, attempt)
-
-    def handle(self, timeout_s: float) -> bool:
-        event = self._links.receive(timeout_s)
-        if event is None:
-            return False
-        assert event.message is not None
-        self._hosts[event.worker].receive(event.message, event.arrival)
-        return True

@@ -111,11 +111,8 @@ def write_adapter(
     there twice; the directory is then as it was.
     """
     tensors: Tensors = {}
-    check = _Completeness(plan.tensors, "adapter")
-    for part in parts:
-        check.add(part)
+    for part in _checked(parts, plan.tensors, "adapter"):
         tensors.update({key: _own_copy(tensor) for key, tensor in part.items()})
-    check.finish()
     config = copy.deepcopy(plan.lora_config)
     config.base_model_name_or_path, config.revision = base_model, revision
     config.inference_mode = True
@@ -144,14 +141,11 @@ def write_checkpoint(
     Holds at most one file's tensors (`max_file_bytes`) and one part in memory. Raises
     CheckpointError like `write_adapter`.
     """
-    check = _Completeness(expected_checkpoint_tensors(config), "checkpoint")
     with output.writing() as folder:
         files = _WeightFiles(folder, max_file_bytes)
-        for part in parts:
-            check.add(part)
+        for part in _checked(parts, expected_checkpoint_tensors(config), "checkpoint"):
             for key, tensor in part.items():
                 files.add(key, _own_copy(tensor))
-        check.finish()
         files.finish()
         config = copy.deepcopy(config)
         # What `save_pretrained` of a model adds.
@@ -168,33 +162,28 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-class _Completeness:
-    """Compares arriving tensors with what the whole model must have."""
+def _checked(
+    parts: Iterable[Mapping[str, torch.Tensor]], expected: Shapes, what: str
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The parts, compared with what the whole model must have."""
 
-    def __init__(self, expected: Shapes, what: str) -> None:
-        self._expected = expected
-        self._what = what
-        self._seen: set[str] = set()
+    def refuse(problem: str, keys: Set[str]) -> None:
+        if keys:
+            shown = ", ".join(sorted(keys)[:8]) + (", ..." if len(keys) > 8 else "")
+            raise CheckpointError(
+                f"the {what} is not written: {len(keys)} {problem}: {shown}",
+                hint="every stage of the plan must contribute its layers exactly once",
+            )
 
-    def add(self, part: Mapping[str, torch.Tensor]) -> None:
-        unexpected = part.keys() - self._expected.keys()
-        self._refuse("tensors that the model does not have", unexpected)
-        self._refuse("tensors that two stages sent", part.keys() & self._seen)
-        wrong = {key for key, t in part.items() if tuple(t.shape) != self._expected[key]}
-        self._refuse("tensors of a wrong shape", wrong)
-        self._seen.update(part)
-
-    def finish(self) -> None:
-        self._refuse("missing tensors", self._expected.keys() - self._seen)
-
-    def _refuse(self, problem: str, keys: Set[str]) -> None:
-        if not keys:
-            return
-        shown = ", ".join(sorted(keys)[:8]) + (", ..." if len(keys) > 8 else "")
-        raise CheckpointError(
-            f"the {self._what} is not written: {len(keys)} {problem}: {shown}",
-            hint="every stage of the plan must contribute its layers exactly once",
-        )
+    seen: set[str] = set()
+    for part in parts:
+        refuse("tensors that the model does not have", part.keys() - expected.keys())
+        refuse("tensors that two stages sent", part.keys() & seen)
+        wrong = {key for key, tensor in part.items() if tuple(tensor.shape) != expected[key]}
+        refuse("tensors of a wrong shape", wrong)
+        seen.update(part)
+        yield part
+    refuse("missing tensors", expected.keys() - seen)
 
 
 class _WeightFiles:

@@ -31,7 +31,7 @@ from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import Event, LinkLost, StepResults
 from hetero_framework.engine.pipeline import Pipeline
-from hetero_framework.engine.remote_host import RemoteHost, RemoteInbox
+from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import (
     GradientReport,
     HostReport,
@@ -151,7 +151,7 @@ def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
     pipeline = Pipeline(
         STAGES,
         [host, remote],
-        RemoteInbox(worker, {7: remote}),
+        worker,
         worker.results,
         objective=CausalLM(None),
         step_timeout_s=step_timeout_s,
