@@ -50,11 +50,10 @@ class Stage:
         if config.checkpointing(spec.index) is True:
             shard.recompute_blocks()
         # The head of a tied pair never steps by itself: the embedding's owner does it for both.
-        tied_head = shard.head_name if shard.tied else None
         named = trainable_parameters(shard)
-        self._parameters = [(name, p) for name, p in named if name != tied_head]
+        self._parameters = [(name, p) for name, p in named if name != shard.head_name]
         by_name = dict(named)
-        self._tied_head = by_name.get(tied_head) if tied_head else None
+        self._tied_head = by_name.get(shard.head_name or "")
         self._tied_embedding = by_name.get(shard.embedding_name or "")
         # The two cross the wire in every step, and may be a gigabyte each.
         self._tied_gradient_copy = HostCopy(device)

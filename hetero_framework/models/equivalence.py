@@ -40,7 +40,7 @@ from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Inputs, Shard, build_shard, load_model_config, token_loss
 from hetero_framework.models.tiny import causal_lm_types, meta_model, shrink, tiny_config
-from hetero_framework.models.varlen_attention import VARLEN
+from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
 from hetero_framework.models.weights import Checkpoint, resolve_model_path
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def verify_model(
         raise ArchitectureError("there is no model to verify: name a configuration or a type")
     if cuts is not None or config is None:
         layers = introspect(model_config).num_layers
-        ranges = ranges_from_cuts(_default_cuts(layers) if cuts is None else cuts, layers)
+        thirds = sorted({max(1, layers // 3), max(1, layers - 1)} - {layers})
+        ranges = ranges_from_cuts(thirds if cuts is None else cuts, layers)
     else:
         ranges = tuple(map(ShardRange.of, config.plan.stages))
     result = compare(model_config, ranges, checkpoint)
@@ -237,10 +238,6 @@ def verify_all(
         if progress is not None:
             progress(result)
     return results
-
-
-def _default_cuts(layers: int) -> list[int]:
-    return sorted({max(1, layers // 3), max(1, layers - 1)} - {layers})
 
 
 def compare(
@@ -413,6 +410,7 @@ def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packi
     elif asked not in (None, "sdpa"):
         tried = {asked: asked}
     reason = ""
+    register_per_sample()
     try:
         config = _deterministic(shrink(config))
         samples = _Samples(config)
@@ -542,7 +540,7 @@ class _Chain:
         loss.backward()
         for out, received in reversed(boundaries):
             out.backward(received.grad)
-        if self._first.tied:
+        if self._first.head_name is not None:
             embedding = self._first.model.get_parameter(self._first.embedding_name)
             head = self._last.model.get_parameter(self._last.head_name)
             total = embedding.grad + head.grad

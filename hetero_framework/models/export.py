@@ -59,7 +59,7 @@ def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
     """
     model = shard.model
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
-    if shard.tied and not untie:
+    if not untie:
         left_out.add(shard.head_name)
     state = {key: tensor for key, tensor in model.state_dict().items() if key not in left_out}
     if not shard.range.is_first:

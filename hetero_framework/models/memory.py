@@ -326,7 +326,8 @@ def _stage_memory(
         # Both ends of a tied pair collect a gradient; only one of them has optimizer state.
         gradients += shapes.weights[skeleton.head]
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
-    buffers = sum(n for name, n in shapes.buffers.items() if _is_here(skeleton, name, rng))
+    here = {None, *range(rng.start, rng.end)}
+    buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
     batch_tokens = training.per_device_train_batch_size * tokens
     once, per_micro_batch = _activation_bytes(spec, shapes, config, tokens, differentiates)
     return StageMemory(
@@ -343,11 +344,6 @@ def _stage_memory(
         foreach=stepped if training.optim == "adamw_torch" else 0,
         device=machine.device,
     )
-
-
-def _is_here(skeleton: Skeleton, name: str, rng: ShardRange) -> bool:
-    layer = skeleton.layer_of(name)
-    return layer is None or rng.start <= layer < rng.end
 
 
 def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:

@@ -61,7 +61,9 @@ def merge_adapter(
         out_config.get_text_config().tie_word_embeddings = False
     parts = _merged_layers(settings, base_dir, introspect(config).num_layers, plan, untie)
     tokenizer = _tokenizer([str(adapter_dir), source], revision)
-    generation = _generation_config(source, revision)
+    generation = None
+    if _file(source, "generation_config.json", revision) is not None:
+        generation = GenerationConfig.from_pretrained(source, revision=revision or "main")
     write_checkpoint(output, parts, out_config, generation, tokenizer)
 
 
@@ -91,12 +93,6 @@ def _merged_layers(
             shard.adapter.tuner.merge_and_unload()
         shard.adapter = None
         yield from export_layers(shard, untie=untie)
-
-
-def _generation_config(source: str, revision: str | None) -> GenerationConfig | None:
-    if _file(source, "generation_config.json", revision) is None:
-        return None
-    return GenerationConfig.from_pretrained(source, revision=revision or "main")
 
 
 def _tokenizer(sources: list[str], revision: str | None) -> PreTrainedTokenizerBase | None:

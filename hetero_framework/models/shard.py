@@ -48,6 +48,7 @@ from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.tiny import causal_lm_config
+from hetero_framework.models.varlen_attention import register_per_sample
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def build_shard(
 
     `dtype` None takes the configuration's. Raises ModelError, ArchitectureError.
     """
+    register_per_sample()
     device, dtype = torch.device(device), dtype or _config_dtype(config)
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
@@ -221,9 +223,8 @@ class Shard:
         self.adapter: AttachedAdapter | None = None
         # Of the files that it was read from; empty for random weights.
         self.fingerprint: Fingerprint = {}
-        self.embedding_name = whole.embedding
-        self.head_name = whole.head
-        self.tied = whole.head is not None
+        # Both None unless the two are one weight.
+        self.embedding_name, self.head_name = whole.embedding, whole.head
         self._whole = whole
         # Asked now: over a quantised base, an adapter's type would pass for the model's later.
         self._dtype = model.dtype

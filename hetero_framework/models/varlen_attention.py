@@ -22,6 +22,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 VARLEN = "per_sample"
 
 
+def register_per_sample() -> None:
+    """Make it known to transformers, for models whose configuration names `VARLEN`."""
+    # Without a mask function of this name transformers makes no mask, and does not look at the
+    # positions on the host to find out whether it needs one: that would wait for the device.
+    AttentionInterface.register(VARLEN, per_sample_attention)
+
+
 @torch.compiler.disable  # lengths differ in every call: nothing to compile once
 def per_sample_attention(
     module: nn.Module,
@@ -116,9 +123,3 @@ def _spelled_out(
         weights = weights[..., :-1]
     weights = nn.functional.dropout(weights, p=dropout)
     return (weights @ value_1HLE).transpose(1, 2).contiguous()
-
-
-# Known from here on to models whose configuration names it. Without a mask function of this name
-# transformers makes no mask, and does not look at the positions on the host to find out whether it
-# needs one: that would wait for the device.
-AttentionInterface.register(VARLEN, per_sample_attention)

@@ -51,7 +51,11 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
         fields, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         model_type = fields.get("model_type")
         if model_type not in CONFIG_MAPPING:
-            raise ModelError(_unknown_type(source, model_type, "auto_map" in fields))
+            own_code = "; its own Python code (auto_map) is never executed"
+            raise ModelError(
+                f"the installed transformers has no model type {model_type!r} (model {source!r})"
+                + (own_code if "auto_map" in fields else "")
+            )
         # Code that lies beside a checkpoint is never run, the library's own is.
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -60,15 +64,6 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
             hint="set model.name_or_path to a Hugging Face checkpoint directory that this machine"
             " has, or to a hub name that it can reach",
         ) from error
-
-
-def _unknown_type(source: str, model_type: object, remote_code: bool) -> str:
-    if remote_code:
-        return (
-            f"Model {source!r} brings its own Python code (auto_map), which is never executed;"
-            f" the installed transformers has no model type {model_type!r}."
-        )
-    return f"The installed transformers has no model type {model_type!r} (model {source!r})."
 
 
 class Checkpoint:

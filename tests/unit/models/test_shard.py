@@ -94,7 +94,7 @@ def run(shards: list[Shard], inputs: dict[str, torch.Tensor]) -> tuple[torch.Ten
             if parameter.grad is not None:
                 assert name not in gradients
                 gradients[name] = parameter.grad
-    if shards[0].tied:
+    if shards[0].head_name is not None:
         head = gradients.pop(str(shards[0].head_name))
         gradients[str(shards[0].embedding_name)] += head
     return loss.detach(), gradients
@@ -186,7 +186,6 @@ def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
     (alone,) = build("gpt2", checkpoints("gpt2"), [0, 6])
     embedding = alone.model.get_parameter("transformer.wte.weight")
     head = alone.model.get_parameter("lm_head.weight")
-    assert alone.tied
     assert (alone.embedding_name, alone.head_name) == ("transformer.wte.weight", "lm_head.weight")
     assert embedding is not head
     assert embedding.data_ptr() == head.data_ptr()
@@ -199,7 +198,7 @@ def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
 
 def test_untied_model_says_so(checkpoints: Any) -> None:
     (shard,) = build("llama", checkpoints("llama"), [0, 6])
-    assert (shard.tied, shard.embedding_name, shard.head_name) == (False, None, None)
+    assert (shard.embedding_name, shard.head_name) == (None, None)
 
 
 def test_random_weights_do_not_depend_on_the_cut() -> None:

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
-from hetero_framework.models.varlen_attention import per_sample_attention, sample_lengths
+from hetero_framework.models.partition import ShardRange
+from hetero_framework.models.shard import build_shard
+from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.varlen_attention import VARLEN, per_sample_attention, sample_lengths
 
 LENGTHS = (5, 1, 9, 3)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
@@ -107,3 +111,16 @@ def test_without_positions_or_with_a_mask_nothing_is_computed(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         per_sample_attention(Layer(), *tensors(), mask, position_ids=positions)
+
+
+def test_a_worker_that_only_builds_shards_knows_the_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(AttentionInterface._global_mapping, VARLEN, raising=False)
+    config = tiny_config("llama")
+    config._attn_implementation = VARLEN
+    shard = build_shard(config, None, ShardRange(0, 1, True, False), dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7]])
+    positions = torch.tensor([[0, 1, 0]])
+    hidden_BSD = shard.forward({"input_ids": ids, "position_ids": positions}, None)
+    assert hidden_BSD.shape[:2] == ids.shape
