@@ -221,7 +221,7 @@ def _advice(found: Diagnosis) -> list[str]:
             lines.append(f"of changes that leave the results as they are: {harmless}")
         lines.append("predicted for each:")
     rows = [
-        (f"{change.gain:+.0%}", seconds(change.step_s), change.text)
+        (f"{round(change.gain, 2) + 0.0:+.0%}", seconds(change.step_s), change.text)
         for change in sorted(found.changes, key=lambda change: -change.gain)
     ]
     return lines + table(("samples/s", "a step", "change"), rows, left=(2,))

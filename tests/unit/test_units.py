@@ -42,5 +42,6 @@ def test_clock_is_rounded_to_seconds() -> None:
 
 def test_share_and_rate() -> None:
     assert units.share(0.358) == "36%"
+    assert units.share(-1e-15) == "0%"
     assert units.bit_rate(125e6) == "1.00 Gbit/s"
     assert units.bit_rate(1.25e6) == "10.0 Mbit/s"
