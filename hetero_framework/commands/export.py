@@ -63,8 +63,8 @@ def _find(place: Path) -> CheckpointReader:
     root = place / "checkpoints" if (place / "checkpoints").is_dir() else place
     if not root.is_dir():
         raise CheckpointError(
-            f"There is no directory {place}.",
-            hint="Give a step_N directory, or the output_dir of a run.",
+            f"there is no directory {place}",
+            hint="give a step_N directory, or the output_dir of a run",
         )
     return CheckpointStore(root).resolve("latest")
 

@@ -176,16 +176,16 @@ def run_wizard(
     Each answer is checked at once and asked again when it is wrong; an empty line takes the
     default. Raises UserError when the input ends.
     """
-    wizard = _Wizard(answers, output, ask, say)
+    questions = _Questions(answers, output, ask, say)
     try:
         say("A few questions; an empty line takes the value in [brackets].")
         if output.exists() and not force:
             question = f"{output} exists. Replace it? (yes/no)"
-            if wizard.ask(question, "no", _one_of("yes", "y", "no", "n")).startswith("n"):
+            if questions.ask(question, "no", _one_of("yes", "y", "no", "n")).startswith("n"):
                 say("Nothing was changed.")
                 return 0
-        wizard.ask_all()
-        config = write_config(wizard.answers, output, force=True)
+        questions.ask_all()
+        config = write_config(questions.answers, output, force=True)
     except EOFError:
         raise UserError(
             "the input ended before all questions were answered",
@@ -199,7 +199,7 @@ def run_wizard(
 
 
 @dataclass
-class _Wizard:
+class _Questions:
     answers: Answers
     output: Path
     read: Callable[[str], str]

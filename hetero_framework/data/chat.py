@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"human": "user", "gpt": "assistant"}  # the names of the from/value (ShareGPT) layout
 _NO_MASK_HINT = (
-    "Put {% generation %} and {% endgeneration %} around the assistant's text in the template, "
-    "or set data.assistant_only_loss to false to train on the whole conversation."
+    "put {% generation %} and {% endgeneration %} around the assistant's text in the template, "
+    "or set data.assistant_only_loss to false to train on the whole conversation"
 )
 
 Message = dict[str, Any]

@@ -41,8 +41,8 @@ ALPACA_WITHOUT_INPUT = (
 )
 
 _FORMATS_HINT = (
-    "Formats: text; prompt and completion; messages; instruction, input and output. "
-    "Rename the fields, or set data.dataset_text_field for plain text under another name."
+    "formats are text; prompt and completion; messages; instruction, input and output; "
+    "rename the fields, or set data.dataset_text_field for plain text under another name"
 )
 
 Tokens = tuple[list[int], list[bool]]

@@ -212,9 +212,9 @@ class _Reader:
                 self._add(builder, batch, formatter, counts)
                 show(f"{counts.read:,} examples")
         if not len(builder):
-            hint = "An example needs two tokens, and a trained one among the later."
+            hint = "an example needs two tokens, and a trained one among the later"
             if counts.cut:
-                hint = f"data.max_length={self.data.max_length} cuts off all of it; raise it."
+                hint = f"data.max_length={self.data.max_length} cuts off all of it; raise it"
             raise DataError(
                 f"data.{name}: none of the {counts.read:,} examples has a token to learn from",
                 hint=hint,

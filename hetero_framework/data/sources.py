@@ -48,7 +48,7 @@ _KINDS = {
     ".text": "text",
 }
 _PICKLED = {".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".joblib"}
-_HOW = "Use .jsonl, .json, .parquet, .txt, a folder of datasets.save_to_disk, or a hub name."
+_HOW = "use .jsonl, .json, .parquet, .txt, a folder of datasets.save_to_disk, or a hub name"
 
 
 @dataclass(frozen=True)

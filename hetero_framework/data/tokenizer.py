@@ -13,7 +13,7 @@ from hetero_framework.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_HINT = "Set model.tokenizer to a folder or hub name that has one."
+_HINT = "set model.tokenizer to a folder or hub name that has one"
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
 
 

@@ -71,7 +71,7 @@ def test_result_of_a_checkpoint_is_that_of_a_run_that_ends_there(
 def test_place_without_a_checkpoint_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place, said in (("none", "There is no directory"), ("", "There is no checkpoint in")):
+    for place, said in (("none", "there is no directory"), ("", "There is no checkpoint in")):
         output = ["--output", str(tmp_path / "out")]
         assert main(["export", "--checkpoint", str(tmp_path / place), *output]) == 2
         assert said.lower() in capsys.readouterr().err.lower()
