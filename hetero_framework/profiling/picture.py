@@ -37,8 +37,8 @@ def picture(trace: Trace, step: int) -> StepPicture:
             for wait in waits(trace.stages, events)
             if wait.process == number and wait.reason != "start"
         ]
-        held = stages_of[number]
-        detail = f"stage{'s' * (len(held) > 1)} {', '.join(map(str, held))}"
+        stages = stages_of[number]
+        detail = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         name = trace.processes[number].name
         return Row(name, detail, bars, moved(own, SEND), moved(own, RECEIVE))
 

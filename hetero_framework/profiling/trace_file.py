@@ -10,6 +10,7 @@ ended), one for what each link sends and one for what it receives.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -237,9 +238,8 @@ class _File:
             args: dict[str, Any] = {"step": events[0].step + 1, "stage": wait.stage}
             args |= {"micro_batch": wait.micro_batch}
             args |= {"on_the_wire_ms": round(wait.wire_s * 1e3, 3)}
-            what, place = (f"wait for {wait.reason}", "wait", "X"), rows.of_stage(wait.stage)
-            dur = _micro(wait.seconds)
-            entries.append(_entry(what, (wait.process, place), wait.began, dur=dur, args=args))
+            name, row, dur = f"wait for {wait.reason}", rows.of_stage(wait.stage), wait.seconds
+            entries.append(_entry(name, "wait", "X", row, wait.began, dur=_micro(dur), args=args))
         yield from rows.new_names()
         yield from sorted(entries, key=lambda entry: (entry["ts"], -entry["dur"]))
         yield from arrows
@@ -259,14 +259,9 @@ _SEND_ROW = 1000
 _RECEIVE_ROW = 5000
 
 
-def _entry(
-    what: tuple[str, str, str], place: tuple[int, int], at: float, **more: Any
-) -> dict[str, Any]:
-    """An entry of `what` (name, category, phase) at `place` (process, row)."""
-    name, category, phase = what
-    pid, row = place[0] + 1, place[1]
-    head = {"name": name, "cat": category, "ph": phase, "pid": pid, "tid": row, "ts": _micro(at)}
-    return head | more
+def _entry(name: str, category: str, phase: str, row: int, at: float, **more: Any) -> Any:
+    place = {"pid": row // _ROWS, "tid": row, "ts": _micro(at)}
+    return {"name": name, "cat": category, "ph": phase, **place, **more}
 
 
 def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
@@ -277,8 +272,7 @@ def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
         args |= {"what": event.what, "peer": event.peer, "bytes": event.nbytes}
         args |= {"dtype": event.dtype, "codec": event.codec}
     seconds = _micro(event.ended) - _micro(event.began)
-    place = (event.process, row)
-    return _entry((name, event.kind, "X"), place, event.began, dur=seconds, args=args)
+    return _entry(name, event.kind, "X", row, event.began, dur=seconds, args=args)
 
 
 def _arrows(events: Sequence[Event], rows: _Rows) -> Iterator[dict[str, Any]]:
@@ -288,13 +282,13 @@ def _arrows(events: Sequence[Event], rows: _Rows) -> Iterator[dict[str, Any]]:
         before = awaited(task, tasks)
         if before is None or before.process == task.process:
             continue
-        number = rows.new_arrow()
+        number = next(rows.arrows)
         # The arrow leaves just before the end: at the end the next task of the row begins.
         leaves = max(before.began, before.ended - 1e-8)
-        source = (before.process, rows.of_stage(before.stage))
-        target = (task.process, rows.of_stage(task.stage))
-        yield _entry(("tensor", "tensor", "s"), source, leaves, id=number)
-        yield _entry(("tensor", "tensor", "f"), target, task.began, id=number, bp="e")
+        row = rows.of_stage(before.stage)
+        yield _entry("tensor", "tensor", "s", row, leaves, id=number)
+        row = rows.of_stage(task.stage)
+        yield _entry("tensor", "tensor", "f", row, task.began, id=number, bp="e")
 
 
 def _micro(seconds: float) -> float:
@@ -307,12 +301,12 @@ class _Rows:
 
     def __init__(self, about: About) -> None:
         self._processes, self._stages = about.processes, about.stages
-        self._names: dict[tuple[int, int], str] = {}
-        self._named: set[tuple[int, int]] = set()
+        self._names: dict[int, str] = {}
+        self._named: set[int] = set()
         self._free: dict[int, float] = {}
-        self._arrows = 0
+        self.arrows = itertools.count(1)
         for index, stage in enumerate(self._stages):
-            self._names[stage.process, self.of_stage(index)] = f"stage {index}: {stage.layers}"
+            self._names[self.of_stage(index)] = f"stage {index}: {stage.layers}"
 
     def of_stage(self, stage: int) -> int:
         return _ROWS * (self._stages[stage].process + 1) + stage + 1
@@ -334,31 +328,26 @@ class _Rows:
         while self._free.get(row + lane, -math.inf) > event.began and lane < 9:
             lane += 1
         self._free[row + lane] = event.ended
-        self._names[event.process, row + lane] = f"{label} ({lane + 1})" if lane else label
+        self._names[row + lane] = f"{label} ({lane + 1})" if lane else label
         return row + lane
-
-    def new_arrow(self) -> int:
-        self._arrows += 1
-        return self._arrows
 
     def new_names(self) -> Iterator[dict[str, Any]]:
         """Names of processes and rows that have not been written yet."""
         if not self._named:
             for number, process in enumerate(self._processes):
                 device = f" ({process.device})" if process.device else ""
-                pid, main = number + 1, _ROWS * (number + 1)
-                yield _metadata("process_name", pid, main, process.name + device)
-                yield _metadata("process_sort_index", pid, main, number)
-        for number, row in sorted(set(self._names) - self._named):
-            name = self._names[number, row]
-            yield _metadata("thread_name", number + 1, row, name)
-            yield _metadata("thread_sort_index", number + 1, row, row)
+                main = _ROWS * (number + 1)
+                yield _metadata("process_name", main, process.name + device)
+                yield _metadata("process_sort_index", main, number)
+        for row in sorted(set(self._names) - self._named):
+            yield _metadata("thread_name", row, self._names[row])
+            yield _metadata("thread_sort_index", row, row)
         self._named |= set(self._names)
 
 
-def _metadata(what: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
+def _metadata(what: str, row: int, value: str | int) -> dict[str, Any]:
     args = {"sort_index" if what.endswith("sort_index") else "name": value}
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+    return {"name": what, "ph": "M", "pid": row // _ROWS, "tid": row, "args": args}
 
 
 # ------------------------------------------------------------------------------------ reading it

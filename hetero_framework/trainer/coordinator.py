@@ -277,22 +277,22 @@ class Coordinator:
         self._losses.append(loss)
         seconds = time.perf_counter() - started
         self._keep_spans()
-        self._record(
-            {
-                "step": self._state.step,
-                "epoch": self._data.epoch_of(state.step),
-                "loss": loss,
-                "grad_norm": float(norm),
-                "learning_rate": rate,
-                "tokens": tokens,
-                "tokens_per_second": tokens / seconds,
-                "step_seconds": seconds,
-                "skipped": self._state.committed_steps == state.committed_steps,
-                "stages": stage_lines(
-                    self._config.plan.stages, stages, traffic, self._cluster.traffic()
-                ),
-            }
-        )
+        line: dict[str, Any] = {
+            "step": self._state.step,
+            "epoch": self._data.epoch_of(state.step),
+            "loss": loss,
+            "grad_norm": float(norm),
+            "learning_rate": rate,
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": seconds,
+        }
+        if self._state.committed_steps == state.committed_steps:
+            line["skipped"] = True
+        specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
+        line["stages"] = stage_lines(specs, stages, *moved)
+        self._files.metrics.write(line)
+        self._progress.step(line)
 
     def _gradients(
         self, batches: list[MicroBatch], num_items: int
@@ -433,13 +433,6 @@ class Coordinator:
             if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
                 self._checkpoints.keep(self._state)
         raise StoppedEarly(where, hint=self._checkpoints.advice())
-
-    def _record(self, line: dict[str, Any]) -> None:
-        """The step's line in metrics.jsonl and on the screen."""
-        if not line["skipped"]:
-            del line["skipped"]
-        self._files.metrics.write(line)
-        self._progress.step(line)
 
 
 def first_nonfinite(losses: list[float], reports: list[GradientReport]) -> tuple[int, int] | None:

@@ -79,7 +79,13 @@ class MetricsWriter:
             if _step_of(line, number, self.path) <= step:
                 kept.append(line)
         if len(kept) != len(lines):
-            _replace_file(self.path, b"".join(kept))
+            try:
+                write_file(self.path, b"".join(kept))
+            except OSError as error:
+                raise ResourceError(
+                    f"cannot write {self.path}: {error.strerror}",
+                    hint="free some space or set another training.output_dir, then resume",
+                ) from error
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append the line of a training step or of an evaluation, with its "step"."""
@@ -199,13 +205,3 @@ def _step_of(line: bytes, number: int, path: Path) -> int:
             hint="move the file away or set another training.output_dir",
         )
     return step
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    try:
-        write_file(path, content)
-    except OSError as error:
-        raise ResourceError(
-            f"cannot write {path}: {error.strerror}",
-            hint="free some space or set another training.output_dir, then resume",
-        ) from error

@@ -214,9 +214,9 @@ def test_evaluation_keeps_no_batch_that_is_done(
     finished: list[int] = []
     real = TrainData._eval_batch
 
-    def make(data: TrainData, index: int) -> Any:
+    def make(data: TrainData, index: int, stop: int) -> Any:
         made.append(index)
-        return real(data, index)
+        return real(data, index, stop)
 
     monkeypatch.setattr(TrainData, "_eval_batch", make)
     run = Coordinator.evaluate
@@ -242,11 +242,11 @@ def test_a_stop_is_heard_between_evaluation_batches_and_saves(
 ) -> None:
     real, made = TrainData._eval_batch, []
 
-    def make(data: TrainData, index: int) -> Any:
+    def make(data: TrainData, index: int, stop: int) -> Any:
         made.append(index)
         if index == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(data, index)
+        return real(data, index, stop)
 
     monkeypatch.setattr(TrainData, "_eval_batch", make)
     config = with_evaluation(alone, tmp_path)
