@@ -79,6 +79,10 @@ def _nothing() -> None:
     return None
 
 
+HostTensor = tuple[torch.Tensor, Callable[[], None]]
+"""A tensor in CPU memory, and the function that gives that memory back."""
+
+
 class Device:
     """One device of this machine. Subclasses say what differs; this class is the CPU's behaviour
     wherever a device has nothing of its own."""
@@ -185,17 +189,21 @@ class Device:
         """
         return event.made_s
 
-    def copy_out(
-        self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """(the tensor in CPU memory, the function that gives that memory back).
+    def copy_out(self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool) -> HostTensor:
+        """`copies_out` of one tensor."""
+        return self.copies_out([tensor], event, pool)[0]
 
-        `event` was made after the tensor's last operation was queued, and nothing changes the
-        tensor from then on. For a thread that sends: waits until the tensor is complete and
-        copied, not for anything that was queued behind it. The memory is `pool`'s, which should
-        be made by `buffers`; give it back once, after which the CPU tensor is void.
+    def copies_out(
+        self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool
+    ) -> list[HostTensor]:
+        """Each tensor in CPU memory, with the function that gives that memory back.
+
+        `event` was made after the tensors' last operation was queued, and nothing changes them from
+        then on. For a thread that sends: waits once until they are complete and copied, not for
+        anything that was queued behind them. The memory is `pool`'s, which should be made by
+        `buffers`; give it back once, after which the CPU tensor is void.
         """
-        return tensor.detach(), _nothing
+        return [(tensor.detach(), _nothing) for tensor in tensors]
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """`copies_in` of one tensor."""
@@ -428,25 +436,28 @@ class _StreamDevice(Device):
             return seen_s
         return event.clock.at_s + float(event.clock.native.elapsed_time(event.native)) / 1e3
 
-    def copy_out(
-        self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
+    def copies_out(
+        self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool
+    ) -> list[HostTensor]:
         assert isinstance(event, _StreamEvent)
-        tensor = tensor.detach()
-        if tensor.numel() == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype), _nothing
-        buffer, release = pool.take(tensor.numel() * tensor.element_size())
-        host = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
+        copies: list[HostTensor] = []
         stream = self._side_stream("out")
         with self._on(stream):
             stream.wait_event(event.native)
-            host.copy_(tensor, non_blocking=True)
+            for tensor in tensors:
+                if tensor.numel() == 0:
+                    copies.append((torch.empty(tensor.shape, dtype=tensor.dtype), _nothing))
+                    continue
+                buffer, release = pool.take(tensor.numel() * tensor.element_size())
+                host = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
+                host.copy_(tensor.detach(), non_blocking=True)
+                copies.append((host, release))
             copied = self._namespace.Event(**self._event_options)
             copied.record(stream)
-        # `tensor` is held until here. So its memory cannot be given to the computing stream
+        # `tensors` are held until here. So their memory cannot be given to the computing stream
         # while it is read, and needs no record_stream, which would delay its reuse.
         copied.synchronize()
-        return host, release
+        return copies
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         computing = self._namespace.current_stream(self.torch_device)
@@ -633,13 +644,13 @@ class MpsDevice(Device):
         assert isinstance(event, _PolledEvent)
         return event.seen_s
 
-    def copy_out(
-        self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
+    def copies_out(
+        self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool
+    ) -> list[HostTensor]:
         assert isinstance(event, _PolledEvent)
         event.wait()
-        copies = zip(event.sources, event.held, strict=True)
-        return next(copy for source, copy in copies if source is tensor), _nothing
+        copies = {id(s): copy for s, copy in zip(event.sources, event.held, strict=True)}
+        return [(copies[id(tensor)], _nothing) for tensor in tensors]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # From copies, as the queue comes to them later, and this thread shall not wait so long.

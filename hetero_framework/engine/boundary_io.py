@@ -207,7 +207,7 @@ class BoundaryIO:
     def _copy_and_post(
         self, body: Boundary, parts: list[torch.Tensor], event: DeviceEvent, codec: Codec | None
     ) -> None:
-        copies = [self._device.copy_out(part, event, self._pool) for part in parts]
+        copies = self._device.copies_out(parts, event, self._pool)
 
         def release() -> None:
             for _, give_back in copies:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.devices import Device, DeviceEvent, Support
+from hetero_framework.core.devices import Device, DeviceEvent, HostTensor, Support
 
 WAIT_S = 10.0
 
@@ -74,10 +74,13 @@ class QueuedDevice(Device):
         assert event.done()
         return float(event.number)
 
-    def copy_out(
-        self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
+    def copies_out(
+        self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool
+    ) -> list[HostTensor]:
         event.wait()
+        return [self._copy_out(tensor, pool) for tensor in tensors]
+
+    def _copy_out(self, tensor: torch.Tensor, pool: BufferPool) -> HostTensor:
         buffer, give_back = pool.take(tensor.numel() * tensor.element_size())
         host = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
         host.copy_(tensor.detach())

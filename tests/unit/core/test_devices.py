@@ -536,6 +536,29 @@ def test_copy_in_is_complete_and_its_memory_stays_until_the_computing_is_done(
     assert stream is fake.default
 
 
+def test_several_tensors_are_waited_for_once(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = streams
+    run_clock_at_once(device)
+    waits: list[FakeEvent] = []
+    wait = FakeEvent.synchronize
+
+    def counted(event: FakeEvent) -> None:
+        waits.append(event)
+        wait(event)
+
+    monkeypatch.setattr(FakeEvent, "synchronize", counted)
+    sent = [torch.ones(3), torch.empty(0), torch.arange(4)]
+    there = device.copies_in(sent)
+    assert len(waits) == 1
+    event = device.record_event(*there)
+    waits.clear()
+    copies = device.copies_out(there, event, BufferPool())
+    assert len(waits) == 1
+    assert all(torch.equal(host, one) for (host, _), one in zip(copies, sent, strict=True))
+
+
 def test_each_direction_has_one_stream_of_its_own(streams: tuple[Device, FakeStreams]) -> None:
     device, fake = streams
     run_clock_at_once(device)
