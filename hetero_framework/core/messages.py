@@ -143,10 +143,10 @@ class _Greeting(Body):
 
 @_message(1, COORDINATOR)
 class Hello(_Greeting):
-    """Coordinator to worker, the first message of a connection: who I am, which worker I mean, the
-    how manieth connection of the run to it this is, and the largest frame either side may send from
-    now on. Answered by WELCOME or REJECT. `epoch` grows with every connection of a coordinator's
-    `process` (a random number of it): one of an older epoch comes too late."""
+    """Coordinator to worker, the first message of a connection: who I am, which worker I mean, and
+    the largest frame either side may send from now on. Answered by WELCOME or REJECT. `epoch`
+    counts the connections of a coordinator's `process` (a random id): an older one comes too late.
+    """
 
     run_id: str
     worker_id: WorkerId
