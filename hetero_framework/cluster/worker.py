@@ -557,7 +557,8 @@ class Worker:
             connection.link.on_moved = run.meter.watch("local")
         connected = log.event("coordinator connected")
         _log.info("serving the run of %s", connection.name, extra=connected)
-        self._lines.clear()  # what was said before is not for this coordinator
+        if not same_run:
+            self._lines.clear()  # what was said before is not for this coordinator
         if not welcomed:
             self._welcome(connection, run)
 

@@ -216,6 +216,25 @@ def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve: Any
     assert served.weights[0]() is not None
 
 
+@pytest.mark.parametrize(("run_id", "reconnect_s"), [("first", 60.0), ("second", 0.001)])
+def test_coordinator_that_comes_back_hears_why_its_link_broke(
+    run_id: str, reconnect_s: float, serve: Any
+) -> None:
+    """A frame that arrived damaged, say: only the worker knows. Another run hears nothing of it."""
+    served = serve(keep=True, reconnect_s=reconnect_s)
+    first = served.dial("first").set_up()
+    with log.log_to("INFO", log.Lines(served._worker.show_to_coordinator)):
+        first.hang_up()
+        wait_until(lambda: any("lost the" in text for _, text in served._worker._lines))
+        again = served.dial(run_id)
+        again.expect(Welcome)
+        again.send(Setup(served.config.to_dict(), (1,)))
+        said = []
+        while isinstance(body := again.inbox.get(timeout=WAIT_S).body, Log):
+            said.append(body.text)
+    assert any("lost the coordinator" in text for text in said) == (run_id == "first")
+
+
 def test_run_that_has_no_stages_yet_does_not_reserve_the_worker(serve: Any) -> None:
     served = serve(keep=True)
     stranger = served.dial("stranger")
