@@ -103,20 +103,15 @@ class Plan:
 
     def covers(self, num_layers: int) -> None:
         """Raise PlanError unless the plan holds exactly the model's `num_layers` layers."""
-        covered, last = self.num_layers, len(self.entries) - 1
-        if covered == num_layers:
+        if self.num_layers == num_layers:
             return
-        if covered > num_layers:
-            beyond = next(i for i, entry in enumerate(self.entries) if entry.end > num_layers)
-            raise PlanError(
-                f"shard_plan[{beyond}].end is {self.entries[beyond].end}: the plan covers"
-                f" {covered} layers, but the model has {num_layers}",
-                hint=f"the last entry must end at {num_layers}",
-            )
+        ends, covered = [entry.end for entry in self.entries], self.num_layers
+        missing = f"; nobody holds the layers from {covered} to {num_layers - 1}"
+        wrong = next((i for i, end in enumerate(ends) if end > num_layers), len(ends) - 1)
         raise PlanError(
-            f"the plan covers {covered} layers, but the model has {num_layers};"
-            f" nobody holds the layers from {covered} to {num_layers - 1}",
-            hint=f"let shard_plan[{last}] end at {num_layers}",
+            f"shard_plan[{wrong}].end is {ends[wrong]}: the plan covers {covered} layers, but the"
+            f" model has {num_layers}" + missing * (covered < num_layers),
+            hint=f"the last entry must end at {num_layers}",
         )
 
 

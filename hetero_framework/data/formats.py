@@ -88,16 +88,15 @@ class Formatter:
         """Once an example needed it."""
         self._chat_template = chat_template
         self._conversational: bool | None = None
-        if self.options.completion_only_loss and name in ("text", "messages"):
-            raise DataError(
-                f"data.completion_only_loss is true, but the data have the format {name}",
-                hint="it needs prompt and completion; leave it out otherwise",
-            )
-        if self.options.assistant_only_loss and name in ("text", "alpaca"):
-            raise DataError(
-                f"data.assistant_only_loss is true, but the data have the format {name}",
-                hint="it needs conversations; leave it out otherwise",
-            )
+        for option, without, needed in (
+            ("completion_only_loss", ("text", "messages"), "prompt and completion"),
+            ("assistant_only_loss", ("text", "alpaca"), "conversations"),
+        ):
+            if getattr(options, option) and name in without:
+                raise DataError(
+                    f"data.{option} is true, but the data have the format {name}",
+                    hint=f"it needs {needed}; leave it out otherwise",
+                )
 
     @property
     def chat(self) -> ChatRenderer:

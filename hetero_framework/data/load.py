@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -182,7 +183,7 @@ class _Reader:
         if kind == "auto":
             kind = detect_format(first.fields, first.where, self.data.dataset_text_field)
         formatter = Formatter(kind, self.tokenizer, self.data, self.chat_template)
-        counts = _Counts()
+        counts: Counter[str] = Counter()
         examples = self._tokenise(name, chain([first], records), formatter, counts)
         origin = ", ".join(source.name for source in sources[:3])
         if len(sources) > 3:
@@ -204,42 +205,36 @@ class _Reader:
             raise DataError(f"{source.name} holds no example")
 
     def _tokenise(
-        self, name: str, records: Iterator[Record], formatter: Formatter, counts: _Counts
+        self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]
     ) -> Examples:
+        """Counts what it has read, cut to max_length and left out ("dropped")."""
         builder = ExamplesBuilder()
+        most = self.data.max_length
         with display(f"tokenising data.{name}") as show:
             while batch := list(islice(records, _CHUNK)):
-                self._add(builder, batch, formatter, counts)
-                show(f"{counts.read:,} examples")
+                for record, (ids, trained) in zip(batch, formatter(batch), strict=True):
+                    self._check_ids(ids, record)
+                    if most is not None and len(ids) > most:
+                        counts["cut"] += 1
+                        ends = self.data.truncation_mode == "keep_end"
+                        part = slice(-most, None) if ends else slice(most)
+                        ids, trained = ids[part], trained[part]
+                    # The first token is never predicted, so its label alone teaches nothing.
+                    if any(trained[1:]):
+                        builder.add(ids, trained)
+                    else:
+                        counts["dropped"] += 1
+                counts["read"] += len(batch)
+                show(f"{counts['read']:,} examples")
         if not len(builder):
             hint = "an example needs two tokens, and a trained one among the later"
-            if counts.cut:
-                hint = f"data.max_length={self.data.max_length} cuts off all of it; raise it"
+            if counts["cut"]:
+                hint = f"data.max_length={most} cuts off all of it; raise it"
             raise DataError(
-                f"data.{name}: none of the {counts.read:,} examples has a token to learn from",
+                f"data.{name}: none of the {counts['read']:,} examples has a token to learn from",
                 hint=hint,
             )
         return builder.build()
-
-    def _add(
-        self, builder: ExamplesBuilder, batch: list[Record], formatter: Formatter, counts: _Counts
-    ) -> None:
-        for record, (ids, trained) in zip(batch, formatter(batch), strict=True):
-            counts.read += 1
-            self._check_ids(ids, record)
-            if self.data.max_length is not None and len(ids) > self.data.max_length:
-                counts.cut += 1
-                ids, trained = self._cut(ids), self._cut(trained)
-            # The first token is never predicted, so its label alone teaches nothing.
-            if any(trained[1:]):
-                builder.add(ids, trained)
-            else:
-                counts.dropped += 1
-
-    def _cut(self, values: list) -> list:
-        if self.data.truncation_mode == "keep_end":
-            return values[-self.data.max_length :]  # type: ignore[operator]
-        return values[: self.data.max_length]
 
     def _check_ids(self, ids: list[int], record: Record) -> None:
         if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
@@ -250,15 +245,15 @@ class _Reader:
                 hint="tokenizer and model do not belong together; check model.tokenizer",
             )
 
-    def _remarks(self, counts: _Counts, formatter: Formatter) -> Iterator[str]:
-        if counts.cut:
+    def _remarks(self, counts: Counter[str], formatter: Formatter) -> Iterator[str]:
+        if counts["cut"]:
             yield (
-                f"{counts.cut:,} of {counts.read:,} examples were longer than "
+                f"{counts['cut']:,} of {counts['read']:,} examples were longer than "
                 f"max_length={self.data.max_length} and were cut"
             )
-        if counts.dropped:
+        if counts["dropped"]:
             yield (
-                f"{counts.dropped:,} of {counts.read:,} examples have no token to learn from "
+                f"{counts['dropped']:,} of {counts['read']:,} examples have no token to learn from "
                 "(empty, or only a prompt within max_length) and were left out"
             )
         if formatter.changed_prompts:
@@ -277,12 +272,3 @@ class _Reader:
                 "warning: the chat template writes today's date; to resume on another day fix it, "
                 'for Llama 3 with data.chat_template_kwargs {"date_string": "26 Jul 2024"}'
             )
-
-
-@dataclass
-class _Counts:
-    """Examples read, cut to max_length, left out."""
-
-    read: int = 0
-    cut: int = 0
-    dropped: int = 0

@@ -49,18 +49,14 @@ class Entry:
         if not self.path.is_dir():
             return None
         with suppress(OSError, ValueError, KeyError, TypeError, EOFError):
-            return self._open()
-        shutil.rmtree(self.path, ignore_errors=True)
+            said = json.loads((self.path / "entry.json").read_text("utf-8"))
+            arrays = [np.load(self.path / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
+            examples = Examples(*arrays)
+            if examples.fingerprint == said["fingerprint"]:
+                os.utime(self.path)  # what was used longest ago is deleted first
+                return examples, [str(line) for line in said["report"]]
+        shutil.rmtree(self.path, ignore_errors=True)  # other bytes than were written
         return None
-
-    def _open(self) -> tuple[Examples, list[str]]:
-        said = json.loads((self.path / "entry.json").read_text("utf-8"))
-        arrays = [np.load(self.path / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
-        examples = Examples(*arrays)
-        if examples.fingerprint != said["fingerprint"]:
-            raise ValueError("other bytes than were written")
-        os.utime(self.path)  # what was used longest ago is deleted first
-        return examples, [str(line) for line in said["report"]]
 
     def write(self, examples: Examples, report: Sequence[str]) -> None:
         """Keep the examples where that is possible."""
@@ -92,7 +88,7 @@ def find_entry(
         if sum(file.stat().st_size for file in files) < WORTH_BYTES:
             return None
         digest = hashlib.sha256(b"tokens 1")
-        versions = [__version__, *(_version(name) for name in _LIBRARIES)]
+        versions = [__version__, *map(_version, _LIBRARIES)]
         names = [[source.name, source.kind, str(source.path)] for source in sources]
         for part in (content, json.dumps([versions, names, settings], default=str)):
             digest.update(hashlib.sha256(part.encode()).digest())
