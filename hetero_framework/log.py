@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,7 +29,6 @@ _MAX_TRACEBACK_LINES = 40
 _CUT = " ..."
 
 _package = logging.getLogger("hetero_framework")
-_handlers: tuple[logging.Handler, ...] = ()  # those of the innermost `log_to`
 _step: int | None = None
 
 
@@ -50,8 +49,8 @@ def one_line(text: str) -> str:
 
 
 def event(what: str, action: str = "", **fields: Any) -> dict[str, Any]:
-    """`extra` for a line that is an event: what happened, what is done about it, and plain
-    fields. Its step is the run's current one unless `fields` has another."""
+    """`extra` for a line that is an event: what happened, what is done about it, and plain fields.
+    Its step is the run's current one unless `fields` has another."""
     return {"event": {"step": _step, "what": what, "action": action, **fields}}
 
 
@@ -194,7 +193,7 @@ def _ends_within_a_line(path: Path) -> bool:
 def set_level(level: str) -> None:
     """Show lines of this level and above. Events are recorded at every level."""
     _package.setLevel(min(logging.INFO, logging.getLevelName(level)))
-    for handler in _handlers:
+    for handler in _package.handlers:
         handler.setLevel(logging.NOTSET if isinstance(handler, Events) else level)
 
 
@@ -202,23 +201,13 @@ def set_level(level: str) -> None:
 def log_to(level: str, *handlers: logging.Handler) -> Iterator[None]:
     """Within the block, the package's lines go to these handlers alone: not to those of a
     surrounding `log_to`, nor to the root logger's. They are closed at its end."""
-    global _handlers
-    outer, outer_level, outer_propagate = _handlers, _package.level, _package.propagate
-    _replace(outer, handlers)
-    _handlers, _package.propagate = handlers, False
+    outer, outer_level, outer_propagate = _package.handlers, _package.level, _package.propagate
+    _package.handlers, _package.propagate = list(handlers), False
     set_level(level)
     try:
         yield
     finally:
-        _replace(handlers, outer)
-        _handlers, _package.propagate = outer, outer_propagate
+        _package.handlers, _package.propagate = outer, outer_propagate
         _package.setLevel(outer_level)
         for handler in handlers:
             handler.close()
-
-
-def _replace(old: Iterable[logging.Handler], new: Iterable[logging.Handler]) -> None:
-    for handler in old:
-        _package.removeHandler(handler)
-    for handler in new:
-        _package.addHandler(handler)

@@ -200,13 +200,11 @@ class Boundaries:
 
     def __init__(self, config: Config) -> None:
         self.all = list(pairwise(config.plan.stages))
-        self._modes = {
-            s.index: config.shard_plan[s.index].links or config.links for s in config.plan.stages
-        }
+        self._config = config
 
     def mode(self, after: StageSpec) -> str:
         """ "auto", "direct" or "relay", of the boundary in front of a stage."""
-        return self._modes[after.index]
+        return self._config.shard_plan[after.index].links or self._config.links
 
     @property
     def between_workers(self) -> list[tuple[StageSpec, StageSpec]]:

@@ -6,6 +6,7 @@ Importing this module registers what a worker answers.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -110,9 +111,8 @@ def _bytes(count: int) -> WireTensor:
 
 
 def _seconds(ask: Ask, name: str, data: Any, tensors: tuple[WireTensor, ...] = ()) -> float:
-    _numbers[0] += 1
     began = time.perf_counter()
-    answer = ask(control.request(_numbers[0], name, data, tensors))
+    answer = ask(control.request(next(_numbers), name, data, tensors))
     ended = time.perf_counter()
     try:
         control.result(answer)
@@ -121,4 +121,4 @@ def _seconds(ask: Ask, name: str, data: Any, tensors: tuple[WireTensor, ...] = (
     return ended - began
 
 
-_numbers = [1 << 32]  # beyond the numbers that a pipeline gives its own questions
+_numbers = itertools.count(1 << 32)  # beyond the numbers that a pipeline gives its own questions

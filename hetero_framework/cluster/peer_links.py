@@ -14,21 +14,16 @@ from contextlib import suppress
 from functools import partial
 
 from hetero_framework import control
-from hetero_framework._version import __version__
 from hetero_framework.core import messages as m
 from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.frames import PROTOCOL_VERSION
+from hetero_framework.core.link import OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
-
-Watch = Callable[[str, Message, float, float], None]
-
-_VERSIONS = (PROTOCOL_VERSION, __version__)
 
 
 class PeerLinks:
@@ -45,7 +40,7 @@ class PeerLinks:
         tell: Callable[[tuple[m.PeerResult, ...]], None],
     ) -> None:
         self.run_id: str | None = None
-        self.watch: Callable[[WorkerId], Watch] | None = None
+        self.watch: Callable[[WorkerId], OnMoved] | None = None
         self._me = me
         self._begin = begin
         self._tell = tell
@@ -86,9 +81,7 @@ class PeerLinks:
         except NetworkError as error:
             return error.message
         connection = self._begin(stream, f"worker {worker}", max_frame_bytes)
-        hello = Message(
-            m.PeerHello(*_VERSIONS, self.run_id or "", worker, self._me, max_frame_bytes)
-        )
+        hello = Message(m.PeerHello(self.run_id or "", worker, self._me, max_frame_bytes))
         problem = "it did not answer"
         try:
             answer = connection.ask(hello, deadline - time.monotonic(), stop)
@@ -114,7 +107,7 @@ class PeerLinks:
         connection.link.max_frame_bytes = hello.max_frame_bytes
         connection.link.name = f"worker {hello.from_id}"  # who had connected was not known before
         self._add(hello.from_id, connection)
-        connection.send(Message(m.PeerWelcome(*_VERSIONS)))
+        connection.send(Message(m.PeerWelcome()))
 
     def _add(
         self, worker: WorkerId, connection: Connection, stop: threading.Event | None = None
@@ -141,7 +134,7 @@ class PeerLinks:
 
     def reaches(self, worker: WorkerId) -> bool:
         """Whether there is a link to this worker that works, as far as is known here."""
-        peer = self._get(worker)
+        peer = self._peers.get(worker)
         return peer is not None and not peer.closed
 
     def send(
@@ -149,7 +142,7 @@ class PeerLinks:
     ) -> None:
         """Send a tensor to a peer. One that is gone is ignored: its link's reader says so. Raises
         ProtocolError for a frame that is too large."""
-        peer = self._get(worker)
+        peer = self._peers.get(worker)
         if peer is not None and peer.phase is Phase.FLOWING:
             with suppress(PeerLostError):
                 peer.send(message, done)
@@ -157,7 +150,7 @@ class PeerLinks:
     def ask(self, worker: WorkerId, question: Message, timeout_s: float) -> Message:
         """A peer's answer to a CONTROL request, which the caller releases. Raises NetworkError when
         there is no link to it or no answer."""
-        peer = self._get(worker)
+        peer = self._peers.get(worker)
         if peer is None:
             raise NetworkError(f"there is no link to worker {worker}")
         try:
@@ -225,10 +218,6 @@ class PeerLinks:
     def _all(self) -> list[Connection]:
         with self._lock:
             return list(self._peers.values())
-
-    def _get(self, worker: WorkerId) -> Connection | None:
-        with self._lock:
-            return self._peers.get(worker)
 
 
 def _problem(dialled: Future[str | None]) -> str | None:

@@ -27,7 +27,6 @@ import psutil
 import torch
 
 from hetero_framework import control, log
-from hetero_framework._version import __version__
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import PeerLinks
 from hetero_framework.config import Config, StageSpec, WorkerConfig
@@ -37,7 +36,7 @@ from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, PROTOCOL_VERSION
+from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
@@ -566,8 +565,6 @@ class Worker:
         memory = self._device.memory()
         message = Message(
             m.Welcome(
-                PROTOCOL_VERSION,
-                __version__,
                 torch=torch.__version__,
                 device=self._device.name,
                 device_label=self._device.label,

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hetero_framework._version import __version__
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
@@ -28,8 +27,7 @@ from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import REFUSED, connect
-from hetero_framework.core.frames import PROTOCOL_VERSION
-from hetero_framework.core.link import Clock, Link, LinkStats
+from hetero_framework.core.link import Clock, Link, LinkStats, OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId, WorkerLeaving
@@ -43,7 +41,6 @@ from hetero_framework.errors import (
 )
 from hetero_framework.log import event, said_by
 
-Watch = Callable[[str, Message, float, float], None]
 _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
@@ -79,7 +76,7 @@ class WorkerLinks:
         buffers: Callable[[], BufferPool] = BufferPool,
         exit_text: Callable[[WorkerId], str | None] = lambda worker: None,
         unpack: Callable[[Message], Any] = lambda message: None,
-        watch: Callable[[WorkerId], Watch] | None = None,
+        watch: Callable[[WorkerId], OnMoved] | None = None,
     ) -> None:
         """`exit_text` says how a local worker process ended, None while it lives. `unpack` makes of
         a message, in a reader thread, what its Event has as `arrival`; `watch(worker)` gives its
@@ -115,9 +112,6 @@ class WorkerLinks:
     def route(self, stages: Iterable[StageSpec]) -> None:
         """Tell which worker owns which stage; frames for the others come to the inbox."""
         self._owners = {s.index: s.owner for s in stages if s.owner in self._workers}
-
-    def owner(self, stage: int) -> WorkerId:
-        return self._owners[stage]
 
     def expect(self, step: int, attempt: int) -> None:
         """From now on only boundary frames of this attempt at this step are passed on."""
@@ -216,15 +210,8 @@ class WorkerLinks:
             connection.link.on_moved = self._watch(worker.id)
         self._wires[worker.id] = connection
         connection.start()
-        hello = m.Hello(
-            PROTOCOL_VERSION,
-            __version__,
-            self._run_id,
-            worker.id,
-            self._process,
-            self._epochs[worker.id],
-            self._max_frame_bytes,
-        )
+        epoch = self._epochs[worker.id]
+        hello = m.Hello(self._run_id, worker.id, self._process, epoch, self._max_frame_bytes)
         hint, why, answer = None, "it accepts, but says nothing", None
         try:
             answer = connection.ask(Message(hello), timeouts.HANDSHAKE_S, self._stop)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from typing_extensions import dataclass_transform
 
+from hetero_framework._version import __version__
 from hetero_framework.core.fields import Fields, Shape, WorkerId
 from hetero_framework.core.frames import (
     IMPOSSIBLE_FRAME_BYTES,
@@ -137,8 +138,8 @@ def _message(
 
 @dataclass(frozen=True, slots=True)
 class _Greeting(Body):
-    protocol: int
-    package: str
+    protocol: int = field(default=PROTOCOL_VERSION, kw_only=True)
+    package: str = field(default=__version__, kw_only=True)
 
 
 @_message(1, COORDINATOR)

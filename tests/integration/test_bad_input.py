@@ -296,8 +296,8 @@ def test_a_port_that_closes_at_once(run) -> None:
 
 
 WELCOME = Welcome(
-    PROTOCOL_VERSION + 1,
-    "9.9",
+    protocol=PROTOCOL_VERSION + 1,
+    package="9.9",
     torch="2",
     device="cpu",
     device_label="cpu",

@@ -31,7 +31,6 @@ from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
-from hetero_framework.core.frames import PROTOCOL_VERSION
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
@@ -102,7 +101,7 @@ def steps_of(output: Path) -> list[tuple]:
     return read_metrics(output) if (output / "metrics.jsonl").exists() else []
 
 
-HELLO = m.Hello(PROTOCOL_VERSION, "0", "stranger", 1, process="p", epoch=1, max_frame_bytes=1 << 20)
+HELLO = m.Hello("stranger", 1, process="p", epoch=1, max_frame_bytes=1 << 20)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hetero_framework.cluster.worker import serve
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
-from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
+from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Message
 from hetero_framework.engine import boundary_io
 from hetero_framework.engine.loading import load_stages
@@ -278,13 +278,13 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
 def test_strangers_at_a_workers_port_are_no_peers(run, pool, tmp_path) -> None:
     """Before every step: other runs, other workers, frames without a greeting."""
     address = ("127.0.0.1", pool.machines["workers"][1]["port"])
-    hello = m.PeerHello(PROTOCOL_VERSION, "0", "stranger", 2, from_id=1, max_frame_bytes=1 << 40)
+    hello = m.PeerHello("stranger", 2, from_id=1, max_frame_bytes=1 << 40)
     tensor = WireTensor("float32", (1,), memoryview(b"1234"))
     greetings = [
         Message(hello),
         Message(replace(hello, worker_id=3, from_id="box")),
         Message(replace(hello, protocol=99)),
-        Message(m.PeerWelcome(PROTOCOL_VERSION, "0")),
+        Message(m.PeerWelcome()),
         Message(m.Forward(step=1, attempt=99, stage=2, micro_batch=0), [tensor]),
         Message(m.PeerLost(1, "none")),
     ]

@@ -15,7 +15,7 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
-from hetero_framework.core.messages import PROTOCOL_VERSION, Message
+from hetero_framework.core.messages import Message
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_
 
 def refused(port: int, worker_id: str) -> bytes:
     """What a worker answers to a greeting that is not for it."""
-    hello = Message(m.Hello(PROTOCOL_VERSION, "0", "stranger", worker_id, "p", 1, 1 << 20))
+    hello = Message(m.Hello("stranger", worker_id, "p", 1, 1 << 20))
     with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
         sock.settimeout(30)
         sock.sendall(framed(hello))

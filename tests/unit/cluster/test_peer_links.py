@@ -240,7 +240,8 @@ def test_number_and_text_of_an_id_are_the_same_worker(machine: Callable[..., Mac
 
 def test_other_version_is_refused(pair: tuple[Machine, Machine], monkeypatch: Any) -> None:
     one, other = pair
-    monkeypatch.setattr("hetero_framework.cluster.peer_links._VERSIONS", (99, "9"))
+    versions = {"protocol": 99, "package": "9"}
+    monkeypatch.setattr(PeerHello.__init__, "__kwdefaults__", versions)
     [entry] = one.dial(other.entry("box"))
     assert "version 99" in entry.problem
 

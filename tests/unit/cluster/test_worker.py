@@ -26,7 +26,7 @@ from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import Listener, connect
-from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
+from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
     Abort,
@@ -149,7 +149,7 @@ class Coordinator:
         stream = connect("127.0.0.1", served.port, WAIT_S)
         self.link = Link(stream, "worker", self.inbox.put, self.inbox.put)
         self.link.start()
-        self.send(Hello(PROTOCOL_VERSION, "0", run_id, 1, process, next(self.epochs), 1 << 20))
+        self.send(Hello(run_id, 1, process, next(self.epochs), 1 << 20))
 
     def send(self, body: Body) -> None:
         self.link.send(Message(body))
@@ -433,7 +433,7 @@ def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
     link = Link(stream, "late", heard.put, heard.put)
     link.start()
-    link.send(Message(Hello(PROTOCOL_VERSION, "0", "run", 1, "p", 0, 1 << 20)))
+    link.send(Message(Hello("run", 1, "p", 0, 1 << 20)))
     assert heard.get(timeout=WAIT_S).expect(Reject).code == "stale"
     link.close(0)
     assert not first.link.closed

@@ -11,7 +11,6 @@ import pytest
 
 from hetero_framework.core import messages as m
 from hetero_framework.core.connection import Connection
-from hetero_framework.core.frames import PROTOCOL_VERSION
 from hetero_framework.core.link import LinkStats
 from hetero_framework.core.messages import COORDINATOR, Body, Message
 from hetero_framework.core.session import Phase
@@ -20,9 +19,8 @@ from tests.framed import framed
 from tests.unit.core.test_stream import over_tcp
 
 WAIT_S = 10.0
-VERSIONS = (PROTOCOL_VERSION, "0")
-HELLO = m.Hello(*VERSIONS, "run", 1, "p", 1, 1 << 20)
-WELCOME = m.Welcome(*VERSIONS, "2", "cpu", "cpu", 1, 1)
+HELLO = m.Hello("run", 1, "p", 1, 1 << 20)
+WELCOME = m.Welcome("2", "cpu", "cpu", 1, 1)
 INPUTS = m.Inputs(0, 0, 1, 0, (), {"a": (1,)})
 
 
@@ -113,7 +111,7 @@ def test_peer_that_was_accepted_hears_what_it_did_wrong(sides: tuple[Side, Side]
 
 def test_other_version_is_refused_with_both_numbers(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    other = m.Hello(99, "9.9", "run", 1, "p", 1, 1 << 20)
+    other = m.Hello("run", 1, "p", 1, 1 << 20, protocol=99, package="9.9")
     answer = near.connection.ask(Message(other), WAIT_S)
     assert answer is not None
     refusal = answer.expect(m.Reject)
@@ -129,9 +127,8 @@ def test_ask_after_another_version_has_answered_says_so() -> None:
         stack.callback(far.close)
         asked_by = Side(stack, near, COORDINATOR)
         asked_by.connection.peer = 1
-        far.write(
-            deque([memoryview(framed(Message(m.Welcome(99, "9.9", "2", "cpu", "cpu", 1, 1))))])
-        )
+        welcome = m.Welcome("2", "cpu", "cpu", 1, 1, protocol=99, package="9.9")
+        far.write(deque([memoryview(framed(Message(welcome)))]))
         assert asked_by.end() is None  # refused: closed on our side
         with pytest.raises(ProtocolError, match="speaks protocol version 99"):
             asked_by.connection.ask(Message(HELLO), WAIT_S)

@@ -52,12 +52,12 @@ def tensor(dtype: str = "float32", *shape: int) -> WireTensor:
 
 def examples() -> dict[str, Message]:
     """One message of every type, the same on every machine."""
-    versions = (PROTOCOL_VERSION, "0.1.0")
+    versions: dict[str, Any] = {"protocol": PROTOCOL_VERSION, "package": "0.1.0"}
     policy = m.TaskOrder(-1e9, 1.0, 0.0, 1.0, 0.0, False)
     figures = m.StageFigures(0.5, 1.5, 2, 3, 1 << 30, 0.125, 0.0)
     made: list[tuple[m.Body, list[WireTensor]]] = [
-        (m.Hello(*versions, "r", 1, "p", 1, 1 << 30), []),
-        (m.Welcome(*versions, "2.13.0", "cuda:0", "GPU", 8 << 30, 7 << 30), []),
+        (m.Hello("r", 1, "p", 1, 1 << 30, **versions), []),
+        (m.Welcome("2.13.0", "cuda:0", "GPU", 8 << 30, 7 << 30, **versions), []),
         (m.Reject("protocol", "no", "upgrade"), []),
         (m.Setup({"version": "1"}, (1,)), []),
         (m.Ready((m.LoadedStage(1, (m.Parameter("w", (4, 0)),), {"layers.4": "0f"}),)), []),
@@ -95,8 +95,8 @@ def examples() -> dict[str, Message]:
         (m.Control("x", [1, -2, None, {"k": 2.5}, b"raw"]), [tensor("int8", 2)]),
         (m.Connect((m.PeerAddress("box", "10.0.0.2", 29500),), 2.5), []),
         (m.Connected((m.PeerResult("box"), m.PeerResult(3, "refused"))), []),
-        (m.PeerHello(*versions, "r", "box", 1, 1 << 30), []),
-        (m.PeerWelcome(*versions), []),
+        (m.PeerHello("r", "box", 1, 1 << 30, **versions), []),
+        (m.PeerWelcome(**versions), []),
         (m.PeerLost("box", "connection reset"), []),
         (m.Leaving("SIGTERM"), []),
     ]
