@@ -97,17 +97,17 @@ def diagnose(trace: Trace) -> Diagnosis:
     if trace.settings.get("timeline_steps") == ALL_STEPS and len(counts) > 1:
         del counts[trace.steps[0]]  # a run's first step is not typical
     m = Counter(counts.values()).most_common(1)[0][0]
-    steps = [step for step, count in counts.items() if count == m]
-    spans = [Step.of(trace, step) for step in steps]
+    numbers = [step for step, count in counts.items() if count == m]
+    measured = [Step.of(trace, step) for step in numbers]
     between = [
         max(0.0, after.began - before.ended)
-        for before, after in itertools.pairwise(spans)
+        for before, after in itertools.pairwise(measured)
         if after.step == before.step + 1
     ]
-    stages = stage_times(trace, spans)
-    nics = Nics(spans)
-    boundaries = tuple(boundary_of(trace, spans, nics, k) for k in range(len(trace.stages) - 1))
-    pipeline_s = statistics.fmean(span.computed - span.began for span in spans)
+    stages = stage_times(trace, measured)
+    nics = Nics(measured)
+    boundaries = tuple(boundary_of(trace, measured, nics, k) for k in range(len(trace.stages) - 1))
+    pipeline_s = statistics.fmean(step.computed - step.began for step in measured)
     plan = Plan(stages, boundaries)
     max_in_flight = trace.settings.get("max_in_flight")
     simulated_s = simulated(plan.profile, m, max_in_flight)
@@ -116,18 +116,18 @@ def diagnose(trace: Trace) -> Diagnosis:
     now = Baseline(
         micro_batches=m,
         max_in_flight=max_in_flight,
-        step_s=statistics.fmean(span.ended - span.began for span in spans),
+        step_s=statistics.fmean(step.ended - step.began for step in measured),
         pipeline_s=pipeline_s,
-        update_s=statistics.fmean(span.ended - span.computed for span in spans),
+        update_s=statistics.fmean(step.ended - step.computed for step in measured),
         between_s=statistics.fmean(between) if between else None,
         simulated_s=simulated_s,
     )
     return Diagnosis(
         **vars(now),
-        steps=tuple(step + 1 for step in steps),
-        bound_s=statistics.fmean(span.bound_s for span in spans),
+        steps=tuple(step + 1 for step in numbers),
+        bound_s=statistics.fmean(step.bound_s for step in measured),
         stages=stages,
-        processes=tuple(process_times(trace, spans, n) for n in range(len(trace.processes))),
+        processes=tuple(process_times(trace, measured, n) for n in range(len(trace.processes))),
         boundaries=boundaries,
         changes=tuple(changes(trace, now, plan, nics)),
         dropped=trace.dropped,

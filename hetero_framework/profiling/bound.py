@@ -38,9 +38,9 @@ def step_bound(stages: Sequence[StageInfo], events: Sequence[Event]) -> float:
         maker = awaited(taker, tasks) if taker else None
         if taker and maker:
             head, tail = chains.before[maker.key] + maker.seconds, chains.after[key]
-            span = ((event.began, event.ended), head, tail + taker.seconds)
+            use = ((event.began, event.ended), head, tail + taker.seconds)
             for nic in ((event.process, "in"), (event.peer, "out")):
-                groups.setdefault(nic, []).append(span)
+                groups.setdefault(nic, []).append(use)
     bounds = [
         min(head for _, head, _ in group)
         + length(union(interval for interval, _, _ in group))

@@ -126,10 +126,10 @@ class Step:
         )
 
 
-def stage_times(trace: Trace, spans: Sequence[Step]) -> tuple[StageTimes, ...]:
+def stage_times(trace: Trace, steps: Sequence[Step]) -> tuple[StageTimes, ...]:
     seconds: dict[tuple[int, str], list[float]] = {}
-    for span in spans:
-        for event in span.events:
+    for step in steps:
+        for event in step.events:
             if event.kind in COMPUTE:
                 seconds.setdefault((event.stage, event.kind), []).append(event.seconds)
     mean = {key: statistics.fmean(values) for key, values in seconds.items()}
@@ -158,47 +158,47 @@ def stage_times(trace: Trace, spans: Sequence[Step]) -> tuple[StageTimes, ...]:
     return tuple(found)
 
 
-def process_times(trace: Trace, spans: Sequence[Step], process: int) -> ProcessTimes:
+def process_times(trace: Trace, steps: Sequence[Step], process: int) -> ProcessTimes:
     def mean(value: Callable[[Step], float]) -> float:
-        return statistics.fmean(value(span) for span in spans)
+        return statistics.fmean(value(step) for step in steps)
 
     def waited(reason: str) -> float:
         return mean(
-            lambda span: sum(
-                w.seconds for w in span.waits if w.process == process and w.reason == reason
+            lambda step: sum(
+                w.seconds for w in step.waits if w.process == process and w.reason == reason
             )
         )
 
-    def own(span: Step, *kinds: str) -> list[Event]:
-        return [e for e in span.events if e.process == process and e.kind in kinds]
+    def own(step: Step, *kinds: str) -> list[Event]:
+        return [e for e in step.events if e.process == process and e.kind in kinds]
 
-    def busy(span: Step, *kinds: str) -> float:
-        return length(union((e.began, e.ended) for e in own(span, *kinds)))
+    def busy(step: Step, *kinds: str) -> float:
+        return length(union((e.began, e.ended) for e in own(step, *kinds)))
 
-    def done(span: Step) -> float:
-        return span.computed - max((e.ended for e in own(span, *COMPUTE)), default=span.began)
+    def done(step: Step) -> float:
+        return step.computed - max((e.ended for e in own(step, *COMPUTE)), default=step.began)
 
     def hidden(kind: str) -> float:
-        moving = mean(lambda span: busy(span, kind))
-        working = mean(lambda span: busy(span, *COMPUTE))
-        both = moving + working - mean(lambda span: busy(span, kind, *COMPUTE))
+        moving = mean(lambda step: busy(step, kind))
+        working = mean(lambda step: busy(step, *COMPUTE))
+        both = moving + working - mean(lambda step: busy(step, kind, *COMPUTE))
         return both / moving if moving else 1.0
 
     return ProcessTimes(
         name=trace.processes[process].name,
         stages=tuple(k for k, stage in enumerate(trace.stages) if stage.process == process),
-        compute_s=mean(lambda span: sum(e.seconds for e in own(span, *COMPUTE))),
+        compute_s=mean(lambda step: sum(e.seconds for e in own(step, *COMPUTE))),
         activations_s=waited("activations"),
         gradients_s=waited("gradients"),
         start_s=waited("start"),
         done_s=mean(done),
-        wire_s=mean(lambda span: sum(w.wire_s for w in span.waits if w.process == process)),
-        send_s=mean(lambda span: busy(span, SEND)),
+        wire_s=mean(lambda step: sum(w.wire_s for w in step.waits if w.process == process)),
+        send_s=mean(lambda step: busy(step, SEND)),
         send_hidden=hidden(SEND),
-        receive_s=mean(lambda span: busy(span, RECEIVE)),
+        receive_s=mean(lambda step: busy(step, RECEIVE)),
         receive_hidden=hidden(RECEIVE),
-        sent_bytes=mean(lambda span: sum(e.nbytes for e in own(span, SEND))),
-        received_bytes=mean(lambda span: sum(e.nbytes for e in own(span, RECEIVE))),
+        sent_bytes=mean(lambda step: sum(e.nbytes for e in own(step, SEND))),
+        received_bytes=mean(lambda step: sum(e.nbytes for e in own(step, RECEIVE))),
     )
 
 
@@ -209,9 +209,9 @@ class Nics:
     speed is all its bytes over the time in which any were moving.
     """
 
-    def __init__(self, spans: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
         passed: dict[tuple[int, str], list[Event]] = {}
-        for event in itertools.chain.from_iterable(span.events for span in spans):
+        for event in itertools.chain.from_iterable(step.events for step in steps):
             if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
                 passed.setdefault((event.process, "in"), []).append(event)
                 if event.peer is not None:
@@ -238,13 +238,13 @@ def _nics_of(path: Sequence[int]) -> list[tuple[int, str]]:
     return [nic for a, b in itertools.pairwise(path) for nic in ((a, "out"), (b, "in"))]
 
 
-def boundary_of(trace: Trace, spans: Sequence[Step], nics: Nics, after: int) -> Boundary:
+def boundary_of(trace: Trace, steps: Sequence[Step], nics: Nics, after: int) -> Boundary:
     """The measurements between stage `after` and the next one."""
     one, other = trace.stages[after].process, trace.stages[after + 1].process
     if one == other:
         return Boundary(after, "same process", 0.0, 0.0, 0.0, 0, 0, "", "")
-    forward = _Frames(spans, "FORWARD", source=after, target=after + 1, receiver=other)
-    backward = _Frames(spans, "BACKWARD", source=after + 1, target=after, receiver=one)
+    forward = _Frames(steps, "FORWARD", source=after, target=after + 1, receiver=other)
+    backward = _Frames(steps, "BACKWARD", source=after + 1, target=after, receiver=one)
     arrived = forward.arrived + backward.arrived
     relayed = any(event.peer not in (one, other) for event in arrived)
     path = [one, 0, other] if relayed else [one, other]
@@ -274,20 +274,20 @@ class _Frames:
     front of them."""
 
     def __init__(
-        self, spans: Sequence[Step], what: str, *, source: int, target: int, receiver: int
+        self, steps: Sequence[Step], what: str, *, source: int, target: int, receiver: int
     ) -> None:
         self.arrived: list[Event] = []
         delays = []
-        for span in spans:
+        for step in steps:
             made = {
                 task.micro_batch: task.ended
-                for task in span.events
+                for task in step.events
                 if task.kind in COMPUTE
                 and task.stage == source
                 and (task.kind == FORWARD) == (what == "FORWARD")
             }
             wanted = (RECEIVE, what, target, receiver)
-            arrived = [e for e in span.events if (e.kind, e.what, e.stage, e.process) == wanted]
+            arrived = [e for e in step.events if (e.kind, e.what, e.stage, e.process) == wanted]
             self.arrived += arrived
             waited = [e.ended - made[e.micro_batch] for e in arrived if e.micro_batch in made]
             delays += [min(waited)] if waited else []

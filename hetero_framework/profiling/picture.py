@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from hetero_framework import units
 from hetero_framework.core.trace import COMMIT, COMPUTE, RECEIVE, SEND
-from hetero_framework.profiling.bound import step_bound
-from hetero_framework.profiling.timeline import Event, Trace, waits
+from hetero_framework.profiling.measured import Step
+from hetero_framework.profiling.timeline import Event, Trace
 from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture
 
 
 def picture(trace: Trace, step: int) -> StepPicture:
     """Step `step`, counted from 0, ready to be drawn, with its own bound."""
-    events = trace.of_step(step)
-    tasks = [event for event in events if event.kind in COMPUTE]
-    zero = min(event.began for event in tasks)
-    seconds = max(event.ended for event in tasks) - zero
+    taken = Step.of(trace, step)
+    zero, seconds = taken.began, taken.computed - taken.began
     stages_of = [
         [k for k, stage in enumerate(trace.stages) if stage.process == number]
         for number in range(len(trace.processes))
@@ -25,7 +23,7 @@ def picture(trace: Trace, step: int) -> StepPicture:
         return own.index(event.stage) / max(1, len(own) - 1)
 
     def row(number: int) -> Row:
-        own = [event for event in events if event.process == number]
+        own = [event for event in taken.events if event.process == number]
         bars = [
             Bar(e.kind, e.began - zero, e.ended - zero, e.micro_batch, shade(e))
             for e in own
@@ -34,7 +32,7 @@ def picture(trace: Trace, step: int) -> StepPicture:
         bars += [Bar("update", e.began - zero, e.ended - zero) for e in own if e.kind == COMMIT]
         bars += [
             Bar(wait.reason, wait.began - zero, wait.ended - zero)
-            for wait in waits(trace.stages, events)
+            for wait in taken.waits
             if wait.process == number and wait.reason != "start"
         ]
         stages = stages_of[number]
@@ -49,13 +47,13 @@ def picture(trace: Trace, step: int) -> StepPicture:
             if event.kind == kind and event.what in ("FORWARD", "BACKWARD") and event.began >= zero
         ]
 
-    bound_s = step_bound(trace.stages, events)
-    count = len({task.micro_batch for task in tasks})
+    count = len({event.micro_batch for event in taken.events if event.kind in COMPUTE})
     return StepPicture(
         f"Step {step + 1}",
         f"{units.plural(count, 'micro-batch')}, {units.plural(len(trace.stages), 'stage')} on "
         f"{units.plural(len(trace.processes), 'process')}; "
-        f"the pipeline took {units.seconds(seconds)}, {seconds / bound_s:.2f} times its bound",
+        f"the pipeline took {units.seconds(seconds)}, "
+        f"{seconds / taken.bound_s:.2f} times its bound",
         [row(number) for number in range(len(trace.processes))],
-        bound_s,
+        taken.bound_s,
     )
