@@ -2,13 +2,12 @@
 
 from hetero_framework.config.hosts import normal_host
 from hetero_framework.config.load import apply_override, json_schema, load_config
-from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, layers_text, process_name
+from hetero_framework.config.plan import Plan, StageSpec, layers_text, process_name
 from hetero_framework.config.schema import (
     COORDINATOR_PORT,
     WORKER_PORT,
     AdapterConfig,
     Config,
-    CoordinatorConfig,
     DataConfig,
     Machine,
     ModelConfig,
@@ -24,12 +23,10 @@ __all__ = [
     "WORKER_PORT",
     "AdapterConfig",
     "Config",
-    "CoordinatorConfig",
     "DataConfig",
     "Machine",
     "ModelConfig",
     "Plan",
-    "PlanEntry",
     "Section",
     "StageSpec",
     "TrainingConfig",

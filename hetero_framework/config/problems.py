@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import typing
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list
     unions: dict[str, list[str]] = {}
     for detail in details:
         keys, is_union = _real_path(detail["loc"], raw)
-        path = _path_text(keys)
+        path = functools.reduce(join_path, keys, "")
         if is_union and detail["type"] in _EXPECTED:
             unions.setdefault(path, []).append(_expected(detail))
             options = " or ".join(dict.fromkeys(unions[path]))
@@ -56,12 +57,8 @@ def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list
     return [
         problem
         for path, problem in found.items()
-        if not (path in unions and any(_is_below(other, path) for other in found))
+        if not (path in unions and any(p.startswith((f"{path}[", f"{path}.")) for p in found))
     ]
-
-
-def _is_below(path: str, parent: str) -> bool:
-    return path.startswith((f"{parent}[", f"{parent}."))
 
 
 def _real_path(loc: Sequence[str | int], raw: Any) -> tuple[list[str | int], bool]:
@@ -79,13 +76,6 @@ def _real_path(loc: Sequence[str | int], raw: Any) -> tuple[list[str | int], boo
         else:
             is_union = is_union or position > 0
     return keys, is_union
-
-
-def _path_text(keys: Sequence[str | int]) -> str:
-    path = ""
-    for key in keys:
-        path = join_path(path, key)
-    return path
 
 
 _EXPECTED = {
@@ -129,7 +119,8 @@ def _text(detail: Any, keys: Sequence[str | int], root: type[BaseModel]) -> str:
         words, bound = _BOUNDS[kind]
         return f"must be {words} {detail['ctx'][bound]}, not {_shown(value)}"
     if kind == "literal_error":
-        near = difflib.get_close_matches(str(value).lower(), _quoted(_expected(detail)), n=1)
+        options = _expected(detail).split('"')[1::2]
+        near = difflib.get_close_matches(str(value).lower(), options, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
         return f"must be {_expected(detail)}, not {_shown(value)}{hint}"
     if kind in _EXPECTED:
@@ -171,10 +162,6 @@ def _description(root: type[BaseModel], keys: Sequence[str | int]) -> str:
     section = _sections(root)[str(keys[0])] if len(keys) > 1 else root
     text = section.model_fields[str(keys[-1])].description or ""
     return " ".join(text.split()).split(". ")[0].rstrip(".")
-
-
-def _quoted(text: str) -> list[str]:
-    return text.split('"')[1::2]
 
 
 def shown(value: Any) -> str:

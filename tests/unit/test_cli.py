@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -337,6 +338,23 @@ def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--all", "--config", "a.json"],
+        ["--model-type", "llama", "--config", "a.json"],
+        ["--all", "--model-type", "llama"],
+        ["--all", "--cuts", "1"],
+        ["--model-type", "llama", "--output", "a.md"],
+    ],
+)
+def test_verify_takes_one_model_or_all(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", *options]) == 2
+    assert re.search(r"give only one of|goes with", capsys.readouterr().err)
 
 
 def test_diagram_prints_mermaid(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
