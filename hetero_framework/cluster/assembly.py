@@ -599,8 +599,10 @@ def _goodbye(error: BaseException | None) -> m.Body:
     """What workers are told at the end; those of a run that failed stay for the next one."""
     if error is None:
         return m.Bye("the run is over")
-    if isinstance(error, (KeyboardInterrupt, StoppedEarly)):
-        return m.Bye(f"the run was stopped: {error}"[:2000])
+    if isinstance(error, StoppedEarly):
+        return m.Bye(f"the run ended: {error.message}"[:2000])
+    if isinstance(error, KeyboardInterrupt):
+        return m.Bye("the run was stopped")
     known = error if isinstance(error, HeteroError) else HeteroError(type(error).__name__)
     return m.Error(type(known).__name__, known.message[:2000], known.hint)
 

@@ -493,7 +493,7 @@ class Worker:
         if (fault := connection.fault) is not None and (run := self._run) is not None:
             # An error of its own: the connection keeps the other one, and with a traceback stages.
             self.failed(run, ProtocolError(fault.message, hint=fault.hint))
-        self._later(self._on_lost, connection, str(reason) if reason else "closed")
+        self._later(self._on_lost, connection, reason.message if reason else "closed")
 
     def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
         """In the reader thread, for the main thread may compute for minutes: refuse who is wrong

@@ -15,6 +15,7 @@ from hetero_framework.cluster.membership import State
 from hetero_framework.config import Config
 from hetero_framework.core.messages import (
     Body,
+    Bye,
     Commit,
     LoadedStage,
     Message,
@@ -24,7 +25,7 @@ from hetero_framework.core.messages import (
     Start,
 )
 from hetero_framework.engine.hosts import Event, LinkLost, WorkerLeaving
-from hetero_framework.errors import NetworkError, PeerLostError
+from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly
 
 PLAN = ["local", 1, 2, "local", 1, 2, 2]
 
@@ -181,6 +182,11 @@ def test_worker_without_its_stages_ends_the_run_and_others_are_told_that_it_fail
         cluster.recover(LinkLost(1, "reset"))
     cluster.__exit__(PeerLostError, raised.value, None)
     assert links.sent[-1] == ("all", "ERROR")
+
+
+def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it() -> None:
+    stopped = StoppedEarly("stopped by SIGTERM after step 3", hint="continue with --resume latest")
+    assert assembly._goodbye(stopped) == Bye("the run ended: stopped by SIGTERM after step 3")
 
 
 def test_link_of_a_pair_is_said_once(
