@@ -415,11 +415,8 @@ class Cluster:
                     f"no direct link between {before.layers} and {after.layers}: {problem}",
                     hint='open the port in the firewall, or set links to "auto" or "relay"',
                 )
-            _log.warning(
-                "%s; their tensors go through the coordinator",
-                problem,
-                extra=event("no direct link", "relay", workers=f"{before.owner}, {after.owner}"),
-            )
+            none = event("no direct link", "relay", workers=f"{before.owner}, {after.owner}")
+            _log.warning("%s; their tensors go through the coordinator", problem, extra=none)
 
     def _setup_message(self, worker: WorkerId) -> Message:
         own = (spec.index for spec in self._config.plan.stages if spec.owner == worker)

@@ -310,12 +310,9 @@ class WorkerLinks:
             else:
                 redial.at = math.inf
                 self._back.add(pair)
-                _log.info(
-                    "the link between workers %s and %s is back",
-                    dialler,
-                    entry.id,
-                    extra=event("direct link back", workers=f"{dialler}, {entry.id}"),
-                )
+                back = event("direct link back", workers=f"{dialler}, {entry.id}")
+                text = "the link between workers %s and %s is back"
+                _log.info(text, dialler, entry.id, extra=back)
 
     # -- traffic --------------------------------------------------------------------------------
 

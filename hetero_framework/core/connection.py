@@ -10,11 +10,11 @@ What happens, in order, when a link breaks:
 2. `lost(connection, reason)` is called once, in the reader thread, after the last message. Whoever
    waits in `ask` gets the reason. A frame that was being relayed from here becomes void behind it.
 3. Worker: its stages stay as they are; the attempt is not touched until the coordinator says so
-   (`cluster/worker.py`, `_from_coordinator`). Without a coordinator for `reconnect_timeout_s` they
-   are freed. A lost link between workers is told with PEER_LOST (`_tell_lost`).
+   (`cluster/worker.py`, `_on_lost`). Without a coordinator for `reconnect_timeout_s` they are
+   freed. A lost link between workers is told with PEER_LOST.
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
    between workers. Out of memory in a reader is raised as it is: it is no loss of the link.
-5. `Assembly.retrying` (`cluster/assembly.py`) mends it: `recover` dials again with the next epoch;
+5. `Cluster.retrying` (`cluster/assembly.py`) mends it: `recover` dials again with the next epoch;
    the worker refuses a HELLO of an older one. COMMIT is said again where it was not confirmed.
 6. The attempt is aborted everywhere (ABORT, ABORTED), so that nothing of it is on its way any more,
    and the step is done again with the next attempt's number. Frames of the old one are dropped.

@@ -28,7 +28,14 @@ from hetero_framework.core.frames import (
     check_start,
     parse_prefix,
 )
-from hetero_framework.core.messages import FrameHeader, Heartbeat, Message, encode, read_header
+from hetero_framework.core.messages import (
+    FrameHeader,
+    Heartbeat,
+    Message,
+    check_agreed,
+    encode,
+    read_header,
+)
 from hetero_framework.core.relay import Relay, SegmentPace
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
@@ -222,15 +229,6 @@ class Link:
         self._writer.join()
 
     # ---- writing
-
-    def _check_size(self, message: Message, nbytes: int) -> None:
-        """Raise ProtocolError when the peer has not agreed to a frame of `nbytes`."""
-        rest = nbytes - PREFIX_BYTES + 4
-        if rest > self.max_frame_bytes:
-            raise ProtocolError(
-                f"{message.name}: a frame of {rest} bytes is larger than the "
-                f"{self.max_frame_bytes} bytes agreed with {self.name}"
-            )
 
     def _enqueue(self, outgoing: Outgoing) -> None:
         """Queue a frame. When nothing is before it, its beginning is written at once: a small one
@@ -476,7 +474,8 @@ class Link:
             link = self._route(announced)
         if link is not None:
             self._handshake_deadline = None
-            link._check_size(announced, len(frame.raw) + frame.payload_bytes)
+            rest = len(frame.raw) - PREFIX_BYTES + 4 + frame.payload_bytes
+            check_agreed(announced.name, rest, link.max_frame_bytes, link.name)
         buffer, release = self._pool.take(frame.payload_bytes)
         if link is not None:
             message = announced

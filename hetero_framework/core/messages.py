@@ -630,6 +630,15 @@ class Message:
         return f"Message({self.body!r}, tensors={shapes})"
 
 
+def check_agreed(name: str, rest: int, max_frame_bytes: int, peer: str) -> None:
+    """Raise ProtocolError when `peer` has not agreed to a frame of so many bytes."""
+    if rest > max_frame_bytes:
+        raise ProtocolError(
+            f"{name}: a frame of {rest} bytes is larger than the {max_frame_bytes} bytes agreed "
+            f"with {peer}"
+        )
+
+
 def encode(
     message: Message, max_frame_bytes: int = IMPOSSIBLE_FRAME_BYTES
 ) -> list[bytes | memoryview]:
@@ -639,11 +648,7 @@ def encode(
     header = pack_header(spec.name, spec.number, message._fields, pack_shapes(tensors))
     spec.check_header(header)
     rest = 4 + len(header) + message.payload_bytes
-    if rest > max_frame_bytes:
-        raise ProtocolError(
-            f"{spec.name}: a frame of {rest} bytes is larger than the "
-            f"{max_frame_bytes} bytes agreed with the peer"
-        )
+    check_agreed(spec.name, rest, max_frame_bytes, "the peer")
     payload = [tensor.data for tensor in tensors if tensor.nbytes]
     return [PREFIX.pack(rest, len(header)) + header, *payload]
 
