@@ -728,6 +728,10 @@ class Worker:
             connection.send(message, done)
         except PeerLostError as error:
             raise LinkGone from error
+        except ProtocolError as error:
+            if connection.phase is Phase.CLOSED:  # it said goodbye while this was made
+                raise LinkGone from error
+            raise
 
     def show_to_coordinator(self, level: str, text: str) -> None:
         """Have the main thread send a line of the log, once a coordinator is there."""

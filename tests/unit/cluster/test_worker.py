@@ -31,6 +31,7 @@ from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
     Abort,
     Aborted,
+    BackwardDone,
     Body,
     Bye,
     Control,
@@ -47,8 +48,9 @@ from hetero_framework.core.messages import (
     Start,
     Welcome,
 )
+from hetero_framework.core.session import Phase
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 from tests.framed import framed
 from tests.samples import free_ports
 
@@ -493,3 +495,14 @@ def test_own_name_that_means_loopback_is_refused_where_the_coordinator_is_elsewh
     assert "192.168.1.20" in str(raised.value.hint)
     raw["coordinator"]["ip"] = "127.0.0.1"
     worker_module._check_name(Config.from_dict(raw), Config.from_dict(raw).worker(1))
+
+
+@pytest.mark.parametrize("phase", [Phase.CLOSED, Phase.READY])
+def test_a_goodbye_that_comes_while_a_worker_reports_is_no_mistake_of_its_own(phase: Phase) -> None:
+    def send(message: Message, done: object) -> None:
+        raise ProtocolError("out of order")
+
+    worker: Any = SimpleNamespace(_connection=SimpleNamespace(send=send, phase=phase))
+    expected = worker_module.LinkGone if phase is Phase.CLOSED else ProtocolError
+    with pytest.raises(expected):
+        Worker._send(worker, Message(BackwardDone(0, 0, 0)))
