@@ -1,10 +1,9 @@
 """What leaves the stages of a process and what comes in: coded, copied, sent; received, decoded.
 
 The computing thread hands a result over and goes on. On the CPU, a tensor that travels as it is
-goes straight to its link. Where a device has to be waited for, or the CPU has to encode, one sender
-thread does that, in the order in which results were handed over. What arrives is unpacked in the
-link's reader thread, so that the computing thread finds it ready on its device, or in CPU memory
-where only that thread may copy (`move_in`).
+goes straight to its link. Where a device must be waited for or the CPU must encode, one sender
+thread does it, in the same order. What arrives is unpacked in the link's reader thread, onto the
+device, or into CPU memory where only the computing thread may copy (`move_in`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Outlet(Protocol):
     """What a process does with what leaves its stages. May be called in the sender thread."""
 
     def post(self, message: Message, done: Done | None = None) -> None:
-        """Send FORWARD or BACKWARD to its stage, and call `done` when it is written. A link that
-        is gone is not the caller's business: the attempt is over then."""
+        """Send FORWARD or BACKWARD and call `done` when it is written. A lost link is no error."""
 
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         """The last stage's loss of a micro-batch."""
@@ -54,12 +52,10 @@ _SLICE_S = 0.5  # waits are sliced, so that Ctrl-C is heard on every system
 
 
 def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
-    """The tensors of INPUTS, FORWARD or BACKWARD on the device, for use by the computing thread,
-    which calls `move_in` first.
+    """The tensors of INPUTS, FORWARD or BACKWARD (None for other messages), for `move_in`.
 
-    For reader threads. Where it can, the message's buffer is given back here. None for every
-    other message. Raises ProtocolError for a codec that does not exist or does not fit, and
-    ResourceError that names the stage when there is no memory for them.
+    For reader threads. Gives the message's buffer back where it can. Raises ProtocolError for a
+    codec that does not exist or does not fit, and ResourceError that names the stage.
     """
     try:
         return _unpack(message, Device() if device.one_thread else device)
@@ -101,8 +97,8 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
 
 
 def inputs_in(device: Device, inputs: Tensors) -> Tensors:
-    """Batch tensors on the device. A copy knows the CPU tensor that it is of (`_hetero_host`):
-    who has to see its numbers need not wait for the device."""
+    """Batch tensors on the device. A copy knows its CPU tensor (`_hetero_host`), whose numbers can
+    be read without waiting for the device."""
     there = dict(zip(inputs, device.copies_in(list(inputs.values())), strict=True))
     for name, tensor in there.items():
         if tensor is not inputs[name]:
@@ -144,8 +140,8 @@ class BoundaryIO:
         loss_is_awaited: bool,
         flush_timeout_s: float,
     ) -> None:
-        """With `loss_is_awaited` the outlet gets each loss as a number, where that has to wait for
-        the device in the sender thread."""
+        """With `loss_is_awaited` the outlet gets each loss as a number; the sender thread waits for
+        the device."""
         self._device = device
         self._activations = _codec(wire.activations)
         self._gradients = _codec(wire.gradients)
@@ -153,8 +149,6 @@ class BoundaryIO:
         self._loss_is_awaited = loss_is_awaited
         self._pool = device.buffers()
         self._sender = Sender(outlet.failed, flush_timeout_s)
-
-    # -- Outbox ---------------------------------------------------------------------------------
 
     def send(self, body: Boundary, tensor_BSD: torch.Tensor) -> None:
         codec = self._activations if isinstance(body, Forward) else self._gradients
@@ -196,13 +190,11 @@ class BoundaryIO:
         self._outlet.finished(info, micro_batch)
 
     def flush(self) -> None:
-        """Wait until everything that was handed over is with its link; see `Sender.flush`."""
+        """See `Sender.flush`."""
         self._sender.flush()
 
     def close(self) -> None:
         self._sender.close()
-
-    # -- inside ---------------------------------------------------------------------------------
 
     def _copy_and_post(
         self, body: Boundary, parts: list[torch.Tensor], event: DeviceEvent, codec: Codec | None
@@ -242,8 +234,7 @@ class Sender:
         self._jobs.put(job)
 
     def flush(self) -> None:
-        """Wait until all jobs that were submitted before are done. Raises PeerLostError when that
-        takes longer than a step may."""
+        """Wait for all jobs submitted before. Raises PeerLostError after `flush_timeout_s`."""
         if self._thread is None:
             return
         reached = threading.Event()
@@ -273,9 +264,7 @@ class Sender:
 
 class ArrivalMeter:
     """How long boundary tensors took to arrive, by stage and direction; feeds the timeline too.
-
-    `watch(peer)` is what a link to `peer` calls for each frame (`Link.on_moved`). Thread-safe.
-    """
+    `watch(peer)` is the `Link.on_moved` of a link to `peer`. Thread-safe."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder

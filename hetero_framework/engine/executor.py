@@ -16,39 +16,24 @@ from hetero_framework.core import trace
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import Backward, Boundary, Forward, StageFigures
 from hetero_framework.core.trace import Recorder
-from hetero_framework.engine.stage_api import (
-    Arrival,
-    Loss,
-    StageInterface,
-    StepInfo,
-    StepSchedule,
-    Tensors,
-)
+from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import HeteroError, as_hetero_error
-from hetero_framework.planner.readiness import (
-    BACKWARD,
-    BACKWARD_FIRST,
-    FORWARD,
-    Readiness,
-    Task,
-)
+from hetero_framework.planner.readiness import BACKWARD, BACKWARD_FIRST, FORWARD, Readiness, Task
 
-_AHEAD = 2
-"""Tasks that may be queued on a device that computes behind our back."""
+_AHEAD = 2  # tasks that may be queued on a device that computes behind our back
 
 
 class Outbox(Protocol):
     """Where results go that leave the process."""
 
     def send(self, body: Boundary, tensor_BSD: torch.Tensor) -> None: ...
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None: ...
-    def finished(self, info: StepInfo, micro_batch: int) -> None: ...
+    def loss(self, info: api.StepInfo, micro_batch: int, loss: api.Loss) -> None: ...
+    def finished(self, info: api.StepInfo, micro_batch: int) -> None: ...
 
 
 def failed(where: str, cause: Exception) -> HeteroError:
     """The error for the user when a stage's work raised: where, and out of memory or a bug."""
-    known = as_hetero_error(cause)
-    if known is not None:
+    if (known := as_hetero_error(cause)) is not None:
         return type(known)(f"{where}: {known.message}", hint=known.hint)
     return HeteroError(f"{where}: {type(cause).__name__}: {cause}")
 
@@ -57,11 +42,11 @@ def failed(where: str, cause: Exception) -> HeteroError:
 class _Lane:
     """One stage and the tensors that wait for it."""
 
-    stage: StageInterface
-    inputs: dict[int, Tensors] = field(default_factory=dict)
-    hidden: dict[int, Arrival] = field(default_factory=dict)
-    gradients: dict[int, Arrival] = field(default_factory=dict)
-    in_flight: dict[int, Arrival] = field(default_factory=dict)
+    stage: api.StageInterface
+    inputs: dict[int, api.Tensors] = field(default_factory=dict)
+    hidden: dict[int, api.Arrival] = field(default_factory=dict)
+    gradients: dict[int, api.Arrival] = field(default_factory=dict)
+    in_flight: dict[int, api.Arrival] = field(default_factory=dict)
     queue_peak: int = 0
 
     def note_queue(self) -> None:
@@ -73,7 +58,7 @@ class Executor:
 
     def __init__(
         self,
-        stages: Sequence[StageInterface],
+        stages: Sequence[api.StageInterface],
         device: Device,
         recorder: Recorder,
         outbox: Outbox,
@@ -87,12 +72,12 @@ class Executor:
         self._num_devices = num_devices
         self._readiness = Readiness({}, BACKWARD_FIRST, num_devices)
         self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
-        self.info: StepInfo | None = None
+        self.info: api.StepInfo | None = None
 
-    def stage(self, index: int) -> StageInterface:
+    def stage(self, index: int) -> api.StageInterface:
         return self._lanes[index].stage
 
-    def begin(self, info: StepInfo, schedule: StepSchedule) -> None:
+    def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
         limits = {index: schedule.in_flight_limits[index] for index in self._lanes}
@@ -112,7 +97,7 @@ class Executor:
         self._tasks.clear()
         self.info = None
 
-    def put_inputs(self, stage: int, micro_batch: int, inputs: Tensors) -> None:
+    def put_inputs(self, stage: int, micro_batch: int, inputs: api.Tensors) -> None:
         lane = self._lanes[stage]
         lane.inputs[micro_batch] = inputs
         self._forward_arrived(lane, micro_batch)
@@ -121,13 +106,13 @@ class Executor:
         """Whether inputs of a micro-batch wait for this stage."""
         return bool(self._lanes[stage].inputs)
 
-    def put_hidden(self, stage: int, micro_batch: int, arrival: Arrival) -> None:
+    def put_hidden(self, stage: int, micro_batch: int, arrival: api.Arrival) -> None:
         lane = self._lanes[stage]
         lane.hidden[micro_batch] = arrival
         lane.note_queue()
         self._forward_arrived(lane, micro_batch)
 
-    def put_gradient(self, stage: int, micro_batch: int, arrival: Arrival) -> None:
+    def put_gradient(self, stage: int, micro_batch: int, arrival: api.Arrival) -> None:
         lane = self._lanes[stage]
         lane.gradients[micro_batch] = arrival
         lane.note_queue()
@@ -167,7 +152,7 @@ class Executor:
         send()
         return True
 
-    def commit(self, stage: StageInterface, learning_rate: float, grad_scale: float) -> None:
+    def commit(self, stage: api.StageInterface, learning_rate: float, grad_scale: float) -> None:
         """Have a stage step its optimizer, and record how long that took."""
         began = self._device.record_event()
         stage.commit(learning_rate, grad_scale)
@@ -188,13 +173,9 @@ class Executor:
             kind = BACKWARD if both else task.kind
             seconds[task.stage, kind] += self._device.seconds(began, ended)
             if self._recorder.enabled:
-                self._recorder.span(
-                    trace.FORWARD_BACKWARD if both else task.kind,
-                    task.stage,
-                    task.micro_batch,
-                    self._device.event_time(began),
-                    self._device.event_time(ended),
-                )
+                name = trace.FORWARD_BACKWARD if both else task.kind
+                times = self._device.event_time(began), self._device.event_time(ended)
+                self._recorder.span(name, task.stage, task.micro_batch, *times)
         self._tasks.clear()
         return {
             k: StageFigures(
@@ -209,8 +190,6 @@ class Executor:
             for k, lane in self._lanes.items()
         }
 
-    # -- inside ---------------------------------------------------------------------------------
-
     def _forward_arrived(self, lane: _Lane, k: int) -> None:
         if k in lane.inputs and (lane.stage.is_first or k in lane.hidden):
             self._readiness.arrived(Task(FORWARD, lane.stage.index, k))
@@ -222,7 +201,7 @@ class Executor:
     def _forward(self, lane: _Lane, k: int) -> Callable[[], None]:
         stage = lane.stage
         inputs = lane.inputs.pop(k)
-        arrival = lane.hidden.pop(k, Arrival(None))
+        arrival = lane.hidden.pop(k, api.Arrival(None))
         if not stage.is_last:
             hidden_BSD = stage.forward(k, inputs, arrival.tensor)
             if self._stores(lane):
@@ -256,27 +235,29 @@ class Executor:
         self._readiness.release(stage.index)
         return lambda: self._pass_back(stage, k, gradient_BSD)
 
-    def _pass_on(self, stage: StageInterface, k: int, hidden_BSD: torch.Tensor) -> None:
+    def _pass_on(self, stage: api.StageInterface, k: int, hidden_BSD: torch.Tensor) -> None:
         following = stage.index + 1
         if following in self._lanes:
-            self.put_hidden(following, k, Arrival(hidden_BSD))
+            self.put_hidden(following, k, api.Arrival(hidden_BSD))
         else:
             info = self._step
             self._outbox.send(Forward(info.step, info.attempt, following, k), hidden_BSD)
 
-    def _pass_back(self, stage: StageInterface, k: int, gradient_BSD: torch.Tensor | None) -> None:
+    def _pass_back(
+        self, stage: api.StageInterface, k: int, gradient_BSD: torch.Tensor | None
+    ) -> None:
         """Nothing goes back beyond the lowest stage that trains something, or trains before it."""
         before = stage.index - 1
         if not stage.input_requires_grad or gradient_BSD is None:
             self._outbox.finished(self._step, k)
         elif before in self._lanes:
-            self.put_gradient(before, k, Arrival(gradient_BSD))
+            self.put_gradient(before, k, api.Arrival(gradient_BSD))
         else:
             info = self._step
             self._outbox.send(Backward(info.step, info.attempt, before, k), gradient_BSD)
 
     @property
-    def _step(self) -> StepInfo:
+    def _step(self) -> api.StepInfo:
         assert self.info is not None
         return self.info
 
@@ -292,7 +273,7 @@ class Executor:
 _T = TypeVar("_T", torch.Tensor, "torch.Tensor | None")
 
 
-def _own(result: _T, arrival: Arrival) -> _T:
+def _own(result: _T, arrival: api.Arrival) -> _T:
     """`result`, copied if it lies in the receive buffer that is about to be given back."""
     if result is None or arrival.tensor is None or not result.numel():
         return result

@@ -8,15 +8,10 @@ import torch
 
 from hetero_framework.engine.stage_api import GradientReport
 
-_CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_
-
 
 class ModelOrder:
-    """Puts the stages' per-parameter norms into the order of the whole model.
-
-    `trainable[k]` is stage k's list of (name, rank). Floating-point sums depend on their order, so
-    the global norm does not depend on the cut only if every cut sums in this one.
-    """
+    """Puts the stages' per-parameter norms into the order of the whole model, so that their
+    floating-point sum does not depend on the cut. `trainable[k]`: (name, rank) on stage k."""
 
     def __init__(self, trainable: Sequence[Sequence[tuple[str, tuple[int, ...]]]]) -> None:
         ranks = [rank for stage in trainable for _, rank in stage]
@@ -31,10 +26,6 @@ class ModelOrder:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> float:
-    """What every gradient is multiplied by: max_norm / (norm + 1e-6), at most 1; 1 if not clipped.
-
-    Source: torch.nn.utils.clip_grad_norm_. `max_norm` 0 means no clipping.
-    """
-    if not max_norm:
-        return 1.0
-    return float(torch.clamp(max_norm / (norm + _CLIP_EPSILON), max=1.0))
+    """What every gradient is multiplied by, as torch.nn.utils.clip_grad_norm_ has it: at most 1.
+    `max_norm` 0 means no clipping."""
+    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0)) if max_norm else 1.0

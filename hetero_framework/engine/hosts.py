@@ -1,7 +1,7 @@
 """What the pipeline asks of a process that holds stages, this one or a worker: `Host`.
 
-A host never waits for a peer. What it cannot answer yet is None (or False), and is asked again when
-something has arrived; the pipeline does the waiting.
+A host never waits for a peer: what it cannot answer yet is None or False, and the pipeline asks
+again when something has arrived.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class WorkerLeaving(StoppedEarly):
 
 @dataclass(frozen=True)
 class Event:
-    """A message of a worker with what it carried, unpacked, or the news that its link is gone.
-    `wire` tells an old link's events from those of the present one."""
+    """A message of a worker and its unpacked tensors, or the news that its link is gone. `wire`
+    tells an old link's events from the present one's."""
 
     worker: WorkerId
     wire: Any
@@ -71,11 +71,8 @@ class BatchInputs:
 
 
 class Host(Protocol):
-    """The stages of one process, `id` "local" or the worker's, `indexes` those of its stages.
-
-    Raises LinkLost where it is remote and its link is gone. What the class does itself suits hosts
-    that need not do it.
-    """
+    """The stages of one process; `id` is "local" or the worker's. Raises LinkLost where it is
+    remote and its link is gone. The defaults suit hosts that need not do a thing."""
 
     id: WorkerId
     indexes: list[int]
@@ -95,16 +92,16 @@ class Host(Protocol):
         return False
 
     def report(self, tied_gradient: torch.Tensor | None) -> api.HostReport | None:
-        """Once in a training step, when it is done with it. `tied_gradient` is the head's share of
-        a weight that is the embedding's too."""
+        """Once in a training step, when it is done. `tied_gradient` is the head's share of a weight
+        that is the embedding's too."""
 
     def receive(self, message: Message, arrival: object) -> None:
         """A message of this host, where it is remote, and what `unpack` made of it."""
         raise AssertionError("this process sends itself no messages")
 
     def commit(self, order: Commit, tied_weight: torch.Tensor | None) -> torch.Tensor | None:
-        """Have the stages step their optimizers. `tied_weight` is the embedding's new weight where
-        its tied head lives on another stage: returned by the one, taken over by the other."""
+        """Have the stages step their optimizers. The embedding's host returns its new weight where
+        a tied head lives elsewhere; the head's host is given it as `tied_weight`."""
 
     def is_committed(self) -> bool:
         """Whether the last `commit` is known to have been done."""
@@ -118,8 +115,8 @@ class Host(Protocol):
         """Forget the attempt; asked again until True. Then nothing of it is on its way."""
 
     def snapshot(self, step: int | None) -> None:
-        """Keep the state that the commit of `step`, the last one, left (None: of before the
-        first) readable for `state`, whatever is committed later."""
+        """Keep the state after `step`, the last commit (None: before the first), readable for
+        `state`, whatever is committed later."""
 
     def state(
         self, stage: int, kind: StateKind, number: int, step: int | None
@@ -127,8 +124,7 @@ class Host(Protocol):
         """A part of a stage's state after `step`; in ascending order. The caller releases it."""
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
-        """Have a stage take over a part of a "checkpoint", an "adapter" or a "tied" weight; asked
-        again until True."""
+        """Have a stage take over a part of its state; asked again until True."""
 
     def tied_weight(self) -> torch.Tensor | None:
         """The embedding's weight, where it is here and its tied head on another stage."""
@@ -153,8 +149,8 @@ class Links(Protocol):
     def ping(self, worker_id: WorkerId) -> None: ...
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event; None when none came in time. Raises LinkLost or DirectLost when a link
-        broke, and a worker's own error when it reports one."""
+        """The next event; None when none came in time. Raises LinkLost or DirectLost, and the
+        error that a worker reports."""
 
 
 class StepResults:

@@ -20,11 +20,8 @@ _log = logging.getLogger(__name__)
 
 
 def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> list[Stage]:
-    """Load the stages of one process onto its device.
-
-    Raises ModelError when the model cannot be found or read here, ConfigError when the adapter
-    does not fit it, DeviceError when layers shall be compiled and cannot be.
-    """
+    """Load the stages of one process onto its device. Raises ModelError, ConfigError when the
+    adapter does not fit the model, and DeviceError as the two checks below."""
     assert config.model is not None
     quiet_libraries(config.training.log_level)
     seed = config.training.seed
@@ -46,15 +43,13 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
 
 
 def check_types(config: Config, device: Device) -> None:
-    """Say what the device only emulates. Raises DeviceError for a type that it does not have: else
-    that is a bare error of torch's in the middle of loading, or of step 1."""
+    """Say what the device only emulates. Raises DeviceError for a type that it does not have."""
     assert config.model is not None
-    training, wanted = config.training, {}
-    name = config.model.dtype
+    training, name = config.training, config.model.dtype
     if name == "auto":
         stored = load_model_config(config.model, config.base_dir).dtype
         name = str(stored or torch.float32).removeprefix("torch.")  # type: ignore[assignment]
-    wanted["model.dtype"] = getattr(torch, name)
+    wanted = {"model.dtype": getattr(torch, name)}
     if training.bf16 or training.fp16:
         setting = "training.bf16" if training.bf16 else "training.fp16"
         wanted[setting] = torch.bfloat16 if training.bf16 else torch.float16

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossScale:
-    """One loss scale for all stages; torch.amp.GradScaler's rule and its defaults.
-
-    Halved after a step with a non-finite gradient, doubled after 2000 good ones in a row. Without
-    fp16 it stays 1.
-    """
+    """The rule and defaults of torch.amp.GradScaler: halved after a step with a non-finite
+    gradient, doubled after 2000 good ones in a row. Without fp16 it stays 1."""
 
     value: float = 1.0
     good_steps: int = 0

@@ -14,19 +14,13 @@ from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine import stage_api as api
 from hetero_framework.planner.readiness import Policy
 
-PackedInput = WireTensor | tuple[int, ...]
-"""A batch tensor as it travels: its bytes, or the shape of one that is all ones."""
+PackedInput = WireTensor | tuple[int, ...]  # bytes, or the shape of a tensor of ones
 
 
 def step_message(info: api.StepInfo, schedule: api.StepSchedule) -> Message:
-    return Message(
-        m.Step(
-            **asdict(info),
-            in_flight_limits=schedule.in_flight_limits,
-            policy=m.TaskOrder(**asdict(schedule.policy)),
-            direct=tuple(sorted(schedule.direct)),
-        )
-    )
+    policy, direct = m.TaskOrder(**asdict(schedule.policy)), tuple(sorted(schedule.direct))
+    limits = schedule.in_flight_limits
+    return Message(m.Step(**asdict(info), in_flight_limits=limits, policy=policy, direct=direct))
 
 
 def step_info(step: m.Step) -> api.StepInfo:
@@ -36,16 +30,12 @@ def step_info(step: m.Step) -> api.StepInfo:
 
 
 def step_schedule(step: m.Step) -> api.StepSchedule:
-    return api.StepSchedule(
-        in_flight_limits=step.in_flight_limits,
-        policy=Policy(**asdict(step.policy)),
-        direct=frozenset(step.direct),
-    )
+    policy = Policy(**asdict(step.policy))
+    return api.StepSchedule(step.in_flight_limits, policy, frozenset(step.direct))
 
 
 def pack_inputs(inputs: api.Tensors) -> dict[str, PackedInput]:
-    """Batch tensors as they travel: token numbers, masks and labels fit into half of their 8
-    bytes, and of a mask of ones only the shape is needed."""
+    """Batch tensors as they travel: int64 fits into int32; a mask of ones is only its shape."""
     return {
         name: tuple(tensor.shape)
         if name == "attention_mask" and tensor.dtype == torch.int64 and bool((tensor == 1).all())
@@ -80,8 +70,7 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_norms_message(info: api.StepInfo, report: api.HostReport) -> Message:
-    tensors = []
-    entries = []
+    tensors, entries = [], []
     for index, found in report.gradients.items():
         tied = found.tied_gradient
         figures = report.figures[index]

@@ -16,9 +16,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 from hetero_framework.config import TrainingConfig
 from hetero_framework.errors import ConfigError
 
-# transformers' Trainer brings PEFT, bitsandbytes, datasets and pandas with it, half the time that
-# importing torch takes, in every process. So what it does for the usual optimizers stands here too;
-# tests hold it to the Trainer's own.
+# The Trainer imports PEFT, bitsandbytes, datasets and pandas, half the time of importing torch. So
+# what it does for the usual optimizers stands here too; tests hold it to the Trainer's own.
 _TORCH_ADAMW: dict[str, dict[str, Any]] = {"adamw_torch": {}, "adamw_torch_fused": {"fused": True}}
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -45,8 +44,7 @@ def check_optimizer(training: TrainingConfig) -> None:
             f"training.optim: {training.optim!r} is not an optimizer of the installed transformers",
             hint=f"one of: {', '.join(name for name in known if _refusal(name) is None)}",
         )
-    reason = _refusal(training.optim)
-    if reason is not None:
+    if reason := _refusal(training.optim):
         raise ConfigError(
             f"training.optim: {training.optim!r} cannot train a model in shards: {reason}",
             hint='use an optimizer that treats every parameter by itself, such as "adamw_torch"',
@@ -54,17 +52,15 @@ def check_optimizer(training: TrainingConfig) -> None:
 
 
 def _refusal(name: str) -> str | None:
-    for prefix, reason in _WHOLE_MODEL_OPTIMIZERS.items():
-        if name.startswith(prefix):
-            return reason
-    return None
+    found = (why for prefix, why in _WHOLE_MODEL_OPTIMIZERS.items() if name.startswith(prefix))
+    return next(found, None)
 
 
 def build_optimizer(
     training: TrainingConfig, model: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The Trainer's optimizer over `parameters`, in its two groups (with and without decay), which
-    it tells apart by the parameter names and layer types of `model`, the stage's module."""
+    """The Trainer's optimizer over `parameters`, in its two groups (with and without decay), told
+    apart by parameter names and layer types of `model`, the stage's module."""
     decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
     decayed = {id(p) for name, p in model.named_parameters() if name in decayed_names}
     with_decay = [p for p in parameters if id(p) in decayed]
@@ -100,14 +96,12 @@ def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
     try:
         return Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"training.optim: {training.optim!r} is not usable here: {error}"
-        ) from error
+        what = f"training.optim: {training.optim!r}"
+        raise ConfigError(f"{what} is not usable here: {error}") from error
 
 
 def import_schedules() -> None:
-    """What the first `Schedule` would wait for: transformers' schedules come with PEFT and with
-    torch's compiler."""
+    """Import what the first `Schedule` would wait for: PEFT and torch's compiler."""
     import transformers.optimization  # noqa: F401
 
 
@@ -120,8 +114,7 @@ class Schedule:
         self._start()
 
     def rate(self, committed_steps: int) -> float:
-        """The learning rate of the commit that follows `committed_steps` of them; a skipped step
-        does not move the schedule."""
+        """The learning rate of the commit after `committed_steps`; skipped steps do not count."""
         if committed_steps < self._position:
             self._start()
         while self._position < committed_steps:
@@ -152,7 +145,7 @@ class Schedule:
 def state_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
 ) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    """Optimizer state by parameter name: (tensors, plain values) of each parameter that has any."""
+    """By parameter name, of parameters that have any: (tensors, plain values)."""
     result = {}
     for parameter, values in optimizer.state.items():
         tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
@@ -162,9 +155,7 @@ def state_tensors(
 
 
 def load_state_tensors(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[Any, str],
-    state: dict[str, dict[str, Any]],
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]
 ) -> None:
     """Put back what `state_tensors` gave, by name, through the optimizer's own loading."""
     packed = optimizer.state_dict()

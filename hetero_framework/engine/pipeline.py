@@ -1,8 +1,7 @@
 """The engine: drives micro-batches through the stages of all hosts.
 
-Read `begin`, `run`, `report_gradients`, `commit`: a step, in order. One thread computes and decides
-here; what a host does elsewhere arrives over `Links`. The numbers are the stages', the order
-is the planner's; this module only moves things.
+A step is `begin`, `run`, `report_gradients`, `commit`. One thread computes and decides here; what a
+host does elsewhere arrives over `Links`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,8 @@ from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Commit, LoadKind, StageFigures, StateKind
 from hetero_framework.core.trace import Span
+from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
-from hetero_framework.engine.stage_api import (
-    GradientReport,
-    StatePart,
-    StepInfo,
-    StepSchedule,
-    Tensors,
-)
 from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.readiness import Admission
 
@@ -34,8 +27,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 T = TypeVar("T")
-Part = tuple[int, int, StatePart]
-"""Stage, part number, part."""
+Part = tuple[int, int, api.StatePart]  # stage, part number, part
 
 
 @dataclass(frozen=True)
@@ -71,11 +63,11 @@ class Pipeline:
         self._objective = objective
         self._step_timeout_s = step_timeout_s
         self._max_in_flight = 1
-        self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
+        self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._committed: int | None = None
-        self._snapshot: tuple[_StateReader, Callable[[int, int, StatePart], None]] | None = None
-        # By pairs of workers that have a link, and by worker, as their last reports said: seconds
-        # there and back, and what it has sent straight to others so far.
+        self._snapshot: tuple[_StateReader, Callable[[int, int, api.StatePart], None]] | None = None
+        # As their last reports said: seconds there and back by pairs of workers that have a link,
+        # and bytes that a worker has sent straight to others so far.
         self.round_trips: dict[frozenset[WorkerId], float] = {}
         self.direct_bytes: dict[WorkerId, int] = {}
         self._last_progress = time.monotonic()
@@ -88,7 +80,7 @@ class Pipeline:
 
     # -- one step, in order ---------------------------------------------------------------------
 
-    def begin(self, info: StepInfo, schedule: StepSchedule, max_in_flight: int) -> None:
+    def begin(self, info: api.StepInfo, schedule: api.StepSchedule, max_in_flight: int) -> None:
         """Announce a step to every host. At most `max_in_flight` micro-batches are in it."""
         self._info = info
         self._max_in_flight = max_in_flight
@@ -100,9 +92,9 @@ class Pipeline:
                 host.snapshot(self._committed)
             host.begin(info, schedule)
 
-    def run(self, batches: Sequence[Tensors]) -> list[float]:
-        """Drive all micro-batches forward (and backward); their losses in micro-batch order. Raises
-        LinkLost or DirectLost when a link breaks, PeerLostError when nothing moves any more."""
+    def run(self, batches: Sequence[api.Tensors]) -> list[float]:
+        """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
+        when a link breaks, PeerLostError when nothing moves any more."""
         admission = Admission(len(batches), self._max_in_flight)
         first = self._hosts[0]
 
@@ -127,10 +119,9 @@ class Pipeline:
                 self._wait(lambda: f"losses of micro-batches {self._results.open(len(batches))}")
         return self._results.losses()
 
-    def report_gradients(self) -> tuple[list[GradientReport], dict[int, StageStatistics]]:
-        """Every stage's gradient norms, in stage order, and its times; tied gradients are summed
-        on the way."""
-        gradients: dict[int, GradientReport] = {}
+    def report_gradients(self) -> tuple[list[api.GradientReport], dict[int, StageStatistics]]:
+        """Every stage's gradient norms, in stage order, and times; sums tied gradients."""
+        gradients: dict[int, api.GradientReport] = {}
         figures: dict[int, StageFigures] = {}
         tied = None
         # From the back: the embedding, in the first host, adds what a tied head elsewhere has.
@@ -156,11 +147,9 @@ class Pipeline:
     def commit(
         self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
     ) -> None:
-        """Step everywhere; workers are told and not waited for.
-
-        Once this has begun, the step is decided: a link that breaks before its worker has answered
-        is mended by `recover`, which calls `repeat_commit`.
-        """
+        """Step everywhere; workers are told and not waited for. From here on the step is decided:
+        a link that breaks before its worker has answered is mended by `recover`, which calls
+        `repeat_commit`."""
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
         tied_weight = None
@@ -186,8 +175,8 @@ class Pipeline:
             self._wait(lambda: f"the commit of {', '.join(map(_name, waiting))}")
 
     def abort(self) -> None:
-        """Forget the step everywhere; weights stay as they are. When it returns, nothing that was
-        sent before is on its way any more. After LinkLost it may be called again."""
+        """Forget the step everywhere; weights stay. When it returns, nothing sent before is on its
+        way. After LinkLost it may be called again."""
         waiting = [host for host in self._hosts if not host.abort()]  # all at once
         for host in waiting:
             self.until(host.abort, f"{_name(host)} to forget the step")
@@ -207,13 +196,11 @@ class Pipeline:
             yield stage, number, part
             part.release()
 
-    def snapshot(self, take: Callable[[int, int, StatePart], None]) -> None:
+    def snapshot(self, take: Callable[[int, int, api.StatePart], None]) -> None:
         """Have `take(stage, number, part)` called with every part of the state that the last commit
-        left, while the next steps run: in this thread, at most one part between two tasks. What
-        later steps change does not show. A part's tensors are valid during the call.
-
-        Takes the place of a snapshot that is not finished. One whose `take` raises is forgotten.
-        """
+        left, while the next steps run: in this thread, at most one part between two tasks. A part's
+        tensors are valid during the call. Replaces a snapshot that is not finished; one whose
+        `take` raises is forgotten."""
         for host in self._hosts:
             host.snapshot(self._committed)
         self._snapshot = _StateReader("checkpoint", self._committed, self._host_of), take
@@ -229,8 +216,7 @@ class Pipeline:
         if self._snapshot is None:
             return False
         snapshot = reader, take = self._snapshot
-        found = reader.next_part()
-        if found is None:
+        if (found := reader.next_part()) is None:
             return False
         self._snapshot = None
         take(*found)
@@ -239,33 +225,29 @@ class Pipeline:
             self._snapshot = snapshot
         return True
 
-    def load_state(self, stage: int, kind: LoadKind, parts: Iterable[StatePart]) -> None:
+    def load_state(self, stage: int, kind: LoadKind, parts: Iterable[api.StatePart]) -> None:
         """Have a stage take over its parts of a "checkpoint", an "adapter" or a "tied" weight."""
         host = self._host_of[stage]
         for number, part in enumerate(parts):
-            self.until(
-                partial(host.load_state, stage, kind, number, part),
-                f"{_name(host)} to take over its state",
-            )
+            ask = partial(host.load_state, stage, kind, number, part)
+            self.until(ask, f"{_name(host)} to take over its state")
 
     def share_tied_weight(self) -> None:
         """After loading: give the head the embedding's weight where they are one."""
-        tied = self._hosts[0].tied_weight()
-        if tied is not None:
-            self.load_state(len(self._stages) - 1, "tied", [StatePart({"tied": tied}, last=True)])
-
-    # -- inside ---------------------------------------------------------------------------------
+        if (tied := self._hosts[0].tied_weight()) is not None:
+            self.load_state(
+                len(self._stages) - 1, "tied", [api.StatePart({"tied": tied}, last=True)]
+            )
 
     def until(self, ask: Callable[[], T | None], waiting_for: str) -> T:
-        """What `ask` gives at last (None and False are no answer yet); meanwhile, what arrives is
-        handled."""
+        """What `ask` gives at last (not None or False); handles what arrives meanwhile."""
         self._last_progress = time.monotonic()
         while not (found := ask()):
             self._wait(lambda: waiting_for)
         return found
 
-    def _feed(self, micro_batch: int, tensors: Tensors) -> None:
-        """Let one more micro-batch in: what stages need of it goes ahead of the activations."""
+    def _feed(self, micro_batch: int, tensors: api.Tensors) -> None:
+        """Let a micro-batch in: what stages need of it goes ahead of the activations."""
         batch = BatchInputs(tensors)
         for spec in self._stages:
             names = self._objective.stage_inputs(spec, tensors)
@@ -273,8 +255,7 @@ class Pipeline:
 
     def _receive(self, timeout_s: float) -> bool:
         """Hand the next event to its host; False when none came in time."""
-        event = self._links.receive(timeout_s)
-        if event is None:
+        if (event := self._links.receive(timeout_s)) is None:
             return False
         assert event.message is not None
         next(h for h in self._hosts if h.id == event.worker).receive(event.message, event.arrival)
@@ -314,14 +295,13 @@ class _StateReader:
     def next_part(self) -> Part | None:
         """None until it has come."""
         stage, host = self._left[0]
-        part = host.state(stage, self._kind, self._number, self._step)
+        number = self._number
+        part = host.state(stage, self._kind, number, self._step)
         if part is None:
             return None
-        number = self._number
-        self._number += 1
+        self._number = 0 if part.last else number + 1
         if part.last:
             self._left.pop(0)
-            self._number = 0
         return stage, number, part
 
 

@@ -19,7 +19,7 @@ from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, St
 
 @dataclass(frozen=True)
 class _Question:
-    """What was asked over which link, and which answer is meant for it."""
+    """What was asked over which link, and what answers it."""
 
     message: Message
     link: object
@@ -99,8 +99,8 @@ class RemoteHost(Host):
     # -- state ----------------------------------------------------------------------------------
 
     def snapshot(self, step: int | None) -> None:
-        """The request for one part has the worker keep the state of all its stages. Called again
-        before the next step, since the request may be lost with its link."""
+        """A request for one part has the worker keep all its stages' state. Called again before
+        the next step, since the request may be lost with its link."""
         if self._kept != (step,):
             self._ask_state(self.indexes[0], "checkpoint", 0, step)
 
@@ -113,22 +113,17 @@ class RemoteHost(Host):
     def _ask_state(
         self, stage: int, kind: StateKind, number: int, step: int | None
     ) -> Message | None:
-        def is_answer(body: m.State) -> bool:
-            return (body.stage, body.kind, body.part) == (stage, kind, number)
-
-        found = self._ask(Message(m.StateRequest(stage, kind, number, step)), m.State, is_answer)
+        question = Message(m.StateRequest(stage, kind, number, step))
+        asked = stage, kind, number
+        found = self._ask(question, m.State, lambda b: (b.stage, b.kind, b.part) == asked)
         if found is not None and kind == "checkpoint":
             self._kept = (step,)
         return found
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
-        def is_answer(body: m.StateLoaded) -> bool:
-            return (body.stage, body.part) == (stage, number)
-
+        asked = stage, number
         question = messages.part_message(m.LoadState, stage, kind, number, part)
-        return self._ask(question, m.StateLoaded, is_answer) is not None
-
-    # -- what is known of it --------------------------------------------------------------------
+        return self._ask(question, m.StateLoaded, lambda b: (b.stage, b.part) == asked) is not None
 
     def answer(self, question: Message) -> Message | None:
         """To a CONTROL request; None until it has come. The caller releases it."""
@@ -138,8 +133,6 @@ class RemoteHost(Host):
     def take_spans(self) -> list[Span]:
         taken, self._spans = self._spans, []
         return taken
-
-    # -- messages -------------------------------------------------------------------------------
 
     def receive(self, message: Message, arrival: object) -> None:
         """Raises LinkLost for a goodbye."""
@@ -170,8 +163,7 @@ class RemoteHost(Host):
     def _ask(
         self, question: Message, answer: type[Body], is_answer: Callable[[Any], bool]
     ) -> Message | None:
-        """The answer, None until it has come. Asked again, the same question is sent again only
-        over a new link."""
+        """The answer, None until it has come. A question is repeated only over a new link."""
         link = self._links.generation(self.id)
         known = self._questions.get(answer)
         if known is None or known.link is not link or known.message.body != question.body:

@@ -1,8 +1,7 @@
 """A stage: one block of layers on one device, and what can be asked of it.
 
 Micro-batches go forward and backward in ascending order on every stage, so that gradients add up in
-one order under any cut and any timing. Shapes: B rows of a micro-batch, S tokens, D hidden size;
-`hidden_BSD` crosses a boundary forward, its gradient crosses it backward.
+one order under any cut and timing. Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, HostCopy
@@ -63,8 +63,8 @@ class Stage:
             build_optimizer(training, shard.model, list(self._names)) if self._names else None
         )
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
-        self._saved: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._finite: dict[int, torch.Tensor] = {}
+        self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._finite: dict[int, Tensor] = {}
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()
         self._current_micro_batch = 0
@@ -77,10 +77,8 @@ class Stage:
         self._info = info
         self._shard.train(info.train)
 
-    def forward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Run the layers; keep what `backward` needs. Returns the hidden states, detached."""
+    def forward(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Tensor:
+        """The outgoing hidden states, detached; what `backward` needs is kept."""
         hidden_BSD = self._leaf(hidden_BSD)
         with self._running(micro_batch):
             out_BSD = self._shard.forward(inputs, hidden_BSD)
@@ -90,28 +88,22 @@ class Stage:
         return out_BSD.detach()
 
     def forward_backward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Last stage: this micro-batch's share of the step's loss (its token losses / num_items;
-        0-d, on the device), and the gradient of the incoming hidden states."""
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
+        gradient of the incoming hidden states."""
         hidden_BSD = self._leaf(hidden_BSD)
         loss = self._loss(micro_batch, inputs, hidden_BSD, float(self._info.num_items))
         self._note_finite(micro_batch, loss)
         return loss, self._gradient_of(hidden_BSD)
 
-    def evaluate(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> torch.Tensor:
+    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Tensor:
         """Last stage outside training: the sum of the micro-batch's token losses, 0-d."""
         return self._loss(micro_batch, inputs, hidden_BSD, 1.0)
 
     def _loss(
-        self,
-        micro_batch: int,
-        inputs: Tensors,
-        hidden_BSD: torch.Tensor | None,
-        num_items: float,
-    ) -> torch.Tensor:
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None, num_items: float
+    ) -> Tensor:
         """The loss, detached; in a training step it has been differentiated."""
         return self._objective.loss(
             self._shard,
@@ -123,12 +115,11 @@ class Stage:
             backward=self._scaled_backward if self.differentiates else None,
         )
 
-    def _scaled_backward(self, loss: torch.Tensor) -> None:
+    def _scaled_backward(self, loss: Tensor) -> None:
         (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
 
-    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None:
-        """Backward through the stored forward; only where `differentiates`. The gradient for the
-        stage before, None where nothing is trained before this one."""
+    def backward(self, micro_batch: int, gradient_BSD: Tensor) -> Tensor | None:
+        """The gradient for the stage before, None where nothing is trained before this one."""
         hidden_BSD, out_BSD = self._saved.pop(micro_batch)
         self._current_micro_batch = micro_batch
         torch.autograd.backward(out_BSD, gradient_BSD)
@@ -136,9 +127,9 @@ class Stage:
 
     # -- the decision ---------------------------------------------------------------------------
 
-    def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
-        """Unscale the gradients and report their norms. `tied_gradient` is the head's share of a
-        tied weight: added to the embedding's in one sum, wherever the two ends live."""
+    def report_gradients(self, tied_gradient: Tensor | None = None) -> GradientReport:
+        """Unscale the gradients and report their norms. `tied_gradient`, the head's share of a tied
+        weight, is added to the embedding's in one sum, wherever the two ends live."""
         outgoing = None
         if self._tied_head is not None and self._tied_head.grad is not None:
             self._unscale(self._tied_head)
@@ -153,16 +144,15 @@ class Stage:
             if parameter is self._tied_embedding and tied_gradient is not None:
                 extra = tied_gradient.to(parameter.device)
                 parameter.grad = extra if parameter.grad is None else parameter.grad.add_(extra)
-            norms.append(
-                torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
-                if parameter.grad is not None
-                else torch.zeros((), device=parameter.device)
-            )
+            if parameter.grad is None:
+                norms.append(torch.zeros((), device=parameter.device))
+            else:
+                norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
         stacked = torch.stack(norms) if norms else torch.zeros(0)
         return GradientReport(self._device.to_host(stacked), self._nonfinite(), outgoing)
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
-        """Clip by the factor that the coordinator derived from all stages, and step."""
+        """Clip by the coordinator's factor for all stages, and step."""
         if self._optimizer is not None:
             for _, parameter in self._parameters:
                 if parameter.grad is not None and grad_scale != 1.0:
@@ -173,7 +163,7 @@ class Stage:
         self.abort()
 
     def abort(self) -> None:
-        """Forget the step: gradients and stored activations. Weights stay as they are."""
+        """Forget the step: gradients and stored activations, not the weights."""
         for _, parameter in self._parameters:
             parameter.grad = None
         if self._tied_head is not None:
@@ -199,29 +189,23 @@ class Stage:
     def _checkpoint_entries(self) -> Iterator[Entry]:
         states = state_tensors(self._optimizer, self._names) if self._optimizer else {}
         for name, parameter in self._parameters:
-            values: dict[str, Any] = {}
             tensors, plain = states.get(name, ({}, {}))
-            for key, value in plain.items():
-                values[f"{OPTIMIZER}/{key}/{name}"] = value
+            values = {f"{OPTIMIZER}/{key}/{name}": value for key, value in plain.items()}
             yield f"{WEIGHTS}/{name}", parameter.detach(), values
             for key, tensor in tensors.items():
                 yield f"{OPTIMIZER}/{key}/{name}", tensor, {}
 
     def load_state(self, kind: str, part: StatePart) -> None:
-        """Take over parts of a "checkpoint" (as `snapshot` gave it), of an "adapter" file, or a
-        "tied" weight. Raises CheckpointError for a tensor that has no place here, or a trainable
-        weight without one."""
+        """Take over parts of a "checkpoint" (of `snapshot`), an "adapter" file or a "tied" weight.
+        Raises CheckpointError for a tensor without a place here, or a weight without a tensor."""
         if kind == "tied":
             self.set_tied_weight(part.tensors["tied"])
         elif kind == "adapter":
-            from hetero_framework.models.adapters import (
-                check_adapter_complete,
-                load_adapter_tensors,
-            )
+            from hetero_framework.models import adapters
 
-            self._loaded_keys |= load_adapter_tensors(self._shard, part.tensors)
+            self._loaded_keys |= adapters.load_adapter_tensors(self._shard, part.tensors)
             if part.last:
-                check_adapter_complete(self._shard, self._loaded_keys)
+                adapters.check_adapter_complete(self._shard, self._loaded_keys)
         else:
             self._load_checkpoint(part)
 
@@ -231,8 +215,7 @@ class Stage:
         for full_name, value in [*part.tensors.items(), *part.values.items()]:
             kind, _, rest = full_name.partition("/")
             key, _, name = rest.partition("/") if kind == OPTIMIZER else ("weight", "", rest)
-            parameter = parameters.get(name)
-            if parameter is None:
+            if (parameter := parameters.get(name)) is None:
                 raise CheckpointError(f"stage {self.index} has no trainable parameter {name!r}")
             if kind == WEIGHTS:
                 if tuple(value.shape) != tuple(parameter.shape):
@@ -245,11 +228,10 @@ class Stage:
                 self._loading.setdefault(name, {})
             else:
                 # A private copy: the tensor may lie in a receive buffer that is used again.
-                kept = value.clone() if isinstance(value, torch.Tensor) else value
+                kept = value.clone() if isinstance(value, Tensor) else value
                 self._loading.setdefault(name, {})[key] = kept
         if part.last:
-            absent = [name for name in parameters if name not in self._loading]
-            if absent:
+            if absent := [name for name in parameters if name not in self._loading]:
                 raise CheckpointError(
                     f"the checkpoint lacks weights of stage {self.index}: {absent[:5]}"
                 )
@@ -258,33 +240,30 @@ class Stage:
                 load_state_tensors(self._optimizer, self._names, state)
             self._loading = {}
 
-    def tied_weight(self) -> torch.Tensor | None:
+    def tied_weight(self) -> Tensor | None:
         """The embedding's weight, where its tied head lives on another stage."""
         if self._tied_embedding is None or self._tied_head is not None:
             return None
         return self._tied_weight_copy.of(self._tied_embedding)
 
-    def set_tied_weight(self, weight: torch.Tensor) -> None:
+    def set_tied_weight(self, weight: Tensor) -> None:
         if self._tied_head is not None:
             with torch.no_grad():
                 self._tied_head.copy_(weight)
 
-    # -- inside ---------------------------------------------------------------------------------
-
     @property
     def differentiates(self) -> bool:
-        """Whether this step has a backward here: something is trained here or before."""
         return self._info.train and (
             self.input_requires_grad or bool(self._parameters) or self._tied_head is not None
         )
 
-    def _leaf(self, hidden_BSD: torch.Tensor | None) -> torch.Tensor | None:
+    def _leaf(self, hidden_BSD: Tensor | None) -> Tensor | None:
         if hidden_BSD is None or not (self._info.train and self.input_requires_grad):
             return hidden_BSD
         return hidden_BSD.detach().requires_grad_()
 
     @staticmethod
-    def _gradient_of(hidden_BSD: torch.Tensor | None) -> torch.Tensor | None:
+    def _gradient_of(hidden_BSD: Tensor | None) -> Tensor | None:
         """Of a leaf; zeros where the result does not depend on it."""
         if hidden_BSD is None or not hidden_BSD.requires_grad:
             return None
@@ -302,13 +281,13 @@ class Stage:
             yield
 
     def _enter(self, place: Place) -> None:
-        # Called by the shard before each place that may draw random numbers, in the recomputed
-        # forward of activation checkpointing too; then the micro-batch is the one in backward.
+        # Before each place that may draw random numbers, in a recomputed forward too; the
+        # micro-batch is then the one in backward.
         if self._info.train:
-            info = self._info
-            self._device.seed(forward_seed(self._seed, info.step, self._current_micro_batch, place))
+            step = self._info.step
+            self._device.seed(forward_seed(self._seed, step, self._current_micro_batch, place))
 
-    def _note_finite(self, micro_batch: int, tensor: torch.Tensor) -> None:
+    def _note_finite(self, micro_batch: int, tensor: Tensor) -> None:
         # Kept on the device and read once per step: a look at it now would stall a GPU.
         if self._info.train:
             self._finite[micro_batch] = torch.isfinite(tensor.detach()).all()

@@ -1,7 +1,7 @@
 """What can be asked of a stage: the contract between the engine and whatever computes.
 
-Pipeline, executor, hosts and messages know this module alone; `stage.Stage` is the real thing, and
-the benchmarks bring stages that sleep. Shapes: B rows of a micro-batch, S tokens, D hidden size.
+Pipeline, executor, hosts and messages know this module alone; `stage.Stage` is the real thing,
+benchmarks bring stages that sleep. Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import StageFigures
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 
-Tensors = dict[str, torch.Tensor]
-Loss = float | torch.Tensor
-"""A loss may still be a tensor on a device; reading the number waits for it."""
+Tensors = dict[str, Tensor]
+Loss = float | Tensor  # reading the number of a tensor waits for its device
 
 
 def _nothing() -> None:
@@ -29,7 +28,7 @@ def _nothing() -> None:
 class Arrival:
     """A tensor that crossed a boundary; `release` gives its receive buffer back."""
 
-    tensor: torch.Tensor | None
+    tensor: Tensor | None
     release: Callable[[], None] = _nothing
 
 
@@ -37,9 +36,9 @@ class Arrival:
 class StepInfo:
     """What every stage must know of a step before its first micro-batch.
 
-    `num_items` is the number of label tokens in the whole global batch: every loss is divided by
-    it. `loss_scale` multiplies the loss before backward (fp16); gradients are divided by it again
-    before anybody looks at them. `attempt` tells a repeated step's frames from stale ones.
+    Every loss is divided by `num_items`, the label tokens of the whole global batch, and multiplied
+    by `loss_scale` (fp16) before backward; gradients are divided by that before anybody looks at
+    them. `attempt` tells a repeated step's frames from stale ones.
     """
 
     step: int
@@ -52,11 +51,8 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """How a step is run. None of it changes a number of the result.
-
-    `in_flight_limits[k]` is how many forwards stage k may store; `direct` are the boundaries
-    (index of the stage before each) whose tensors go straight from worker to worker.
-    """
+    """How a step is run, which changes no number: how many forwards each stage may store, and the
+    boundaries (index of the stage before) whose tensors go straight from worker to worker."""
 
     in_flight_limits: tuple[int, ...]
     policy: Policy = BACKWARD_FIRST
@@ -67,22 +63,20 @@ class StepSchedule:
 class GradientReport:
     """A stage's share of the decision on a step.
 
-    `norms` are float32 2-norms, one per trainable parameter in the stage's order, of gradients
-    already divided by the loss scale. `nonfinite` names micro-batches whose output here was not
-    finite. `tied_gradient` is the head's gradient where head and embedding are one weight and the
-    embedding lives on another stage.
+    `norms` are float32 2-norms of the unscaled gradients, by trainable parameter in the stage's
+    order. `nonfinite` are the micro-batches whose output here was not finite. `tied_gradient` is
+    the head's gradient where it is one weight with an embedding on another stage.
     """
 
-    norms: torch.Tensor
+    norms: Tensor
     nonfinite: tuple[int, ...] = ()
-    tied_gradient: torch.Tensor | None = None
+    tied_gradient: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host's stages say when all micro-batches of a training step are through them: their
-    gradients' norms and what the step took, by stage; seconds there and back on its links to other
-    workers, and the bytes that it has sent over them so far."""
+    """What a host says after all micro-batches of a training step: its stages' gradients and
+    figures; seconds there and back to other workers, and bytes sent straight to them so far."""
 
     gradients: Mapping[int, GradientReport]
     figures: Mapping[int, StageFigures]
@@ -92,8 +86,7 @@ class HostReport:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A bounded part of a stage's state: named tensors and the values that are not tensors.
-    `release` gives back the receive buffer in which the tensors lie."""
+    """A bounded part of a stage's state. `release` gives the tensors' receive buffer back."""
 
     tensors: Tensors
     values: dict[str, Any] = field(default_factory=dict)
@@ -109,13 +102,13 @@ class Snapshot(Protocol):
 
 
 class StageInterface(Protocol):
-    """What is asked of a stage; `Stage` is the real one, benchmarks bring sleeping ones."""
+    """What is asked of a stage; see `Stage`."""
 
     index: int
     is_first: bool
     is_last: bool
     input_requires_grad: bool
-    """Whether something before this stage is trained: it then has to return a gradient."""
+    """Whether something before this stage is trained: it then returns a gradient."""
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
@@ -126,22 +119,18 @@ class StageInterface(Protocol):
         """Whether a training step has a backward here: something is trained here or before."""
 
     def begin(self, info: StepInfo) -> None: ...
-    def forward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> torch.Tensor: ...
+    def forward(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Tensor: ...
     def forward_backward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[Loss, torch.Tensor | None]: ...
-    def evaluate(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> Loss: ...
-    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None: ...
-    def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport: ...
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None
+    ) -> tuple[Loss, Tensor | None]: ...
+    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Loss: ...
+    def backward(self, micro_batch: int, gradient_BSD: Tensor) -> Tensor | None: ...
+    def report_gradients(self, tied_gradient: Tensor | None = None) -> GradientReport: ...
     def commit(self, learning_rate: float, grad_scale: float) -> None: ...
     def abort(self) -> None: ...
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]: ...
     def snapshot(self) -> Snapshot: ...
     def export(self) -> Iterator[StatePart]: ...
     def load_state(self, kind: str, part: StatePart) -> None: ...
-    def tied_weight(self) -> torch.Tensor | None: ...
-    def set_tied_weight(self, weight: torch.Tensor) -> None: ...
+    def tied_weight(self) -> Tensor | None: ...
+    def set_tied_weight(self, weight: Tensor) -> None: ...

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
@@ -24,8 +24,8 @@ from hetero_framework.engine.hosts import BatchInputs, Host
 from hetero_framework.errors import ProtocolError
 
 Reduce = Callable[[api.StepInfo, Sequence[api.StageInterface]], bool]
-"""Adds what other replicas have to the gradients of these stages. Asked when all their backwards
-are done and no norm has been taken, again until True; a new attempt is asked anew."""
+"""Adds other replicas' gradients to those of these stages. Asked in each attempt after all
+backwards and before any norm is taken, until True."""
 
 
 def nothing_to_add(info: api.StepInfo, stages: Sequence[api.StageInterface]) -> bool:
@@ -34,11 +34,8 @@ def nothing_to_add(info: api.StepInfo, stages: Sequence[api.StageInterface]) -> 
 
 
 class StageHost(Host):
-    """A `Host` whose stages are in this process.
-
-    `last_step` is the last step that was committed here, None before the first; `schedule` that of
-    the last step that began.
-    """
+    """A `Host` whose stages are in this process. `last_step` is the last one committed here (None:
+    none yet), `schedule` that of the last step that began."""
 
     def __init__(
         self,
@@ -100,8 +97,8 @@ class StageHost(Host):
         return self._executor.has_inputs(stage)
 
     def data(self, message: Message, arrival: Any) -> None:
-        """INPUTS, FORWARD or BACKWARD with what `unpack` made of it: for the attempt that runs, or
-        for one that is to come, since another worker may have heard of it before us."""
+        """INPUTS, FORWARD or BACKWARD with what `unpack` made of it: for this attempt, or for one
+        to come, of which another worker has heard before us."""
         body = message.body
         assert isinstance(body, (m.Inputs, m.Boundary))
         info, executor = self._executor.info, self._executor
@@ -122,7 +119,7 @@ class StageHost(Host):
     def run_next(self) -> bool:
         return self._executor.run_next()
 
-    def report(self, tied_gradient: torch.Tensor | None = None) -> api.HostReport | None:
+    def report(self, tied_gradient: Tensor | None = None) -> api.HostReport | None:
         info = self._executor.info
         if self._reported or info is None or not info.train or not self._executor.is_done:
             return None
@@ -139,18 +136,13 @@ class StageHost(Host):
             gradients[stage.index] = report
         return api.HostReport({k: gradients[k] for k in self.indexes}, self._figures())
 
-    def commit(
-        self, order: m.Commit, tied_weight: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Repeated for a step that is committed already, it changes nothing. Raises ProtocolError
-        where the step's gradients are not here."""
+    def commit(self, order: m.Commit, tied_weight: Tensor | None = None) -> Tensor | None:
+        """Changes nothing when repeated. Raises ProtocolError where the gradients are not here."""
         if self.last_step == order.step:
             return None
         if not self._is_current(order.step, order.attempt):
-            raise ProtocolError(
-                f"COMMIT of step {order.step}, attempt {order.attempt}, whose gradients are not "
-                "here"
-            )
+            asked = f"COMMIT of step {order.step}, attempt {order.attempt}"
+            raise ProtocolError(f"{asked}, whose gradients are not here")
         for snapshot in self._snapshots.values():
             snapshot.keep()
         for stage in self.stages:
@@ -175,9 +167,8 @@ class StageHost(Host):
         if self._snapshots and self._snapshot_step == step:
             return
         if self.last_step != step:
-            raise ProtocolError(
-                f"the state after step {step} is gone: step {self.last_step} is committed"
-            )
+            news = f"step {self.last_step} is committed"
+            raise ProtocolError(f"the state after step {step} is gone: {news}")
         self._snapshots = {stage.index: stage.snapshot() for stage in self.stages}
         self._snapshot_step = step
 
@@ -203,16 +194,14 @@ class StageHost(Host):
         self._executor.stage(stage).load_state(kind, part)
         return True
 
-    def tied_weight(self) -> torch.Tensor | None:
+    def tied_weight(self) -> Tensor | None:
         return next((w for s in self.stages if (w := s.tied_weight()) is not None), None)
-
-    # -- what is known of it --------------------------------------------------------------------
 
     def take_spans(self) -> list[Span]:
         return self._meter.recorder.take()
 
     def flush(self) -> None:
-        """Wait until what the stages have computed is with its link."""
+        """See `Sender.flush`."""
         self._io.flush()
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
 """A stage's state as one step left it, readable while later steps run.
 
-Weights and optimizer state change in a commit alone. So a part is copied when it is read, between
-two tasks, and what has not been read when the next commit comes is copied just before it. A state
-that is read within one step costs no more memory than one part, and nothing at the commit
-(docs/decisions.md has the times).
+They change in a commit alone. So a part is copied when it is read, between two tasks, and what has
+not been read is copied just before the next commit. A state that is read within one step costs
+memory for one part, and nothing at the commit (docs/decisions.md has the times).
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from hetero_framework.engine.stage_api import StatePart, Tensors
 from hetero_framework.errors import ProtocolError
 
 STATE_PART_BYTES = 64 << 20
-Entry = tuple[str, torch.Tensor, dict[str, Any]]
-"""Name, tensor, and values that are no tensors."""
+Entry = tuple[str, torch.Tensor, dict[str, Any]]  # name, tensor, values that are no tensors
 
 
 class StateSnapshot:
-    """The parts of one stage's state. Parts are asked for in ascending order; the one that was
-    asked for last may be asked for again."""
+    """The parts of one stage's state, for reading in ascending order, the last one repeatedly."""
 
     def __init__(self, entries: Iterable[Entry], device: Device) -> None:
         """`entries` hold the live tensors; `keep` must be called before they change."""
@@ -33,8 +30,7 @@ class StateSnapshot:
         self._kept: dict[int, StatePart] = {}
 
     def part(self, number: int) -> StatePart:
-        """A part of about `STATE_PART_BYTES`, in memory of its own. Raises ProtocolError for one
-        that does not exist, or that a later one has replaced."""
+        """A part in memory of its own. Raises ProtocolError for one that is not there any more."""
         for done in [k for k in self._live if k < number]:
             del self._live[done]
             self._kept.pop(done, None)
@@ -52,8 +48,7 @@ class StateSnapshot:
         tensors = {}
         for name, tensor in part.tensors.items():
             host = self._device.to_host(tensor)
-            same = host.data_ptr() == tensor.data_ptr()
-            tensors[name] = host.clone() if same else host
+            tensors[name] = host.clone() if host.data_ptr() == tensor.data_ptr() else host
         return StatePart(tensors, part.values, part.last)
 
 
@@ -63,11 +58,10 @@ def in_parts(entries: Iterable[Entry]) -> Iterator[StatePart]:
     values: dict[str, Any] = {}
     size = 0
     for name, tensor, more in entries:
-        nbytes = tensor.numel() * tensor.element_size()
-        if tensors and size + nbytes > STATE_PART_BYTES:
+        if tensors and size + tensor.nbytes > STATE_PART_BYTES:
             yield StatePart(tensors, values)
             tensors, values, size = {}, {}, 0
         tensors[name] = tensor
         values.update(more)
-        size += nbytes
+        size += tensor.nbytes
     yield StatePart(tensors, values, last=True)

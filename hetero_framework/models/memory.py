@@ -355,11 +355,7 @@ def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
 
 
 def _activation_bytes(
-    spec: StageSpec,
-    shapes: _Shapes,
-    config: Config,
-    tokens: int,
-    differentiates: bool,
+    spec: StageSpec, shapes: _Shapes, config: Config, tokens: int, differentiates: bool
 ) -> tuple[int, int]:
     """(once, for each micro-batch in flight) stored by the layers. With gradient checkpointing: one
     hidden state per layer and micro-batch, and one layer in full; without a backward: what one

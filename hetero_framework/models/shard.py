@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from hetero_framework.core.devices import Device
     from hetero_framework.models.adapter_plan import AttachedAdapter
 
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Tensor]
 # Of one kind of layer: by training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
 _Part = Literal["whole", "blocks", "head"]
@@ -228,8 +228,8 @@ class Shard:
         self._whole = whole
         # Asked now: over a quantised base, an adapter's type would pass for the model's later.
         self._dtype = model.dtype
-        self._injected: torch.Tensor | None = None
-        self._captured: torch.Tensor | None = None
+        self._injected: Tensor | None = None
+        self._captured: Tensor | None = None
         self._part: _Part = "whole"
         self._chunk = 0
         self._parameters_of_forward = inspect.signature(model.forward).parameters
@@ -277,7 +277,7 @@ class Shard:
         # and not every model has it.
         self._recomputes = True
 
-    def forward(self, inputs: Inputs, hidden_BSD: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, inputs: Inputs, hidden_BSD: Tensor | None) -> Tensor:
         """Hidden state that leaves this shard's last block.
 
         `inputs` holds input_ids (first shard only), attention_mask and optional position_ids.
@@ -293,8 +293,8 @@ class Shard:
         return captured
 
     def chunk_loss(
-        self, inputs: Inputs, hidden_BSD: torch.Tensor, num_items: torch.Tensor, number: int
-    ) -> torch.Tensor:
+        self, inputs: Inputs, hidden_BSD: Tensor, num_items: Tensor, number: int
+    ) -> Tensor:
         """The loss of loss chunk `number` of a micro-batch, from what `forward` of this last shard
         gave. `hidden_BSD` and the `inputs` (labels, optional position_ids) are those of the chunk;
         the first label of each row belongs to the token before it and is not used.
@@ -303,9 +303,7 @@ class Shard:
         with self._doing("head"):
             return self.loss(inputs, hidden_BSD, num_items)
 
-    def loss(
-        self, inputs: Inputs, hidden_BSD: torch.Tensor | None, num_items: torch.Tensor
-    ) -> torch.Tensor:
+    def loss(self, inputs: Inputs, hidden_BSD: Tensor | None, num_items: Tensor) -> Tensor:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items`."""
         labels = inputs["labels"]
         if self._whole.structure.loss_counts_items:
@@ -313,7 +311,7 @@ class Shard:
         logits = self._run(inputs, hidden_BSD).logits
         return token_loss(self.model, logits, labels, num_items)
 
-    def _run(self, inputs: Inputs, hidden_BSD: torch.Tensor | None, **extra: Any) -> Any:
+    def _run(self, inputs: Inputs, hidden_BSD: Tensor | None, **extra: Any) -> Any:
         arguments: Inputs = {
             name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
         }
@@ -339,7 +337,7 @@ class Shard:
         finally:
             self._part = "whole"
 
-    def _placeholder(self, inputs: Inputs, hidden_BSD: torch.Tensor) -> Inputs:
+    def _placeholder(self, inputs: Inputs, hidden_BSD: Tensor) -> Inputs:
         """The model's input where another shard has the embedding: only shape and type matter."""
         # A hidden state may have other axes in front of them.
         shaped = inputs.get("attention_mask", inputs.get("position_ids", hidden_BSD))
@@ -410,11 +408,11 @@ class Shard:
         form = self._whole.structure.forms[self.range.start]
         return form.replace(self._take_injected(), args, kwargs)
 
-    def _take_injected(self, placeholder: torch.Tensor | None = None) -> torch.Tensor:
+    def _take_injected(self, placeholder: Tensor | None = None) -> Tensor:
         assert self._injected is not None
         return self._injected
 
-    def _capture_and_stop(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+    def _capture_and_stop(self, hidden_BSD: Tensor) -> Tensor:
         self._captured = hidden_BSD
         raise Captured
 
@@ -443,9 +441,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def token_loss(
-    model: PreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor
-) -> torch.Tensor:
+def token_loss(model: PreTrainedModel, logits: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
     """The library's causal-LM loss: sum of token losses divided by `num_items`."""
     return model.loss_function(
         logits=logits.contiguous(),
