@@ -18,8 +18,7 @@ _LOOPBACK_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost"}
 
 
 def local_addresses() -> list[str]:
-    """IPv4 and IPv6 addresses of all interfaces of this machine, loopback included, without
-    zones ("fe80::1", not "fe80::1%eth0")."""
+    """IPv4 and IPv6 addresses of this machine, loopback included, without zones ("%eth0")."""
     found: dict[str, None] = {"127.0.0.1": None}
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
@@ -35,8 +34,7 @@ def local_hostnames() -> list[str]:
 
 
 def is_local_address(host: str) -> bool:
-    """Whether `host` is an address or a name of this machine, or resolves to one of its
-    addresses."""
+    """Whether `host` is an address or a name of this machine, or resolves to such an address."""
     address = parsed(host)
     if address is not None:
         if address.is_loopback or address.is_unspecified:
@@ -64,8 +62,8 @@ def is_loopback_by_name(host: str) -> bool:
 
 
 def primary_address() -> str:
-    """The address of this machine to give to others: the first private or public one of an
-    interface that is up, else loopback."""
+    """The address to give to others: the first private or public one of an interface that is up,
+    else loopback."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         for entry in addresses:
@@ -77,7 +75,8 @@ def primary_address() -> str:
 
 def port_is_free(host: str, port: int) -> bool:
     """Whether a program on this machine could listen on host:port now."""
-    with socket.socket(_family(host), socket.SOCK_STREAM) as sock:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
         if sys.platform != "win32":  # there SO_REUSEADDR would let two programs have the port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -88,10 +87,6 @@ def port_is_free(host: str, port: int) -> bool:
                 return False
             raise
     return True
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

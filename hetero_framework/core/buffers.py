@@ -27,8 +27,7 @@ def size_class(nbytes: int) -> int:
 
 
 def pinned_size_class(nbytes: int) -> int:
-    """The same for memory that is pinned up to MAX_PINNED_BYTES: what torch would allocate anyway,
-    so that lengths share buffers as far as that goes."""
+    """The same for memory pinned up to MAX_PINNED_BYTES: the sizes that torch allocates anyway."""
     if nbytes > MAX_PINNED_BYTES:
         return size_class(nbytes)
     return 1 << (max(nbytes, _SMALLEST) - 1).bit_length()
@@ -39,11 +38,10 @@ def allocate_bytes(nbytes: int) -> memoryview:
 
 
 class BufferPool:
-    """Free buffers by size class, at most `max_bytes` of them together (None: all).
+    """Free buffers by size class, at most `max_bytes` of them together (None: all). Thread-safe.
 
-    `allocate(nbytes)` makes a new one, of `rounding(nbytes)` bytes. A buffer that
-    is taken and never given back is freed when its last user forgets it; the pool holds free
-    buffers only. Thread-safe.
+    `allocate` makes a new one, of `rounding(nbytes)` bytes. One that is never given back is freed
+    when its last user forgets it.
     """
 
     def __init__(
@@ -60,17 +58,14 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> tuple[memoryview, Callable[[], None]]:
-        """A writable view of exactly `nbytes` and the function that gives it back, to be called
-        at most once."""
+        """A writable view of exactly `nbytes`; the function gives it back, at most once."""
         size = self._rounding(nbytes)
         with self._lock:
             buffers = self._free.get(size)
             buffer = buffers.pop() if buffers else None
             if buffer is not None:
                 self._free_bytes -= size
-        if buffer is None:
-            buffer = self._allocate(size)
-        whole = buffer
+        whole = self._allocate(size) if buffer is None else buffer
         return whole[:nbytes], lambda: self._give_back(size, whole)
 
     def _give_back(self, size: int, buffer: memoryview) -> None:

@@ -36,8 +36,7 @@ def cache_directory() -> Path | None:
 
 def recall(kind: str, question: str) -> Any:
     """The answer (JSON data) that `remember` was given; None where there is none."""
-    place = _place(kind, question)
-    if place is None:
+    if (place := _place(kind, question)) is None:
         return None
     with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
         kept = json.loads(place.read_text("utf-8"))
@@ -48,11 +47,9 @@ def recall(kind: str, question: str) -> Any:
 
 def remember(kind: str, question: str, answer: Any) -> None:
     """Keep an answer where that is possible."""
-    place = _place(kind, question)
-    if place is None:
-        return
-    with suppress(OSError):
-        write_file(place, json.dumps({"question": question, "answer": answer}).encode())
+    if (place := _place(kind, question)) is not None:
+        with suppress(OSError):
+            write_file(place, json.dumps({"question": question, "answer": answer}).encode())
 
 
 def _place(kind: str, question: str) -> Path | None:

@@ -7,8 +7,6 @@ frame, so that the last receiver notices what happened anywhere on the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import xxhash
 
 Hasher = xxhash.xxh3_64
@@ -20,10 +18,3 @@ VOID = b"\xff" * CHECKSUM_BYTES
 def digest(hasher: xxhash.xxh3_64) -> bytes:
     found: bytes = hasher.digest()
     return found if found != VOID else bytes(CHECKSUM_BYTES)
-
-
-def checksum(buffers: Iterable[bytes | memoryview]) -> bytes:
-    hasher = Hasher()
-    for buffer in buffers:
-        hasher.update(buffer)
-    return digest(hasher)

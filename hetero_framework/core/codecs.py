@@ -1,10 +1,10 @@
 """How a boundary tensor is written into fewer bytes. Pure torch, on any device.
 
 `CODECS` has all of them by the names of the configuration's `wire` section. A codec turns a tensor
-into parts (contiguous tensors on the same device, so that only they are copied to the host) and
-back; the parts' types and shapes follow from the tensor's alone. Same input, same bits, in any
-process and with any number of threads; only operations that IEEE 754 rounds exactly are used. An
-Intel GPU may round the reciprocal of a scale otherwise: int8 may differ there in a last bit.
+into parts (contiguous tensors on the same device) and back; their types and shapes follow from the
+tensor's alone. Same input, same bits, in any process and with any number of threads: IEEE 754
+rounds all operations used exactly. An Intel GPU may round a scale's reciprocal in another way:
+int8 may differ there in a last bit.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 BLOCK = 64
 _LARGEST = 127  # of the int8 values; -128 is not used, so that both signs reach equally far
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # its reciprocal is finite
-# Elements that are worked on at once. On a CPU two float32 scratch buffers of this size stay in
-# the cache. Smaller runs are as fast alone, but each call takes Python's lock again, for which
-# the threads that compute compete. Elsewhere a run only bounds the scratch memory.
+# Elements that are worked on at once. On a CPU two float32 scratch buffers of this size stay in the
+# cache; smaller runs take Python's lock more often. Elsewhere it only bounds the scratch memory.
 _CPU_RUN = 2**17
 _DEVICE_RUN = 2**24
 
@@ -49,10 +48,8 @@ class Codec(ABC):
         return sum(kind.itemsize * math.prod(size) for kind, size in self.layout(shape, dtype))
 
     def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts, as `layout` says, on the tensor's device; they may share its memory.
-
-        Raises ConfigError for a dtype that is not supported.
-        """
+        """The parts, as `layout` says, on the tensor's device; they may share its memory. Raises
+        ConfigError for a dtype that is not supported."""
         support = self.supports(tensor.dtype)
         if not support:
             raise ConfigError(f"codec {self.name}: {support.reason}")
@@ -62,9 +59,7 @@ class Codec(ABC):
         self, parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """The tensor of `shape` and `dtype` whose `encode` gave `parts`; it may share their memory.
-
-        Raises ProtocolError when the parts are not those of such a tensor.
-        """
+        Raises ProtocolError when the parts are not those of such a tensor."""
         found = tuple((part.dtype, tuple(part.shape)) for part in parts)
         expected = self.layout(shape, dtype)
         if found != expected or any(size < 0 for size in shape):
@@ -105,10 +100,8 @@ class Unchanged(Codec):
 
 
 class BFloat16(Codec):
-    """float32 rounded to bfloat16: half the bytes, 8 significant bits, the same range.
-
-    Below 1.2e-38 the error is up to 1e-40. bfloat16 arrives unchanged.
-    """
+    """float32 rounded to bfloat16: 8 significant bits, the same range. Below 1.2e-38 the error is
+    up to 1e-40. bfloat16 arrives unchanged."""
 
     name = "bf16"
     error = (
@@ -217,8 +210,7 @@ def _block_runs(
 
 
 def _scratch(flat: torch.Tensor) -> torch.Tensor:
-    """Float32 room for the largest run of `flat`. One for all runs: fresh memory costs a page
-    fault per 4 KiB."""
+    """Float32 room for each run of `flat` in turn: fresh memory costs a page fault per 4 KiB."""
     run = _CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN
     return torch.empty(min(flat.numel(), run), device=flat.device)
 

@@ -5,19 +5,18 @@ is legal now, so nothing of a stranger is unpacked.
 
 What happens, in order, when a link breaks:
 
-1. The reader or writer thread of the link meets the error (`link.py`). The first reason stays; the
-   stream is stopped, so that both threads end. What was queued is given up, and its memory freed.
+1. The reader or writer thread of the link meets the error (`link.py`). The first reason stays; both
+   threads end, and what was queued is given up.
 2. `lost(connection, reason)` is called once, in the reader thread, after the last message. Whoever
    waits in `ask` gets the reason. A frame that was being relayed from here becomes void behind it.
-3. Worker: its stages stay as they are; the attempt is not touched until the coordinator says so
-   (`cluster/worker.py`, `_on_lost`). Without a coordinator for `reconnect_timeout_s` they are
-   freed. A lost link between workers is told with PEER_LOST.
+3. Worker (`_on_lost`): stages and attempt stay as they are until the coordinator says more, for
+   `reconnect_timeout_s`. A lost link between workers is told with PEER_LOST.
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
-   between workers. Out of memory in a reader is raised as it is: it is no loss of the link.
-5. `Cluster.retrying` (`cluster/assembly.py`) mends it: `recover` dials again with the next epoch;
-   the worker refuses a HELLO of an older one. COMMIT is said again where it was not confirmed.
-6. The attempt is aborted everywhere (ABORT, ABORTED), so that nothing of it is on its way any more,
-   and the step is done again with the next attempt's number. Frames of the old one are dropped.
+   between workers. Out of memory in a reader is raised as it is.
+5. `Cluster.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a
+   HELLO of an older one. COMMIT is said again where it was not confirmed.
+6. The attempt is aborted everywhere (ABORT, ABORTED), and the step is done again with the next
+   attempt's number. Frames of the old one are dropped.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ class Connection:
         return self.link.closed
 
     def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Queue a message that is legal now. Raises PeerLostError when the link is gone, and
-        ProtocolError for a frame that is too large and for a message out of order (our own bug)."""
+        """`Link.send` of a message that is legal now. Raises PeerLostError when the link is gone,
+        ProtocolError also for a message out of order (our own bug)."""
         assert self._session is not None
         self._session.send(message)
         try:
@@ -118,9 +117,8 @@ class Connection:
     def ask(
         self, message: Message, timeout_s: float, stop: threading.Event | None = None
     ) -> Message | None:
-        """Send a greeting or a CONTROL request and wait for the answer, which the caller releases;
-        None when there is none in time, or `stop` is set. Raises the reason when the link ends, and
-        the peer's fault when that ended it."""
+        """Send a greeting or a CONTROL request; the answer, which the caller releases, or None when
+        there is none in time or `stop` is set. Raises the peer's fault, else why the link ended."""
         answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
         with self._lock:
             self._asking = answers

@@ -1,9 +1,7 @@
 """Device Abstraction Layer: one class for CUDA, ROCm, MPS, XPU and CPU.
 
-The rest of the package asks a `Device` what it can do and never looks at torch's device
-namespaces itself. Names are "cpu", "cuda:0", "rocm:0", "mps", "xpu:0", or "auto": the first
-accelerator that exists, else the CPU. ROCm uses torch's cuda namespace and is named as ROCm; on a
-ROCm build of torch the name "cuda:0" is accepted for "rocm:0".
+The rest of the package never looks at torch's device namespaces itself. Names are "cpu", "cuda:0",
+"rocm:0" (on a ROCm build of torch "cuda:0" is accepted, too), "mps", "xpu:0", or "auto".
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Memory:
 @dataclass(frozen=True)
 class Support:
     """Whether something works on a device, and why. What is `emulated` does not, but torch computes
-    it all the same, many times slower."""
+    it all the same, far slower."""
 
     ok: bool
     reason: str
@@ -59,10 +57,8 @@ class Support:
 
 
 class DeviceEvent:
-    """A point in a device's work: everything that the recording thread had given it until then.
-
-    This class is the CPU's: what was called is done. May be asked from any thread.
-    """
+    """A point in a device's work: all that the recording thread had given it until then. May be
+    asked from any thread. This class is the CPU's: what was called is done."""
 
     def __init__(self) -> None:
         self.made_s = time.perf_counter()
@@ -84,8 +80,7 @@ HostTensor = tuple[torch.Tensor, Callable[[], None]]
 
 
 class Device:
-    """One device of this machine. Subclasses say what differs; this class is the CPU's behaviour
-    wherever a device has nothing of its own."""
+    """One device of this machine: the CPU, and what others do not do in their own way."""
 
     kind = "cpu"
 
@@ -111,7 +106,7 @@ class Device:
         return _cpu_label()
 
     def memory(self) -> Memory:
-        """Total and free bytes. On the CPU "free" is what a new process can have without swap."""
+        """On the CPU "free" is what a new process can have without swap."""
         memory = psutil.virtual_memory()
         return Memory(memory.total, memory.available)
 
@@ -138,15 +133,15 @@ class Device:
         return Support(True, "bitsandbytes on the CPU; slow, for trying out")
 
     def use(self) -> None:
-        """Make this the calling thread's current device, for libraries that ask for that instead of
-        looking at their tensors (bitsandbytes, Triton kernels). For the computing thread."""
+        """Make this the current device of the calling (computing) thread, for libraries that do not
+        look at their tensors (bitsandbytes, Triton kernels)."""
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""
 
     def works(self) -> bool:
-        """Whether the device can still be used: after an illegal access or a failed assertion in a
-        kernel, every further call of this process fails."""
+        """Whether the device can still be used: after an illegal access in a kernel, every further
+        call of this process fails."""
         try:
             self.synchronize()
         except RuntimeError:
@@ -171,11 +166,9 @@ class Device:
         return BufferPool()
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
-        """The point that this thread's work for the device has come to. Does not wait.
-
-        `tensors` are those that `copy_out` will be asked for with this event. A device whose
-        copies queue up behind its computing begins to copy them here; others ignore them.
-        """
+        """The point that this thread's work for the device has come to. Does not wait. `tensors`
+        are those that `copy_out` will be asked for with this event: a device whose copies queue up
+        behind its computing begins to copy them here."""
         return DeviceEvent()
 
     def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
@@ -183,10 +176,7 @@ class Device:
         return end.made_s - begin.made_s
 
     def event_time(self, event: DeviceEvent) -> float:
-        """When a point was reached, in seconds of this process's `time.perf_counter`.
-
-        For a point that is reached; otherwise it waits for it.
-        """
+        """When a point was reached, in seconds of `time.perf_counter`; waits for it."""
         return event.made_s
 
     def copy_out(self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool) -> HostTensor:
@@ -196,12 +186,12 @@ class Device:
     def copies_out(
         self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool
     ) -> list[HostTensor]:
-        """Each tensor in CPU memory, with the function that gives that memory back.
+        """Each tensor in CPU memory, with the function that gives that memory back to `pool` (one
+        made by `buffers`), to be called once: the CPU tensor is void then.
 
         `event` was made after the tensors' last operation was queued, and nothing changes them from
-        then on. For a thread that sends: waits once until they are complete and copied, not for
-        anything that was queued behind them. The memory is `pool`'s, which should be made by
-        `buffers`; give it back once, after which the CPU tensor is void.
+        then on. For threads that send: waits until they are complete and copied, not for anything
+        that was queued behind them.
         """
         return [(tensor.detach(), _nothing) for tensor in tensors]
 
@@ -210,11 +200,9 @@ class Device:
         return self.copies_in([tensor])[0]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """CPU tensors on this device, complete on return, for use by the computing thread.
-
-        For threads that receive. The CPU memory may be reused on return where the results lie on
-        another device; on the CPU they are the tensors themselves. All are waited for at once.
-        """
+        """CPU tensors on this device, complete on return, for use by the computing thread. For
+        threads that receive. The CPU memory may be reused on return, but on the CPU the results are
+        the tensors themselves."""
         return list(tensors)
 
     def seed(self, value: int) -> None:
@@ -233,8 +221,8 @@ class Device:
         return torch.autocast(self.torch_device.type, dtype=dtype)
 
     def peak_memory(self) -> int:
-        """Largest number of bytes used since `reset_peak_memory`. On the CPU: the largest
-        resident set of this process since it started, which cannot be reset."""
+        """Most bytes used since `reset_peak_memory`. On the CPU: this process's largest resident
+        set since it started, which cannot be reset."""
         return _peak_resident_bytes()
 
     def reset_peak_memory(self) -> None:
@@ -247,10 +235,8 @@ class Device:
 
 
 class HostCopy:
-    """The CPU copy of a tensor that is copied in every step, in memory that is kept.
-
-    A copy is valid until the next one is asked for: by then the peer has confirmed it.
-    """
+    """The CPU copy of a tensor that is copied in every step, in memory that is kept. It is valid
+    until the next one is asked for: by then the peer has confirmed it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -267,10 +253,8 @@ class HostCopy:
 
 
 class _QueuedEvent(DeviceEvent):
-    """An event in a device's queue, and when it was first seen reached.
-
-    `held` is memory that the queue uses until then.
-    """
+    """An event in a device's queue, and when it was first seen reached. `held` is memory that the
+    queue uses until then."""
 
     def __init__(self, native: Any, held: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -340,11 +324,10 @@ class _Clock:
 class _StreamDevice(Device):
     """The common part of CUDA, ROCm and XPU: streams and events, in one of torch's namespaces.
 
-    The computing thread works on its current stream, which is the default one. Copies run on two
-    streams of their own, one per direction, as a device has one engine for each; torch makes its
-    streams such that they do not wait for the default stream, so order between streams is only
-    what events make. Which stream is current is a matter of each thread, so `torch.*.stream`
-    blocks here do not touch the computing thread. No call waits for the whole device.
+    The computing thread works on the default stream. Copies run on two of their own, one per
+    direction, as a device has one engine for each. torch's streams do not wait for the default one:
+    only events order them. Each thread has its own current stream, so `torch.*.stream` blocks here
+    do not touch the computing thread. No call but `synchronize` waits for the whole device.
     """
 
     is_async = True
@@ -402,8 +385,7 @@ class _StreamDevice(Device):
         return BufferPool(self.allocate_host, rounding=pinned_size_class)
 
     def allocate_pinned(self, nbytes: int) -> memoryview:
-        """Pinned memory: copies run at the bus's speed and beside the computing. Plain memory
-        where the system gives no more that is pinned."""
+        """Pinned memory; plain memory where the system gives no more that is pinned."""
         # Without the device set, a thread's first pinned buffer could wake device 0 as well.
         try:
             with self._namespace.device(self.torch_device):
@@ -454,8 +436,8 @@ class _StreamDevice(Device):
                 copies.append((host, release))
             copied = self._namespace.Event(**self._event_options)
             copied.record(stream)
-        # `tensors` are held until here. So their memory cannot be given to the computing stream
-        # while it is read, and needs no record_stream, which would delay its reuse.
+        # `tensors` are held until here, so they need no record_stream, which would delay the reuse
+        # of their memory.
         copied.synchronize()
         return copies
 
@@ -463,41 +445,36 @@ class _StreamDevice(Device):
         computing = self._namespace.current_stream(self.torch_device)
         stream = self._side_stream("in")
         with self._on(stream):
-            # Allocated here, the memory is the side stream's own. Memory of the computing stream
-            # may still be in use by work that is queued there, and would have to wait for it.
+            # Allocated here, the memory is the side stream's own: no queued work still uses it.
             there = [tensor.to(self.torch_device, non_blocking=True) for tensor in tensors]
             copied = self._namespace.Event(**self._event_options)
             copied.record(stream)
         for tensor in there:
-            # When it is dropped, work that reads it may be queued on the computing stream: until
-            # that is done, the memory must not go to the next copy.
+            # When it is dropped, work that reads it may still be queued on the computing stream.
             tensor.record_stream(computing)
         copied.synchronize()
         return there
 
     @contextlib.contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        # The device first: leaving a stream of another device than the thread's own sets the
-        # thread's device again, which would wake device 0 in a process that does not use it.
+        # The device first: leaving a stream of another device sets the thread's own again, which
+        # would wake device 0 in a process that does not use it.
         with self._namespace.device(self.torch_device), self._namespace.stream(stream):
             yield
 
     def _side_stream(self, name: str) -> Any:
         with self._lock:
-            stream = self._streams.get(name)
-            if stream is None:
-                stream = self._namespace.Stream(device=self.torch_device)
-                self._streams[name] = stream
-            return stream
+            if name not in self._streams:
+                self._streams[name] = self._namespace.Stream(device=self.torch_device)
+            return self._streams[name]
 
     def _device_clock(self) -> _Clock | None:
         """The tie between the clocks, renewed when it is old: they drift, and the difference of
         two events is a float32. None where events carry no time."""
-        clock = self._clock
-        if not self._has_times or (
-            clock is not None and time.perf_counter() - clock.at_s < _CLOCK_AGE_S
-        ):
-            return clock
+        known = self._clock
+        is_new = known is not None and time.perf_counter() - known.at_s < _CLOCK_AGE_S
+        if is_new or not self._has_times:
+            return known
         try:
             self._clock = self._read_clock()
         except RuntimeError:  # XPU: some builds and drivers cannot time events
@@ -575,9 +552,8 @@ class RocmDevice(CudaDevice):
 
 
 class _PolledEvent(_QueuedEvent):
-    """An event that is asked, not waited for: torch.mps waits with the GIL held, and asking for
-    an event's time waits for the whole queue. `held`, the copies of `sources` in CPU memory, are
-    complete when the event is reached."""
+    """An event that is asked, not waited for: torch.mps waits with the GIL held, and for an event's
+    time for the whole queue. `held` are the copies of `sources` in CPU memory."""
 
     sources: Sequence[torch.Tensor] = ()
 
@@ -587,12 +563,9 @@ class _PolledEvent(_QueuedEvent):
 
 
 class MpsDevice(Device):
-    """The GPU of an Apple machine. It has one queue, for copies as well; a copy is done when
-    everything before it is, so copies are queued early and waited for by asking.
-
-    Two threads that queue work at once can end the process (pytorch #197805), so only the computing
-    thread does; others ask whether an event is reached.
-    """
+    """The GPU of an Apple machine. It has one queue, for copies as well, which are thus queued
+    early. Two threads that queue work at once can end the process (pytorch #197805), so only the
+    computing thread does; others ask whether an event is reached."""
 
     kind = "mps"
     is_async = True
@@ -721,18 +694,15 @@ def list_devices() -> list[Device]:
 
 
 def open_device(name: str) -> Device:
-    """The device called `name`; DeviceError, listing what exists, when there is none.
-
-    "auto" is the first accelerator, else the CPU; a kind alone ("cuda") is its first device.
-    """
+    """The device called `name`; DeviceError, listing what exists, when there is none. "auto" is the
+    first accelerator, else the CPU; a kind alone ("cuda") is its first device."""
     devices = list_devices()
     if name == "auto":
         return devices[0]
     match = re.fullmatch(r"(cuda|rocm|mps|xpu|cpu)(?::(\d+))?", name)
     if match is None:
         raise DeviceError(
-            f"{name!r} is not a device name",
-            hint=f"use auto or one of: {_existing(devices)}",
+            f"{name!r} is not a device name", hint=f"use auto or one of: {_existing(devices)}"
         )
     kind, index = match[1], int(match[2] or 0)
     if kind == "cuda" and torch.version.hip:

@@ -16,7 +16,6 @@ from hetero_framework.errors import NetworkError
 
 REFUSED = "the machine answers, but nothing listens on that port"
 """The reason that `on_retry` is given when no process has the port."""
-_GIVEN_UP = (ConnectionAbortedError, ConnectionResetError)
 
 
 def connect(
@@ -28,10 +27,10 @@ def connect(
     who: str = "the peer",
     stop: threading.Event | None = None,
 ) -> PlainStream:
-    """A connection to host:port, tried with growing pauses for `timeout_s` seconds, or until `stop`
-    is set. `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
-    repeated. Raises NetworkError that says who could not be reached, where, for how long it was
-    tried and what to check."""
+    """A connection to host:port, tried for `timeout_s` seconds, or until `stop` is set.
+    `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
+    repeated. Raises NetworkError that says what to check."""
+    stop = stop or threading.Event()
     started = time.monotonic()
     attempt = 0
     while True:
@@ -43,7 +42,7 @@ def connect(
             reason, advice = _explain_connect(error, host, port)
         elapsed = time.monotonic() - started
         pause = min(5.0, 0.1 * 1.6 ** min(attempt, 20)) * random.uniform(0.5, 1.0)
-        if elapsed + pause >= timeout_s or (stop is not None and stop.is_set()):
+        if elapsed + pause >= timeout_s or stop.is_set():
             raise NetworkError(
                 f"cannot reach {who} at {host}:{port}: {reason} "
                 f"(tried {attempt} times in {elapsed:.1f} s)",
@@ -51,10 +50,7 @@ def connect(
             )
         if on_retry is not None:
             on_retry(attempt, elapsed, reason)
-        if stop is None:
-            time.sleep(pause)
-        else:
-            stop.wait(pause)
+        stop.wait(pause)
 
 
 def _connect_once(host: str, port: int, timeout_s: float) -> PlainStream:
@@ -99,8 +95,8 @@ def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tup
 
 
 class Listener:
-    """A listening socket. `port` 0 takes a free one; `port` and `host` tell where it is. Raises
-    NetworkError when the address cannot be had, saying what to change."""
+    """A listening socket; `port` 0 takes a free one. Raises NetworkError when the address cannot be
+    had, saying what to change."""
 
     def __init__(self, host: str, port: int) -> None:
         try:
@@ -123,26 +119,17 @@ class Listener:
         self.host = host
         self.port: int = self._socket.getsockname()[1]
 
-    def accept(self, timeout_s: float | None = None) -> PlainStream:
-        """The next connection. Raises TimeoutError after `timeout_s` seconds, NetworkError when
-        the listener was closed (also from another thread), and OSError when the system has no
-        descriptor or memory for one: pause, then call again."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def accept(self) -> PlainStream:
+        """The next connection. Raises NetworkError when the listener was closed (also from another
+        thread), and OSError when the system has no descriptor or memory for one: pause, then call
+        again."""
         while not self._closed:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                self._socket.settimeout(min(timeouts.TICK_S, max(0.001, left)))
             try:
                 with self._in_use:
                     if not self._closed:
                         return _stream(self._socket.accept()[0])
-            except TimeoutError:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"nobody connected to {self.host}:{self.port} in {timeout_s:g} s"
-                    ) from None
-            except _GIVEN_UP:
-                continue  # the peer gave up between connecting and being accepted
+            except (TimeoutError, ConnectionAbortedError, ConnectionResetError):
+                continue  # nobody came, or gave up between connecting and being accepted
         raise NetworkError(f"the listener on {self.host}:{self.port} is closed")
 
     def close(self) -> None:
@@ -158,8 +145,8 @@ class Listener:
 
 
 def _claim_address(sock: socket.socket) -> None:
-    """Allow a restart while old connections linger, but never two listeners on one port: on Windows
-    SO_REUSEADDR would let a second program take the port over."""
+    """Allow a restart while old connections linger, but never two listeners on one port, as
+    SO_REUSEADDR would on Windows."""
     if sys.platform == "win32":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
     else:

@@ -22,8 +22,8 @@ Shape = Annotated[tuple[int, ...], "shape"]
 
 @dataclass(frozen=True)
 class Kind:
-    """The type of a field: how it is called in errors and documents, what it accepts on the wire,
-    and its forms on the wire (`pack`) and here (`unpack`), where they differ."""
+    """The type of a field: its name in errors and documents, what it accepts on the wire, and its
+    forms on the wire (`pack`) and here (`unpack`), where they differ."""
 
     name: str
     accepts: Callable[[Any], bool]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hetero_framework.core import timeouts
 
-# Windows: access denied, sharing violation, lock violation. Scanners and indexers hold a fresh file
-# open for moments, and a directory with such a file in it cannot be renamed.
+# Windows: access denied, sharing violation, lock violation. Scanners hold a fresh file open for
+# moments, and neither it nor its directory can be renamed then.
 _BUSY = (5, 32, 33)
 
 
@@ -41,12 +41,9 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def replace_directory(new: Path, target: Path, old: Path) -> None:
-    """Give the complete directory `new` the name `target`.
-
-    What stands there is called `old` for a moment and then deleted. Where the second rename fails,
-    `old` gets its name back, `new` stays as it is, and the OSError is raised. A process that is
-    killed in between leaves `old` for `put_back`.
-    """
+    """Give the complete directory `new` the name `target`. What stands there is called `old` for a
+    moment and then deleted. Raises OSError and leaves both as they were where that fails; a process
+    that is killed in between leaves `old` for `put_back`."""
     replaced = target.exists()
     if replaced:
         rename(target, old)
@@ -61,10 +58,8 @@ def replace_directory(new: Path, target: Path, old: Path) -> None:
 
 
 def put_back(target: Path, old: Path) -> bool:
-    """Finish an interrupted `replace_directory`: `old` is `target` again where that is missing.
-
-    Says whether it did so; an `old` beside a `target` is for the caller to delete.
-    """
+    """Finish an interrupted `replace_directory`: `old` is `target` again where that is missing;
+    whether it was. An `old` beside a `target` is for the caller to delete."""
     if target.exists() or not old.is_dir():
         return False
     rename(old, target)

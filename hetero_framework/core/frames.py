@@ -7,11 +7,8 @@ A frame on the wire (all integers of the prefix big-endian, tensor bytes little-
     ...  msgpack header {"t": message type, "m": fields, "x": [[dtype code, shape], ...]}
     ...  the raw bytes of the tensors, back to back, nothing between them
 
-This module knows what a header looks like, not what the fields of a message are: `messages.py`
-does, and `session.py` knows their legal order. Whatever bytes arrive, the only exception that
-leaves this module is ProtocolError.
-
-docs/protocol.md is the byte by byte specification; its tables are generated from the code.
+What the fields of a message are, `messages.py` knows; docs/protocol.md is the specification byte by
+byte. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.
 """
 
 from __future__ import annotations
@@ -76,8 +73,8 @@ Shapes = tuple[tuple[DType, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor as it travels: dtype name, shape, and its contiguous little-endian bytes, which are
-    not copied: nobody may change them until the message is sent."""
+    """A tensor as it travels. Its contiguous little-endian bytes are not copied: nobody may change
+    them until the message is sent."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -88,12 +85,10 @@ class WireTensor:
             known = ", ".join(_BY_NAME)
             raise ProtocolError(f"dtype {self.dtype!r} cannot travel (known: {known})")
         expected = _tensor_bytes(_BY_NAME[self.dtype], self.shape)
-        view = self.data
+        view, shape = self.data, list(self.shape)
         if view.nbytes != expected:
-            raise ProtocolError(
-                f"a {self.dtype} tensor of shape {list(self.shape)} has {expected} bytes, "
-                f"got {view.nbytes}"
-            )
+            text = f"a {self.dtype} tensor of shape {shape} has {expected} bytes, got {view.nbytes}"
+            raise ProtocolError(text)
         if view.nbytes == 0:
             object.__setattr__(self, "data", memoryview(b""))
         elif not view.c_contiguous:
@@ -205,9 +200,8 @@ def split(shapes: Shapes, payload: memoryview) -> tuple[WireTensor, ...]:
 
 
 def check_start(data: bytes | bytearray | memoryview) -> None:
-    """Raise ProtocolError when the first bytes of a frame (one or more) cannot be a prefix: three
-    are zero, since no frame reaches IMPOSSIBLE_FRAME_BYTES. Text, a TLS greeting or another
-    program's magic number shows in the first."""
+    """Raise ProtocolError when the first bytes of a frame (one or more) cannot be a prefix, whose
+    first three are zero: text, a TLS greeting or another program's magic number."""
     if any(bytes(data[:3])):
         text = bytes(data[:5]).decode("latin-1").rstrip("\r\n")
         is_text = text.isascii() and text.isprintable()

@@ -1,12 +1,8 @@
 """`Link`: messages over one stream, with a thread for each direction.
 
-Both directions move while the process computes. A link knows frames but not what messages mean,
-except HEARTBEAT: it sends one when it has been silent, answers those that ask for the clock, and
-swallows them all. A link that failed in the middle of a frame is dead: it is closed and its owner
-hears the reason once.
-
-A frame that another link is to carry on (`route`) is written there while it comes in (`relay.py`).
-`send_queue.py` says what goes first.
+A link does not know what messages mean, except HEARTBEAT: it sends one when it has been silent,
+answers those that ask for the clock, and swallows them all. A frame that another link is to carry
+on (`route`) is written there while it comes in (`relay.py`). `send_queue.py` says what goes first.
 """
 
 from __future__ import annotations
@@ -19,23 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hetero_framework.core import timeouts
+from hetero_framework.core import frames, timeouts
+from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
-from hetero_framework.core.frames import (
-    DEFAULT_MAX_FRAME_BYTES,
-    PREFIX_BYTES,
-    check_start,
-    parse_prefix,
-)
-from hetero_framework.core.messages import (
-    FrameHeader,
-    Heartbeat,
-    Message,
-    check_agreed,
-    encode,
-    read_header,
-)
+from hetero_framework.core.frames import PREFIX_BYTES
+from hetero_framework.core.messages import Heartbeat, Message
 from hetero_framework.core.relay import Relay, SegmentPace
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
@@ -64,7 +49,7 @@ _CLOCK_SAMPLES = 16
 
 @dataclass
 class LinkStats:
-    """What a link has moved, in whole frames, heartbeats included, and the seconds it wrote."""
+    """What a link has moved in whole frames, heartbeats included, and the seconds it wrote."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -75,11 +60,8 @@ class LinkStats:
 
 @dataclass(frozen=True)
 class Clock:
-    """What pings have shown, of the quickest of the last 16; None before the first answer.
-
-    `round_trip_s`: seconds until the answer was back. `offset_s`: the peer's time.perf_counter()
-    minus ours, wrong by at most half the round trip.
-    """
+    """What the quickest of the last 16 pings has shown; None before the first answer. `offset_s`:
+    the peer's time.perf_counter() minus ours, wrong by at most half the round trip."""
 
     round_trip_s: float | None = None
     offset_s: float | None = None
@@ -100,11 +82,8 @@ class Link:
     of it, the frame is void; its receiver hears that after on_close, and drops it. When the other
     one ends, the rest is read and dropped. What `route` raises closes this link.
 
-    `heartbeat_s`: a heartbeat goes out after so much silence of ours. The other times are as in
-    timeouts.py: the peer may be silent for `liveness_s`, has `handshake_s` for its first message,
-    and takes something every `send_s` while bytes wait for it. `pool` has the receive buffers;
-    `send` blocks while more than `max_queue_bytes` wait. `stats` goes on counting where the link
-    before this one ended. `max_frame_bytes` is set anew when the peers have agreed on a value.
+    The times are as in timeouts.py. `pool` has the receive buffers. `stats` goes on counting where
+    the link before this one ended. `max_frame_bytes` is set anew when the peers have agreed on it.
 
     `clock` is what the answers to `ping` have shown so far.
     `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
@@ -120,7 +99,7 @@ class Link:
         on_close: Callable[[HeteroError | None], None],
         *,
         route: Callable[[Message], Link | None] | None = None,
-        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        max_frame_bytes: int = frames.DEFAULT_MAX_FRAME_BYTES,
         heartbeat_s: float = timeouts.HEARTBEAT_S,
         liveness_s: float = timeouts.LIVENESS_S,
         handshake_s: float = timeouts.HANDSHAKE_S,
@@ -190,8 +169,7 @@ class Link:
         return self._dead
 
     def ping(self) -> None:
-        """Ask for the peer's clock; `clock` tells when the answer is there. Does nothing on a
-        link that is closed."""
+        """Ask for the peer's clock; `clock` has the answer later. Does nothing on a closed link."""
         now = time.perf_counter()
         self._pings.append(now)
         self._beat(Heartbeat(ping=now))
@@ -203,7 +181,7 @@ class Link:
         last byte was handed to the system, or when the link fails. Raises ProtocolError for a frame
         that is too large, and the link's reason (PeerLostError) when it is closed.
         """
-        buffers = encode(message, self.max_frame_bytes)
+        buffers = m.encode(message, self.max_frame_bytes)
         self._enqueue(Outgoing(buffers, done, message if message.tensors else None))
 
     def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
@@ -231,8 +209,6 @@ class Link:
     # ---- writing
 
     def _enqueue(self, outgoing: Outgoing) -> None:
-        """Queue a frame. When nothing is before it, its beginning is written at once: a small one
-        then needs no writer. The rest is the writer's, for the sender has to compute."""
         with self._changed:
             if self._queue or self.closed:
                 self._wait_for_room(outgoing.nbytes)
@@ -241,8 +217,8 @@ class Link:
             self._tell(outgoing)
 
     def _queue_or_write(self, outgoing: Outgoing, urgent: bool = False) -> bool:
-        """Queue a frame; write what the system takes at once when nothing is before it. Whether
-        that was all of it. `_changed` is held."""
+        """Queue a frame. When nothing is before it, its beginning is written at once: a small one
+        then needs no writer. Whether that was all of it. `_changed` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
         if idle:
@@ -284,7 +260,7 @@ class Link:
     def _beat(self, body: Heartbeat) -> None:
         """Send a HEARTBEAT, next after the frame that is being written. It never waits for room,
         for the reader answers pings; a peer that does not read gets one answer at a time."""
-        beat = Outgoing(encode(Message(body)))
+        beat = Outgoing(m.encode(Message(body)))
         with self._changed:
             if self.closed or (body.pong is not None and self._pong in self._queue):
                 return
@@ -321,10 +297,9 @@ class Link:
             self._fail(reason)
 
     def _next_segment(self) -> tuple[Outgoing, deque[memoryview]] | None:
-        """A frame, from now on being written, and what can be written of it, when there is
-        something; None at our end. After heartbeat_s without anything it is a heartbeat, or, in
-        the middle of a frame whose rest does not come in, a byte of the reserve. A link that is
-        closing does not wait for the rest."""
+        """A frame, from now on being written, and what can be written of it; None at our end. After
+        heartbeat_s without anything it is a heartbeat, or, in the middle of a frame whose rest does
+        not come in, a byte of the reserve. A link that is closing does not wait for the rest."""
         quiet_until = time.monotonic() + self._heartbeat_s
         with self._changed:
             while not self._dead:
@@ -344,7 +319,7 @@ class Link:
                 if left <= 0:
                     quiet_until = time.monotonic() + self._heartbeat_s
                     if outgoing is None:
-                        self._queue.add(Outgoing(encode(Message(Heartbeat()))), urgent=True)
+                        self._queue.add(Outgoing(m.encode(Message(Heartbeat()))), urgent=True)
                         continue
                 self._changed.wait(max(left, 0))
         return None
@@ -386,8 +361,8 @@ class Link:
             self._queue.add(outgoing)
 
     def feed(self, outgoing: Outgoing, data: memoryview) -> None:
-        """Write what has come, if it is this frame's turn and the system takes it at once: no
-        other thread has to wake up then. What it does not take is the writer's."""
+        """Write what has come, if it is this frame's turn, as far as the system takes it at once:
+        the writer need not wake up then."""
         with self._changed:
             outgoing.feed(data)
             if outgoing.busy or self._queue.next() is not outgoing:
@@ -431,7 +406,7 @@ class Link:
         self._end_relay()
 
     def _unexpected(self, what: str, error: Exception) -> HeteroError:
-        """An error that nobody expected, for the owner: it ends no thread in silence."""
+        """An error that nobody expected, for the owner: no thread ends in silence."""
         log.debug("%s: %s failed", self.name, what, exc_info=error)
         known = as_hetero_error(error)
         if known is not None:
@@ -442,11 +417,11 @@ class Link:
 
     def _read_frames(self) -> None:
         while (prefix := self._take(PREFIX_BYTES, at_start=True)) is not None:
-            header_bytes, payload_bytes = parse_prefix(prefix, self.max_frame_bytes)
+            header_bytes, payload_bytes = frames.parse_prefix(prefix, self.max_frame_bytes)
             header = self._take(header_bytes)
             if header is None:
                 return
-            frame = read_header(prefix, header, payload_bytes, self.max_frame_bytes)
+            frame = m.read_header(prefix, header, payload_bytes, self.max_frame_bytes)
             message = self._receive(frame)
             self.stats.bytes_in += len(frame.raw) + payload_bytes + CHECKSUM_BYTES
             self.stats.frames_in += 1
@@ -461,9 +436,8 @@ class Link:
             else:
                 self._on_message(message)
 
-    def _receive(self, frame: FrameHeader) -> Message | None:
-        """The message with its tensors; None when another link has taken it over, or when it was
-        given up on its way here. Raises PeerLostError for a frame that arrived damaged."""
+    def _receive(self, frame: m.FrameHeader) -> Message | None:
+        """The message with its tensors; None when another link took it over or it was given up."""
         hasher = Hasher(frame.raw)
         if not frame.payload_bytes:
             return frame.attach() if self._is_whole(frame, hasher) else None
@@ -475,7 +449,7 @@ class Link:
         if link is not None:
             self._handshake_deadline = None
             rest = len(frame.raw) - PREFIX_BYTES + 4 + frame.payload_bytes
-            check_agreed(announced.name, rest, link.max_frame_bytes, link.name)
+            m.check_agreed(announced.name, rest, link.max_frame_bytes, link.name)
         buffer, release = self._pool.take(frame.payload_bytes)
         if link is not None:
             message = announced
@@ -491,9 +465,9 @@ class Link:
             self.on_moved("receive", message, began, time.perf_counter())
         return message if link is None else None
 
-    def _is_whole(self, frame: FrameHeader, hasher: Hasher) -> bool:
-        """Whether all of a frame is here, unharmed; False for one that was given up, and when the
-        link was closed on our side."""
+    def _is_whole(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
+        """Whether all of a frame is here; False for one that was given up, and when the link was
+        closed on our side. Raises PeerLostError for one that arrived damaged."""
         found = self._take(CHECKSUM_BYTES)
         if found is None or found == VOID:
             return False
@@ -563,7 +537,7 @@ class Link:
                 return None
             self._ahead_to += count
             if at_start and self._ahead_to < nbytes:
-                check_start(self._ahead[: self._ahead_to])
+                frames.check_start(self._ahead[: self._ahead_to])
         return self._take(nbytes)
 
     def _fill(self, view: memoryview, hasher: Hasher) -> bool:

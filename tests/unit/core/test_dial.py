@@ -35,7 +35,7 @@ def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
     with Listener("127.0.0.1", 0) as first:
         port = first.port
         near = stack.enter_context(connect("127.0.0.1", port, WAIT_S)._socket)
-        far = first.accept(WAIT_S)
+        far = first.accept()
     far.close()  # this side closes first: its port lingers in TIME_WAIT
     assert near.recv(1) == b""
     near.close()
@@ -47,10 +47,8 @@ def test_address_of_another_machine_cannot_be_listened_on() -> None:
         Listener("198.51.100.7", 0)
 
 
-def test_accept_times_out_and_ends_when_closed() -> None:
+def test_accept_ends_when_closed() -> None:
     listener = Listener("127.0.0.1", 0)
-    with pytest.raises(TimeoutError, match="nobody connected"):
-        listener.accept(0.05)
     closer = threading.Timer(0.05, listener.close)
     closer.start()
     with pytest.raises(NetworkError, match="closed"):
@@ -70,7 +68,7 @@ def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> Non
             started.append(stack.enter_context(Listener("127.0.0.1", port)))
 
     stack.enter_context(closing(connect("127.0.0.1", port, WAIT_S, on_retry)))
-    stack.enter_context(closing(started[0].accept(WAIT_S)))
+    stack.enter_context(closing(started[0].accept()))
     assert [attempt for attempt, _, _ in retries] == [1, 2]
     assert "nothing listens" in retries[0][2]
 
@@ -133,7 +131,7 @@ def test_accept_that_the_system_cannot_serve_leaves_the_listener_usable(
 
         listener._socket = NoDescriptors()  # type: ignore[assignment]
         with pytest.raises(OSError, match="Too many open files"):
-            listener.accept(WAIT_S)
+            listener.accept()
         listener._socket = real
         with closing(connect("127.0.0.1", listener.port, WAIT_S)):
-            listener.accept(WAIT_S).close()
+            listener.accept().close()

@@ -87,7 +87,7 @@ def sockets(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
     """Two connected TCP sockets; closed at the end of the test."""
     with Listener("127.0.0.1", 0) as listener:
         near = stack.enter_context(connect("127.0.0.1", listener.port, WAIT_S)._socket)
-        far = stack.enter_context(listener.accept(WAIT_S)._socket)
+        far = stack.enter_context(listener.accept()._socket)
     return near, far
 
 
@@ -106,7 +106,7 @@ def proxied(stack: ExitStack, **options: Any) -> tuple[End, End, FaultProxy]:
     with Listener("127.0.0.1", 0) as listener:
         proxy = stack.enter_context(FaultProxy(("127.0.0.1", listener.port)))
         near = stack.enter_context(connect("127.0.0.1", proxy.port, WAIT_S)._socket)
-        far = stack.enter_context(listener.accept(WAIT_S)._socket)
+        far = stack.enter_context(listener.accept()._socket)
     return end(stack, near, "worker", **options), end(stack, far, "coordinator", **options), proxy
 
 

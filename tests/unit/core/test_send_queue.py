@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from hetero_framework.core.checksum import VOID, checksum
+from hetero_framework.core.checksum import VOID
 from hetero_framework.core.send_queue import EARLY_BYTES, Outgoing, SendQueue
+from tests.framed import checksum
 
 
 def joined(views: Iterable[memoryview]) -> bytes:

@@ -24,7 +24,7 @@ def over_a_socket_pair() -> Pair:
 def over_tcp() -> Pair:
     with Listener("127.0.0.1", 0) as listener:
         near = connect("127.0.0.1", listener.port, 10.0)
-        return near, listener.accept(10.0)
+        return near, listener.accept()
 
 
 @pytest.fixture(params=[over_a_socket_pair, over_tcp])
