@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,6 +29,7 @@ _MAX_TRACEBACK_LINES = 40
 _CUT = " ..."
 
 _package = logging.getLogger("hetero_framework")
+_handlers: tuple[logging.Handler, ...] = ()  # those of the innermost `log_to`
 _step: int | None = None
 
 
@@ -193,21 +194,31 @@ def _ends_within_a_line(path: Path) -> bool:
 def set_level(level: str) -> None:
     """Show lines of this level and above. Events are recorded at every level."""
     _package.setLevel(min(logging.INFO, logging.getLevelName(level)))
-    for handler in _package.handlers:
+    for handler in _handlers:
         handler.setLevel(logging.NOTSET if isinstance(handler, Events) else level)
 
 
 @contextmanager
 def log_to(level: str, *handlers: logging.Handler) -> Iterator[None]:
-    """Within the block, the package's lines go to these handlers alone: not to those of a
-    surrounding `log_to`, nor to the root logger's. They are closed at its end."""
-    outer, outer_level, outer_propagate = _package.handlers, _package.level, _package.propagate
-    _package.handlers, _package.propagate = list(handlers), False
+    """Within the block, the package's lines go to these handlers and to an application's own, not
+    to those of a surrounding `log_to`, nor to the root logger's. They are closed at its end."""
+    global _handlers
+    outer, outer_level, outer_propagate = _handlers, _package.level, _package.propagate
+    _replace(outer, handlers)
+    _handlers, _package.propagate = handlers, False
     set_level(level)
     try:
         yield
     finally:
-        _package.handlers, _package.propagate = outer, outer_propagate
+        _replace(handlers, outer)
+        _handlers, _package.propagate = outer, outer_propagate
         _package.setLevel(outer_level)
         for handler in handlers:
             handler.close()
+
+
+def _replace(old: Iterable[logging.Handler], new: Iterable[logging.Handler]) -> None:
+    for handler in old:
+        _package.removeHandler(handler)
+    for handler in new:
+        _package.addHandler(handler)

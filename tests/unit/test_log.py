@@ -213,3 +213,16 @@ def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
     assert [child.wait(timeout=60) for child in children] == [0, 0]
     lines = path.read_text(encoding="utf-8").splitlines()
     assert sorted(lines) == ["a" * 900] * 300 + ["b" * 900] * 300
+
+
+def test_a_handler_of_the_application_hears_what_a_run_says() -> None:
+    heard: list[str] = []
+    own = log.Lines(lambda level, text: heard.append(text))
+    package = logging.getLogger("hetero_framework")
+    package.addHandler(own)
+    try:
+        with log.log_to("INFO", log.Lines(lambda level, text: None)):
+            package.info("inside")
+    finally:
+        package.removeHandler(own)
+    assert heard == ["inside"]
