@@ -81,11 +81,7 @@ class Diagnosis(Baseline):
     def to_dict(self) -> dict[str, Any]:
         """As JSON types, for programs."""
         best = self.best
-        return {
-            **asdict(self),
-            "ratio": self.ratio,
-            "best": None if best is None else asdict(best),
-        }
+        return {**asdict(self), "ratio": self.ratio, "best": None if best is None else asdict(best)}
 
 
 def diagnose(trace: Trace) -> Diagnosis:

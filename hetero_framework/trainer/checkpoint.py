@@ -10,8 +10,6 @@ rank, so a checkpoint can be read under any plan. A checkpoint is written in `st
 renamed when every byte is on the disk: a process killed at any moment leaves the old state or the
 new one, never a mixture. Two further names live for moments only: `step_40.old`, a complete
 checkpoint that is just being replaced, and `step_40.trash`, one that is being deleted.
-
-This module knows files only; what the tensors mean is the business of its callers.
 """
 
 from __future__ import annotations
@@ -54,11 +52,9 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
+    """The checkpoints of one run; what it does to them unasked is logged.
 
-    `save_total_limit` >= 1 is how many complete ones are kept (None: all); the one just written is
-    never among those deleted. Everything that happens unasked is logged: a leftover removed, an old
-    checkpoint that could not be deleted, a damaged one passed over.
+    `save_total_limit` >= 1 is how many complete ones are kept (None: all).
     """
 
     def __init__(self, root: str | os.PathLike[str], save_total_limit: int | None = None) -> None:
@@ -69,7 +65,7 @@ class CheckpointStore:
     def begin(self, step: int) -> Iterator[CheckpointWriter]:
         """A new checkpoint to write. Its `commit` makes it exist; without, it leaves no trace.
 
-        Raises ResourceError if that cannot be done; so do all methods of the writer.
+        This and all methods of the writer raise ResourceError for what cannot be written.
         """
         directory = self.root / f"step_{step}.tmp"
         try:
@@ -98,7 +94,7 @@ class CheckpointStore:
                 _log.warning("removed %s, left by an interrupted write", path.name)
 
     def paths(self) -> list[Path]:
-        """All that checkpoints are and left: complete ones, incomplete ones, leftovers."""
+        """Checkpoints, complete or not, and what interrupted writes left."""
         try:
             entries = sorted(self.root.iterdir())
         except FileNotFoundError:
@@ -124,8 +120,8 @@ class CheckpointStore:
     def resolve(self, which: int | str) -> CheckpointReader:
         """The checkpoint that `which` ("latest" or a step) means, after hashing all of it.
 
-        "latest" passes over damaged checkpoints and logs a warning; a number never falls
-        back. Raises CheckpointError that lists the complete steps.
+        "latest" passes over damaged ones and logs a warning; a number never falls back. Raises
+        CheckpointError that lists the complete steps.
         """
         if which == "latest":
             return self._latest()
@@ -152,24 +148,18 @@ class CheckpointStore:
             return found
         if problems:
             raise CheckpointError("; ".join(problems), hint=f"no valid checkpoint in {self.root}")
-        raise CheckpointError(
-            f"there is no checkpoint in {self.root}",
-            hint="start without a step to resume from, or point checkpoint_dir at the old run",
-        )
+        hint = "start without a step to resume from, or point checkpoint_dir at the old run"
+        raise CheckpointError(f"there is no checkpoint in {self.root}", hint=hint)
 
     def open(self, step: int) -> CheckpointReader:
-        """Open checkpoint `step`: manifest and sizes are checked now, hashes on first use.
-
-        Raises CheckpointError when it is absent, incomplete or damaged.
-        """
+        """Open checkpoint `step`: manifest and sizes are checked now, hashes on first use. Raises
+        CheckpointError when it is absent, incomplete or damaged."""
         directory = self.root / f"step_{step}"
         if not directory.exists() and (replaced := self.root / f"step_{step}.old").is_dir():
             directory = replaced
         if directory.is_symlink():
-            raise CheckpointError(
-                f"{directory} is a symbolic link",
-                hint="put the checkpoint directory itself there",
-            )
+            hint = "put the checkpoint directory itself there"
+            raise CheckpointError(f"{directory} is a symbolic link", hint=hint)
         if not directory.is_dir():
             raise CheckpointError(f"there is no checkpoint {step} in {self.root}")
         return CheckpointReader(step, directory)
@@ -204,10 +194,8 @@ class CheckpointWriter:
         self._names: set[str] = set()
 
     def add(self, stage_index: int, part: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write CPU tensors as `stage-<stage_index>.<part>.safetensors` and force it to the disk.
-
-        Raises CheckpointError when a name was added before.
-        """
+        """Write tensors as `stage-<stage_index>.<part>.safetensors`, forced to the disk. Raises
+        CheckpointError when a name was added before."""
         if twice := sorted(self._names.intersection(tensors)):
             raise CheckpointError(f"checkpoint {self._step} got {twice[0]!r} from two stages")
         path = self._directory / f"stage-{stage_index}.{part}.safetensors"
@@ -229,15 +217,11 @@ class CheckpointWriter:
     def commit(self, manifest: dict[str, Any]) -> Path:
         """Write the manifest, make the checkpoint exist under its name, delete the oldest ones.
 
-        `manifest` is JSON data about the run (config, plan, seed, data position, versions, ...);
-        the keys format_version, step, files and digest are added here. Returns the directory.
+        `manifest` is JSON data about the run; the keys format_version, step, files and digest are
+        added here. Returns the directory.
         """
-        content = {
-            "format_version": FORMAT_VERSION,
-            "step": self._step,
-            **manifest,
-            "files": self._files,
-        }
+        content = {"format_version": FORMAT_VERSION, "step": self._step, **manifest}
+        content["files"] = self._files
         content["digest"] = _digest(content)
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         path, final = self._directory / MANIFEST, self._store.root / f"step_{self._step}"
@@ -254,7 +238,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _writing(self, path: Path, nbytes: int) -> Iterator[None]:
-        """Say what the disk's refusal of a file of so many bytes means for the checkpoint."""
+        """Raise ResourceError where the disk refuses a file of so many bytes."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -305,10 +289,8 @@ class CheckpointReader:
         return self
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these tensors with its name, in the order of the files.
-
-        Raises CheckpointError at once for names that are absent.
-        """
+        """Each of these tensors with its name, in the order of the files. Raises CheckpointError
+        at once for names that are absent."""
         wanted = set(names)
         if missing := sorted(wanted.difference(self._file_of)):
             shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
@@ -351,11 +333,9 @@ class CheckpointReader:
             raise self._damaged(f"{MANIFEST} has format_version {version!r}")
         if content.pop("digest", None) != _digest(content):
             raise self._damaged(f"{MANIFEST} was changed after it was written")
-        if content.get("step") != self.step:
-            raise CheckpointError(
-                f"{self.directory} holds the checkpoint of step {content.get('step')}",
-                hint=f"rename it to step_{content.get('step')}",
-            )
+        if (step := content.get("step")) != self.step:
+            found = f"{self.directory} holds the checkpoint of step {step}"
+            raise CheckpointError(found, hint=f"rename it to step_{step}")
         return content
 
     def _check_size(self, entry: dict[str, Any]) -> None:
@@ -372,8 +352,7 @@ class CheckpointReader:
             raise self._damaged(f"{name} has {found} bytes instead of {entry['bytes']}")
 
     def _verify_file(self, entry: dict[str, Any]) -> None:
-        name = entry["name"]
-        if name in self._verified:
+        if (name := entry["name"]) in self._verified:
             return
         try:
             found = _sha256(self.directory / name)
@@ -420,19 +399,14 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def _in_the_way(path: Path) -> ResourceError:
-    return ResourceError(
-        f"{path} is in the way of a checkpoint: it is not a directory", hint="move it away"
-    )
+    problem = f"{path} is in the way of a checkpoint: it is not a directory"
+    return ResourceError(problem, hint="move it away")
 
 
 def _cannot_write(error: Exception, path: Path) -> ResourceError:
-    if isinstance(error, (FileExistsError, NotADirectoryError)):
-        return ResourceError(
-            f"cannot write a checkpoint to {path}: a file is in the way",
-            hint="move it away or set another checkpoint_dir",
-        )
     reason = getattr(error, "strerror", None) or str(error)
-    return ResourceError(
-        f"cannot write a checkpoint to {path}: {reason}",
-        hint="make the directory writable or set another checkpoint_dir",
-    )
+    mend = "make the directory writable"
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        reason, mend = "a file is in the way", "move it away"
+    problem = f"cannot write a checkpoint to {path}: {reason}"
+    return ResourceError(problem, hint=f"{mend} or set another checkpoint_dir")

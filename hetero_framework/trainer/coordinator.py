@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_framework import control
+from hetero_framework import control, errors, log
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, interval
@@ -26,25 +26,6 @@ from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule, check_optimizer, import_schedules
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
-from hetero_framework.errors import (
-    HeteroError,
-    NumericError,
-    PeerLostError,
-    ResourceError,
-    StoppedEarly,
-    UserError,
-    as_hetero_error,
-)
-from hetero_framework.log import (
-    EVENTS_FILE,
-    Events,
-    Lines,
-    event,
-    file_lines,
-    log_to,
-    set_step,
-    with_level,
-)
 from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.trainer import outputs, setup
@@ -73,12 +54,12 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Where a run writes."""
+    """What a run writes into."""
 
     directories: RunDirectories
     checkpoints: RunCheckpoints
     metrics: MetricsWriter
-    events: Events
+    events: log.Events
     timeline: Timeline
 
 
@@ -93,17 +74,16 @@ def train(
     """Train as the coordinator, start to finish.
 
     `resume` is a step number or "latest"; it overrides `resume_step` of the configuration.
-    `workers` are those of this machine where they have been started before. Raises
-    a HeteroError of the kind that says what happened; whatever happens, no worker is left behind.
+    `workers` are those of this machine where they have been started before. Raises HeteroError
+    of the kind that says what happened; whatever happens, no worker is left behind.
     """
     config.require("model", "data")
     check_optimizer(config.training)
     show, replicas = progress or Progress(), Single()
-    events = Events(config.output_dir / EVENTS_FILE, "coordinator")
+    events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
     store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
     directories = RunDirectories(config, store)
-    if resume is None:
-        resume = config.resume_step
+    resume = config.resume_step if resume is None else resume
     with StopRequest() as stop, directories, _log_of_run(config, show, events):
         try:
             checkpoint = store.resolve(resume) if resume is not None else None
@@ -137,7 +117,7 @@ def train(
                     run = Coordinator(parts, cluster, files, show, stop, replicas)
                     return run.run(checkpoint, facts)
         except KeyboardInterrupt:
-            raise StoppedEarly(
+            raise errors.StoppedEarly(
                 f"stopped at once by {stop.requested or 'Ctrl-C'}",
                 hint="complete checkpoints, if there are any, stay valid: --resume latest",
             ) from None
@@ -174,10 +154,8 @@ class Coordinator:
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._losses: list[float] = []
 
-    # -- the run --------------------------------------------------------------------------------
-
     def run(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> RunSummary:
-        """All of it, from a checkpoint or from the beginning."""
+        """The whole run, from a checkpoint or from the beginning."""
         try:
             self.start(checkpoint, facts)
             with self._stop.waiting():
@@ -186,10 +164,12 @@ class Coordinator:
         except WorkerLeaving as leaving:
             if self._state.step > 0:
                 self._checkpoints.keep(self._state)  # while it still answers
-            raise StoppedEarly(leaving.message, hint=self._checkpoints.advice(leaving)) from leaving
-        except PeerLostError as error:
+            hint = self._checkpoints.advice(leaving)
+            raise errors.StoppedEarly(leaving.message, hint=hint) from leaving
+        except errors.PeerLostError as error:
             # What broke is the cluster's to say; how to go on depends on what has been saved.
-            raise PeerLostError(error.message, hint=self._checkpoints.advice(error)) from error
+            hint = self._checkpoints.advice(error)
+            raise errors.PeerLostError(error.message, hint=hint) from error
 
     def start(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> None:
         """Take up a checkpoint or begin afresh, and show what will run where."""
@@ -201,23 +181,15 @@ class Coordinator:
             self._files.directories.set_aside()
             self._cluster.retrying(lambda: setup.load_initial_adapter(self._parts, self._pipeline))
         self._files.metrics.resume(self._state.step)
-        rows = [
-            StageRow(
-                spec.process,
-                spec.start,
-                spec.end,
-                facts[spec.owner].device,
-            )
-            for spec in self._config.plan.stages
-        ]
         outputs.draw_diagram(self._parts, facts, self._cluster.assembly.direct)
-        total = self._data.total_steps
+        step, total, stages = self._state.step, self._data.total_steps, self._config.plan.stages
+        rows = [StageRow(s.process, s.start, s.end, facts[s.owner].device) for s in stages]
         logging_steps = interval(self._config.training.logging_steps, total)
-        self._progress.start(total, rows, self._state.step, logging_steps)
+        self._progress.start(total, rows, step, logging_steps)
         self._files.events.open()
         what = "run started" if checkpoint is None else "run resumed"
-        run_id, step = self._cluster.run_id, self._state.step
-        _log.info("", extra=event(what, step=step, run_id=run_id, total_steps=total))
+        run_id = self._cluster.run_id
+        _log.info("", extra=log.event(what, step=step, run_id=run_id, total_steps=total))
 
     def _steps(self) -> None:
         """All steps that are left, with what comes between them."""
@@ -249,14 +221,13 @@ class Coordinator:
         """One step: all micro-batches through all stages, one decision, one commit."""
         started, traffic = time.perf_counter(), self._cluster.traffic()
         state = self._state
-        set_step(state.step + 1)
+        log.set_step(state.step + 1)
         batches = self._data.step_batches(state.step)
         tokens = sum(map(token_count, batches))
         num_items = self._replicas.num_items(self._count_items(batches))
 
-        losses, reports, stages = self._cluster.retrying(
-            lambda: self._gradients(batches, num_items)
-        )
+        computed = self._cluster.retrying(lambda: self._gradients(batches, num_items))
+        losses, reports, stages = computed
         loss = math.fsum(losses)
         norm = self._order.global_norm(reports)
         rate = self._schedule.rate(state.committed_steps)
@@ -298,13 +269,8 @@ class Coordinator:
         self, batches: list[MicroBatch], num_items: int
     ) -> tuple[list[float], list[GradientReport], dict[int, StageStatistics]]:
         """Everything before the decision; may be repeated, since it changes no weight."""
-        self._cluster.begin(
-            self._state.step,
-            len(batches),
-            train=True,
-            num_items=num_items,
-            loss_scale=self._state.loss_scale.value,
-        )
+        step, scale = self._state.step, self._state.loss_scale.value
+        self._cluster.begin(step, len(batches), train=True, num_items=num_items, loss_scale=scale)
         losses = self._pipeline.run(batches)
         return losses, *self._pipeline.report_gradients()
 
@@ -346,14 +312,14 @@ class Coordinator:
         }
         self._files.metrics.write(metrics)
         self._progress.evaluation(metrics)
-        _log.info("", extra=event("evaluation", step=self._state.step, eval_loss=loss))
+        _log.info("", extra=log.event("evaluation", step=self._state.step, eval_loss=loss))
 
     def save(self) -> None:
         """A checkpoint of this step. A full disk does not end the run the first times."""
         error = self._checkpoints.save(self._state)
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
             self._checkpoints.keep(self._state)
-            raise ResourceError(error.message, hint=self._checkpoints.advice(error))
+            raise errors.ResourceError(error.message, hint=self._checkpoints.advice(error))
 
     def finish(self) -> RunSummary:
         """Gather what was trained, write it, and say where everything is."""
@@ -365,7 +331,7 @@ class Coordinator:
         self._files.timeline.close()
         files = outputs.result_files(self._config, result, self._files.metrics.path)
         self._progress.close(files)
-        _log.info("", extra=event("run finished", step=self._state.step))
+        _log.info("", extra=log.event("run finished", step=self._state.step))
         return RunSummary(self._state.step, tuple(self._losses), files)
 
     def _export(self) -> Path:
@@ -373,14 +339,10 @@ class Coordinator:
         written, the work exists in memory only, and both are tried again."""
         for pause_s in (*_EXPORT_PAUSES_S, None):
             try:
-                return self._cluster.retrying(
-                    lambda: outputs.export(
-                        self._parts,
-                        (part.tensors for _, _, part in self._pipeline.export()),
-                    )
-                )
-            except (OSError, UserError, ResourceError) as error:
-                problem = as_hetero_error(error) or ResourceError(f"cannot write: {error}")
+                return self._cluster.retrying(lambda: outputs.export(self._parts, self._pipeline))
+            except (OSError, errors.UserError, errors.ResourceError) as error:
+                known = errors.as_hetero_error(error)
+                problem = known or errors.ResourceError(f"cannot write: {error}")
             if self._checkpoints.keep(self._state) or self._stop.requested or pause_s is None:
                 break
             _log.warning("%s. Free space; next try in %.0f s", problem.message, pause_s)
@@ -389,24 +351,21 @@ class Coordinator:
         raise type(problem)(message, hint=self._checkpoints.advice(problem))
 
     def _keep_spans(self) -> None:
-        """Put what has been recorded into the timeline. A worker's part of a step comes with its
-        next answer, so the last step's comes at the end."""
+        """Add what was recorded to the timeline. A worker's part of a step comes with its next
+        answer, so the last step's comes at the end."""
         offsets = self._cluster.clock_offsets()
         for owner, spans in self._pipeline.take_spans().items():
             self._files.timeline.add(owner, spans, offsets.get(owner, 0.0))
 
-    # -- between steps --------------------------------------------------------------------------
-
     def _note_skip(
         self, losses: list[float], reports: list[GradientReport], overflow: bool
     ) -> None:
-        """Say where the first non-finite value arose; stop when it keeps happening."""
+        """Say where the first non-finite value arose. Raises NumericError if it keeps happening."""
         step, in_a_row = self._state.step, self._state.skipped_in_a_row
         if overflow:
-            scale = self._state.loss_scale.value
-            text = f"gradients overflow; step skipped, loss scale lowered to {scale:g}"
-            skipped = event("step skipped", "loss scale lowered")
-            _log.warning("step %d: %s", step, text, extra=skipped)
+            said = "step %d: gradients overflow; step skipped, loss scale lowered to %g"
+            skipped = log.event("step skipped", "loss scale lowered")
+            _log.warning(said, step, self._state.loss_scale.value, extra=skipped)
             return
         text = "a gradient is not finite"
         if (where := first_nonfinite(losses, reports)) is not None:
@@ -416,10 +375,10 @@ class Coordinator:
                 f"non-finite values in micro-batch {where[1]}, first out of stage {stage.index} "
                 f"({owner}, {stage.layers})"
             )
-        skipped = event("step skipped", reason=text)
+        skipped = log.event("step skipped", reason=text)
         _log.warning("step %d: %s; step skipped", step, text, extra=skipped)
         if in_a_row > self._config.training.max_skipped_steps:
-            raise NumericError(
+            raise errors.NumericError(
                 f"{in_a_row} steps in a row had non-finite losses or gradients; the last: {text}",
                 hint="lower training.learning_rate, look at the data of these steps, or use bf16 "
                 "instead of fp16; training.max_skipped_steps sets the limit",
@@ -432,7 +391,7 @@ class Coordinator:
             self._progress.close()
             if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
                 self._checkpoints.keep(self._state)
-        raise StoppedEarly(where, hint=self._checkpoints.advice())
+        raise errors.StoppedEarly(where, hint=self._checkpoints.advice())
 
 
 def first_nonfinite(losses: list[float], reports: list[GradientReport]) -> tuple[int, int] | None:
@@ -446,19 +405,19 @@ def first_nonfinite(losses: list[float], reports: list[GradientReport]) -> tuple
 
 
 @contextmanager
-def _log_of_run(config: Config, progress: Progress, events: Events) -> Iterator[None]:
+def _log_of_run(config: Config, progress: Progress, events: log.Events) -> Iterator[None]:
     """The run's lines go above the display and to logs/coordinator.log; its end is an event."""
-    screen = Lines(lambda level, text: progress.message(with_level(level, text)))
-    file = file_lines(config.output_dir / "logs" / "coordinator.log")
-    with log_to(config.training.log_level, screen, file, events):
+    screen = log.Lines(lambda level, text: progress.message(log.with_level(level, text)))
+    file = log.file_lines(config.output_dir / "logs" / "coordinator.log")
+    with log.log_to(config.training.log_level, screen, file, events):
         try:
             yield
         except BaseException as error:
-            reason = error.message if isinstance(error, HeteroError) else repr(error)
-            _log.info("", extra=event("run stopped", kind=type(error).__name__, reason=reason))
+            reason = error.message if isinstance(error, errors.HeteroError) else repr(error)
+            _log.info("", extra=log.event("run stopped", kind=type(error).__name__, reason=reason))
             raise
         finally:
-            set_step(None)
+            log.set_step(None)
 
 
 class _Interrupted(Exception):

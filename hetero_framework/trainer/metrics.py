@@ -36,9 +36,8 @@ class MetricsWriter:
     """Writes the metrics of one run into `output_dir`; a context manager.
 
     TensorBoard events go to `logging_dir`, if one is given and TensorBoard is installed; the names
-    of their files end in `run_id`.
-    A new writer appends; call `resume(step)` first in a run that starts after step `step`
-    (0 for a fresh run), so that the file is what an uninterrupted run would have written.
+    of their files end in `run_id`. A new writer appends; `resume(step)`, called first, makes the
+    file what an uninterrupted run would have written up to that step (0: a fresh run).
     """
 
     def __init__(
@@ -82,10 +81,9 @@ class MetricsWriter:
             try:
                 write_file(self.path, b"".join(kept))
             except OSError as error:
-                raise ResourceError(
-                    f"cannot write {self.path}: {error.strerror}",
-                    hint="free some space or set another training.output_dir, then resume",
-                ) from error
+                hint = "free some space or set another training.output_dir, then resume"
+                reason = f"cannot write {self.path}: {error.strerror}"
+                raise ResourceError(reason, hint=hint) from error
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append the line of a training step or of an evaluation, with its "step"."""
@@ -95,11 +93,10 @@ class MetricsWriter:
             self._append((json.dumps(line) + "\n").encode())
         except OSError as error:
             if not self._num_lost:
-                _log.warning(
-                    "cannot write %s: %s. Training goes on; its lines are lost until there is room",
-                    self.path,
-                    error.strerror,
+                said = (
+                    "cannot write %s: %s. Training goes on; its lines are lost until there is room"
                 )
+                _log.warning(said, self.path, error.strerror)
             self._num_lost += 1
         else:
             if self._num_lost:
@@ -126,11 +123,9 @@ class MetricsWriter:
         with _tolerated("TensorBoard events"):
             if directory is not None:
                 board = _open_tensorboard(directory, self._resumed_step, self._run_id)
-            if board is not None:
-                for key, value in line.items():
-                    if key != "step" and type(value) in (int, float):
-                        name = f"{group}/{key.removeprefix('eval_')}"
-                        board.add_scalar(name, value, line["step"])
+            for key, value in line.items() if board is not None else ():
+                if key != "step" and type(value) in (int, float):
+                    board.add_scalar(f"{group}/{key.removeprefix('eval_')}", value, line["step"])
             self._board = board
 
 
@@ -142,8 +137,7 @@ def stage_lines(
 ) -> list[dict[str, Any]]:
     """What the stages did in one step, for its line; `before` and `after` are each worker's
     traffic when it began and ended."""
-    lines, nothing = [], (0, 0, 0.0, 0)
-    seen = set()
+    lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:
         found = statistics[spec.index]
         now, then = after.get(spec.owner, nothing), before.get(spec.owner, nothing)
@@ -174,7 +168,7 @@ def stage_lines(
 
 @contextlib.contextmanager
 def _tolerated(what: str) -> Iterator[None]:
-    """Say that `what` could not be written, and go on."""
+    """Where `what` cannot be written, say so and go on."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: its file is closed
@@ -200,8 +194,6 @@ def _step_of(line: bytes, number: int, path: Path) -> int:
     except (ValueError, KeyError, TypeError):
         step = None
     if not isinstance(step, int):
-        raise DataError(
-            f"{path}, line {number}: this is not a line of metrics",
-            hint="move the file away or set another training.output_dir",
-        )
+        hint = "move the file away or set another training.output_dir"
+        raise DataError(f"{path}, line {number}: this is not a line of metrics", hint=hint)
     return step

@@ -1,9 +1,8 @@
 """What a run writes: its directories, what an earlier run left in them, and the results.
 
 A run owns its `output_dir` and all that lies in it, and has its id from there (`.run`).
-`checkpoint_dir` and `logging_dir` may lie elsewhere and may be named by other runs too, so what is
-a run's own there carries that id: the file `.hetero-run` in a directory of checkpoints, the end of
-the name of a TensorBoard event file.
+`checkpoint_dir` and `logging_dir` may be shared with other runs, so what is a run's own there
+carries that id: the file `.hetero-run` among checkpoints, the end of a TensorBoard file's name.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from hetero_framework.cluster.run_id import run_id_of
 from hetero_framework.config import Config
+from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError
 from hetero_framework.log import EVENTS_FILE
 from hetero_framework.models.adapter_plan import AdapterPlan
@@ -48,8 +48,7 @@ _HINTS = {
 class RunDirectories:
     """The directories of one run. Inside `with` they are locked, and writing there works.
 
-    Entering raises ConfigError, which names the setting, for a directory that cannot be written
-    or that another run is writing into.
+    Entering raises ConfigError, which names the setting, if one cannot be written or locked.
     """
 
     def __init__(self, config: Config, store: CheckpointStore) -> None:
@@ -65,8 +64,7 @@ class RunDirectories:
             "checkpoint_dir": self._config.checkpoints,
             "training.logging_dir": self.tensorboard,
         }
-        written = [place for place in places.values() if place is not None]
-        _spare_base_model(self._config, [*written, result_directory(self._config)])
+        _spare_base_model(self._config, [*places.values(), result_directory(self._config)])
         with contextlib.ExitStack() as locks:
             done: set[Path] = set()
             for setting, directory in places.items():
@@ -106,10 +104,8 @@ class RunDirectories:
             )
 
     def set_aside(self) -> None:
-        """Move what this run left earlier into `previous-<n>`, then own `checkpoint_dir`.
-
-        Nothing is deleted, and nothing of another run is touched.
-        """
+        """Move what this run left earlier into `previous-<n>`, then own `checkpoint_dir`. Nothing
+        of another run is touched."""
         self.check_fresh()
         old = {path: Path("checkpoints", path.name) for path in self._store.paths()}
         old |= {path: Path("tensorboard", path.name) for path in self._events()}
@@ -123,10 +119,9 @@ class RunDirectories:
 
     def set_later_aside(self, step: int) -> None:
         """Move the checkpoints after `step` aside: the run goes on from there, maybe otherwise."""
-        later = [self._config.checkpoints / f"step_{n}" for n in self._store.complete_steps()]
-        later = [path for path in later if int(path.name.removeprefix("step_")) > step]
+        later = [f"step_{n}" for n in self._store.complete_steps() if n > step]
         if later:
-            target = self._move({path: Path(path.name) for path in later})
+            target = self._move({self._config.checkpoints / n: Path(n) for n in later})
             _log.info("moved the checkpoints after step %d to %s", step, target)
 
     def own_checkpoints(self) -> None:
@@ -164,15 +159,15 @@ class RunDirectories:
 
 
 def result_directory(config: Config) -> Path:
-    """Where the finished artefact goes."""
+    """Where the finished artefact goes: an adapter, or a whole model."""
     return config.output_dir / ("model" if config.adapter is None else "adapter")
 
 
-def _spare_base_model(config: Config, written: Iterable[Path]) -> None:
+def _spare_base_model(config: Config, written: Iterable[Path | None]) -> None:
     """Raise ConfigError if a directory that the run writes is that of its base model."""
     name = config.model and config.model.name_or_path
     base = config.path(name).resolve() if name else None
-    if base is not None and base.is_dir() and base in {path.resolve() for path in written}:
+    if base is not None and base.is_dir() and base in {path and path.resolve() for path in written}:
         raise ConfigError(
             f"the run would write into the directory of its base model, {base}",
             hint="choose another training.output_dir (--output-dir DIR), checkpoint_dir or"
@@ -234,8 +229,8 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
 
 
 def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
-    """`architecture.<format>` in the output directory, if the configuration wants it. `direct` has
-    the boundaries with a link from worker to worker."""
+    """Draw `architecture.<format>` in the output directory, if the configuration wants it.
+    `direct` has the boundaries with a link from worker to worker."""
     config = parts.config
     if not config.training.visualize:
         return
@@ -252,20 +247,13 @@ def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
     draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
 
 
-def export(parts: Prepared, tensors: Iterable[Mapping[str, torch.Tensor]]) -> Path:
-    """Write the finished artefact from what the stages gave; returns its directory,
-    `output_dir/adapter` where an adapter was trained, else `output_dir/model`.
-    """
-    target = result_directory(parts.config)
-    write_result(
-        OutputDirectory(target, overwrite=True),
-        parts.config,
-        parts.model_config,
-        parts.adapter_plan,
-        parts.tokenizer,
-        tensors,
-    )
-    return target
+def export(parts: Prepared, pipeline: Pipeline) -> Path:
+    """Write the finished artefact that the stages hold; returns its directory."""
+    config, plan, directory = parts.config, parts.adapter_plan, result_directory(parts.config)
+    output = OutputDirectory(directory, overwrite=True)
+    tensors = (part.tensors for _, _, part in pipeline.export())
+    write_result(output, config, parts.model_config, plan, parts.tokenizer, tensors)
+    return directory
 
 
 def write_result(
@@ -277,17 +265,15 @@ def write_result(
     tensors: Iterable[Mapping[str, torch.Tensor]],
 ) -> None:
     """Write an adapter as PEFT does, or (`plan` None) a Hugging Face checkpoint; complete, or an
-    error that lists what is missing.
-    """
+    error that lists what is missing."""
     assert config.model is not None
-    base, revision = config.model.name_or_path, config.model.revision
     if plan is None:
         generation = GenerationConfig.from_model_config(model_config)
         write_checkpoint(output, tensors, model_config, generation, tokenizer)
         return
-    if base is not None:
-        base = resolve_model_path(base, config.base_dir)
-    write_adapter(output, tensors, plan, base, revision, tokenizer)
+    name = config.model.name_or_path
+    base = None if name is None else resolve_model_path(name, config.base_dir)
+    write_adapter(output, tensors, plan, base, config.model.revision, tokenizer)
 
 
 def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:

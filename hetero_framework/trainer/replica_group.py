@@ -25,10 +25,8 @@ class ReplicaGroup(Protocol):
         return True
 
     def should_commit(self, finite: bool) -> bool:
-        """Whether this step changes the weights; `finite` is what this replica says of its own.
-
-        The answer must be the same in every replica: with it the step is decided.
-        """
+        """Whether this step changes the weights, the same answer in every replica; `finite` is what
+        this one says of its own loss and gradients."""
         return finite
 
     def after_commit(self, step: int) -> None:

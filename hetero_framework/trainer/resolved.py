@@ -20,11 +20,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Resolved:
-    """One configuration for the whole run, and how it came about.
-
-    Everything that runs reads `config`. `given` is what the user wrote, which says whether a
-    checkpoint belongs to this run.
-    """
+    """One configuration for the whole run, and how it came about. Everything that runs reads
+    `config`; `given`, what the user wrote, says whether a checkpoint belongs to this run."""
 
     given: Config
     config: Config

@@ -78,10 +78,10 @@ class RunCheckpoints:
         return self._last is not None and self._last[0] == state.step
 
     def restore(self, reader: CheckpointReader) -> TrainState:
-        """Give every stage its part of a checkpoint, whatever plan wrote it.
+        """Give every stage its part of a checkpoint that has passed `check_identity`.
 
-        The caller has had `check_identity` look at it. Raises CheckpointError when it is damaged or
-        lacks anything, or when the run began with other weights than those that are loaded now.
+        Raises CheckpointError when it is damaged or lacks anything, or when the run began with
+        other weights than those that are loaded now.
         """
         state = self._cluster.retrying(lambda: self._load(reader))
         self._last = state.step, self._store.root
@@ -102,12 +102,9 @@ class RunCheckpoints:
             path = self._cluster.retrying(lambda: self._write(store, state))
         except ResourceError as error:
             self.failures += 1
-            _log.warning(
-                "checkpoint %d could not be written: %s",
-                state.step,
-                error.message,
-                extra=event("checkpoint failed", "the run goes on", step=state.step),
-            )
+            failed = event("checkpoint failed", "the run goes on", step=state.step)
+            said = "checkpoint %d could not be written: %s"
+            _log.warning(said, state.step, error.message, extra=failed)
             return error
         self.failures = 0
         self._last = state.step, store.root
@@ -115,7 +112,8 @@ class RunCheckpoints:
         return None
 
     def _write(self, store: CheckpointStore, state: TrainState) -> Path:
-        resolved = self._parts.resolved
+        resolved, config = self._parts.resolved, self._parts.config
+        settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
         values: dict[str, Any] = {}
         with store.begin(state.step) as writer:
 
@@ -129,12 +127,9 @@ class RunCheckpoints:
             manifest = {
                 "identity": identity(resolved, self._parts.data.fingerprint),
                 "base": self._cluster.assembly.fingerprint,
-                "config": {
-                    "settings": resolved.config.to_dict(),
-                    "base_dir": str(resolved.config.base_dir.absolute()),
-                },
+                "config": settings,
                 "position": state.state_dict(),
-                "plan": [entry.model_dump(mode="json") for entry in resolved.config.shard_plan],
+                "plan": [entry.model_dump(mode="json") for entry in config.shard_plan],
                 "values": values,
                 "versions": {
                     "hetero_framework": __version__,

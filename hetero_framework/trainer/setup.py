@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -45,10 +44,8 @@ _MAX_STREAMS = 8
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that a run needs to know before any process is started.
-
-    `memory_limits` is how many micro-batches each stage has memory for, once the devices are known.
-    """
+    """What a run knows before any process is started, and `memory_limits`: how many micro-batches
+    each stage has memory for, once the devices are known."""
 
     resolved: Resolved
     model_config: PretrainedConfig
@@ -67,9 +64,7 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Read the model's configuration, the tokenizer and the data, and check the plan on them.
-
-    Raises the UserError that fits what is wrong; no process has been started and no weight read.
-    """
+    Raises the UserError that fits what is wrong; no process is started and no weight read."""
     assert config.model is not None
     quiet_libraries(config.training.log_level)
     for warning in config.warnings():
@@ -106,47 +101,30 @@ def prepare(config: Config) -> Prepared:
     memory = estimate_memory(
         config, model_config, max_in_flight=max_in_flight, tokens=data.row_tokens, plan=adapter_plan
     )
-    return Prepared(
-        resolved=resolved,
-        model_config=model_config,
-        tokenizer=tokenizer,
-        data=data,
-        adapter_plan=adapter_plan,
-        memory=memory,
-        max_frame_bytes=largest_frame(config, model_config, data.row_tokens),
-    )
+    frame = largest_frame(config, model_config, data.row_tokens)
+    return Prepared(resolved, model_config, tokenizer, data, adapter_plan, memory, frame)
 
 
 def without_padding(resolved: Resolved, model_config: PretrainedConfig) -> Resolved:
-    """With the attention decided that keeps samples of one row apart.
-
-    Raises ArchitectureError where the model has none.
-    """
+    """With the attention decided that keeps samples of one row apart. Raises ArchitectureError
+    where the model has none."""
     attention = admit_packing(model_config, shard_ranges(resolved.config))
     cost = "takes each sample by itself" if attention == VARLEN else "is the model's own"
-    return resolved.decide(
-        "model.attn_implementation",
-        attention,
-        f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}",
-    )
+    said = f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}"
+    return resolved.decide("model.attn_implementation", attention, said)
 
 
 def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, tokens: int) -> Resolved:
-    """With the tokens of a loss chunk decided; null where the loss stays whole.
-
-    `tokens` is the longest row. What follows the layers must work token by token: a tiny copy of
-    the model shows it.
-    """
+    """With the tokens of a loss chunk decided; null where the loss stays whole. `tokens` is the
+    longest row."""
     training = resolved.config.training
     rows = training.per_device_train_batch_size
     if training.evaluation != "no" or training.eval_on_start:
         rows = max(rows, training.per_device_eval_batch_size)
+    size = rows * tokens
     limit, said = chunk_tokens(training.loss_chunk_tokens, model_config), ""
-    if limit is not None and rows * tokens <= limit:
-        limit, said = (
-            None,
-            f"the logits of a whole micro-batch, {rows * tokens} tokens, fit at once",
-        )
+    if limit is not None and size <= limit:
+        limit, said = None, f"the logits of a whole micro-batch, {size} tokens, fit at once"
     elif limit is not None and (reason := why_not_chunked(model_config)) is not None:
         limit, said = None, f"the logits of all tokens of a micro-batch exist at once: {reason}"
     elif limit is not None:
@@ -175,10 +153,8 @@ def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
 
 
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
-    """Raise DataError when a sample is longer than the model's table of positions.
-
-    Only learned tables end; rotary and other computed positions go on.
-    """
+    """Raise DataError when a sample is longer than the model's table of positions. Only learned
+    tables end; rotary and other computed positions go on."""
     model = meta_model(model_config)
     words = model.get_input_embeddings()
     for name, module in model.named_modules():
@@ -201,10 +177,8 @@ def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
 def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
     """Upper bound in bytes of any frame of this run: a boundary tensor or a part of a state.
 
-    `tokens` is the longest row; samples in one row are together no longer than their rows.
-
-    A state part holds at most one tensor beyond its nominal size, in at most 8 bytes per number; a
-    boundary may carry several residual streams, each in at most 4 bytes per number.
+    `tokens` is the longest row. A state part holds at most one tensor beyond its nominal size, in
+    at most 8 bytes per number; a boundary may carry several residual streams, each in at most 4.
     """
     largest_tensor = 8 * max(p.numel() for p in meta_model(model_config).parameters())
     training = config.training
@@ -215,10 +189,9 @@ def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -
 
 
 def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
-    """Decide what depends on the devices' free memory, before anything is loaded.
-
-    Which stages with checkpointing "auto" compute their layers again, and how many micro-batches
-    each stage may hold. Raises PlanError if a stage does not fit its device even so.
+    """Decide what depends on the devices' free memory, before anything is loaded: which stages with
+    checkpointing "auto" compute their layers again, and how many micro-batches each stage may hold.
+    Raises PlanError if a stage does not fit its device even so.
     """
     resolved, config = parts.resolved, parts.resolved.config
 
@@ -229,15 +202,11 @@ def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
     devices = _devices(config, facts)
     optional = {s.index for s in config.plan.stages if config.checkpointing(s.index) == "auto"}
     if optional:
-        recomputing = placed(
-            estimate_memory(
-                _checkpointing(resolved, dict.fromkeys(optional, True), "").config,
-                parts.model_config,
-                tokens=parts.data.row_tokens,
-                plan=parts.adapter_plan,
-                in_flight=[m.in_flight for m in memory],
-            )
-        )
+        changed = _checkpointing(resolved, dict.fromkeys(optional, True), "").config
+        model, tokens, plan = parts.model_config, parts.data.row_tokens, parts.adapter_plan
+        in_flight = [m.in_flight for m in memory]
+        estimated = estimate_memory(changed, model, tokens=tokens, plan=plan, in_flight=in_flight)
+        recomputing = placed(estimated)
         chosen = recompute_stages(memory, recomputing, optional, devices)
         said = _checkpointing_line(chosen)
         resolved = _checkpointing(resolved, {k: k in chosen for k in sorted(optional)}, said)
@@ -278,7 +247,7 @@ def _devices(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
 
 
 def check_memory(parts: Prepared, facts: Facts) -> None:
-    """Raise before anything is loaded if a stage does not fit its device.
+    """Raise PlanError if a stage does not fit its device.
 
     Processes that share a device (CPU workers of one machine, two workers on one card) share what
     is free: from each one's view the others have taken theirs.
@@ -294,10 +263,8 @@ def check_memory(parts: Prepared, facts: Facts) -> None:
 
 
 def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
-    """Give every stage its tensors of the adapter that the run starts from, if there is one.
-
-    Only the coordinator needs the file.
-    """
+    """Give every stage its tensors of the adapter that the run starts from, if there is one. Only
+    the coordinator needs the file."""
     plan = parts.adapter_plan
     if plan is None or plan.weights is None:
         return
@@ -312,7 +279,4 @@ def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
             return not key.startswith(blocks) or key[len(blocks) :].partition(".")[0] in own
 
         tensors = saved_tensors(plan, wanted)
-        named: list[tuple[str, torch.Tensor, dict[str, Any]]] = [
-            (key, tensor, {}) for key, tensor in tensors.items()
-        ]
-        pipeline.load_state(spec.index, "adapter", in_parts(named))
+        pipeline.load_state(spec.index, "adapter", in_parts((n, t, {}) for n, t in tensors.items()))

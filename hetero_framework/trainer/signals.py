@@ -1,10 +1,9 @@
 """Ctrl-C and the signals that end a process, and when they may ask.
 
-Between steps they are a request: finish the step, save, stop. Before the first step, and the second
-time, they stop at once, as KeyboardInterrupt.
-
-Only Ctrl-C (SIGINT) on a terminal asks whether to save. SIGTERM, SIGHUP and Windows' SIGBREAK come
-from a shutdown, a batch system or a lost connection, where nobody is there to answer.
+While steps run they are a request: finish the step, save, stop. Before the first step, and the
+second time, they stop at once, as KeyboardInterrupt. Only Ctrl-C (SIGINT) on a terminal asks
+whether to save: SIGTERM, SIGHUP and Windows' SIGBREAK come from a shutdown, a batch system or a
+lost connection, where nobody is there to answer.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 
 class StopRequest:
     """Context manager that turns the signals into KeyboardInterrupt or, while `waiting`, into the
-    name of the signal in `requested`.
-    """
+    name of the signal in `requested`."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
@@ -68,10 +66,8 @@ class StopRequest:
             time.sleep(min(_POLL_S, seconds))
 
     def wants_checkpoint(self, question: str) -> bool:
-        """Whether to save: asked after Ctrl-C on a terminal, otherwise yes.
-
-        A signal that asks nobody ends the question with yes, a second Ctrl-C with no.
-        """
+        """Whether to save: asked after Ctrl-C on a terminal, otherwise yes. A signal that asks
+        nobody ends the question with yes, a second Ctrl-C with no."""
         if self.requested != "SIGINT" or not _is_interactive():
             return True
         self._asking = True

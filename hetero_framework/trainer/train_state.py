@@ -1,8 +1,4 @@
-"""Where a run stands, beside its weights and its optimizer: one value that each step replaces.
-
-The coordinator holds one `TrainState`. It never changes: a step puts the next one in its place, a
-resume the one of the checkpoint, and going back is assigning an earlier one.
-"""
+"""Where a run stands, beside its weights and its optimizer: one value that each step replaces."""
 
 from __future__ import annotations
 
@@ -40,10 +36,8 @@ class TrainState:
         )
 
     def after_skip(self, tokens: int, *, overflow: bool) -> TrainState:
-        """The state after a step that left the weights alone.
-
-        `overflow`: the loss scale was too large, which is no sign of anything wrong.
-        """
+        """The state after a step that left the weights alone. `overflow`: the loss scale was too
+        large, which is no sign of anything wrong."""
         return replace(
             self,
             step=self.step + 1,
@@ -66,10 +60,6 @@ class TrainState:
     @classmethod
     def load_state_dict(cls, state: Mapping[str, Any]) -> TrainState:
         """The TrainState that `state_dict` described, now or in an earlier version."""
-        return cls(
-            step=state["step"],
-            committed_steps=state["committed_steps"],
-            skipped_in_a_row=state["skipped_in_a_row"],
-            tokens=state["tokens"],
-            loss_scale=LossScale(state["loss_scale"], state["loss_scale_good_steps"]),
-        )
+        counts = ("step", "committed_steps", "skipped_in_a_row", "tokens")
+        scale = LossScale(state["loss_scale"], state["loss_scale_good_steps"])
+        return cls(**{name: state[name] for name in counts}, loss_scale=scale)
