@@ -19,12 +19,10 @@ PEFT_PREFIX = "base_model.model."
 class AdapterPlan:
     """One adapter over the whole model, the same on every machine.
 
-    `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of the
-    directly adapted parameters (`target_parameters`) and of `modules_to_save`. `trainable` maps
-    trainable parameter names to shapes, in the whole model's order. `tensors` maps the adapter
-    file's keys to shapes; `embedding_tensors` are those of them that are frozen base embeddings,
-    which PEFT writes beside an adapted embedding and does not need to read. `weights` is the file
-    to start from.
+    `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of
+    `target_parameters` and of `modules_to_save`. `trainable` maps parameter names to shapes, in the
+    whole model's order; `tensors` the adapter file's keys. Of these, `embedding_tensors` are frozen
+    base embeddings, which PEFT writes and need not read. `weights` is the file to start from.
     """
 
     lora_config: LoraConfig

@@ -1,14 +1,12 @@
 """The trained weights: LoRA, QLoRA or all of them; the same tensors under any cut.
 
-An adapter is planned once, on the whole model without memory (torch's meta device): PEFT itself
-says there which modules it would wrap and which tensors the adapter file holds. A shard gets its
-part of that plan, injected in place: parameter names are the whole PEFT model's without
-`base_model.model.`, e.g. `model.layers.3.self_attn.q_proj.lora_A.default.weight`. Initial values
-are PEFT's own, drawn module by module on the CPU after seeding with (training seed, module name).
+On the whole model on torch's meta device PEFT itself says which modules it would wrap and which
+tensors the adapter file holds. A shard gets its part of that plan, injected in place: parameter
+names are the whole PEFT model's without `base_model.model.`, and initial values PEFT's own, drawn
+on the CPU after seeding with (training seed, module name).
 
 Number types are those of PEFT (adapter weights in float32 over a bf16 or fp16 base) and TRL's
-SFTTrainer 1.16 (over a 4-bit or 8-bit base everything trainable is bf16 except DoRA's magnitudes,
-and nothing of the frozen base is cast).
+SFTTrainer 1.16 (over a 4-bit or 8-bit base, all that is trained is bf16 except DoRA's magnitudes).
 """
 
 from __future__ import annotations
@@ -93,17 +91,14 @@ def plan_adapter(
     from, that adapter's file lacks or adds tensors, or the initialisation is not local to a layer.
     """
     if adapter.init_from is None:
-        lora_config, weights = _lora_config(adapter), None
-    else:
-        folder = (base_dir or Path()) / Path(adapter.init_from).expanduser()
-        lora_config, weights = _saved_config(folder, adapter)
-    return _plan(model_config, lora_config, weights)
+        return _plan(model_config, _lora_config(adapter), None)
+    folder = (base_dir or Path()) / Path(adapter.init_from).expanduser()
+    return _plan(model_config, *_saved_config(folder, adapter))
 
 
 def plan_saved_adapter(model_config: PretrainedConfig, folder: Path) -> AdapterPlan:
     """The plan of an existing PEFT adapter directory. Raises as `plan_adapter`."""
-    lora_config, weights = _saved_config(folder, None)
-    return _plan(model_config, lora_config, weights)
+    return _plan(model_config, *_saved_config(folder, None))
 
 
 def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfig:
@@ -114,26 +109,19 @@ def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfi
     if plan.weights is None:
         return adapter
     saved = plan.lora_config
-    fields = [name for name in type(adapter).model_fields if name in _LORA_FIELDS]
-    values = {name: getattr(saved, name) for name in fields}
+    values = {n: getattr(saved, n) for n in type(adapter).model_fields if n in _LORA_FIELDS}
     raw = {k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in values.items()}
     raw["init_lora_weights"] = True  # what the saved weights replace
     explicit = type(adapter).model_validate_json(json.dumps(raw))
     ours, theirs = _lora_config(explicit).to_dict(), saved.to_dict()
-    lost = [
-        key
-        for key in theirs.keys() - _NOT_STRUCTURE
-        if _comparable(ours.get(key)) != _comparable(theirs[key])
-    ]
-    if lost:
-        raise ConfigError(
-            f"adapter.init_from: its settings {', '.join(sorted(lost))} are not supported"
-        )
+    known = sorted(theirs.keys() - _NOT_STRUCTURE)
+    if lost := [k for k in known if _comparable(ours.get(k)) != _comparable(theirs[k])]:
+        raise ConfigError(f"adapter.init_from: its settings {', '.join(lost)} are not supported")
     return explicit
 
 
 def saved_tensors(plan: AdapterPlan, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """The wanted tensors of the file that the plan starts from, by their keys in it."""
+    """The wanted tensors of the plan's file, by their keys in it."""
     assert plan.weights is not None
     with _open(plan.weights) as file:
         return {key: file.get_tensor(key) for key in file.keys() if wanted(key)}  # noqa: SIM118
@@ -146,7 +134,7 @@ def load_adapter_tensors(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> s
     with torch.no_grad():
         for key in found:
             own[key].copy_(tensors[key])
-    return set(found)
+    return found
 
 
 def check_adapter_complete(shard: Shard, loaded: set[str]) -> None:
@@ -174,10 +162,8 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
 def tensors_of_plan(
     model_config: PretrainedConfig, plan: AdapterPlan, trained: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The adapter file's tensors from all trained ones, by parameter name; needs no base weights.
-
-    For plans without `embedding_tensors`, which are the base's own.
-    """
+    """The adapter file's tensors from all trained ones, by parameter name; without the base's, so
+    for plans without `embedding_tensors`."""
     model = meta_model(model_config)
     _inject(model, copy.deepcopy(plan.lora_config), seed=0)
     for name, tensor in trained.items():
@@ -187,22 +173,15 @@ def tensors_of_plan(
 
 
 def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
-    """This shard's part of the adapter file: PEFT's keys, tensors that alias the parameters.
-
-    Empty when no target lies in the shard.
-    """
+    """This shard's part of the adapter file: PEFT's keys, tensors that alias the parameters."""
     assert shard.adapter is not None
     return _file_tensors(shard.model, shard.adapter.plan.embedding_tensors)
-
-
-# -- settings -------------------------------------------------------------------------------------
 
 
 def _lora_config(adapter: AdapterConfig) -> LoraConfig:
     settings: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in adapter.model_dump().items()
-        if name in _LORA_FIELDS
+        for name, value in adapter.model_dump(include=set(_LORA_FIELDS)).items()
     }
     settings["lora_alpha"] = _integer(adapter.lora_alpha)
     settings["alpha_pattern"] = {k: _integer(v) for k, v in adapter.alpha_pattern.items()}
@@ -230,8 +209,8 @@ def _check_supported(config: LoraConfig) -> None:
 
 
 def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConfig, Path]:
-    """An adapter directory's settings; explicit ones in `adapter` must agree with them, but for
-    lora_dropout, which belongs to the training and not to the weights."""
+    """An adapter directory's settings; explicit ones in `adapter` must agree with them, except
+    lora_dropout, which belongs to the training."""
     weights = folder / ADAPTER_WEIGHTS
     for path in (folder / "adapter_config.json", weights):
         if not path.is_file():
@@ -275,9 +254,6 @@ def _comparable(value: Any) -> Any:
     return value or None
 
 
-# -- the whole model ------------------------------------------------------------------------------
-
-
 def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | None) -> AdapterPlan:
     config = copy.deepcopy(config)
     model = meta_model(model_config)
@@ -287,9 +263,9 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         tuner = _inject(model, config, seed=0)
     except ValueError as error:
         raise ConfigError(f"adapter: {error}", hint=_refusal_hint(model, str(error))) from error
-    kept = set(config.target_modules or ()) if asked else set()
-    _check_each_matches("target_modules", sorted((asked or set()) & kept), names, model)
-    _check_each_matches("modules_to_save", sorted(config.modules_to_save or ()), names, model)
+    kept = asked & set(config.target_modules or ()) if asked else set()
+    _check_each_matches("target_modules", kept, names, model)
+    _check_each_matches("modules_to_save", set(config.modules_to_save or ()), names, model)
 
     own = _file_tensors(model, frozenset())
     with warnings.catch_warnings():
@@ -301,7 +277,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         modules=tuple(tuner.targeted_module_names),
         parameters=tuple(getattr(tuner, "targeted_parameter_names", ())),
         saved_modules=tuple(
-            name for name, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)
+            n for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)
         ),
         trainable={n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad},
         tensors={key: tuple(t.shape) for key, t in {**own, **embeddings}.items()},
@@ -313,15 +289,11 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
     return plan
 
 
-def _check_each_matches(
-    setting: str, entries: list[str], names: list[str], model: nn.Module
-) -> None:
-    for entry in entries:
+def _check_each_matches(setting: str, asked: set[str], names: list[str], model: nn.Module) -> None:
+    for entry in sorted(asked):
         if not any(name == entry or name.endswith(f".{entry}") for name in names):
-            raise ConfigError(
-                f"adapter.{setting}: no module of the model is called {entry!r}",
-                hint=_module_hint(model),
-            )
+            problem = f"adapter.{setting}: no module of the model is called {entry!r}"
+            raise ConfigError(problem, hint=_module_hint(model))
 
 
 def _refusal_hint(model: nn.Module, refusal: str) -> str:
@@ -355,20 +327,16 @@ def _check_file(weights: Path, plan: AdapterPlan) -> None:
     missing = sorted(set(plan.tensors) - plan.embedding_tensors - set(found))
     extra = sorted(set(found) - set(plan.tensors))
     if missing or extra:
-        raise ConfigError(
-            f"{weights} does not fit the model: "
-            + "; ".join(
-                f"{len(keys)} tensors {what}: {', '.join(keys[:4])}{', ...' if keys[4:] else ''}"
-                for what, keys in (("are missing", missing), ("belong to no layer", extra))
-                if keys
-            ),
-            hint="adapter.init_from must be an adapter of this very model",
+        problems = "; ".join(
+            f"{len(keys)} tensors {what}: {', '.join(keys[:4])}{', ...' if keys[4:] else ''}"
+            for what, keys in (("are missing", missing), ("belong to no layer", extra))
+            if keys
         )
+        hint = "adapter.init_from must be an adapter of this very model"
+        raise ConfigError(f"{weights} does not fit the model: {problems}", hint=hint)
     for key, shape in found.items():
-        if shape != plan.tensors[key]:
-            raise ConfigError(
-                f"{weights}: {key} has shape {shape}, the model needs {plan.tensors[key]}"
-            )
+        if shape != (needed := plan.tensors[key]):
+            raise ConfigError(f"{weights}: {key} has shape {shape}, the model needs {needed}")
 
 
 def _open(weights: Path) -> Any:
@@ -376,9 +344,6 @@ def _open(weights: Path) -> Any:
         return safe_open(str(weights), framework="pt")
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{weights} cannot be read: {error}") from error
-
-
-# -- one shard ------------------------------------------------------------------------------------
 
 
 class _SeededLora(LoraModel):
@@ -401,8 +366,7 @@ def _inject(model: nn.Module, config: LoraConfig, seed: int) -> LoraModel:
         # What PEFT corrects by itself, or warns of because a shard is not the whole model.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-        warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")
+        warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
         on_meta = any(p.is_meta for p in model.parameters())
         with torch.device("meta" if on_meta else "cpu"):
             tuner = _SeededLora(model, config, seed)
@@ -437,10 +401,8 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:
     own = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
     tensors = {PEFT_PREFIX + key: tensor for key, tensor in own.items()}
-    if embedding_keys:
-        state = model.state_dict()
-        for key in sorted(embedding_keys):
-            name = key.removeprefix(PEFT_PREFIX)
-            if name in state:
-                tensors[key] = state[name]
+    state = model.state_dict() if embedding_keys else {}
+    for key in sorted(embedding_keys):
+        if (name := key.removeprefix(PEFT_PREFIX)) in state:
+            tensors[key] = state[name]
     return tensors

@@ -1,9 +1,8 @@
 """The last stage's loss in chunks, so that the logits of all tokens never exist at once.
 
 The blocks run on the whole micro-batch. What follows them works token by token in nearly every
-causal model, so it runs on one loss chunk at a time, and each chunk is differentiated before the
-next begins: memory for logits depends on the chunk, not on the micro-batch. The chunks depend on
-the shape alone, so they are the same for every cut, and so are the bits.
+causal model, so it runs on one loss chunk at a time, each differentiated before the next begins.
+The chunks depend on the shape alone, so they and the bits are the same for every cut.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size, V vocabulary.
 """
@@ -22,9 +21,8 @@ from hetero_framework.models.shard import Inputs, Shard
 
 Span = tuple[slice, slice]
 
-# Logits of a loss chunk by default: 1 GiB at the 16 bytes that each takes in float32.
-# More tokens than this make no matrix product faster; fewer read and write the head's gradient
-# more often than needed.
+# Logits of a loss chunk by default: 1 GiB at the 16 bytes that each takes in float32. More make no
+# matrix product faster; fewer read and write the head's gradient more often than needed.
 AUTO_LOGITS = 1 << 26
 
 
@@ -66,20 +64,14 @@ def chunked_loss(
     running: Callable[[], AbstractContextManager[None]],
     backward: Callable[[torch.Tensor], None] | None,
 ) -> torch.Tensor:
-    """The loss of the last shard, as `Shard.loss` gives it, over `chunks`; 0-d, detached.
-
-    `running` is the context of each forward. `backward` differentiates a chunk's loss, scaled as
-    the caller likes; None outside training. Gradients are left in the parameters and in
-    `hidden_BSD`.
-    """
+    """`CausalLM.loss` over `chunks`; `backward` differentiates the loss of each."""
     with running():
         top_BSD = shard.forward(inputs, hidden_BSD)
     received = torch.zeros_like(top_BSD) if backward and top_BSD.requires_grad else None
     total = torch.zeros((), device=top_BSD.device)
     sums = _Sums(shard.parameters_outside_blocks())
     # No mask: it masks what the blocks see. Positions keep those of a long row within their table.
-    names = inputs.keys() & {"labels", "position_ids"}
-    cut = {name: inputs[name] for name in names}
+    cut = {name: inputs[name] for name in inputs.keys() & {"labels", "position_ids"}}
     for number, span in enumerate(chunks):
         chunk_BSD = top_BSD.detach()[span].contiguous()
         chunk_BSD.requires_grad_(received is not None)
@@ -100,10 +92,8 @@ def chunked_loss(
 
 
 class _Sums:
-    """Adds up the gradients of the chunks in float32 where a parameter's own type is narrower.
-
-    Rounded once at the end, as the gradient of the whole micro-batch is.
-    """
+    """Adds up the chunks' gradients in float32 where a parameter's own type is narrower: rounded
+    once at the end, as the gradient of the whole micro-batch is."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._narrow = [p for p in parameters if p.requires_grad and p.dtype.itemsize < 4]

@@ -1,12 +1,11 @@
 """Does a cut change what a model computes? Compare the cut model with the whole one.
 
 A tiny random copy of an architecture is trained for three steps twice: as the stock transformers
-model in one piece, and as a chain of shards. Loss, every gradient and every weight must agree.
-What crosses layers outside the hidden state shows here, so that a model that cannot be cut is
-refused with the reason and never trained wrong.
+model, and as a chain of shards. Loss, every gradient and every weight must agree, so that a model
+that cannot be cut is refused with the reason and never trained wrong.
 
 For `data.padding_free` another tiny copy gets samples in one row, whole and cut, and must give the
-loss and the gradients that they give in padded rows. A model in which they meet is refused.
+loss and the gradients that they give in padded rows.
 """
 
 from __future__ import annotations
@@ -76,9 +75,8 @@ class Packing:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one comparison, with the largest differences found: of the losses (absolute),
-    of the first step's gradients and of the weights after training (relative to each tensor's
-    largest entry)."""
+    """The outcome of one comparison, with the largest differences: of losses (absolute), of the
+    first step's gradients and of trained weights (relative to each tensor's largest entry)."""
 
     model_type: str
     verdict: Verdict
@@ -115,11 +113,11 @@ def verify_model(
     model_type: str | None = None,
     cuts: Sequence[int] | None = None,
 ) -> Result:
-    """Compare the configured model, or a tiny one of an architecture, with its cut self.
+    """Compare the configured model (a tiny copy of it where its weights do not fit this machine
+    several times), or a tiny one of an architecture, with its cut self.
 
-    The configured model is taken where its weights fit this machine several times, else a tiny copy
-    with the same layers; it is refused where `data.padding_free` is asked for and not possible. The
-    cut is `cuts`, else the configuration's plan, else two cuts over the layers.
+    It is refused also where `data.padding_free` is asked for and not possible. The cut is `cuts`,
+    else the configuration's plan, else two cuts over the layers.
     """
     checkpoint = None
     if config is not None and config.model is not None:
@@ -152,9 +150,7 @@ def verify_model(
 
 def _fits(config: PretrainedConfig) -> bool:
     """Whether two float32 copies in training, and as much again, fit this machine's free memory.
-
-    A quantised checkpoint is never compared itself: its whole counterpart is not in float32.
-    """
+    Never for a quantised checkpoint: its whole counterpart is not in float32."""
     if stored_quantization(config) is not None:
         return False
     numbers = sum(p.numel() for p in meta_model(config).parameters())
@@ -162,9 +158,7 @@ def _fits(config: PretrainedConfig) -> bool:
 
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
-    """Compare before training, or remember that it passed. Raises ArchitectureError when the cut
-    changes the result.
-    """
+    """Compare before training, or remember that it passed. Raises ArchitectureError if not."""
     question = _question("cut", config, ranges)
     if verdict := recall("verdicts", question):
         return Result(config.model_type, verdict, stages=tuple(ranges))
@@ -180,10 +174,8 @@ def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
 
 
 def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str | None:
-    """The attention implementation for training with `data.padding_free` (None: the model's own
-    choice). Remembered like `admit`. Raises ArchitectureError where samples of one row would see
-    each other.
-    """
+    """`Packing.attention` for training with `data.padding_free`, remembered. Raises
+    ArchitectureError where samples of one row would see each other."""
     question = _question("packing", config, ranges)
     if answer := recall("verdicts", question):
         return answer["attention"]
@@ -220,11 +212,8 @@ def _own_code() -> str:
 def verify_all(
     progress: Callable[[Result], None] | None = None, model_types: Iterable[str] | None = None
 ) -> list[Result]:
-    """Compare every causal-LM architecture of the installed transformers.
-
-    `progress` is called after each one. An architecture without a working tiny configuration
-    counts as refused.
-    """
+    """Compare every causal-LM architecture of the installed transformers; one without a working
+    tiny configuration counts as refused. `progress` is called after each."""
     results = []
     for model_type in model_types if model_types is not None else causal_lm_types():
         try:
@@ -243,11 +232,8 @@ def verify_all(
 def compare(
     config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None = None
 ) -> Result:
-    """Train the whole model and the chain of its shards; both in float32, on the CPU.
-
-    Both sides read `checkpoint`. Without one `config` must be tiny: random weights are then
-    written to a temporary directory for both.
-    """
+    """Train the whole model and the chain of its shards, in float32, on the CPU. Without
+    `checkpoint` the weights are random, and `config` must be tiny."""
     config = _deterministic(config)
     subject = "a tiny copy" if checkpoint is None else "the model itself"
     found = Result(config.model_type, "refused", subject=subject, stages=tuple(ranges))
@@ -347,11 +333,8 @@ def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig, found: Resu
 
 
 def why_not_chunked(config: PretrainedConfig) -> str | None:
-    """Why the loss of this architecture cannot be computed in chunks; None where it can.
-
-    A tiny random model of it computes loss and gradients both ways. Raises ArchitectureError when
-    no tiny copy runs.
-    """
+    """Why the loss of this architecture cannot be computed in chunks; None where it can. A tiny
+    copy computes it both ways. Raises ArchitectureError when none runs."""
     tiny = shrink(config)
     whole = ranges_between([0, introspect(tiny).num_layers])[0]
     with quiet_library():
@@ -364,16 +347,9 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
             loss.backward()
             expected = _outcome(shard, loss)
             for limit in _CHUNKS:
-                loss = chunked_loss(
-                    shard,
-                    inputs,
-                    None,
-                    items,
-                    spans(inputs["labels"].shape, limit),
-                    running=torch.enable_grad,
-                    backward=torch.Tensor.backward,
-                )
-                actual = _outcome(shard, loss)
+                chunks = spans(inputs["labels"].shape, limit)
+                how: Any = {"running": torch.enable_grad, "backward": torch.Tensor.backward}
+                actual = _outcome(shard, chunked_loss(shard, inputs, None, items, chunks, **how))
                 if lost := sorted(expected.keys() ^ actual.keys()):
                     return f"no gradient reaches {lost[0]}"
                 for looked_at in ({"the loss": expected["the loss"]}, expected):
@@ -381,9 +357,8 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
                     if difference > TOLERANCE:
                         return f"{worst} would differ by {difference:.2g} (relative)"
         except LIBRARY_ERRORS as error:
-            return (
-                f"what follows the layers does not run on a part of the tokens ({one_line(error)})"
-            )
+            why = one_line(error)
+            return f"what follows the layers does not run on a part of the tokens ({why})"
     return None
 
 
@@ -397,9 +372,8 @@ def _outcome(shard: Shard, loss: torch.Tensor) -> Inputs:
 def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packing:
     """Whether samples of one row train as in padded rows, on a tiny copy, and by which attention.
 
-    Where the configuration leaves it open, the one that takes each sample by itself is preferred to
-    the library's mask over the row, which costs as much as one sample of that length. It also
-    stands for kernels of variable lengths, which do not run on a CPU: the positions are the same.
+    `VARLEN` is preferred to the library's mask over the row, which costs more. It also stands for
+    kernels of variable lengths, which do not run on a CPU: the positions are the same.
     """
     asked = config._attn_implementation
     tried: dict[str | None, str | None] = {VARLEN: VARLEN, asked: asked}
@@ -446,11 +420,8 @@ class _Samples:
 def _packing_problem(
     config: PretrainedConfig, samples: _Samples, ranges: Sequence[ShardRange]
 ) -> str:
-    """Why samples cannot share a row under the configured attention; empty where they can.
-
-    First the whole model, in one row and in padded ones; then the chain of shards and the whole,
-    both in one row.
-    """
+    """Why samples cannot share a row under the configured attention; empty where they can: first
+    the whole model, in one row and padded; then the chain of shards and the whole, in one row."""
     try:
         whole, shards = _build(config, ranges, None)
         loss = _whole_step(whole, samples.packed, samples.items, config)
@@ -481,8 +452,8 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def largest_difference(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], floor: float = 0.0
 ) -> tuple[float, str]:
-    """The largest difference and where it is: relative to each tensor's largest entry, or to a
-    share `floor` of the largest of all."""
+    """The largest difference, relative to each tensor's largest entry (at least a share `floor` of
+    the largest of all), and where it is."""
     largest = {name: float(tensor.abs().max()) for name, tensor in expected.items()}
     least = max(floor * max(largest.values()), torch.finfo(torch.float32).tiny)
     worst, where = 0.0, ""
@@ -530,8 +501,7 @@ class _Chain:
         """The loss; gradients are left in the parameters, the tied ones summed at both ends."""
         for shard in self._shards:
             shard.model.zero_grad()
-        hidden = None
-        boundaries = []
+        hidden, boundaries = None, []
         for shard in self._shards[:-1]:
             out = shard.forward(inputs, hidden)
             hidden = out.detach().requires_grad_()
@@ -560,12 +530,11 @@ def write_architectures(results: Sequence[Result], path: Path) -> None:
     groups: dict[str, list[Result]] = {"bit-equal": [], "within tolerance": [], "refused": []}
     for result in sorted(results, key=lambda r: r.model_type):
         groups[result.verdict].append(result)
-    packing = {
-        r.model_type: r.packing.attention for r in results if r.packing and not r.packing.reason
-    }
+    packed = [(r.model_type, r.packing) for r in results]
+    packing = {name: p.attention for name, p in packed if p and not p.reason}
     alone = sorted(name for name, attention in packing.items() if attention == VARLEN)
     masked = sorted(packing.keys() - set(alone))
-    passed = len(groups["bit-equal"]) + len(groups["within tolerance"])
+    passed = len(results) - len(groups["refused"])
     close = [
         f"| `{r.model_type}` | {r.loss_difference:.1e} | {r.gradient_difference:.1e} |"
         f" {r.weight_difference:.1e} | {r.reason} |"

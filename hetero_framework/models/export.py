@@ -1,7 +1,7 @@
 """Finished artefacts: a PEFT adapter directory or a Hugging Face checkpoint, complete or absent.
 
-Every shard contributes the tensors of its own layers; what arrives is compared with the key list of
-the whole model before the directory appears under its name.
+What the shards contribute is compared with the whole model's key list before the directory appears
+under its name.
 """
 
 from __future__ import annotations
@@ -37,26 +37,18 @@ Shapes = dict[str, tuple[int, ...]]
 
 MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
-# In every artefact: the names of its files.
-EXPORT_LIST = "hetero_export.json"
-
-# Size of one weight file; also what the writer holds in memory.
-MAX_FILE_BYTES = 1 << 30
+EXPORT_LIST = "hetero_export.json"  # in every artefact: the names of its files
+MAX_FILE_BYTES = 1 << 30  # of one weight file, which the writer holds in memory
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 _log = logging.getLogger(__name__)
 
 
-# -- reading tensors out of a shard ---------------------------------------------------------------
-
-
 def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
-    """Yield the shard's weights as a Hugging Face checkpoint names them, on the CPU, by layer.
-
-    transformers' own weight conversions are reverted (fused experts become single ones again); the
-    inputs of each lie in one layer. The head of a tied pair is left out, unless `untie`.
-    """
+    """Yield the shard's weights as a Hugging Face checkpoint names them, on the CPU, by layer, with
+    transformers' weight conversions (fused experts) reverted; the inputs of each lie in one layer.
+    The head of a tied pair is left out, unless `untie`."""
     model = shard.model
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     if not untie:
@@ -84,17 +76,14 @@ def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
 
 
 def _checkpoint_form(model: Any, state: Tensors) -> Tensors:
-    # What a checkpoint happened to be called when it was loaded (a missing prefix, say) is
-    # recorded on the model; the names written here must be the class's own on every stage.
+    # The model records how names differed in the checkpoint it was loaded from (a missing prefix,
+    # say); those written here must be the class's own on every stage.
     recorded = getattr(model, "_weight_conversions", None)
     model._weight_conversions = None
     try:
         return revert_weight_conversion(model, state)
     finally:
         model._weight_conversions = recorded
-
-
-# -- writing --------------------------------------------------------------------------------------
 
 
 def write_adapter(
@@ -105,11 +94,8 @@ def write_adapter(
     revision: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write a PEFT adapter directory from the shards' parts, atomically.
-
-    Raises CheckpointError, with the keys, for tensors that are missing, unexpected, misshapen or
-    there twice; the directory is then as it was.
-    """
+    """Write a PEFT adapter directory from the shards' parts, atomically. Raises CheckpointError,
+    with the keys, for tensors that are missing, unexpected, misshapen or there twice."""
     tensors: Tensors = {}
     for part in _checked(parts, plan.tensors, "adapter"):
         tensors.update({key: _own_copy(tensor) for key, tensor in part.items()})
@@ -136,11 +122,8 @@ def write_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a Hugging Face checkpoint directory from the shards' parts, atomically.
-
-    Holds at most one file's tensors (`max_file_bytes`) and one part in memory. Raises
-    CheckpointError like `write_adapter`.
-    """
+    """Write a Hugging Face checkpoint directory from the shards' parts, atomically, with at most
+    one file's tensors and one part in memory. Raises CheckpointError like `write_adapter`."""
     with output.writing() as folder:
         files = _WeightFiles(folder, max_file_bytes)
         for part in _checked(parts, expected_checkpoint_tensors(config), "checkpoint"):
@@ -238,9 +221,9 @@ class _WeightFiles:
 class OutputDirectory:
     """The directory of an artefact: what may be replaced there, and the moment it changes.
 
-    Every artefact lists its own files (`hetero_export.json`). A directory that is not empty is
-    written only with `overwrite`: the files on its list are replaced, all others stay. Without a
-    list, what is there may be replaced only if it is exactly what is written.
+    A directory that is not empty is written only with `overwrite`: the files on the list of its
+    artefact (`EXPORT_LIST`) are replaced, all others stay. Without a list, what is there may be
+    replaced only if it is exactly what is written.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
@@ -251,7 +234,7 @@ class OutputDirectory:
 
     def check(self, *sources: str | Path) -> None:
         """Raise CheckpointError where nothing may be written: it holds something, or is one of the
-        `sources` that the artefact is made from (names of the hub are none)."""
+        `sources` of the artefact (directories or hub names)."""
         for source in map(Path, sources):
             if self.path.exists() and source.exists() and self.path.samefile(source):
                 raise CheckpointError(
@@ -270,10 +253,7 @@ class OutputDirectory:
     @contextmanager
     def writing(self) -> Iterator[Path]:
         """A folder that becomes the directory when the block ends, and vanishes when it raises.
-
-        Raises CheckpointError like `check`, or for a file that is not ours to replace;
-        ResourceError when the disk refuses.
-        """
+        Raises CheckpointError also for a file that is not ours; ResourceError for the disk."""
         self.check()
         try:
             if put_back(self.path, self._old):
@@ -322,9 +302,9 @@ class OutputDirectory:
             raise CheckpointError(f"{self.path / EXPORT_LIST} cannot be read") from error
         foreign = [name for name in present if name not in own]
         if taken := sorted({*files, EXPORT_LIST}.intersection(foreign)):
+            what = f"{', '.join(taken)} of another origin"
             raise CheckpointError(
-                f"{self.path} holds {', '.join(taken)} of another origin, which will not be"
-                " replaced",
+                f"{self.path} holds {what}, which will not be replaced",
                 hint="choose another directory, or remove these files",
             )
         return foreign

@@ -1,9 +1,8 @@
 """Whether all processes read the same weights, by hashes of the bytes in their files.
 
 A fingerprint maps each layer, and each tensor outside the layers, to a hash of its names, types,
-shapes and bytes, as the files hold them: how they are cut into files, onto stages or rounded while
-they are loaded does not matter. Further entries stand for the configuration, the list of files and,
-of a repository of the hub, the commit. Whatever two fingerprints both have must be equal.
+shapes and bytes in the files, however these are cut. Further entries stand for the configuration,
+the list of files and the hub's commit. What two fingerprints both have must be equal.
 """
 
 from __future__ import annotations
@@ -34,11 +33,8 @@ _NOT_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "auto
 
 
 def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
-    """Of the layers that hold the tensors `names`; a layer counts with all its tensors.
-
-    Reads each tensor's bytes once; what it found of a file is remembered until the file changes.
-    Raises ModelError for a file that cannot be read.
-    """
+    """Of the layers that hold the tensors `names`, each with all its tensors. Remembered until a
+    file changes. Raises ModelError for a file that cannot be read."""
     groups = {_group(name) for name in names}
     members: dict[str, list[str]] = defaultdict(list)
     for name in checkpoint.files:
@@ -57,10 +53,8 @@ def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
 
 
 def whole_fingerprint(source: str, revision: str | None) -> Fingerprint | None:
-    """Of all weights, from what this machine has; None where a file is not there.
-
-    Without commit and list of files: other ones may hold the same weights.
-    """
+    """Of all weights, from what this machine has; None where a file is not there. Without commit
+    and list of files: other ones may hold the same weights."""
     try:
         checkpoint = Checkpoint(source, revision, local=True)
         found = fingerprint(checkpoint, checkpoint.files)
@@ -72,12 +66,9 @@ def whole_fingerprint(source: str, revision: str | None) -> Fingerprint | None:
 def check_same_model(
     loaded: Sequence[tuple[str, Mapping[str, str]]], expected: Fingerprint | None
 ) -> None:
-    """Raise ModelError unless all stages were read from one model.
-
-    `loaded` says of each stage which process read it and what. They are compared with `expected`,
-    the coordinator's own files; where these are not complete, with each other, by configuration,
-    list of files and revision.
-    """
+    """Raise ModelError unless all stages were read from one model: `loaded` are the processes that
+    read them and what they read, `expected` the coordinator's own files. Without these the stages
+    are compared with each other, by configuration, list of files and revision."""
     for number, (process, found) in enumerate(loaded):
         others = loaded[:number] if expected is None else [("the coordinator", expected)]
         for other, theirs in others:
@@ -128,9 +119,8 @@ def _origin(checkpoint: Checkpoint) -> Fingerprint:
     found = {INDEX: _hash(sorted(checkpoint.files.items()))}
     config = checkpoint.path("config.json")
     if config is not None:
-        settings: Any = json.loads(config.read_bytes())
-        kept = {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
-        found[CONFIG] = _hash(kept)
+        settings: dict[str, Any] = json.loads(config.read_bytes())
+        found[CONFIG] = _hash({k: v for k, v in settings.items() if k not in _NOT_SETTINGS})
         if config.parent.parent.name == "snapshots":
             found[COMMIT] = config.parent.name
     return found

@@ -1,8 +1,8 @@
 """The structure of a causal language model, learned from one forward of a tiny copy of it.
 
-Nothing here knows an architecture. A tiny model of the same class runs once while hooks watch the
-candidates for the list of blocks and a function mode watches where each weight is used. Names and
-layer counts are the real model's, because only widths were shrunk.
+Nothing here knows an architecture. While a tiny model of the same class runs once, hooks watch the
+candidates for the list of blocks, and a function mode sees where each weight is used. Names and
+layer counts are the real model's: only widths were shrunk.
 
 Shapes: B rows, S tokens, D hidden size.
 """
@@ -35,7 +35,6 @@ LIBRARY_ERRORS = (
     AttributeError,
     ImportError,
     LookupError,
-    NotImplementedError,
     OSError,
     RuntimeError,
     StrictDataclassError,
@@ -43,8 +42,7 @@ LIBRARY_ERRORS = (
     ValueError,
 )
 
-# Of the tiny configurations that this process has met.
-_learned: dict[str, ModelStructure] = {}
+_learned: dict[str, ModelStructure] = {}  # by the tiny configurations that this process has met
 
 # Asking a weight for its shape or type is no use of the weight.
 _QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size"}
@@ -52,11 +50,8 @@ _QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "e
 
 @dataclass(frozen=True)
 class BlockForm:
-    """How one block is called: where its hidden state comes in and where it goes out.
-
-    `entry` is a position or a keyword. `exit` is the index in the returned tuple of `exit_length`
-    items, or None when the block returns the tensor itself.
-    """
+    """Where a block's hidden state comes in and goes out: `entry` is a position or keyword, `exit`
+    the index in a tuple of `exit_length` items (None: the block returns the tensor itself)."""
 
     entry: int | str
     exit: int | None
@@ -89,11 +84,11 @@ class BlockForm:
 class ModelStructure:
     """Where the parts of a model are.
 
-    `owner` says, for every trained parameter outside the blocks, beside which block it lives: -1
-    with the first stage, i with block i's, `num_layers` with the last. `shared` gives the blocks
-    (-1: before the first) beside which a parameter is used, if more than one. `crossing` names, per
-    block, what it receives beside the hidden state that only the first stage could have.
-    `loss_counts_items` tells whether the model's own loss honours `num_items_in_batch`.
+    `owner` says which stage has a trained parameter outside the blocks: -1 the first, i that of
+    block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
+    parameter is used, if more than one. `crossing` names, per block, what it receives beside the
+    hidden state that only the first stage could have. `loss_counts_items` tells whether the model's
+    own loss is the sum over tokens divided by `num_items_in_batch`.
     """
 
     model_class: type[PreTrainedModel]
@@ -110,10 +105,8 @@ class ModelStructure:
 
 
 def introspect(config: PretrainedConfig) -> ModelStructure:
-    """Learn the structure of `config`'s model.
-
-    Raises ArchitectureError when it cannot be cut, or when its tiny copy does not run.
-    """
+    """Learn the structure of `config`'s model. Raises ArchitectureError when it cannot be cut, or
+    when its tiny copy does not run."""
     try:
         with quiet_library():
             tiny = shrink(config)
@@ -133,8 +126,7 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
 
 def one_line(error: BaseException) -> str:
     """An error as one short line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:200]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
@@ -191,11 +183,8 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
 
 
 class _Watch(TorchFunctionMode):
-    """Watches one forward: calls of the blocks, and the phase in which each weight is used.
-
-    Phases are counted in half steps: 2 i while block i runs, 2 i + 1 after it and before the
-    next, -1 before the first.
-    """
+    """Watches one forward: calls of the blocks, and the phase in which each weight is used: 2 i
+    while block i runs, 2 i + 1 after it and before the next, -1 before the first."""
 
     def __init__(
         self, model: PreTrainedModel, name: str, blocks: nn.ModuleList, ids: torch.Tensor
@@ -269,9 +258,9 @@ class _Watch(TorchFunctionMode):
 
 
 def _argument_name(block: nn.Module, name: int | str) -> str:
-    parameters = list(inspect.signature(block.forward).parameters)
     if isinstance(name, str):
         return name
+    parameters = list(inspect.signature(block.forward).parameters)
     return parameters[name] if name < len(parameters) else f"argument {name}"
 
 
@@ -307,8 +296,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _owners(
     model: PreTrainedModel, blocks: str, watch: _Watch, constant: set[str]
 ) -> dict[str, int]:
-    """See `ModelStructure.owner`. Constants (tables of sines that a model keeps as frozen
-    parameters) have no owner: all need them."""
+    """See `ModelStructure.owner`. Constants (frozen parameters, such as tables of sines) have no
+    owner: all need them."""
     last = len(watch.order)
     tied = tied_names(model)
     owner = {}
@@ -341,7 +330,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> bool:
-    """Whether the model's own loss is the sum over tokens divided by `num_items_in_batch`."""
+    """See `ModelStructure.loss_counts_items`."""
     items = (inputs["labels"][:, 1:] != -100).sum()
     with torch.no_grad():
         losses = []

@@ -10,11 +10,10 @@ Korthikanti et al. 2022 (equation 1, without the attention matrix) count 17 h. O
 really stores it is 1.2 for Llama and Gemma, 0.9 to 1.0 for Qwen3-MoE, and 0.7 for GPT-2, whose GELU
 is spelled out. Attention that stores its matrix ("eager") adds c + 4 bytes per head and pair of
 tokens. A stage that neither trains anything nor passes a gradient on stores nothing for backward.
+All sizes are bytes.
 
 Measured for a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU: full training estimated
 3.15 GiB, peak resident set over an idle process 2.84; LoRA on all linear layers 1.88 against 2.51.
-
-All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ class StageMemory:
     """Memory of one stage. Everything but `activations` and `logits` is counted, not estimated.
 
     `parameters` is the number of weights, an adapter's included. `activations` are those of
-    `in_flight` micro-batches at once; each further one takes `per_micro_batch`. `foreach` is what
-    an optimizer that steps all weights at once needs then, without activations and logits: on
-    CUDA and XPU torch's AdamW does (the roots of all second moments). `device` is the owner's.
+    `in_flight` micro-batches, each `per_micro_batch`. `foreach` is what an optimizer that steps all
+    weights at once needs then: on CUDA and XPU torch's AdamW does (the roots of all second
+    moments). `device` is the owner's.
     """
 
     stage: StageSpec
@@ -124,12 +123,12 @@ def estimate_memory(
     plan: AdapterPlan | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> list[StageMemory]:
-    """Memory of every stage of `config`; loads nothing.
+    """Memory of every stage of `config`; loads nothing. Raises as `plan_adapter`, `introspect`.
 
-    `in_flight` are the micro-batches that each stage may store at once, by default `max_in_flight`
-    (default: the configuration's, else twice the stages); the last stage holds one, and none more
-    than a step has. `tokens` is the longest sample (default: data.max_length). `plan` is planned
-    here by default. Checkpointing "auto" counts as none. Raises as `plan_adapter`, `introspect`.
+    `in_flight` are the micro-batches that each stage may store, by default `max_in_flight` (by
+    default the configuration's, else twice the stages); the last stage holds one, and none more
+    than a step has. `tokens` is the longest sample (default: data.max_length). Checkpointing "auto"
+    counts as none.
     """
     assert config.model is not None
     stages = config.plan.stages
@@ -158,12 +157,9 @@ def recompute_stages(
     optional: Collection[int],
     devices: Iterable[tuple[Collection[int | str], int]],
 ) -> set[int]:
-    """The fewest stages to compute again backward so that every device fits; all of a device's
-    where even they do not help, and `check_fits` then says what is missing.
-
-    `plain` and `recomputing` are all stages without and with it, `optional` the stages that may,
-    `devices` the owners on each device with the bytes that are free there.
-    """
+    """The fewest `optional` stages to compute again backward so that every device fits; all of a
+    device's where even they do not help. `plain` and `recomputing` are all stages without and with
+    it, `devices` the owners on each device with the bytes that are free there."""
     chosen = set()
     for owners, free in devices:
         own = [m for m in plain if m.stage.owner in owners]
@@ -181,8 +177,8 @@ def recompute_stages(
 def in_flight_limits(
     memory: Sequence[StageMemory], limit: int, devices: Iterable[tuple[Collection[int | str], int]]
 ) -> tuple[int, ...]:
-    """The number of micro-batches that fit each stage's memory, from 1 to `limit`, the same for all
-    stages of a device; `devices` as for `recompute_stages`."""
+    """The number of micro-batches that fit each stage's memory, 1 to `limit`, the same for all of a
+    device; `devices` as for `recompute_stages`."""
     found = [limit] * len(memory)
     for owners, free in devices:
         own = [m for m in memory if m.stage.owner in owners]
@@ -231,9 +227,8 @@ class _Shapes:
         whole = meta_model(config)
         self.skeleton = Skeleton(config, introspect(config))
         self.text = config.get_text_config()
-        dtype: Any = config.dtype or torch.float32
-        if model.dtype != "auto":
-            dtype = getattr(torch, model.dtype)
+        stored: Any = config.dtype or torch.float32
+        dtype = stored if model.dtype == "auto" else getattr(torch, model.dtype)
         self.number_bytes = int(dtype.itemsize)
         quantization = model.quantization or stored_quantization(config)
         sizes = _module_sizes(whole, quantization, config)
@@ -260,11 +255,8 @@ class _Shapes:
     ) -> dict[str, tuple[int, int]]:
         """{parameter: (numbers, bytes of one)} of what is trained."""
         if plan is None:
-            return {
-                name: (p.numel(), self.number_bytes)
-                for name, p in whole.named_parameters()
-                if p.is_floating_point()
-            }
+            floats = [(n, p) for n, p in whole.named_parameters() if p.is_floating_point()]
+            return {name: (p.numel(), self.number_bytes) for name, p in floats}
         own = 2 if quantized else 4
         return {
             name: (math.prod(shape), own if ".lora_" in name else self.number_bytes)
@@ -348,7 +340,7 @@ def _stage_memory(
 
 def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
     """State of an optimizer of transformers, by its name. Adafactor's one number per row and column
-    is left out, and a paged state counts like one on the device."""
+    is left out; a paged state counts like one on the device."""
     states = next((n for part, n in _STATES_PER_WEIGHT if part in optim), _ADAM_STATES)
     bits = 8 if "8bit" in optim else 4 if "4bit" in optim else None
     return int(sum(count * states * (bits / 8 if bits else size) for count, size in trained))
@@ -357,19 +349,16 @@ def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
 def _activation_bytes(
     spec: StageSpec, shapes: _Shapes, config: Config, tokens: int, differentiates: bool
 ) -> tuple[int, int]:
-    """(once, for each micro-batch in flight) stored by the layers. With gradient checkpointing: one
-    hidden state per layer and micro-batch, and one layer in full; without a backward: what one
-    layer uses while it runs."""
+    """(once, for each micro-batch in flight) stored by the layers. Gradient checkpointing: a hidden
+    state per layer and micro-batch, and one layer in full; no backward: what a layer uses."""
     training = config.training
     batch_tokens = training.per_device_train_batch_size * tokens
     c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
     hidden = batch_tokens * int(shapes.text.hidden_size) * c
     one_row = config.data is not None and config.data.padding_free
     row_tokens = batch_tokens if one_row else tokens
-    layers = [
-        _layer_bytes(layer, shapes, c, row_tokens) * batch_tokens
-        for layer in range(spec.start, spec.end)
-    ]
+    span = range(spec.start, spec.end)
+    layers = [_layer_bytes(layer, shapes, c, row_tokens) * batch_tokens for layer in span]
     largest = max(layers, default=0)
     if not differentiates:
         return hidden + largest, 0
@@ -396,20 +385,15 @@ def _layer_bytes(layer: int, shapes: _Shapes, c: int, row_tokens: int) -> int:
 
 
 def _experts_per_token(text: PretrainedConfig) -> int:
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
+    values = (getattr(text, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
 
 def _loss_bytes(shapes: _Shapes, batch_tokens: int, training: TrainingConfig) -> int:
     layers = shapes.skeleton.structure.num_layers
     head = ShardRange(layers, layers, False, True)
-    narrow = sum(
-        count
-        for name, (count, size) in shapes.trainable.items()
-        if size < 4 and shapes.holds(name, head)
-    )
+    own = [numbers for name, numbers in shapes.trainable.items() if shapes.holds(name, head)]
+    narrow = sum(count for count, size in own if size < 4)
     objective = objective_of(training)
     return objective.loss_bytes(shapes.text, batch_tokens, shapes.number_bytes, narrow)

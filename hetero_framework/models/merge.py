@@ -35,11 +35,10 @@ def merge_adapter(
     dtype: DType = "auto",
     revision: str | None = None,
 ) -> None:
-    """Write `model` with the adapter folded in as a Hugging Face checkpoint into `output`.
+    """Write `model`, a directory or hub name, with the adapter folded in into `output`.
 
-    `model` is a directory or hub name with full-precision weights, `dtype` the type of the result
-    ("auto": the checkpoint's). Memory holds about one block and one weight file. An adapter on one
-    end of tied embeddings unties them, because the two ends then differ.
+    `dtype` is the type of the result ("auto": the checkpoint's). Memory holds about one block and
+    one weight file. An adapter on one end of tied embeddings unties them: the ends then differ.
     Raises ModelError for a quantised base, ConfigError for an adapter that does not fit,
     CheckpointError when `output` holds something else, DataError for a tokenizer that brings code.
     """
@@ -48,8 +47,7 @@ def merge_adapter(
     output.check(source, adapter_dir)
     settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
     config = load_model_config(settings, base_dir)
-    stored = stored_quantization(config)
-    if stored is not None:
+    if stored := stored_quantization(config):
         raise ModelError(
             f"{model} is quantised ({stored}); merging into it would round the adapter away",
             hint="give the full-precision model that the quantised one was made from",
@@ -80,8 +78,7 @@ def _merged_layers(
     for span in ranges_between(range(count + 1)):
         shard = load_shard(settings, base_dir, span, device, seed=0)
         if untie and span.is_last:
-            # With one block both ends are here and share memory; a merge into one must not show
-            # in the other.
+            # With one block both ends are here and share memory; a merge changes only one.
             head = shard.model.get_parameter(str(shard.head_name))
             head.data = head.data.clone()
         attach_adapter(shard, plan, seed=0)
@@ -102,10 +99,8 @@ def _tokenizer(sources: list[str], revision: str | None) -> PreTrainedTokenizerB
             try:
                 return read_tokenizer(source, revision)
             except DataError as error:
-                raise DataError(
-                    error.message,
-                    hint="take tokenizer_config.json out of it to write the model without one",
-                ) from error
+                hint = "take tokenizer_config.json out of it to write the model without one"
+                raise DataError(error.message, hint=hint) from error
     return None
 
 

@@ -1,7 +1,7 @@
 """The objective of a run: everything that another loss would change.
 
-The engine moves tensors and adds numbers; which tensors a stage needs, how the last stage makes a
-loss of them, and by how many items a step is divided, it asks here.
+The engine asks here which tensors a stage needs, how the last stage makes a loss of them, and by
+how many items a step is divided.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
@@ -32,13 +32,9 @@ class CausalLM:
         self._loss_chunk_tokens = loss_chunk_tokens
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
-        """The tensors of a micro-batch that a stage needs: tokens in front, labels at the end,
-        masks and positions everywhere."""
-        return [
-            name
-            for name in names
-            if (name != "input_ids" or spec.is_first) and (name != "labels" or spec.is_last)
-        ]
+        """The tensors that a stage needs: tokens in front, labels at the end, others everywhere."""
+        needed = {"input_ids": spec.is_first, "labels": spec.is_last}
+        return [name for name in names if needed.get(name, True)]
 
     def loss(
         self,
@@ -67,12 +63,9 @@ class CausalLM:
         return loss.detach()
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """For training this model: what the loss of a step's micro-batches is divided by.
-
-        Counts as transformers' Trainer does, so that a step equals its step. The Trainer leaves the
-        first label of each row, which nothing predicts, out only where it knows the loss from the
-        name of the class, and `GPT2LMHeadModel` is none of these.
-        """
+        """For training this model: what the loss of a step's micro-batches is divided by, as in
+        transformers' Trainer. That leaves the first label of each row, which nothing predicts, out
+        only where it knows the loss from the class's name, and so not for `GPT2LMHeadModel`."""
         loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
         first_labels = loss is not ForCausalLMLoss and introspect(config).loss_counts_items
         return lambda batches: num_items(batches, first_labels=first_labels)
@@ -84,11 +77,9 @@ class CausalLM:
     def loss_bytes(
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
     ) -> int:
-        """Memory that the last stage needs for the loss of `tokens` tokens at once, with weights
-        of `number_bytes`; `head_numbers` of its trained ones are narrower than float32.
-
-        Logits, their float32 upcast, its log-softmax and the gradients of both: of all tokens,
-        or of one loss chunk and the head's gradient summed up in float32 over them."""
+        """Memory that the last stage needs for the loss of `tokens` tokens at once, with weights of
+        `number_bytes`: logits, their float32 upcast, its log-softmax and the gradients of both. Of
+        one loss chunk, also a float32 sum for `head_numbers`, the narrower trained weights."""
         # In float32 the upcast is no copy.
         per_logit = 16 if number_bytes == 4 else number_bytes + 16
         limit = chunk_tokens(self._loss_chunk_tokens, text)

@@ -1,8 +1,8 @@
 """Taking everything outside a layer range out of a model.
 
-A shard's class is a subclass of the model's own. Absent blocks become stand-ins that pass the
-hidden state on; absent weights before the blocks keep their shape but no memory, so
-that the code around them still runs; reaching what follows the blocks ends the forward.
+A shard's class is a subclass of the model's own. Absent blocks pass the hidden state on; absent
+weights before the blocks keep a shape without memory, so that the code around them runs; reaching
+what follows the blocks ends the forward.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ class ShardRange:
 
 def ranges_between(bounds: Sequence[int]) -> tuple[ShardRange, ...]:
     """The shards of a whole model: one from each bound to the next."""
-    last = len(bounds) - 2
-    return tuple(
-        ShardRange(start, end, index == 0, index == last)
-        for index, (start, end) in enumerate(pairwise(bounds))
-    )
+    spans, last = enumerate(pairwise(bounds)), len(bounds) - 2
+    return tuple(ShardRange(start, end, k == 0, k == last) for k, (start, end) in spans)
 
 
 class Skeleton:
@@ -54,10 +51,8 @@ class Skeleton:
         model = meta_model(config)
         blocks: Any = model.get_submodule(structure.blocks)
         if len(blocks) != structure.num_layers:
-            raise ArchitectureError(
-                f"{type(model).__name__} has {len(blocks)} blocks, its tiny copy "
-                f"{structure.num_layers}"
-            )
+            found = f"{type(model).__name__} has {len(blocks)} blocks"
+            raise ArchitectureError(f"{found}, its tiny copy {structure.num_layers}")
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
@@ -70,8 +65,8 @@ class Skeleton:
             self._local[name] = counts[parent] = counts.get(parent, -1) + 1
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
-        """Where a parameter stands in the whole model: (module, place in the module). An adapter's
-        stand behind the own ones of the deepest module of the whole model in their name."""
+        """Where a parameter stands in the whole model: (module, place in it). An adapter's stand
+        behind the own ones of the deepest module of the whole model in their name."""
         parts = name.split(".")
         for length in range(len(parts) - 1, -1, -1):
             module = ".".join(parts[:length])
@@ -105,8 +100,7 @@ class Skeleton:
 
 
 def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> None:
-    """Raise ArchitectureError for what would cross the boundaries of `rng` beside the hidden
-    state."""
+    """Raise ArchitectureError for what would cross a cut beside the hidden state."""
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):
         raise ArchitectureError(
@@ -123,17 +117,16 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
         return
     structure = whole.structure
     for layer, crossing in sorted(structure.crossing.items()):
+        found = ", ".join(crossing)
         raise ArchitectureError(
-            f"layer {layer} receives, beside the hidden state, {', '.join(crossing)}, from"
-            " outside it"
+            f"layer {layer} receives, beside the hidden state, {found}, from outside it"
         )
     ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
     for name, layers in sorted(structure.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
         if name not in ends and any(inside) and not all(inside):
-            raise ArchitectureError(
-                f"{name} is shared by layers {list(layers)} of different stages"
-            )
+            shared = f"{name} is shared by layers {list(layers)} of different stages"
+            raise ArchitectureError(shared)
 
 
 def _tied_ends(tied: dict[str, str], structure: ModelStructure) -> tuple[str | None, str | None]:
@@ -150,11 +143,9 @@ class Captured(Exception):
 
 
 class PassThrough(nn.Module):
-    """Stands for an absent block: returns the hidden state it is given.
-
-    What models read of their blocks (`attention_type`, `mamba.mup_vector`, ...) stays: plain
-    attributes, and tensors without memory. Methods that a model calls on all blocks do nothing.
-    """
+    """Stands for an absent block: returns the hidden state it is given. What models read of their
+    blocks stays: plain attributes (`attention_type`), and tensors without memory
+    (`mamba.mup_vector`). Methods that a model calls on all blocks do nothing."""
 
     def __init__(self, block: nn.Module, form: BlockForm) -> None:
         super().__init__()
@@ -228,24 +219,17 @@ def _outline(module: nn.Module) -> Any:
 def shard_class(
     whole: Skeleton, rng: ShardRange, *, keep_embedding: bool = False
 ) -> type[PreTrainedModel]:
-    """The model's own class with everything outside `rng` taken out after construction.
-
-    `keep_embedding` leaves the embedding in a shard that has only the head, while a tied head
-    is loaded from it.
-    """
+    """The model's own class with everything outside `rng` taken out after construction;
+    `keep_embedding` leaves the embedding in, while a tied head is loaded from it."""
     base = whole.structure.model_class
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         _prune(self, whole, rng, keep_embedding)
 
-    body = {
-        "__init__": __init__,
-        # The library tells its own models from others by module and name.
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-    }
-    return type(base.__name__, (base,), body)
+    # The library tells its own models from others by module and name.
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), {"__init__": __init__, **names})
 
 
 def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -> None:

@@ -1,9 +1,8 @@
 """4-bit and 8-bit frozen weights through bitsandbytes, quantised the same under any cut.
 
 transformers leaves some modules in full precision: the head, tied weights and whatever comes last
-in the model. Asked about a shard it would answer differently than about the whole model (the last
-module of a middle shard is one of its projections), so the answer is taken from the whole model and
-handed over explicitly.
+in the model. In a middle shard that is one of its projections, so the answer is taken from the
+whole model and handed over explicitly.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ def quantization_config(
 ) -> BitsAndBytesConfig | dict[str, Any] | None:
     """How to hold a model's weights quantised; None for full precision.
 
-    "nf4" is QLoRA's recipe: 4-bit NormalFloat with double quantisation (Dettmers et al. 2023), its
-    products in `compute_dtype`. "int8" is LLM.int8(). A checkpoint that is quantised already is
-    read with its own settings, a dictionary that belongs into `model_config`. Raises ModelError,
-    DeviceError where bitsandbytes cannot run, ConfigError for a checkpoint quantised otherwise.
+    "nf4" is QLoRA's 4-bit NormalFloat with double quantisation (Dettmers et al. 2023), its products
+    in `compute_dtype`. "int8" is LLM.int8(). A quantised checkpoint is read with its own settings,
+    a dictionary that belongs into `model_config`. Raises as `stored_quantization`, DeviceError
+    where bitsandbytes cannot run, ConfigError for a checkpoint quantised otherwise.
     """
     stored = stored_quantization(model_config)
     if kind is None and stored is None:
@@ -61,12 +60,9 @@ def quantization_config(
 
 
 def stored_quantization(model_config: PretrainedConfig) -> str | None:
-    """How a checkpoint is quantised: "nf4", "fp4" or "int8"; None for full precision.
-
-    Raises ModelError for methods other than bitsandbytes'.
-    """
-    settings = stored_settings(model_config)
-    if not settings:
+    """How a checkpoint is quantised: "nf4", "fp4" or "int8"; None for full precision. Raises
+    ModelError for methods other than bitsandbytes'."""
+    if not (settings := stored_settings(model_config)):
         return None
     method = str(settings.get("quant_method", "bitsandbytes")).rpartition(".")[2].lower()
     if method != "bitsandbytes" and not method.startswith("bitsandbytes_"):
@@ -87,7 +83,5 @@ def modules_left_alone(model_config: PretrainedConfig) -> list[str]:
 
 def stored_settings(model_config: PretrainedConfig) -> dict[str, Any]:
     """The checkpoint's `quantization_config` as a dictionary, empty for full precision."""
-    stored = getattr(model_config, "quantization_config", None)
-    if stored is None:
-        return {}
+    stored = getattr(model_config, "quantization_config", None) or {}
     return dict(stored if isinstance(stored, dict) else stored.to_dict())

@@ -25,11 +25,8 @@ Read = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
 def finished_tensors(
     settings: ModelConfig, base_dir: Path, plan: AdapterPlan | None, read: Read
 ) -> Iterator[Tensors]:
-    """The tensors of the finished artefact; `read` gives trained weights by parameter name.
-
-    Of the base model only what the artefact contains is read: nothing for an adapter that leaves
-    the embeddings alone, else block by block, so that memory holds about one.
-    """
+    """The tensors of the finished artefact; `read` gives trained weights by parameter name. Nothing
+    of the base is read for an adapter that leaves the embeddings alone, else block by block."""
     if plan is not None and not plan.embedding_tensors:
         from hetero_framework.models.adapters import tensors_of_plan
 

@@ -1,8 +1,8 @@
 """Random numbers that do not know how the model was cut.
 
 Every draw of a forward pass (dropout and its kin) comes after seeding with (run seed, step,
-micro-batch, place), where the place is a layer's global index or one of the two outside the layers.
-No process keeps a random state between steps, and a recomputed forward draws the same again.
+micro-batch, place): a layer's global index, or a name outside the layers. No process keeps a random
+state between steps, and a recomputed forward draws the same again.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ _COMPILED_VERSIONS = 64
 _Part = Literal["whole", "blocks", "head"]
 
 # transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
-# what it found. Of two loads at once in one process, one puts back the other's replacement, and
-# from then on no model of that process is tied any more.
+# what it found: of two loads at once the other's replacement, and no model is tied from then on.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -88,11 +87,8 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
 def load_shard(
     model: ModelConfig, base_dir: Path, rng: ShardRange, device: Device, *, seed: int
 ) -> Shard:
-    """Load the shard that `rng` names onto `device`; only its own tensors are read.
-
-    With `model.from_config` the weights are random, drawn from `seed` and each module's name.
-    Raises ModelError (files), ArchitectureError (a model that cannot be cut).
-    """
+    """Load the shard that `rng` names onto `device`; only its own tensors are read. With
+    `model.from_config` the weights are random. Raises as `build_shard`, `quantization_config`."""
     config = load_model_config(model, base_dir)
     dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
     if model.from_config is not None:
@@ -120,11 +116,9 @@ def build_shard(
     quantization: Any = None,
     seed: int = 0,
 ) -> Shard:
-    """Build a shard from a configuration and a checkpoint (None: random weights from `seed`, by the
-    model's own rules).
-
-    `dtype` None takes the configuration's. Raises ModelError, ArchitectureError.
-    """
+    """Build a shard from a checkpoint, or (None) with random weights from `seed` and each module's
+    name, by the model's rules. `dtype` None takes the configuration's. Raises ModelError (files),
+    ArchitectureError (a model that cannot be cut)."""
     register_per_sample()
     device, dtype = torch.device(device), dtype or _config_dtype(config)
     with _ONE_AT_A_TIME:
@@ -207,10 +201,9 @@ def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int)
 class Shard:
     """A runnable layer range of a model.
 
-    `model` is the pruned transformers model. `on_enter` is called with "embedding" when a first
-    shard starts a forward, with i before block i (in its recomputation too) and with "head" after
-    the last block ("head n" for loss chunk n > 0): the place to set the random state, so that it
-    does not depend on the cut.
+    `on_enter`, the place to set the random state, is called with "embedding" when a first shard
+    starts a forward, with i before block i (in its recomputation too) and with "head" after the
+    last block ("head n" for loss chunk n > 0).
     """
 
     def __init__(
@@ -252,18 +245,15 @@ class Shard:
         """Training mode (dropout, activation checkpointing) on or off."""
         self.model.train(mode)
         for module in self.model.modules():
-            # Outside training mode bitsandbytes repacks 4-bit weights for good on some CPUs, and
-            # training after an evaluation would go on with other numbers. The module itself does
-            # nothing else with the mode.
+            # Outside training mode, which it needs for nothing else, bitsandbytes repacks 4-bit
+            # weights for good on some CPUs: training would go on with other numbers.
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.training = True
 
     def compile_blocks(self, backend: str | None, mode: str | None) -> None:
-        """Compile the forward of every block with torch.compile; hooks stay outside.
-
-        Nothing else may decide what code runs, or the result would depend on the cut: not which
-        shape came first, nor how many versions others like it have used up.
-        """
+        """Compile the forward of every block with torch.compile; hooks stay outside. Which shape
+        came first, or how many versions other blocks use, must not decide what code runs: the
+        result would depend on the cut."""
         limits: Any = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, _COMPILED_VERSIONS)
         for index, forward in self._forwards.items():
@@ -273,15 +263,12 @@ class Shard:
 
     def recompute_blocks(self) -> None:
         """Store only the input of each block in training, and compute it again in its backward."""
-        # Not by the library's own switch: inside the hooks in some versions, outside in others,
-        # and not every model has it.
+        # Not by the library's own switch, which is inside the hooks in some versions only.
         self._recomputes = True
 
     def forward(self, inputs: Inputs, hidden_BSD: Tensor | None) -> Tensor:
-        """Hidden state that leaves this shard's last block.
-
-        `inputs` holds input_ids (first shard only), attention_mask and optional position_ids.
-        """
+        """Hidden state that leaves this shard's last block. `inputs` holds input_ids (first shard
+        only), attention_mask and optional position_ids."""
         if self.range.is_last and self.range.start == self.range.end:
             assert hidden_BSD is not None
             return hidden_BSD
@@ -296,9 +283,8 @@ class Shard:
         self, inputs: Inputs, hidden_BSD: Tensor, num_items: Tensor, number: int
     ) -> Tensor:
         """The loss of loss chunk `number` of a micro-batch, from what `forward` of this last shard
-        gave. `hidden_BSD` and the `inputs` (labels, optional position_ids) are those of the chunk;
-        the first label of each row belongs to the token before it and is not used.
-        """
+        gave. `hidden_BSD` and the `inputs` (labels, optional position_ids) are the chunk's; the
+        first label of each row is not used."""
         self._chunk = number
         with self._doing("head"):
             return self.loss(inputs, hidden_BSD, num_items)
@@ -350,10 +336,8 @@ class Shard:
         return {"inputs_embeds": zeros}
 
     def _install(self) -> None:
-        """The hooks that insert the hidden state, take it out and announce each block.
-
-        The blocks know the shard weakly: dropped together they are freed at once.
-        """
+        """The hooks that insert the hidden state, take it out and announce each block. They know
+        the shard weakly: dropped together they are freed at once."""
         rng, last = self.range, len(self._blocks) - 1
         for index in range(rng.start, rng.end):
             self._forwards[index] = self._blocks[index].forward
@@ -371,7 +355,7 @@ class Shard:
             self._blocks[last].register_forward_hook(weakly(self._capture_output))
 
     def _passing(self, index: int) -> Callable[..., Any]:
-        """A block's forward that only passes its hidden state on while the head works alone."""
+        """A block's forward; it passes the hidden state on while the head works alone."""
         form, forward = self._whole.structure.forms[index], self._forwards[index]
         itself = weakref.ref(self)
 

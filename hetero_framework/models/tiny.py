@@ -1,9 +1,8 @@
 """Models without their weights: on the meta device, and as tiny copies with narrow layers.
 
-`shrink` keeps the number of layers, their pattern and every switch of a configuration and makes
-only the widths small; `tiny_config` does so to an architecture's default configuration with few
-layers. Both are deterministic. The rules go by the names that configurations give their fields;
-what the names do not tell stands in one table, with the reason.
+`shrink` makes the widths of a configuration small and keeps all else; `tiny_config` does so to an
+architecture's default configuration with few layers. The rules go by the names of fields; what
+these do not tell stands in one table, with the reason.
 """
 
 from __future__ import annotations
@@ -164,8 +163,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The stock model on torch's meta device: names, shapes and types at no cost, in full precision
-    whatever the checkpoint holds. Raises ArchitectureError as `model_class`."""
+    """The stock model on torch's meta device: names, shapes and types at no cost, in full
+    precision. Raises ArchitectureError as `model_class`."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -174,10 +173,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The text part of a composite configuration where the causal language model takes that.
-
-    As AutoModelForCausalLM does; other configurations are returned unchanged.
-    """
+    """`config`, or its text part where AutoModelForCausalLM takes that of a composite one."""
     text_class = config.sub_configs.get("text_config")
     if text_class is None or model_class(config).config_class is not text_class:
         return config
@@ -188,10 +184,7 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:
-    """A tiny configuration of an architecture, by its `model_type`.
-
-    Raises ArchitectureError for a type that transformers does not know.
-    """
+    """A tiny configuration of an architecture. Raises ArchitectureError for an unknown type."""
     if model_type not in CONFIG_MAPPING:
         raise ArchitectureError(f"transformers knows no model type {model_type!r}")
     cls: Any = CONFIG_MAPPING[model_type]
@@ -234,10 +227,8 @@ def _narrow(fields: dict[str, Any]) -> dict[str, Any]:
             narrow[name] = [_WIDTHS[name]] * len(value)
         elif isinstance(value, int) and name in _AT_MOST:
             narrow[name] = min(value, _AT_MOST[name])
-    narrow.update(_key_value_heads(fields))
-    narrow.update(_related(fields))
-    narrow.update(_rotary(fields))
-    narrow.update(_tokens(fields))
+    for rule in (_key_value_heads, _related, _rotary, _tokens):
+        narrow.update(rule(fields))
     return narrow
 
 
@@ -274,10 +265,8 @@ def _related(fields: dict[str, Any]) -> dict[str, Any]:
 def _rotary(fields: dict[str, Any]) -> dict[str, Any]:
     """Lists with one entry per rotary frequency, or sections of them."""
     frequencies = int(HEAD_DIM * fields.get("partial_rotary_factor", 1.0)) // 2
-    changes: dict[str, Any] = {}
-    for name in ("short_factor", "long_factor"):
-        if name in fields:
-            changes[name] = [1.0] * frequencies
+    factors = fields.keys() & {"short_factor", "long_factor"}
+    changes: dict[str, Any] = {name: [1.0] * frequencies for name in factors}
     if isinstance(fields.get("mrope_section"), list):
         third = frequencies // 3
         changes["mrope_section"] = [frequencies - 2 * third, third, third]

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 
 
 def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
-    """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight.
-
-    Raises ConfigError for full training of a quantised model, and for weights to train that are
-    float16.
-    """
+    """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight. Raises
+    ConfigError for full training of a quantised model, and for float16 weights to train."""
     if plan is not None:
         from hetero_framework.models.adapters import attach_plan
 
@@ -68,6 +65,4 @@ def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether the model holds bitsandbytes weights, as TRL asks it."""
-    return bool(
-        getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
-    )
+    return any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))

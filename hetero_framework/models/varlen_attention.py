@@ -1,10 +1,9 @@
 """Attention for samples that share a row: each sample by itself, with torch's own kernels.
 
-transformers tells samples of one row apart by their positions. Its kernels for variable lengths
-(flash_attention_2, ...) do so inside the attention; for torch's attention it makes a mask over the
-whole row, which then costs as much as one long sample. This attention cuts the row where positions
-begin again: exact, no mask, and the cost is that of the samples. Whether positions reach the
-attention of a model is its business: `models/equivalence.py` tries it before it is used.
+transformers tells samples of one row apart by their positions. For torch's attention it makes a
+mask over the whole row, which then costs as much as one long sample. This attention cuts the row
+where positions begin again: exact, no mask, at the cost of the samples. Whether positions reach the
+attention is up to the model: `models/equivalence.py` tries it before it is used.
 
 Shapes: H heads (K of keys and values), T tokens of the row, L tokens of a sample, E size of a head.
 """
@@ -24,8 +23,8 @@ VARLEN = "per_sample"
 
 def register_per_sample() -> None:
     """Make it known to transformers, for models whose configuration names `VARLEN`."""
-    # Without a mask function of this name transformers makes no mask, and does not look at the
-    # positions on the host to find out whether it needs one: that would wait for the device.
+    # No mask function of this name: transformers makes no mask, and does not look at the positions
+    # to see whether it needs one, which would wait for the device.
     AttentionInterface.register(VARLEN, per_sample_attention)
 
 
@@ -56,8 +55,8 @@ def per_sample_attention(
 
 
 def sample_lengths(position_ids: torch.Tensor) -> list[int]:
-    """Tokens of each sample of a row. Remembered, and taken from the CPU tensor that was copied to
-    a device: every layer asks, and a device answers slowly."""
+    """Tokens of each sample of a row. Remembered, and read from the CPU tensor of a copy on a
+    device: every layer asks, and a device answers slowly."""
     positions: Any = position_ids
     if not hasattr(positions, "_hetero_lengths"):
         row = getattr(positions, "_hetero_host", position_ids).reshape(-1)
@@ -80,10 +79,8 @@ def _one_sample(
     if sliding_window is not None and query_1HLE.shape[2] > sliding_window:
         mask_LL = _causal(query_1HLE, sliding_window)
     if settings.get("softcap") is None and settings.get("s_aux") is None:
-        output, _ = sdpa_attention_forward(
-            module, query_1HLE, key_1KLE, value_1KLE, mask_LL, **settings
-        )
-        return output
+        tensors = query_1HLE, key_1KLE, value_1KLE, mask_LL
+        return sdpa_attention_forward(module, *tensors, **settings)[0]
     if mask_LL is None:
         mask_LL = _causal(query_1HLE, query_1HLE.shape[2])
     return _spelled_out(query_1HLE, key_1KLE, value_1KLE, mask_LL, **settings)

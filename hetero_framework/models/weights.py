@@ -1,7 +1,6 @@
 """Finding a model's configuration and reading single tensors of its safetensors files.
 
-A directory or a repository of the hub. Only files that hold a wanted tensor are opened or
-downloaded, and a tensor's bytes are read when it is used, not before.
+Only files that hold a wanted tensor are opened or downloaded; a tensor's bytes are read when used.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
-    """A directory relative to `base_dir` as an absolute path, or a hub name unchanged.
-
-    Raises ModelError for a path that is written as one and does not exist here.
-    """
+    """A directory relative to `base_dir` as an absolute path, or a hub name unchanged. Raises
+    ModelError for what is written as a path and does not exist here."""
     path = Path(name_or_path).expanduser()
     local = path if path.is_absolute() else base_dir / path
     if local.is_dir():
@@ -67,12 +64,9 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
 
 
 class Checkpoint:
-    """The safetensors files of a model, by tensor name.
-
-    `local` looks at what this machine has and downloads nothing. `used` are the names of all
-    tensors that `slices` has handed out. Raises ModelError for a file that is absent or is not
-    what its name says.
-    """
+    """The safetensors files of a model, by tensor name. `local` downloads nothing. `used` are the
+    names of all tensors that `slices` has handed out. Raises ModelError for a file that is absent
+    or damaged."""
 
     def __init__(self, source: str, revision: str | None = None, *, local: bool = False) -> None:
         self.source = source
