@@ -1,7 +1,7 @@
 """Where the time of a run's steps went, and which one change would help most.
 
-Everything is computed from timeline.json: `measured` says what stages, processes and boundaries
-took, `bound` what no schedule could have beaten, `what_if` what a change would bring.
+`measured` says what stages, processes and boundaries took, `bound` what no schedule could have
+beaten, `what_if` what a change would bring.
 """
 
 from __future__ import annotations
@@ -15,26 +15,8 @@ from typing import Any
 
 from hetero_framework.config import layers_text
 from hetero_framework.core.trace import ALL_STEPS, COMPUTE
-from hetero_framework.profiling.measured import (
-    Boundary,
-    Nics,
-    ProcessTimes,
-    StageTimes,
-    Step,
-    boundary_of,
-    process_times,
-    stage_times,
-)
+from hetero_framework.profiling import measured, what_if
 from hetero_framework.profiling.timeline import Trace
-from hetero_framework.profiling.what_if import (
-    AS_GOOD,
-    Baseline,
-    Change,
-    Plan,
-    changes,
-    overlapping,
-    simulated,
-)
 from hetero_framework.units import plural, seconds, share, size
 from hetero_framework.visualizer.tables import table
 
@@ -48,15 +30,15 @@ _UNEVEN = 2.0
 
 
 @dataclass(frozen=True)
-class Diagnosis(Baseline):
+class Diagnosis(what_if.Baseline):
     """What `steps` (counted from 1) took, where, and what would help."""
 
     steps: tuple[int, ...]
     bound_s: float
-    stages: tuple[StageTimes, ...]
-    processes: tuple[ProcessTimes, ...]
-    boundaries: tuple[Boundary, ...]
-    changes: tuple[Change, ...]
+    stages: tuple[measured.StageTimes, ...]
+    processes: tuple[measured.ProcessTimes, ...]
+    boundaries: tuple[measured.Boundary, ...]
+    changes: tuple[what_if.Change, ...]
     dropped: int
 
     @property
@@ -65,18 +47,17 @@ class Diagnosis(Baseline):
         return self.pipeline_s / self.bound_s if self.bound_s else 1.0
 
     @property
-    def best(self) -> Change | None:
+    def best(self) -> what_if.Change | None:
         """The change that would help most; None when none would help much."""
         return self.best_of({change.kind for change in self.changes})
 
-    def best_of(self, kinds: Collection[str]) -> Change | None:
-        """The same among some kinds of changes. Of those within 1 % of the best, the one that
-        asks least."""
+    def best_of(self, kinds: Collection[str]) -> what_if.Change | None:
+        """The same among some kinds: of those within 1 % of the best, the one that asks least."""
         possible = [change for change in self.changes if change.kind in kinds]
         most = max((change.gain for change in possible), default=0.0)
         if most < WORTH_IT:
             return None
-        return next(change for change in possible if change.gain >= most - AS_GOOD)
+        return next(change for change in possible if change.gain >= most - what_if.AS_GOOD)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types, for programs."""
@@ -94,43 +75,38 @@ def diagnose(trace: Trace) -> Diagnosis:
         del counts[trace.steps[0]]  # a run's first step is not typical
     m = Counter(counts.values()).most_common(1)[0][0]
     numbers = [step for step, count in counts.items() if count == m]
-    measured = [Step.of(trace, step) for step in numbers]
-    between = [
-        max(0.0, after.began - before.ended)
-        for before, after in itertools.pairwise(measured)
-        if after.step == before.step + 1
-    ]
-    stages = stage_times(trace, measured)
-    nics = Nics(measured)
-    boundaries = tuple(boundary_of(trace, measured, nics, k) for k in range(len(trace.stages) - 1))
-    pipeline_s = statistics.fmean(step.computed - step.began for step in measured)
-    plan = Plan(stages, boundaries)
+    steps = [measured.Step.of(trace, step) for step in numbers]
+    pairs = itertools.pairwise(steps)
+    between = [max(0.0, b.began - a.ended) for a, b in pairs if b.step == a.step + 1]
+    stages = measured.stage_times(trace, steps)
+    nics = measured.Nics(steps)
+    every, inner = range(len(trace.processes)), range(len(trace.stages) - 1)
+    boundaries = tuple(measured.boundary_of(trace, steps, nics, k) for k in inner)
+    pipeline_s = statistics.fmean(step.computed - step.began for step in steps)
+    plan = what_if.Plan(stages, boundaries)
     max_in_flight = trace.settings.get("max_in_flight")
-    simulated_s = simulated(plan.profile, m, max_in_flight)
+    simulated_s = what_if.simulated(plan.profile, m, max_in_flight)
     if simulated_s > _AS_SIMULATED * pipeline_s:
-        plan, simulated_s = overlapping(plan, m, max_in_flight, pipeline_s)
-    now = Baseline(
+        plan, simulated_s = what_if.overlapping(plan, m, max_in_flight, pipeline_s)
+    now = what_if.Baseline(
         micro_batches=m,
         max_in_flight=max_in_flight,
-        step_s=statistics.fmean(step.ended - step.began for step in measured),
+        step_s=statistics.fmean(step.ended - step.began for step in steps),
         pipeline_s=pipeline_s,
-        update_s=statistics.fmean(step.ended - step.computed for step in measured),
+        update_s=statistics.fmean(step.ended - step.computed for step in steps),
         between_s=statistics.fmean(between) if between else None,
         simulated_s=simulated_s,
     )
     return Diagnosis(
         **vars(now),
         steps=tuple(step + 1 for step in numbers),
-        bound_s=statistics.fmean(step.bound_s for step in measured),
+        bound_s=statistics.fmean(step.bound_s for step in steps),
         stages=stages,
-        processes=tuple(process_times(trace, measured, n) for n in range(len(trace.processes))),
+        processes=tuple(measured.process_times(trace, steps, n) for n in every),
         boundaries=boundaries,
-        changes=tuple(changes(trace, now, plan, nics)),
+        changes=tuple(what_if.changes(trace, now, plan, nics)),
         dropped=trace.dropped,
     )
-
-
-# ------------------------------------------------------------------------------------ for people
 
 
 def text(found: Diagnosis) -> str:
@@ -165,39 +141,27 @@ _LINKS_HEAD = ("links of", "send", "of it hidden", "receive", "of it hidden")
 _BOUNDARY_HEAD = ("boundary", "way", "activation", "wire", "gradient", "wire", "delay")
 
 
-def _stage_row(found: Diagnosis, stage: StageTimes) -> tuple[str, ...]:
+def _stage_row(found: Diagnosis, stage: measured.StageTimes) -> tuple[str, ...]:
     process = next(p.name for p in found.processes if stage.index in p.stages)
-    layers = layers_text(stage.start, stage.end)
+    times = (seconds(stage.forward_s), seconds(stage.backward_s))
     if stage.index == len(found.stages) - 1:
-        both = seconds(stage.forward_s + stage.backward_s)
-        return (str(stage.index), process, layers, both, "(both)")
-    return (str(stage.index), process, layers, seconds(stage.forward_s), seconds(stage.backward_s))
+        times = (seconds(stage.forward_s + stage.backward_s), "(both)")
+    return (str(stage.index), process, layers_text(stage.start, stage.end), *times)
 
 
-def _process_row(found: Diagnosis, process: ProcessTimes) -> tuple[str, ...]:
-    parts = (
-        process.compute_s,
-        process.activations_s,
-        process.gradients_s,
-        process.wire_s,
-        process.start_s + process.done_s,
-    )
+def _process_row(found: Diagnosis, p: measured.ProcessTimes) -> tuple[str, ...]:
+    parts = (p.compute_s, p.activations_s, p.gradients_s, p.wire_s, p.start_s + p.done_s)
     whole = found.pipeline_s
-    return (process.name, *(share(part / whole) if whole else "-" for part in parts))
+    return (p.name, *(share(part / whole) if whole else "-" for part in parts))
 
 
-def _links_row(process: ProcessTimes) -> tuple[str, ...]:
-    def moved(time_s: float, hidden: float, nbytes: float) -> tuple[str, str]:
-        return (size(nbytes), share(hidden)) if time_s else ("-", "-")
-
-    return (
-        process.name,
-        *moved(process.send_s, process.send_hidden, process.sent_bytes),
-        *moved(process.receive_s, process.receive_hidden, process.received_bytes),
-    )
+def _links_row(p: measured.ProcessTimes) -> tuple[str, ...]:
+    sent = (size(p.sent_bytes), share(p.send_hidden)) if p.send_s else ("-", "-")
+    received = (size(p.received_bytes), share(p.receive_hidden)) if p.receive_s else ("-", "-")
+    return (p.name, *sent, *received)
 
 
-def _boundary_row(b: Boundary) -> tuple[str, ...]:
+def _boundary_row(b: measured.Boundary) -> tuple[str, ...]:
     way = f"{b.way}, {b.codec}" if b.codec else b.way
     there = (size(b.forward_bytes), seconds(b.forward_s))
     back = (size(b.backward_bytes), seconds(b.backward_s)) if b.backward_bytes else ("-", "-")

@@ -1,7 +1,4 @@
-"""What no schedule could have beaten: a bound for one recorded step, from its own times.
-
-A mean over several steps bounds no single one of them, so nothing here is averaged.
-"""
+"""What no schedule could have beaten: a bound for one recorded step, from its own times."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ def step_bound(stages: Sequence[StageInfo], events: Sequence[Event]) -> float:
     The longest chain of tasks that wait for each other; and for each process, and for each
     direction of its links, the time that it was busy between the shortest chain before and the
     shortest after. Between two processes a chain has the delay of the quickest tensor that crossed
-    there in this step. Never more than the step took: where clocks contradict each other, chains
-    may seem longer.
+    there in this step: means over steps would bound none of them. Never more than the step took,
+    though chains may seem longer where clocks contradict each other.
     """
     tasks = tasks_of(events)
     if not tasks:
@@ -67,8 +64,7 @@ class _Chains:
         delays: dict[tuple[int, str], float] = {}
         # Forwards towards the last stage, then backwards towards the first.
         in_order = sorted(tasks, key=lambda key: key[1] * (-1 if key[0] == BACKWARD else 1))
-        in_order.sort(key=lambda key: key[0] == BACKWARD)
-        for key in in_order:
+        for key in sorted(in_order, key=lambda key: key[0] == BACKWARD):
             (kind, stage, k), task = key, tasks[key]
             before = awaited(task, tasks)
             if before is not None:
@@ -87,9 +83,6 @@ class _Chains:
             left = delays.get(edge, 0.0) + tasks[key].seconds + self.after[key]
             self.after[cause] = max(self.after[cause], left)
         self.longest = max(self.before[key] + tasks[key].seconds for key in tasks)
-
-
-# --------------------------------------------------------------------------------------- intervals
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

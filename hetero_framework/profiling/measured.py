@@ -1,7 +1,4 @@
-"""What the steps of a trace took: means for each stage, process and boundary.
-
-Units: seconds. F and B are the forward and backward time of a stage for one micro-batch.
-"""
+"""What the steps of a trace took: means for each stage, process and boundary, in seconds."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from hetero_framework.profiling.timeline import Event, Trace, Wait, waits
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One stage: its place, and means over micro-batches and steps. The last stage does F and B
-    as one task; how they share its time is taken from the other stages, and changes nothing."""
+    """One stage: its place, and means of one micro-batch's tasks. The last stage does forward and
+    backward as one; how they share its time is taken from the other stages, and changes nothing."""
 
     index: int
     process: int
@@ -88,13 +85,10 @@ class Boundary:
     codec: str
 
     def scaled(self, factor: float, more_latency_s: float = 0.0) -> Boundary:
-        """Tensors occupy the wire so many times as long."""
-        return replace(
-            self,
-            forward_s=self.forward_s * factor,
-            backward_s=self.backward_s * factor,
-            latency_s=self.latency_s + more_latency_s,
-        )
+        """The same with tensors that occupy the wire so many times as long."""
+        forward_s, backward_s = self.forward_s * factor, self.backward_s * factor
+        latency_s = self.latency_s + more_latency_s
+        return replace(self, forward_s=forward_s, backward_s=backward_s, latency_s=latency_s)
 
 
 @dataclass(frozen=True)
@@ -111,19 +105,12 @@ class Step:
 
     @classmethod
     def of(cls, trace: Trace, step: int) -> Step:
-        events = trace.of_step(step)
+        stages, events = trace.stages, trace.of_step(step)
         tasks = [event for event in events if event.kind in COMPUTE]
-        update = [event.ended for event in events if event.kind == COMMIT]
-        computed = max(task.ended for task in tasks)
-        return cls(
-            step,
-            events,
-            waits(trace.stages, events),
-            min(task.began for task in tasks),
-            computed,
-            max([computed, *update]),
-            step_bound(trace.stages, events),
-        )
+        began, computed = min(task.began for task in tasks), max(task.ended for task in tasks)
+        ended = max([computed, *(event.ended for event in events if event.kind == COMMIT)])
+        bound_s = step_bound(stages, events)
+        return cls(step, events, waits(stages, events), began, computed, ended, bound_s)
 
 
 def stage_times(trace: Trace, steps: Sequence[Step]) -> tuple[StageTimes, ...]:
@@ -144,17 +131,12 @@ def stage_times(trace: Trace, steps: Sequence[Step]) -> tuple[StageTimes, ...]:
             for (stage, _), values in seconds.items()
             if stage == index and statistics.median(values) > 0
         ]
-        found.append(
-            StageTimes(
-                index,
-                info.process,
-                info.start,
-                info.end,
-                mean.get((index, FORWARD), 0.0) + share * both,
-                mean.get((index, BACKWARD), 0.0) + (1 - share) * both,
-                max(uneven, default=1.0),
-            )
+        times = (
+            mean.get((index, FORWARD), 0.0) + share * both,
+            mean.get((index, BACKWARD), 0.0) + (1 - share) * both,
+            max(uneven, default=1.0),
         )
+        found.append(StageTimes(index, info.process, info.start, info.end, *times))
     return tuple(found)
 
 
@@ -162,12 +144,8 @@ def process_times(trace: Trace, steps: Sequence[Step], process: int) -> ProcessT
     def mean(value: Callable[[Step], float]) -> float:
         return statistics.fmean(value(step) for step in steps)
 
-    def waited(reason: str) -> float:
-        return mean(
-            lambda step: sum(
-                w.seconds for w in step.waits if w.process == process and w.reason == reason
-            )
-        )
+    def waited(step: Step, reason: str) -> float:
+        return sum(w.seconds for w in step.waits if w.process == process and w.reason == reason)
 
     def own(step: Step, *kinds: str) -> list[Event]:
         return [e for e in step.events if e.process == process and e.kind in kinds]
@@ -188,9 +166,9 @@ def process_times(trace: Trace, steps: Sequence[Step], process: int) -> ProcessT
         name=trace.processes[process].name,
         stages=tuple(k for k, stage in enumerate(trace.stages) if stage.process == process),
         compute_s=mean(lambda step: sum(e.seconds for e in own(step, *COMPUTE))),
-        activations_s=waited("activations"),
-        gradients_s=waited("gradients"),
-        start_s=waited("start"),
+        activations_s=mean(lambda step: waited(step, "activations")),
+        gradients_s=mean(lambda step: waited(step, "gradients")),
+        start_s=mean(lambda step: waited(step, "start")),
         done_s=mean(done),
         wire_s=mean(lambda step: sum(w.wire_s for w in step.waits if w.process == process)),
         send_s=mean(lambda step: busy(step, SEND)),
@@ -203,11 +181,8 @@ def process_times(trace: Trace, steps: Sequence[Step], process: int) -> ProcessT
 
 
 class Nics:
-    """How fast each process's NICs are, by the frames that passed.
-
-    The tensors of several links may pass one NIC at the same time and slow each other down; so its
-    speed is all its bytes over the time in which any were moving.
-    """
+    """How fast each process's NICs are, by the frames that passed: all bytes of a NIC over the time
+    in which any were moving, since the tensors of several links slow each other down."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         passed: dict[tuple[int, str], list[Event]] = {}
@@ -255,17 +230,11 @@ def boundary_of(trace: Trace, steps: Sequence[Step], nics: Nics, after: int) -> 
         for frames, seconds in ((forward, forward_s), (backward, backward_s))
         if frames.arrived
     ]
-    return Boundary(
-        after,
-        "relay" if relayed else "direct",
-        forward_s,
-        backward_s,
-        statistics.fmean(latencies) if latencies else 0.0,
-        round(forward.nbytes),
-        round(backward.nbytes),
-        next((event.dtype for event in arrived if event.dtype), ""),
-        next((event.codec for event in arrived if event.codec), ""),
-    )
+    way, latency_s = "relay" if relayed else "direct", statistics.fmean(latencies or [0.0])
+    nbytes = round(forward.nbytes), round(backward.nbytes)
+    dtype = next((event.dtype for event in arrived if event.dtype), "")
+    codec = next((event.codec for event in arrived if event.codec), "")
+    return Boundary(after, way, forward_s, backward_s, latency_s, *nbytes, dtype, codec)
 
 
 class _Frames:
@@ -279,13 +248,9 @@ class _Frames:
         self.arrived: list[Event] = []
         delays = []
         for step in steps:
-            made = {
-                task.micro_batch: task.ended
-                for task in step.events
-                if task.kind in COMPUTE
-                and task.stage == source
-                and (task.kind == FORWARD) == (what == "FORWARD")
-            }
+            tasks = [e for e in step.events if e.kind in COMPUTE and e.stage == source]
+            tasks = [task for task in tasks if (task.kind == FORWARD) == (what == "FORWARD")]
+            made = {task.micro_batch: task.ended for task in tasks}
             wanted = (RECEIVE, what, target, receiver)
             arrived = [e for e in step.events if (e.kind, e.what, e.stage, e.process) == wanted]
             self.arrived += arrived

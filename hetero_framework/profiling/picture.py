@@ -35,9 +35,8 @@ def picture(trace: Trace, step: int) -> StepPicture:
             for wait in taken.waits
             if wait.process == number and wait.reason != "start"
         ]
-        stages = stages_of[number]
+        stages, name = stages_of[number], trace.processes[number].name
         detail = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        name = trace.processes[number].name
         return Row(name, detail, bars, moved(own, SEND), moved(own, RECEIVE))
 
     def moved(own: list[Event], kind: str) -> list[Bar]:

@@ -1,8 +1,4 @@
-"""What every process of a run did when: the nouns, and one clock for them all.
-
-The coordinator gathers the spans of all processes (`core.trace`) as events, puts them on its own
-clock and keeps them in timeline.json (`trace_file`).
-"""
+"""What every process of a run did when: the spans of all of them as events on one clock."""
 
 from __future__ import annotations
 
@@ -130,9 +126,6 @@ class Wait:
         return self.ended - self.began
 
 
-# -------------------------------------------------------------------------------------- one clock
-
-
 _Frame = tuple[int, str, int, int]  # step, type, stage, micro-batch
 
 
@@ -141,10 +134,9 @@ def transfers(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
     events = list(events)
     sends = {(_frame(e), e.process, e.peer): e for e in events if e.kind == SEND}
     for event in events:
-        if event.kind == RECEIVE and event.peer is not None:
-            send = sends.get((_frame(event), event.peer, event.process))
-            if send is not None:
-                yield send, event
+        where = (_frame(event), event.peer, event.process)
+        if event.kind == RECEIVE and event.peer is not None and where in sends:
+            yield sends[where], event
 
 
 def _frame(event: Event) -> _Frame:
@@ -154,12 +146,12 @@ def _frame(event: Event) -> _Frame:
 def aligned(events: Sequence[Event]) -> list[Event]:
     """The events of one step, each worker's clock moved so little as makes causes precede effects.
 
-    A link measures its peer's clock to half a round trip at best; a frame, however, never has
-    arrived before its sending began, and no task begins before the one whose tensor it takes has
-    ended. Each such pair bounds from one side by how much one process may be moved against
-    another, and chains of them bound it further. Each process in turn is moved to the inside of
-    its bounds against those before it; where they exclude each other, to their middle. Each step
-    by itself, since clocks drift and are measured again for each.
+    A link measures its peer's clock to half a round trip at best. But no frame arrives before its
+    sending begins, and no task begins before the one whose tensor it takes has ended. Each such
+    pair bounds from one side by how much one process may be moved against another, and chains of
+    them bound it further. Each process in turn is moved to the inside of its bounds against those
+    before it, or, where they exclude each other, to their middle. Clocks drift, so this is done
+    for each step anew.
     """
     shift = _shifts(events)
     return [
@@ -204,11 +196,10 @@ def tasks_of(events: Iterable[Event]) -> Tasks:
 
 def awaited(task: Event, tasks: Tasks) -> Event | None:
     """The task of a neighbouring stage whose tensor this one takes."""
-    k, stage = task.micro_batch, task.stage
+    k, behind = task.micro_batch, task.stage + 1
     if task.kind == BACKWARD:
-        behind = stage + 1
         return tasks.get((FORWARD_BACKWARD, behind, k)) or tasks.get((BACKWARD, behind, k))
-    return tasks.get((FORWARD, stage - 1, k))
+    return tasks.get((FORWARD, task.stage - 1, k))
 
 
 def with_bytes(events: Sequence[Event]) -> list[Event]:
@@ -222,14 +213,9 @@ def with_bytes(events: Sequence[Event]) -> list[Event]:
     ]
 
 
-# ------------------------------------------------------------------------------------- the waits
-
-
 def waits(stages: Sequence[StageInfo], events: Iterable[Event]) -> list[Wait]:
-    """The pauses between the tasks of each process in one step, named by what ended them.
-
-    The time before a process's first task counts from the step's first task anywhere.
-    """
+    """The pauses between the tasks of each process in one step, named by what ended them. The time
+    before a process's first task counts from the step's first task anywhere."""
     tasks = tasks_of(events)
     in_order = sorted(tasks.values(), key=lambda task: task.began)
     free = {stage.process: in_order[0].began for stage in stages} if in_order else {}
@@ -243,10 +229,8 @@ def waits(stages: Sequence[StageInfo], events: Iterable[Event]) -> list[Wait]:
 
 def _wait(stages: Sequence[StageInfo], task: Event, free: float, tasks: Tasks) -> Wait:
     reason = "start" if task.stage == 0 else "activations"
-    if task.kind == BACKWARD:
-        reason = "gradients"
-    cause = awaited(task, tasks)
-    wire = 0.0
+    reason = "gradients" if task.kind == BACKWARD else reason
+    cause, wire = awaited(task, tasks), 0.0
     if cause is not None and stages[cause.stage].process != task.process:
         wire = max(0.0, task.began - max(free, cause.ended))
     return Wait(task.process, task.stage, task.micro_batch, free, task.began, reason, wire)

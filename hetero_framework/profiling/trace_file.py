@@ -1,8 +1,8 @@
 """timeline.json: the events of a run in the Trace Event Format, written while it goes on.
 
 https://ui.perfetto.dev and chrome://tracing open the file; `read_timeline` reads it back for
-`hetero timeline`. A step is appended when all processes have told of it, by a thread of its own,
-and every time the file is valid JSON again.
+`hetero timeline`. A step is appended when all processes have told of it; then the file is valid
+JSON again.
 
 Rows: one group for each process; in it a row for each stage (its tasks, and the waits that they
 ended), one for what each link sends and one for what it receives.
@@ -25,18 +25,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from hetero_framework.config import Config
-from hetero_framework.core.trace import (
-    BACKWARD,
-    COMMIT,
-    COMPUTE,
-    FORWARD,
-    FORWARD_BACKWARD,
-    KINDS,
-    NO_MICRO_BATCH,
-    RECEIVE,
-    SEND,
-    Span,
-)
+from hetero_framework.core import trace
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.profiling.timeline import (
     Event,
@@ -58,7 +47,12 @@ _log = logging.getLogger(__name__)
 _MOST_OPEN = 3
 """Steps that may wait for a process's spans; one that never comes was lost with its link."""
 
-NAMES = {FORWARD: "F", BACKWARD: "B", FORWARD_BACKWARD: "FB", COMMIT: "optimizer step"}
+NAMES = {
+    trace.FORWARD: "F",
+    trace.BACKWARD: "B",
+    trace.FORWARD_BACKWARD: "FB",
+    trace.COMMIT: "optimizer step",
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class About:
         event = _EVENT.validate_python(fields)
         numbers = (event.process, event.process if event.peer is None else event.peer)
         if (
-            event.kind not in KINDS
+            event.kind not in trace.KINDS
             or event.ended < event.began
             or event.stage >= len(self.stages)
             or max(numbers) >= len(self.processes)
@@ -87,14 +81,11 @@ class About:
 _EVENT, _ABOUT = TypeAdapter(Event), TypeAdapter(About)
 
 
-# --------------------------------------------------------------------------------- while it runs
-
-
 class Timeline:
     """Gathers the spans of a run and appends them to output_dir/timeline.json; a context manager.
 
-    What costs time is done by one thread. Its errors come out of the next `add`, or of `close`; a
-    file that cannot be written is reported once and ends no run.
+    A thread does the work. Its errors come out of the next `add`, or of `close`; a file that cannot
+    be written is reported once and ends no run.
     """
 
     def __init__(self, config: Config, *, devices: Mapping[WorkerId, str] | None = None) -> None:
@@ -124,11 +115,9 @@ class Timeline:
             if kind is None:
                 raise
 
-    def add(self, owner: WorkerId, spans: Sequence[Span], offset_s: float = 0.0) -> None:
+    def add(self, owner: WorkerId, spans: Sequence[trace.Span], offset_s: float = 0.0) -> None:
         """Take over what a process recorded; `offset_s` is its clock minus the coordinator's.
-
-        Raises ProtocolError when an earlier call brought data that no Recorder made.
-        """
+        Raises ProtocolError when an earlier call brought data that no Recorder made."""
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
         kept = spans[: MAX_EVENTS - self._kept]
@@ -146,17 +135,17 @@ class Timeline:
         while self._jobs:
             self._jobs.popleft().result()
 
-    def _take(self, owner: WorkerId, spans: Sequence[Span], offset_s: float) -> None:
+    def _take(self, owner: WorkerId, spans: Sequence[trace.Span], offset_s: float) -> None:
         for span in spans:
             event = self._event(self._numbers[owner], span, offset_s)
             self._open.setdefault(event.step, []).append(event)
         self._write()
 
-    def _event(self, process: int, span: Span, offset_s: float) -> Event:
+    def _event(self, process: int, span: trace.Span, offset_s: float) -> Event:
         try:
             peer, kind = span.get("peer"), span["kind"]
-            if kind == FORWARD and span["stage"] == len(self._about.stages) - 1:
-                kind = FORWARD_BACKWARD  # the last stage's only task
+            if kind == trace.FORWARD and span["stage"] == len(self._about.stages) - 1:
+                kind = trace.FORWARD_BACKWARD  # the last stage's only task
             began, ended = span["began"] - offset_s, span["ended"] - offset_s
             fields = {
                 "kind": kind,
@@ -175,7 +164,7 @@ class Timeline:
         """Write each step that all processes have told of, or that is too old to wait."""
         steps = []
         for step in sorted(self._open):
-            told = {event.process for event in self._open[step] if event.kind in COMPUTE}
+            told = {event.process for event in self._open[step] if event.kind in trace.COMPUTE}
             is_told = len(told) == len(self._about.processes)
             if at_end or is_told or step + _MOST_OPEN < max(self._open):
                 events = aligned(with_bytes(self._open.pop(step)))
@@ -225,10 +214,8 @@ class _File:
     def _step(self, events: Sequence[Event]) -> str:
         if self._zero is None:
             self._zero = events[0].began
-        moved = [
-            replace(event, began=event.began - self._zero, ended=event.ended - self._zero)
-            for event in events
-        ]
+        zero = self._zero
+        moved = [replace(e, began=e.began - zero, ended=e.ended - zero) for e in events]
         return "".join(f",\n{json.dumps(entry)}" for entry in self._entries(moved))
 
     def _entries(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
@@ -236,8 +223,7 @@ class _File:
         entries = [_complete(event, *rows.of_event(event)) for event in events]
         for wait in waits(self._about.stages, events):
             args: dict[str, Any] = {"step": events[0].step + 1, "stage": wait.stage}
-            args |= {"micro_batch": wait.micro_batch}
-            args |= {"on_the_wire_ms": round(wait.wire_s * 1e3, 3)}
+            args |= {"micro_batch": wait.micro_batch, "on_the_wire_ms": round(wait.wire_s * 1e3, 3)}
             name, row, dur = f"wait for {wait.reason}", rows.of_stage(wait.stage), wait.seconds
             entries.append(_entry(name, "wait", "X", row, wait.began, dur=_micro(dur), args=args))
         yield from rows.new_names()
@@ -248,8 +234,6 @@ class _File:
 def _tail(dropped: int) -> str:
     return f'\n], "dropped": {dropped}}}\n'
 
-
-# --------------------------------------------------------------------------------------- its form
 
 _ROWS = 10_000
 """Rows of process n have the numbers after _ROWS (n + 1), and its pid is n + 1: viewers take 0 for
@@ -268,7 +252,7 @@ def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
     args: dict[str, Any] = {"step": event.step + 1, "stage": event.stage}
     if event.micro_batch >= 0:
         args["micro_batch"] = event.micro_batch
-    if event.kind in (SEND, RECEIVE):
+    if event.kind in (trace.SEND, trace.RECEIVE):
         args |= {"what": event.what, "peer": event.peer, "bytes": event.nbytes}
         args |= {"dtype": event.dtype, "codec": event.codec}
     seconds = _micro(event.ended) - _micro(event.began)
@@ -285,10 +269,9 @@ def _arrows(events: Sequence[Event], rows: _Rows) -> Iterator[dict[str, Any]]:
         number = next(rows.arrows)
         # The arrow leaves just before the end: at the end the next task of the row begins.
         leaves = max(before.began, before.ended - 1e-8)
-        row = rows.of_stage(before.stage)
-        yield _entry("tensor", "tensor", "s", row, leaves, id=number)
-        row = rows.of_stage(task.stage)
-        yield _entry("tensor", "tensor", "f", row, task.began, id=number, bp="e")
+        sender, receiver = rows.of_stage(before.stage), rows.of_stage(task.stage)
+        yield _entry("tensor", "tensor", "s", sender, leaves, id=number)
+        yield _entry("tensor", "tensor", "f", receiver, task.began, id=number, bp="e")
 
 
 def _micro(seconds: float) -> float:
@@ -313,12 +296,12 @@ class _Rows:
 
     def of_event(self, event: Event) -> tuple[int, str]:
         """(row, name) of an event; to be asked in the order of their beginnings."""
-        if event.kind in COMPUTE:
+        if event.kind in trace.COMPUTE:
             return self.of_stage(event.stage), f"{NAMES[event.kind]}{event.micro_batch}"
         first = _ROWS * (event.process + 1)
-        if event.kind == COMMIT:
+        if event.kind == trace.COMMIT:
             return self._lane(event, first + _UPDATE_ROW, "update"), NAMES[event.kind]
-        outward, peer = event.kind == SEND, event.peer or 0
+        outward, peer = event.kind == trace.SEND, event.peer or 0
         label = f"{'send to' if outward else 'receive from'} {self._processes[peer].name}"
         row = self._lane(event, first + (_SEND_ROW if outward else _RECEIVE_ROW) + 10 * peer, label)
         return row, f"{event.what} {event.micro_batch} for stage {event.stage}"
@@ -350,14 +333,9 @@ def _metadata(what: str, row: int, value: str | int) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": row // _ROWS, "tid": row, "args": args}
 
 
-# ------------------------------------------------------------------------------------ reading it
-
-
 def read_timeline(run: str | os.PathLike[str]) -> Trace:
-    """Read timeline.json of a run's output directory, or a file of that form.
-
-    Raises UserError that says what to do when there is none, or it is not one of ours.
-    """
+    """Read timeline.json of a run's output directory, or a file of that form. Raises UserError when
+    there is none, or it is not one of ours."""
     path = Path(run)
     if path.is_dir():
         path = path / TIMELINE_FILE
@@ -373,18 +351,16 @@ def read_timeline(run: str | os.PathLike[str]) -> Trace:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"cannot read {path}: {reason}") from None
     try:
-        trace = _parse(_json(text))
+        found = _parse(_json(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged, or no timeline of this program ({type(error).__name__}: {error})",
             hint="run again to write a new one",
         ) from None
-    if not trace.steps:
-        raise UserError(
-            f"{path} has no steps",
-            hint="the run ended before its second step, or training.timeline_steps was 0",
-        )
-    return trace
+    if not found.steps:
+        hint = "the run ended before its second step, or training.timeline_steps was 0"
+        raise UserError(f"{path} has no steps", hint=hint)
+    return found
 
 
 def _json(text: str) -> Any:
@@ -407,11 +383,8 @@ def _parse(raw: Any) -> Trace:
     about = _ABOUT.validate_python(raw["otherData"])
     if any(stage.process >= len(about.processes) for stage in about.stages):
         raise ValueError("a stage of no process")
-    events = tuple(
-        _parse_event(entry, about)
-        for entry in raw["traceEvents"]
-        if entry["ph"] == "X" and entry["cat"] in KINDS
-    )
+    spans = [e for e in raw["traceEvents"] if e["ph"] == "X" and e["cat"] in trace.KINDS]
+    events = tuple(_parse_event(entry, about) for entry in spans)
     return Trace(about.processes, about.stages, events, about.settings, int(raw["dropped"]))
 
 
@@ -420,7 +393,7 @@ def _parse_event(entry: Any, about: About) -> Event:
     fields = {
         "kind": entry["cat"],
         "process": entry["pid"] - 1,
-        "micro_batch": args.get("micro_batch", NO_MICRO_BATCH),
+        "micro_batch": args.get("micro_batch", trace.NO_MICRO_BATCH),
         "step": args["step"] - 1,
         "began": began,
         "ended": began + entry["dur"] / 1e6,

@@ -1,11 +1,11 @@
 """What one change would bring: the measured plan, changed and simulated.
 
-A prediction is scaled by what was measured: `measured x simulated with the change / simulated as it
-is`.
+A prediction is `measured x simulated with the change / simulated as it is`.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -72,24 +72,18 @@ class Plan:
 def simulated(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
     """Seconds of a step, run as the coordinator would choose to run it."""
     choice = tune(profile, micro_batches, max_in_flight=max_in_flight)
-    found = simulate(
-        profile,
-        micro_batches,
-        choice.max_in_flight,
-        policy=choice.policy,
-        in_flight_limits=choice.in_flight_limits,
-    )
-    return found.seconds
+    limits = choice.in_flight_limits
+    return simulate(
+        profile, micro_batches, choice.max_in_flight, policy=choice.policy, in_flight_limits=limits
+    ).seconds
 
 
 def overlapping(
     plan: Plan, micro_batches: int, max_in_flight: int | None, pipeline_s: float
 ) -> tuple[Plan, float]:
-    """The plan with as much of the time on the wire at the same time as other frames' as makes it
-    no slower than what was measured, and its simulated seconds.
-
-    The simulator has the frames of a process take turns. Several links may move several at once.
-    """
+    """The plan with as much time on the wire shared by several frames as makes it no slower than
+    what was measured, and its simulated seconds: the simulator has the frames of a process take
+    turns, but several links may move several at once."""
 
     def shared(share: float) -> tuple[Plan, float]:
         boundaries = tuple(
@@ -215,14 +209,12 @@ def _cut(trace: Trace, plan: Plan, micro_batches: int) -> Iterator[_Idea]:
 
 def _moved(counts: Sequence[int]) -> Iterator[list[int]]:
     """The numbers of layers after moving one of them from any stage to any other."""
-    for source, number in enumerate(counts):
-        if number > 1:
-            for target in range(len(counts)):
-                if target != source:
-                    moved = list(counts)
-                    moved[source] -= 1
-                    moved[target] += 1
-                    yield moved
+    for source, target in itertools.permutations(range(len(counts)), 2):
+        if counts[source] > 1:
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            yield moved
 
 
 def _with_layers(trace: Trace, plan: Plan, counts: Sequence[int]) -> Plan:
@@ -248,11 +240,9 @@ def _with_layers(trace: Trace, plan: Plan, counts: Sequence[int]) -> Plan:
             if stage.index in (0, len(counts) - 1) and (alike or (middle and more < 0)):
                 quick = min((other.per_layer for other in alike or middle), key=sum)
                 layer = min(layer[0], quick[0]), min(layer[1], quick[1])
-            stage = replace(
-                stage,
-                forward_s=stage.forward_s + more * layer[0],
-                backward_s=stage.backward_s + more * layer[1],
-            )
+            forward_s = stage.forward_s + more * layer[0]
+            backward_s = stage.backward_s + more * layer[1]
+            stage = replace(stage, forward_s=forward_s, backward_s=backward_s)
         stages.append(stage)
     return replace(plan, stages=tuple(stages))
 
