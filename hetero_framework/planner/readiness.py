@@ -1,10 +1,9 @@
 """Which tasks are ready and which of them runs next: rules that simulator and executor share.
 
-`Readiness` knows the tasks of one device: a stage takes its micro-batches in ascending order in
-each direction, a task needs its tensors, a stage stores at most its in-flight limit of forwards,
-and a `Policy` decides among several ready tasks. `Admission` decides when the next micro-batch
-enters the pipeline. With one stage per device that is 1F1B, which alternates by itself; with
-several it is interleaving.
+A stage takes its micro-batches in ascending order in each direction, a task needs its tensors, a
+stage stores at most its in-flight limit of forwards, and a `Policy` decides among several ready
+tasks. With one stage per device that is 1F1B, which alternates by itself; with several it is
+interleaving.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ device as fast as any."""
 class Readiness:
     """The tasks of one device in one step.
 
-    Told when a task's tensors are there (`arrived`), when it begins (`start`) and when a stored
-    forward is done with (`release`). `in_flight_limits[k]` is how many forwards stage k, one of
-    this device, may store; the pipeline has `num_devices` devices in all.
+    `in_flight_limits[k]` is how many forwards stage k, one of this device, may store; the pipeline
+    has `num_devices` devices in all.
     """
 
     def __init__(

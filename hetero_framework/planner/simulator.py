@@ -1,8 +1,7 @@
 """How long a step takes under a schedule: a pure simulator, and a bound that no schedule can beat.
 
-`simulate` runs a step of a `Profile` (measured or estimated times of stages and edges) in
-simulated time. Its devices take their tasks from `Readiness` and its micro-batches enter by
-`Admission`, as those of the engine do: what is simulated is what runs.
+The simulated devices take their tasks from `Readiness` and micro-batches enter by `Admission`, as
+in the engine: what is simulated is what runs.
 
 Units: seconds. p stages, m micro-batches, F and B the forward and backward time of a stage.
 """
@@ -23,8 +22,6 @@ from hetero_framework.planner.readiness import (
     Readiness,
     Task,
 )
-
-# ----------------------------------------------------------------------------------- the profile
 
 
 @dataclass(frozen=True)
@@ -68,12 +65,9 @@ class Profile:
     ) -> Profile:
         """A profile; by default a device for each stage and free transfers."""
         p = len(forward_s)
-        return cls(
-            tuple(forward_s),
-            tuple(backward_s),
-            tuple(devices) if devices is not None else tuple(range(p)),
-            tuple(edges) if edges is not None else (Edge(),) * (p - 1),
-        )
+        devices = range(p) if devices is None else devices
+        edges = (Edge(),) * (p - 1) if edges is None else edges
+        return cls(tuple(forward_s), tuple(backward_s), tuple(devices), tuple(edges))
 
     @property
     def num_stages(self) -> int:
@@ -94,11 +88,8 @@ class Profile:
     @property
     def path_s(self) -> float:
         """Seconds of one micro-batch through everything and back."""
-        wire_s = sum(
-            self.edge_s(stage, kind)
-            for stage in range(len(self.edges))
-            for kind in (FORWARD, BACKWARD)
-        )
+        kinds = (FORWARD, BACKWARD)
+        wire_s = sum(self.edge_s(k, kind) for k in range(len(self.edges)) for kind in kinds)
         return sum(self.forward_s) + sum(self.backward_s) + wire_s
 
     def nics(self, stage: int, kind: str) -> tuple[tuple[int, str], ...]:
@@ -138,11 +129,11 @@ def step_bound(profile: Profile, micro_batches: int) -> float:
     for stage, edge in enumerate(profile.edges):
         there = reach[stage] + profile.forward_s[stage]
         back = profile.edge_s(stage, BACKWARD) + profile.backward_s[stage] + leave[stage]
+        use = (edge.forward_s, there, path - there - edge.forward_s)
         for nic in profile.nics(stage, FORWARD):
-            use = (edge.forward_s, there, path - there - edge.forward_s)
             uses.setdefault(nic, []).append(use)
+        use = (edge.backward_s, path - back, back - edge.backward_s)
         for nic in profile.nics(stage, BACKWARD):
-            use = (edge.backward_s, path - back, back - edge.backward_s)
             uses.setdefault(nic, []).append(use)
     bounds = [
         min(head for _, head, _ in own)
@@ -151,9 +142,6 @@ def step_bound(profile: Profile, micro_batches: int) -> float:
         for own in uses.values()
     ]
     return max([path, *bounds]) if micro_batches else 0.0
-
-
-# --------------------------------------------------------------------------------- the simulator
 
 
 @dataclass(frozen=True)
@@ -175,13 +163,12 @@ def simulate(
     in_flight_limits: Sequence[int] | None = None,
     spread: float = 0.0,
 ) -> Simulation:
-    """Simulate a step. `in_flight_limits[k]` is how many forwards stage k may store (default:
-    `max_in_flight`). With `spread` tasks and transfers take up to that share more or less, each
-    its own, always the same.
+    """Simulate a step of a profile, measured or estimated.
 
-    The last stage does forward and backward of a micro-batch as one task, as the real one does. A
-    tensor passes all its NICs at once, when the last of them is free. Raises ValueError if
-    `max_in_flight` or a limit is smaller than one.
+    `in_flight_limits[k]` is how many forwards stage k may store (default: `max_in_flight`). With
+    `spread` each task and transfer takes up to that share more or less, always the same. The last
+    stage does forward and backward of a micro-batch as one task, as the real one does. A tensor
+    passes all its NICs at once, when the last is free. Raises ValueError for a limit below one.
     """
     if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
         raise ValueError("an in-flight limit smaller than one micro-batch never starts")
@@ -202,10 +189,9 @@ class _Simulator:
         profile: Profile,
         micro_batches: int,
         admission: Admission,
-        readiness: Mapping[int, Readiness],
+        readiness: Mapping[int, Readiness],  # of each device
         spread: float,
     ) -> None:
-        """`readiness` is that of each device."""
         self._profile = profile
         self._m = micro_batches
         self._admission = admission
@@ -218,26 +204,21 @@ class _Simulator:
         self._serial = self._finished = 0
 
     def run(self) -> Simulation:
-        now = 0.0
+        now, devices = 0.0, self._profile.devices
         self._admit()
-        self._start(now, self._profile.devices[0])
+        self._start(now, devices[0])
         while self._finished < self._m:
             now, _, what, task = heapq.heappop(self._events)
-            device = self._profile.devices[task.stage]
+            device = devices[task.stage]
             if what == "arrived":
                 self._readiness[device].arrived(task)
             else:
                 self._idle[device] = True
                 self._ended(now, task)
             self._start(now, device)
-        return Simulation(
-            now,
-            tuple(busy_s / now if now else 0.0 for busy_s in self._busy_s.values()),
-            tuple(
-                self._readiness[device].peak_in_flight(k)
-                for k, device in enumerate(self._profile.devices)
-            ),
-        )
+        busy = tuple(busy_s / now if now else 0.0 for busy_s in self._busy_s.values())
+        peaks = tuple(self._readiness[d].peak_in_flight(k) for k, d in enumerate(devices))
+        return Simulation(now, busy, peaks)
 
     def _post(self, at: float, what: str, task: Task) -> None:
         self._serial += 1

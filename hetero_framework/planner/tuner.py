@@ -1,7 +1,6 @@
-"""The schedule of a run's steps, tuned to what the steps measure.
+"""The schedule of a run's steps, tuned to the times that the steps take.
 
-Pure: it is told times and gives the next step's `TunedSchedule`. Nothing here changes a number of
-the result, only when things happen.
+Nothing here changes a number of the result, only when things happen.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ def assumed_profile(stages: Sequence[StageSpec], direct: frozenset[int] = frozen
     seconds = {}
     for spec in stages:
         layers = max(spec.end - spec.start, 0.5)
-        seconds[spec.index] = StageSeconds(
-            layers, 2.0 * layers, _ASSUMED_WIRE * layers, _ASSUMED_WIRE * layers
-        )
+        wire_s = _ASSUMED_WIRE * layers
+        seconds[spec.index] = StageSeconds(layers, 2.0 * layers, wire_s, wire_s)
     return make_profile(stages, seconds, {}, direct)
 
 
@@ -55,20 +53,12 @@ def make_profile(
     for before, after in pairwise(stages):
         k = before.index
         relayed = k not in direct and "local" not in (before.owner, after.owner)
-        edges.append(
-            Edge(
-                seconds[k + 1].arrive_forward_s,
-                seconds[k].arrive_backward_s,
-                latency_s.get(k, 0.0),
-                owners.index("local") if relayed and "local" in owners else None,
-            )
-        )
-    return Profile.of(
-        [seconds[spec.index].forward_s for spec in stages],
-        [seconds[spec.index].backward_s for spec in stages],
-        devices=devices,
-        edges=edges,
-    )
+        relay = owners.index("local") if relayed and "local" in owners else None
+        there_s, back_s = seconds[k + 1].arrive_forward_s, seconds[k].arrive_backward_s
+        edges.append(Edge(there_s, back_s, latency_s.get(k, 0.0), relay))
+    forward_s = [seconds[spec.index].forward_s for spec in stages]
+    backward_s = [seconds[spec.index].backward_s for spec in stages]
+    return Profile.of(forward_s, backward_s, devices=devices, edges=edges)
 
 
 class Tuner:
@@ -104,13 +94,12 @@ class Tuner:
 
     def choice(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
         """How to run a step of so many micro-batches over these direct edges."""
-        wanted = (micro_batches, direct)
-        if wanted not in self._choices:
+        if (wanted := (micro_batches, direct)) not in self._choices:
             self._choices[wanted] = self._tuned(self.profile(direct), micro_batches)
         return self._choices[wanted]
 
     def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
-        """Take in what a step took. The first step is not typical: the second replaces it.
+        """Take in what a step took; the second one replaces the first, which is not typical.
 
         Choices are made anew after 1, 2, 4, 8, ... steps; devices and links rarely change.
         """
@@ -118,9 +107,8 @@ class Tuner:
         weight = 1.0 if self._observed <= 2 else _WEIGHT
         for k, new in seconds.items():
             old = self._seconds.get(k, new)
-            self._seconds[k] = StageSeconds(
-                *((1 - weight) * a + weight * b for a, b in zip(old, new, strict=True))
-            )
+            pairs = zip(old, new, strict=True)
+            self._seconds[k] = StageSeconds(*((1 - weight) * a + weight * b for a, b in pairs))
         self._latency_s.update(latency_s)
         if self._observed & (self._observed - 1) == 0:
             now = self._observed
@@ -134,9 +122,5 @@ class Tuner:
                 self._choices[key] = choice
 
     def _tuned(self, profile: Profile, micro_batches: int) -> TunedSchedule:
-        return tune(
-            profile,
-            micro_batches,
-            max_in_flight=self._max_in_flight,
-            in_flight_limits=self._memory_limits,
-        )
+        most, limits = self._max_in_flight, self._memory_limits
+        return tune(profile, micro_batches, max_in_flight=most, in_flight_limits=limits)

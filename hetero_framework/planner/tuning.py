@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 from hetero_framework.planner.simulator import Profile, Simulation, simulate
@@ -47,14 +48,13 @@ def tune(
     max_in_flight: int | None = None,
     in_flight_limits: Sequence[int] | None = None,
 ) -> TunedSchedule:
-    """The policy and the in-flight limits for a step of this profile.
+    """The policy and the in-flight limits for a step of this profile; steps of more than 64
+    micro-batches are judged by 64. `in_flight_limits[k]` >= 1 is what stage k has memory for.
 
     Of what is within 0.5 % of the fastest for this profile, and then within 0.5 % of the fastest
     when things go worse, the fewest micro-batches in flight but one and the fewest stored forwards;
     `max_in_flight` fixes the former. Worse is: edges half as slow again, and also tasks and
-    transfers up to 0.3 longer or shorter, as samples and networks are. `in_flight_limits[k]` >= 1
-    is how many forwards stage k has memory for. Longer steps than 64 micro-batches are judged by
-    64.
+    transfers up to 0.3 longer or shorter, as samples and networks are.
     """
     p = profile.num_stages
     m = max(1, min(micro_batches, _MOST_MICRO_BATCHES))
@@ -68,17 +68,11 @@ def tune(
         # Fewer stored forwards towards the end of the pipeline, where they come back sooner.
         tapered = tuple(max(1, -(-size * (p - k) // p)) for k in range(p))
         for shape in dict.fromkeys(((size,) * p, tapered)):
-            in_flight = (
-                shape if in_flight_limits is None else tuple(map(min, shape, in_flight_limits))
-            )
+            limits = shape if in_flight_limits is None else tuple(map(min, shape, in_flight_limits))
             for policy in policies:
-                seconds = [
-                    simulate(
-                        case, m, size, policy=policy, in_flight_limits=in_flight, spread=spread
-                    ).seconds
-                    for case, spread in cases
-                ]
-                simulated.append((seconds, size, in_flight, policy))
+                run = partial(simulate, policy=policy, in_flight_limits=limits)
+                seconds = [run(case, m, size, spread=spread).seconds for case, spread in cases]
+                simulated.append((seconds, size, limits, policy))
     as_given = _GOOD_ENOUGH * min(seconds[0] for seconds, *_ in simulated)
     fast = [entry for entry in simulated if entry[0][0] <= as_given]
     best = _GOOD_ENOUGH * min(sum(seconds) for seconds, *_ in fast)
@@ -88,23 +82,19 @@ def tune(
     )
     least = good[0][1]
     ample = [entry for entry in good if least < entry[1] <= least + max(1, least // 4)]
-    _, size, in_flight, policy = (ample or good)[0]
-    forecast = simulate(profile, m, size, policy=policy, in_flight_limits=in_flight)
-    return TunedSchedule(policy, size, in_flight, forecast)
+    _, size, limits, policy = (ample or good)[0]
+    forecast = simulate(profile, m, size, policy=policy, in_flight_limits=limits)
+    return TunedSchedule(policy, size, limits, forecast)
 
 
 def _candidates(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
     """Values of `max_in_flight` worth simulating, so often each: from p to twice what the longest
     path takes up at the slowest device's pace, since the pace varies."""
     p = profile.num_stages
-    pace = max(
-        sum(
-            profile.forward_s[k] + profile.backward_s[k]
-            for k in range(p)
-            if profile.devices[k] == device
-        )
-        for device in set(profile.devices)
-    )
+    loads = dict.fromkeys(profile.devices, 0.0)
+    for k, device in enumerate(profile.devices):
+        loads[device] += profile.forward_s[k] + profile.backward_s[k]
+    pace = max(loads.values())
     most = max(2 * p, (math.ceil(2 * profile.path_s / pace) if pace > 0 else 1) + p)
     most = min(most, micro_batches)
     least = min(p, most)
