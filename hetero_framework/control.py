@@ -11,10 +11,9 @@
         for worker in cluster.workers:
             print(worker, cluster.control(worker, "gpu_temperature"))
 
-Save this as watch.py and add `--import watch.py` to the command on every machine. The messages
-travel as CONTROL, which extends the protocol without a new version; data are what msgpack knows:
-null, bool, int, float, string, bytes, list, and map with string keys. docs/extending.md has the
-whole of it. This module knows no socket; it makes and reads messages.
+Save this as watch.py and add `--import watch.py` to the command on every machine. Data are what
+msgpack knows: null, bool, int, float, string, bytes, list, and map with string keys.
+docs/extending.md has the whole of it.
 """
 
 from __future__ import annotations
@@ -59,21 +58,15 @@ _imported: list[Path] = []
 
 # What a handler raises goes to the one who asked; it must not end a run that is hours old.
 _FAILURES = (
-    HeteroError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(HeteroError, ArithmeticError, AttributeError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError),
 )
 
 
 def on(name: str) -> Callable[[_H], _H]:
     """Decorator: answer requests called `name` with what the function returns for their data. It
-    runs in the worker's computing thread between two tasks, so it should take milliseconds. A
-    second function for the same name replaces the first."""
+    runs in the worker's computing thread, so it should take milliseconds. A second function for
+    the same name replaces the first."""
 
     def register(handler: _H) -> _H:
         _handlers[name] = handler
@@ -102,7 +95,7 @@ def import_file(path: Path) -> None:
 
 
 def imported_files() -> tuple[Path, ...]:
-    """The files that worker processes started from here must import too."""
+    """The files that worker processes started here must import too."""
     return tuple(_imported)
 
 

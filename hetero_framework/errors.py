@@ -13,10 +13,7 @@ _NO_DISK = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 class HeteroError(Exception):
-    """Base of all errors of this package.
-
-    `exit_code` is the process exit code; `hint` is one further line that says what to do.
-    """
+    """Base of all errors of this package; `hint` is one further line that says what to do."""
 
     exit_code = 1
 

@@ -1,10 +1,9 @@
 """Where the package's log lines go, and what a line may look like.
 
-Modules log with `logging.getLogger(__name__)`. Two things may be added to a line as `extra`:
-`event(...)` makes it an event of events.jsonl too (with an empty message, an event alone), and
-`said_by(...)` names the peer whose words it holds, which limits how many such lines appear.
+A line may have as `extra`: `event(...)`, which makes it an event of events.jsonl too (with an empty
+message, an event alone), and `said_by(...)`, which limits how many lines of a peer's words appear.
 
-Nothing here ends a process: a line that cannot be written is dropped, and the next one is tried.
+Nothing here ends a process: a line that cannot be written is dropped.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _step: int | None = None
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """`text` with everything escaped that could steer a terminal or hide text: control characters
-    other than `kept`, marks that change the direction of writing, halves of surrogate pairs."""
+    """`text` with everything escaped that could steer a terminal or hide text, other than `kept`:
+    control characters, marks that change the direction of writing, halves of surrogate pairs."""
     return "".join(
         char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text
     )
@@ -126,11 +125,8 @@ def file_lines(path: Path) -> Lines:
 
 
 class Events(logging.Handler):
-    """Appends each record that is an event to `path`, as one JSON object.
-
-    Nothing is written before `open` (a fresh run moves an earlier run's file away first); `close`
-    writes what has waited until then.
-    """
+    """Appends each record that is an event to `path`, as one JSON object. What comes before `open`
+    waits for it or `close`: a fresh run moves an earlier run's file away first."""
 
     def __init__(self, path: Path, process: str) -> None:
         super().__init__()

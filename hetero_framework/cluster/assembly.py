@@ -1,8 +1,8 @@
 """All processes of a run as one: starts local workers, connects, has every stage loaded, recovers.
 
-`Cluster` owns the processes and their links. What follows from the plan and from who takes part is
-an `Assembly`: it is built once all stages are loaded, never changed, and replaced when the plan or
-a worker changes. What happens to a worker, and what is to be done then, is membership.py's table.
+`Cluster` owns the processes and their links. An `Assembly` is built once all stages are loaded and
+replaced when the plan or a worker changes. What is to be done about what happens to a worker is
+membership.py's table.
 """
 
 from __future__ import annotations
@@ -45,12 +45,7 @@ from hetero_framework.errors import (
     UserError,
 )
 from hetero_framework.log import event
-from hetero_framework.models.fingerprint import (
-    Fingerprint,
-    check_same_model,
-    summary,
-    whole_fingerprint,
-)
+from hetero_framework.models import fingerprint
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.simulator import Profile
@@ -96,7 +91,7 @@ class MachineFacts:
 @dataclass(frozen=True)
 class Loaded:
     """What the processes have loaded: this one's stages, the trained parameters of each stage, and
-    the fingerprint of the weights that all of them were read from, under any cut."""
+    the fingerprint of all weights, the same under any cut."""
 
     local: Sequence[StageInterface]
     trainable: Trainable
@@ -105,7 +100,7 @@ class Loaded:
 
 class Assembly:
     """What follows from a plan and from the workers that have loaded it: who talks to whom, what
-    is trained where, and how steps are run. Its parts do not change; what runs on them does."""
+    is trained where, and how steps are run. Its parts do not change."""
 
     def __init__(
         self,
@@ -168,14 +163,12 @@ class Assembly:
 
     def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> None:
         """Learn from a step's times how to run the next ones."""
+        n = micro_batches
         seconds = {
             index: StageSeconds(
-                found.forward_s / micro_batches,
-                found.backward_s / micro_batches,
-                found.arrive_forward_s,
-                found.arrive_backward_s,
+                s.forward_s / n, s.backward_s / n, s.arrive_forward_s, s.arrive_backward_s
             )
-            for index, found in statistics.items()
+            for index, s in statistics.items()
         }
         direct, latency_s = self.direct, {}
         for before, after in self._boundaries.all:
@@ -227,8 +220,8 @@ class Boundaries:
 
 
 class Cluster:
-    """The processes of one run and what they make together now; a context manager that leaves
-    none behind. `start` and then `assemble` come before all else."""
+    """The processes of one run; a context manager that leaves none behind. `start` and then
+    `assemble` come before all else."""
 
     def __init__(
         self,
@@ -241,9 +234,8 @@ class Cluster:
         workers: LocalWorkers | None = None,
         reduce: Reduce = nothing_to_add,
     ) -> None:
-        """`build` makes this process's stages; `run_id` is a lasting one. `workers` are those
-        of this machine where they are on their way already. `reduce` is for the stages here.
-        """
+        """`build` and `reduce` are for the stages here; `run_id` is a lasting one. `workers` are
+        those of this machine where they were started before."""
         self._config = config
         self._build = build
         self._reduce = reduce
@@ -315,13 +307,13 @@ class Cluster:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Assembly:
         """Have every process load its stages of `config`, all at once; `meanwhile` is done here
-        before the workers are waited for. A link that breaks is opened again: nothing is lost yet.
-        Raises PeerLostError for a worker that is gone or takes longer than `load_timeout_s`."""
+        before the workers are waited for. Raises PeerLostError for a worker that is gone or takes
+        longer than `load_timeout_s`."""
         self._config = config
         for worker in self.workers:
             self._guard(worker, Event.PLANNED)
         specs, expected = config.plan.stages, in_background(self._expected_weights, "fingerprint")
-        local = list(self._build(config, [s for s in specs if s.owner == "local"], self.device))
+        local = self._build(config, [s for s in specs if s.owner == "local"], self.device)
         meanwhile()
         trainable = {stage.index: stage.trainable() for stage in local}
         ready: dict[WorkerId, m.Ready] = {}
@@ -336,7 +328,7 @@ class Cluster:
                         loaded.append((f"worker {worker}", entry.fingerprint))
                         trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
                 wait_for([expected])
-                check_same_model(loaded, expected.result())
+                fingerprint.check_same_model(loaded, expected.result())
                 needs = gradient_needs([trainable[spec.index] for spec in specs])
                 self._connect_workers()
                 for worker in [w for w in self.workers if w not in started]:
@@ -358,7 +350,7 @@ class Cluster:
             Loaded(
                 local,
                 [trainable[spec.index] for spec in specs],
-                summary(fingerprint for _, fingerprint in loaded),
+                fingerprint.summary(weights for _, weights in loaded),
             ),
             self.device,
             self._meter,
@@ -368,16 +360,16 @@ class Cluster:
         self.retrying(self.pipeline.share_tied_weight)
         return self._current
 
-    def _expected_weights(self) -> Fingerprint | None:
+    def _expected_weights(self) -> fingerprint.Fingerprint | None:
         """Of all weights, from this machine's files; None where it has not all of them."""
         model = self._config.model
         if not self._peers.workers or model is None or model.name_or_path is None:
             return None
         source = resolve_model_path(model.name_or_path, self._config.base_dir)
-        return whole_fingerprint(source, model.revision)
+        return fingerprint.whole_fingerprint(source, model.revision)
 
     def _await_ready(self, ready: dict[WorkerId, m.Ready], deadline: float) -> None:
-        """Gather READY of every worker. Heartbeats show that one lives, not that it gets on."""
+        """Gather READY of every worker."""
         told = time.monotonic()
         while waiting := [str(worker) for worker in self.workers if worker not in ready]:
             event = self._peers.receive(timeouts.TICK_S)
@@ -406,8 +398,7 @@ class Cluster:
             workers = ", ".join(sorted(map(str, pair)))
             _log.info("", extra=event("direct link opened", workers=workers))
         for before, after in boundaries.between_workers:
-            # Once for each pair.
-            problem = problems.pop(frozenset((before.owner, after.owner)), None)
+            problem = problems.pop(frozenset((before.owner, after.owner)), None)  # once for a pair
             if problem is None:
                 continue
             if boundaries.mode(after) == "direct":
@@ -442,7 +433,7 @@ class Cluster:
     def begin(
         self, step: int, micro_batches: int, *, train: bool, num_items: int, loss_scale: float = 1.0
     ) -> None:
-        """Announce a step, or announce it again after a lost link, to every stage."""
+        """Announce a step to every stage, at first or again after a lost link."""
         self._attempt += 1
         _log.debug("step %d, attempt %d: %d micro-batches", step + 1, self._attempt, micro_batches)
         self._peers.dial_again(timeouts.DIRECT_DIAL_S)
@@ -475,23 +466,18 @@ class Cluster:
         return self.pipeline.until(lambda: host.answer(question), f"an answer of worker {worker}")
 
     def traffic(self) -> dict[WorkerId, tuple[int, int, float, int]]:
-        """Per worker, over all its links: bytes received, bytes sent and seconds spent writing
-        on its link with the coordinator, and bytes that it sent straight to other workers."""
+        """Per worker: bytes received, bytes sent and seconds spent writing on all its links with
+        the coordinator, and bytes that it sent straight to other workers."""
         direct = self.pipeline.direct_bytes
-        return {
-            worker: (*counts, direct.get(worker, 0))
-            for worker, counts in self._peers.traffic().items()
-        }
+        return {w: (*counts, direct.get(w, 0)) for w, counts in self._peers.traffic().items()}
 
     # -- recovery -------------------------------------------------------------------------------
 
     def retrying(self, action: Callable[[], T]) -> T:
         """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. For a
-        link between workers nobody waits: what it carried goes through the coordinator meanwhile.
-
-        What `action` did before the break must do no harm when it is done again: weights and
-        optimizer must not have stepped. Raises PeerLostError when a worker or its state is gone,
-        and WorkerLeaving, with the attempt forgotten, when one is about to end.
+        link between workers nobody waits. What `action` did before must do no harm when it is done
+        again: weights and optimizer must not have stepped. Raises PeerLostError when a worker or
+        its state is gone, and WorkerLeaving, with the attempt forgotten, when one is about to end.
         """
         broken = False
         while True:

@@ -1,6 +1,5 @@
 """How fast a link is: questions with and without bytes beside them, over the run's own links.
 
-The same few questions measure the coordinator's link to a worker and a worker's link to another.
 Importing this module registers what a worker answers.
 """
 
@@ -41,9 +40,8 @@ class LinkSpeed:
 
 
 def measure(ask: Ask, nbytes: int) -> LinkSpeed:
-    """Measure a link with messages of `nbytes`; `ask` sends a question and gives its answer. The
-    first of each kind warms the link up and does not count, unless it took seconds. A transfer's
-    time includes a round trip: the shortest one is taken off."""
+    """Measure a link with messages of `nbytes`; `ask` sends a question and gives its answer. A
+    transfer's time includes a round trip: the shortest one is taken off."""
     payload = (_bytes(nbytes),)
     trips = _repeat(lambda: _seconds(ask, SINK, None), _TRIPS)
     up = _repeat(lambda: _seconds(ask, SINK, None, payload), _ROUNDS)
@@ -57,7 +55,8 @@ def measure(ask: Ask, nbytes: int) -> LinkSpeed:
 
 
 def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
-    """`times` measurements after a first one, fewer when they take long."""
+    """`times` measurements after a first one, which warms the link up; fewer when they take long,
+    the first at least."""
     first = seconds()
     found: list[float] = []
     while len(found) < times and first + sum(found) < timeouts.PROBE_S:

@@ -1,8 +1,7 @@
 """Start and supervise the worker processes of one machine.
 
-A child's standard input is its life line: a pipe that only the parent holds open. It closes when
-the parent ends in whatever way, and the child then ends too, so that nobody is left behind after
-kill -9, on any system.
+A child's standard input is its life line: a pipe that only the parent holds open. When the parent
+ends in whatever way, on any system, it closes, and the child ends too.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ class LocalWorkers:
         self.stop()
 
     def start(self) -> None:
-        """Start the workers that are not there, or not any more. One whose address already answers
-        is left alone and used. Raises ResourceError."""
+        """Start the workers that are not there, or not any more. Raises ResourceError."""
         try:
             spawner = _Spawner(self._config, self._program, debug=self._debug)
             for worker_id in self._ids:
@@ -121,10 +119,9 @@ class LocalWorkers:
                 return
             _stop([running.process], 0.0)  # closes its life line
         worker = self._config.worker(worker_id)
-        if addresses.is_local_address(worker.ip) and not addresses.port_is_free(
-            worker.ip, worker.port
-        ):
-            where = f"{worker.ip} port {worker.port}"
+        ip, port = worker.ip, worker.port
+        if addresses.is_local_address(ip) and not addresses.port_is_free(ip, port):
+            where = f"{ip} port {port}"
             _log.info("worker %s: something already listens at %s; using it", worker_id, where)
             return
         log = spawner.log_dir / f"worker-{worker_id}.log"
@@ -145,11 +142,8 @@ class LocalWorkers:
 
     def pids(self) -> dict[WorkerId, int]:
         """Process ids of the workers that run now."""
-        return {
-            worker_id: child.process.pid
-            for worker_id, child in self._children.items()
-            if child.process.poll() is None
-        }
+        found = {worker_id: child.process for worker_id, child in self._children.items()}
+        return {worker_id: p.pid for worker_id, p in found.items() if p.poll() is None}
 
     def exited(self) -> list[WorkerExit]:
         """The workers that ended by themselves, with the end of their logs."""
@@ -174,9 +168,8 @@ def run_workers(
     debug: bool = False,
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    """Run several workers of this machine, one process each, until all have ended or one fails; the
-    exit code: 0, or that of the one that failed. Their lines appear behind the worker's name.
-    Raises ResourceError."""
+    """Run several workers of this machine, one process each, until all have ended (0) or one fails
+    (its exit code). Their lines appear behind the worker's name. Raises ResourceError."""
     processes: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
 
@@ -281,9 +274,8 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until all ended (0) or one failed (its exit code)."""
     while True:
         codes = [process.poll() for process in processes]
-        for code in codes:
-            if code:
-                return code if code > 0 else PeerLostError.exit_code
+        if failed := next(filter(None, codes), None):
+            return failed if failed > 0 else PeerLostError.exit_code
         if None not in codes:
             return 0
         time.sleep(timeouts.EXIT_TICK_S)

@@ -1,8 +1,7 @@
 """Who takes part in a run, as a table: what happens to a worker, and what is to be done then.
 
-Pure: it opens nothing and waits for nothing. `TABLE[state, event]` is the following state and the
-actions, which whoever holds the links carries out (`assembly.Cluster`). A worker that is gone for
-good ends the run through one action, GIVE_UP, wherever it was noticed.
+`TABLE[state, event]` is the following state and the actions, which `assembly.Cluster` carries out.
+A worker that is gone for good ends the run through one action, GIVE_UP, wherever it was noticed.
 """
 
 from __future__ import annotations
@@ -97,11 +96,8 @@ class Membership:
         return self._losses[worker]
 
     def on(self, worker: WorkerId, event: Event) -> tuple[Action, ...]:
-        """Note what happened; what is to be done about it, in order.
-
-        A link that broke too often counts as gone. Raises HeteroError, and changes nothing, for
-        an event that cannot happen now: a bug in this package.
-        """
+        """Note what happened; what is to be done about it, in order. A link that broke too often
+        counts as gone. Raises HeteroError for an event that cannot happen now: our own bug."""
         state = self._states[worker]
         if (state, event) not in TABLE:
             raise HeteroError(f"worker {worker}: {event.name} while it is {state.name}")

@@ -1,7 +1,6 @@
 """Links between workers: who dials whom, the handshake, and which of them are alive.
 
-The coordinator names the peers to dial. What goes over such a link are the boundary frames of the
-star, the same bytes; when to use it, the coordinator says with every step.
+The coordinator names the peers to dial, and says with every step which links carry tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class PeerLinks:
     def dial(
         self, peers: tuple[m.PeerAddress, ...], timeout_s: float, max_frame_bytes: int
     ) -> None:
-        """Open a link to each of these workers; `tell` hears when all is done, unless `close` comes
+        """Open a link to each of these workers, without waiting; `tell` hears unless `close` comes
         first."""
         stop = self._stop
         dialled = [
@@ -133,15 +132,15 @@ class PeerLinks:
         return connection in self._all()
 
     def reaches(self, worker: WorkerId) -> bool:
-        """Whether there is a link to this worker that works, as far as is known here."""
+        """Whether there is a link to this worker, as far as is known here."""
         peer = self._peers.get(worker)
         return peer is not None and not peer.closed
 
     def send(
         self, worker: WorkerId, message: Message, done: Callable[[], None] | None = None
     ) -> None:
-        """Send a tensor to a peer. One that is gone is ignored: its link's reader says so. Raises
-        ProtocolError for a frame that is too large."""
+        """Send a tensor to a peer; one that is gone is ignored. Raises ProtocolError for a frame
+        that is too large."""
         peer = self._peers.get(worker)
         if peer is not None and peer.phase is Phase.FLOWING:
             with suppress(PeerLostError):

@@ -1,7 +1,7 @@
 """Which processes of a plan belong to this machine.
 
-Decided from --role/--worker-id, else by comparing the configuration with this machine's own
-addresses and host names. Nothing is sent anywhere and no name is resolved.
+Decided from --role/--worker-id, else by comparing the configuration with this machine's addresses
+and host names. No name is resolved.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def decide_role(
     identity: Identity | None = None,
 ) -> Role:
     """The role of this machine. `role` ("coordinator" or "worker") and `worker_id` decide when
-    given. Raises ConfigError when they contradict each other or when nothing in the configuration
-    names this machine."""
+    given. Raises ConfigError when they exclude each other, or nothing names this machine."""
     identity = identity or this_machine()
     if role == "coordinator":
         if worker_id is not None:
@@ -67,7 +66,8 @@ def decide_role(
     here = [w for w in config.workers if _names_machine(config, w, identity)]
     if here:
         return Role(False, _planned(config, here))
-    ids = local_worker_ids(config, identity) if role == "worker" and _all_loopback(config) else ()
+    all_loopback = all(map(_is_loopback, (config.coordinator, *config.workers)))
+    ids = local_worker_ids(config, identity) if role == "worker" and all_loopback else ()
     if not ids:
         raise ConfigError(_no_role(config, identity), hint=_HINT)
     return Role(False, ids)
@@ -177,10 +177,6 @@ def _is_address(host: str) -> bool:
 def _is_loopback(machine: Machine) -> bool:
     address = addresses.parsed(normal_host(machine.ip))
     return address is not None and address.is_loopback
-
-
-def _all_loopback(config: Config) -> bool:
-    return all(_is_loopback(machine) for machine in (config.coordinator, *config.workers))
 
 
 _HINT = (

@@ -10,10 +10,8 @@ from pathlib import Path
 
 def run_id_of(output_dir: Path) -> str:
     """The id of the run that writes into `output_dir`, which is made. A coordinator that is started
-    again has the same one, so that the workers give up what they keep for the dead one.
-
-    Two runs that begin in a new directory at the same moment may see different ids; one of them
-    gets the directory's lock, and the other ends. Raises OSError.
+    again has the same one, so that the workers give up what they keep for the dead one. Raises
+    OSError. Runs that begin there at the same moment may get two; the directory's lock stops one.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / ".run"

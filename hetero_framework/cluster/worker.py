@@ -2,13 +2,11 @@
 
 Kinds of threads: one accepts connections, the links' readers unpack and queue what arrives, one may
 send what has to be waited for, and the main thread, alone, touches the stages. When the
-coordinator's link breaks the stages stay as they are for `reconnect_timeout_s`: the same run may
-come back and go on, and another one is refused. Links to other workers are in peer_links.py.
+coordinator's link breaks the stages stay as they are for `reconnect_timeout_s`, for that run alone.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import queue
@@ -75,9 +73,7 @@ class _Run:
     host: str
     began: float = field(default_factory=time.monotonic)
     lost: float | None = None
-    # Nothing is lost with a run that has no stages yet.
-    grace_s: float = 0.0
-    # The coordinator's process and the last of its connections.
+    grace_s: float = 0.0  # nothing is lost with a run that has no stages yet
     process: str = ""
     epoch: int = 0
     stages: StageHost | None = None
@@ -163,14 +159,13 @@ def serve(
 ) -> None:
     """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
 
-    `build` makes the stages: `loading.load_stages` loads real ones. Log lines go to standard error
-    and to the coordinator, events to `logs`/events.jsonl if there is such a directory. With
+    Log lines go to standard error and to the coordinator, events to `logs`/events.jsonl. With
     `run_id` no other run is served. In the main thread SIGTERM is told to the coordinator, which
     may save the run's state before this worker ends.
 
     Raises NetworkError when the port is taken, DeviceError when the device is not there,
-    PeerLostError when a run was lost and nobody took it up again, and the run's own error when it
-    fails here; the coordinator has been told the same.
+    PeerLostError when a run was lost and nobody took it up again, and the run's own error, which
+    the coordinator has been told.
     """
     worker = Worker(config, worker_id, keep=keep, build=build, run_id=run_id)
     to_coordinator = log.Lines(worker.show_to_coordinator)
@@ -286,7 +281,7 @@ class Worker:
         self._jobs.put(partial(job, *args))
 
     def _turn(self) -> None:
-        """Do what was asked for, then one task; wait only when there is neither."""
+        """Do what was asked for, then one task; wait when there is neither."""
         self._send_lines()
         while self._do_job(0):
             pass
@@ -496,8 +491,8 @@ class Worker:
         self._later(self._on_lost, connection, reason.message if reason else "closed")
 
     def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
-        """In the reader thread, for the main thread may compute for minutes: refuse who is wrong
-        here, welcome who comes back. Who is new waits until the main thread has made room."""
+        """In the reader thread, for the main thread may compute for minutes: refuse who is wrong,
+        welcome who comes back. Who is new waits until the main thread has made room."""
         own, run = self._entry.id, self._run
         if str(hello.worker_id) != str(own):
             text = f"this is worker {own}, not {hello.worker_id}"
@@ -621,15 +616,13 @@ class Worker:
             self._connection.link.on_moved = run.meter.watch("local")
 
     def _forget_run(self) -> None:
-        """Free what a run has here. Stages and shards refer to each other; whoever comes next is
-        told how much memory is free."""
+        """Free what a run has here: whoever comes next is told how much memory is free."""
         run, self._run = self._run, None
         self.peers.close()
         if run is not None:
             if run.stages is not None:
                 run.stages.close()
             del run
-            gc.collect()
             self._device.empty_cache()
 
     def _on_peer_hello(self, connection: Connection, hello: m.PeerHello) -> None:
@@ -654,8 +647,7 @@ class Worker:
         self._tell_missing_links(schedule)
 
     def _tell_missing_links(self, schedule: StepSchedule) -> None:
-        """The coordinator may count on a link that is gone: the news was lost with its own link,
-        or came before it knew of the link."""
+        """The coordinator may count on a link that is gone: the news was lost or came too early."""
         own, owners = self._host.indexes, self._current.owners
         for boundary in sorted(schedule.direct):
             ends = (boundary, boundary + 1)

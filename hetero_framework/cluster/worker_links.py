@@ -1,7 +1,7 @@
 """The coordinator's links to its workers: dialling, handshake, relaying, loss and return.
 
-Frames from worker to worker that have no link of their own are passed on undecoded by the reader
-threads, while they come in. Everything else lands in one inbox, which the training thread reads.
+Frames for other workers are passed on undecoded by the reader threads, while they come in.
+Everything else lands in one inbox, which the training thread reads.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _Silent(NetworkError):
 
 @dataclass
 class _Redial:
-    """A link between workers that was lost: who dials whom next, and when. One that is lost again
-    and again is tried more and more seldom, for every loss costs a repeated step."""
+    """A link between workers that was lost: who dials whom next, and when. The pause grows, for
+    every further loss costs a repeated step."""
 
     order: tuple[WorkerId, WorkerId]
     at: float = 0.0
@@ -78,9 +78,8 @@ class WorkerLinks:
         unpack: Callable[[Message], Any] = lambda message: None,
         watch: Callable[[WorkerId], OnMoved] | None = None,
     ) -> None:
-        """`exit_text` says how a local worker process ended, None while it lives. `unpack` makes of
-        a message, in a reader thread, what its Event has as `arrival`; `watch(worker)` gives its
-        link's `on_moved`."""
+        """`exit_text` says how a local worker process ended, None while it lives. `unpack` makes an
+        Event's `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`."""
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
@@ -124,9 +123,9 @@ class WorkerLinks:
     # -- connecting -----------------------------------------------------------------------------
 
     def connect_all(self) -> dict[WorkerId, m.Welcome]:
-        """Dial every worker at once; what each said in its WELCOME. Raises the first error when all
-        have answered or failed: NetworkError for one that cannot be reached in `connect_timeout_s`,
-        ProtocolError for another protocol version."""
+        """Dial every worker at once; what each said. Raises the first error when all have answered
+        or failed: NetworkError for one that cannot be reached in `connect_timeout_s`, ProtocolError
+        for another protocol version."""
         self._dialling = {
             id: in_background(partial(self._open_when_free, worker), f"dial-{id}")
             for id, worker in self._workers.items()
@@ -255,8 +254,7 @@ class WorkerLinks:
     ) -> dict[frozenset[WorkerId], str]:
         """Have each pair of workers open a link, the first dialling, then the second where that
         fails; why not, where both do. Raises LinkLost."""
-        # A pair that meets at two boundaries needs one link: of two that cross on the way, each
-        # end would take the other's for the newer one and close its own.
+        # One link for a pair that meets twice: each end would close its own of two that cross.
         wanted = list({frozenset(pair): pair for pair in pairs}.values())
         problems: dict[frozenset[WorkerId], list[str]] = {}
         for ordered in (wanted, [(b, a) for a, b in wanted]):
@@ -279,8 +277,7 @@ class WorkerLinks:
     def dial_again(self, timeout_s: float) -> None:
         """Between steps: have links between workers that were lost opened again, without waiting
         for it, and use those that are back. Raises LinkLost."""
-        # Not before: the other end's news of the old link's loss may come after the news of the
-        # new link.
+        # Not before: news of the old link's loss may come after the news of the new link.
         self._direct |= self._back
         self._back.clear()
         now = time.monotonic()
@@ -327,8 +324,8 @@ class WorkerLinks:
             raise LinkLost(worker_id, error.message) from error
 
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send a boundary message to the worker of its stage. A link that is gone is ignored, for
-        its reader reports the loss; so is one that has come back, for the attempt is void."""
+        """Send a boundary message to the worker of its stage. A link that is gone is ignored (its
+        reader tells), as is one that has come back (the attempt is void)."""
         connection = self._wires.get(self._owners[message.expect(m.Boundary).stage])
         if connection is not None and connection.phase in _WORKING:
             with suppress(PeerLostError):
@@ -397,8 +394,7 @@ class WorkerLinks:
         return {w: (s.bytes_in, s.bytes_out, s.write_s) for w, s in self._stats.items()}
 
     def close(self, goodbye: Message, drain_s: float = timeouts.DRAIN_S) -> None:
-        """Say goodbye to every worker and close the links; what is queued goes out first, for at
-        most `drain_s` seconds in all."""
+        """Say goodbye to every worker and close the links; all in at most `drain_s` seconds."""
         self._stop.set()
         deadline = time.monotonic() + drain_s
         wait(self._dialling.values(), max(0.0, deadline - time.monotonic()))

@@ -1,14 +1,12 @@
 """Every message of the protocol: one frozen dataclass each, and the `Message` that carries one.
 
-A class here is the whole specification of a message. Its docstring says who sends it to whom and
-what answers it; its annotations say which values its fields may have. The checks and the form on
-the wire (`fields.py`) and the tables of docs/protocol.md are derived from them.
-`@_message` adds what is no field: number, sender, tensors. To add a message, add a class, and say
-in `session.py` when it is legal.
+A class here is the whole specification of a message: its docstring says who sends it to whom and
+what answers it, its annotations which values its fields may have, `@_message` the rest. The checks
+and the form on the wire (`fields.py`) and the tables of docs/protocol.md are derived from it. To
+add a message, add a class, and say in `session.py` when it is legal.
 
-A message is checked when it is made and when it is received, and everything about a received frame
-is checked before memory for its tensors is taken. Whatever bytes arrive, the only exception that
-leaves this module is ProtocolError.
+A message is checked when it is made and when it is received, before memory for its tensors is
+taken. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.
 """
 
 from __future__ import annotations
@@ -21,26 +19,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 from typing_extensions import dataclass_transform
 
 from hetero_framework._version import __version__
+from hetero_framework.core import frames
 from hetero_framework.core.fields import Fields, Shape, WorkerId
-from hetero_framework.core.frames import (
-    IMPOSSIBLE_FRAME_BYTES,
-    MAX_HEADER_BYTES,
-    MAX_LONG_HEADER_BYTES,
-    MAX_TENSORS,
-    PREFIX,
-    PREFIX_BYTES,
-    PROTOCOL_VERSION,
-    Shapes,
-    WireTensor,
-    is_int,
-    pack_header,
-    pack_shapes,
-    parse_prefix,
-    shown,
-    split,
-    unpack_header,
-    unpack_shapes,
-)
+from hetero_framework.core.frames import MAX_TENSORS, PREFIX_BYTES, PROTOCOL_VERSION, WireTensor
 from hetero_framework.errors import ProtocolError
 
 COORDINATOR = "coordinator"
@@ -65,7 +46,7 @@ class Spec:
         self.number = number
         self.sender = sender
         self.tensors = tensors
-        self.max_header_bytes = MAX_LONG_HEADER_BYTES if long else MAX_HEADER_BYTES
+        self.max_header_bytes = frames.MAX_LONG_HEADER_BYTES if long else frames.MAX_HEADER_BYTES
         self.fields = Fields(cls)
 
     @property
@@ -88,14 +69,12 @@ class Spec:
 
     def check_header(self, header: bytes) -> None:
         if len(header) > self.max_header_bytes:
-            raise ProtocolError(
-                f"{self.name}: a header of {len(header)} bytes is larger than "
-                f"{self.max_header_bytes}"
-            )
+            size, most = len(header), self.max_header_bytes
+            raise ProtocolError(f"{self.name}: a header of {size} bytes is larger than {most}")
 
 
 class Body:
-    """Base of the fields of every message."""
+    """The fields of a message."""
 
     __slots__ = ()
     spec: ClassVar[Spec]
@@ -116,13 +95,9 @@ BODIES: dict[int, type[Body]] = {}
 def _message(
     number: int, sender: str, *, tensors: tuple[int, int] = (0, 0), long: bool = False
 ) -> Callable[[type[B]], type[B]]:
-    """Make a class a frozen dataclass and a message.
-
-    `sender` is "coordinator", "worker", on a link between two workers "connecting worker" or
-    "accepting worker", or "either"; the other side receives. `tensors` is the smallest and largest
-    number of tensors; a message with a field `names` has one for each. `long` allows a header up to
-    MAX_LONG_HEADER_BYTES.
-    """
+    """Make a class a frozen dataclass and a message. `tensors` is the smallest and largest number
+    of tensors; with a field `names` there is one for each. `long` allows a header up to
+    MAX_LONG_HEADER_BYTES."""
 
     def register(cls: type[B]) -> type[B]:
         made = dataclass(frozen=True, slots=True)(cls)
@@ -144,10 +119,9 @@ class _Greeting(Body):
 
 @_message(1, COORDINATOR)
 class Hello(_Greeting):
-    """Coordinator to worker, the first message of a connection: who I am, which worker I mean, and
-    the largest frame either side may send from now on. Answered by WELCOME or REJECT. `epoch`
-    counts the connections of a coordinator's `process` (a random id): an older one comes too late.
-    """
+    """Coordinator to worker, first of a connection: who I am, which worker I mean, and the largest
+    frame that either side may send. Answered by WELCOME or REJECT. `epoch` counts the connections
+    of a coordinator's `process` (a random id): an older one comes too late."""
 
     run_id: str
     worker_id: WorkerId
@@ -190,7 +164,7 @@ class Setup(Body):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A trainable parameter: its name, and its index (place in the order) in the whole model."""
+    """A trainable parameter; `index` is its place in the order of the whole model."""
 
     name: str
     index: tuple[int, ...]
@@ -568,8 +542,7 @@ class Leaving(Body):
 
 
 class OtherVersion(Body):
-    """Instead of a greeting of another protocol version, which may have other fields. It is never
-    sent; `error` is the readable refusal."""
+    """In place of a received greeting of another protocol version, which may have other fields."""
 
     __slots__ = ("package", "protocol", "spec")
 
@@ -591,8 +564,8 @@ class OtherVersion(Body):
 
 
 class Message:
-    """The fields of one message (`body`) and its tensors; of a received one also the buffer that
-    holds them. Making one checks it and raises ProtocolError."""
+    """The fields of one message (`body`), its tensors, and the buffer that holds received ones.
+    Making one checks it and raises ProtocolError."""
 
     __slots__ = ("_buffer_release", "_fields", "body", "tensors")
 
@@ -619,7 +592,7 @@ class Message:
 
     def release(self) -> None:
         """Give the receive buffer back; calling it again does nothing. Tensors made from this
-        message must not be used afterwards. Where nobody calls it, the buffer is not reused."""
+        message are void then. Where nobody calls it, the buffer is not reused."""
         release, self._buffer_release = self._buffer_release, None
         self.tensors = ()
         if release is not None:
@@ -633,24 +606,23 @@ class Message:
 def check_agreed(name: str, rest: int, max_frame_bytes: int, peer: str) -> None:
     """Raise ProtocolError when `peer` has not agreed to a frame of so many bytes."""
     if rest > max_frame_bytes:
-        raise ProtocolError(
-            f"{name}: a frame of {rest} bytes is larger than the {max_frame_bytes} bytes agreed "
-            f"with {peer}"
-        )
+        agreed = f"the {max_frame_bytes} bytes agreed with {peer}"
+        raise ProtocolError(f"{name}: a frame of {rest} bytes is larger than {agreed}")
 
 
 def encode(
-    message: Message, max_frame_bytes: int = IMPOSSIBLE_FRAME_BYTES
+    message: Message, max_frame_bytes: int = frames.IMPOSSIBLE_FRAME_BYTES
 ) -> list[bytes | memoryview]:
     """The frame as buffers to write one after the other; tensor bytes are not copied. Raises
     ProtocolError when the header or the frame is larger than what may be sent."""
     spec, tensors = message.body.spec, message.tensors
-    header = pack_header(spec.name, spec.number, message._fields, pack_shapes(tensors))
+    shapes = frames.pack_shapes(tensors)
+    header = frames.pack_header(spec.name, spec.number, message._fields, shapes)
     spec.check_header(header)
     rest = 4 + len(header) + message.payload_bytes
     check_agreed(spec.name, rest, max_frame_bytes, "the peer")
     payload = [tensor.data for tensor in tensors if tensor.nbytes]
-    return [PREFIX.pack(rest, len(header)) + header, *payload]
+    return [frames.PREFIX.pack(rest, len(header)) + header, *payload]
 
 
 @dataclass(slots=True)
@@ -658,7 +630,7 @@ class FrameHeader:
     """A checked header; `attach` completes the message with the tensor bytes."""
 
     body: Body
-    shapes: Shapes
+    shapes: frames.Shapes
     payload_bytes: int
     raw: bytes
 
@@ -670,12 +642,10 @@ class FrameHeader:
         """The message whose tensors are views of `payload`; `release` gives the buffer back."""
         view = memoryview(payload)
         if view.nbytes != self.payload_bytes:
-            raise ProtocolError(
-                f"{self.body.spec.name}: {self.payload_bytes} tensor bytes expected, "
-                f"got {view.nbytes}"
-            )
+            wanted = f"{self.payload_bytes} tensor bytes expected"
+            raise ProtocolError(f"{self.body.spec.name}: {wanted}, got {view.nbytes}")
         message = self.announced()
-        message.tensors = split(self.shapes, view)
+        message.tensors = frames.split(self.shapes, view)
         message._buffer_release = release
         return message
 
@@ -689,35 +659,37 @@ class FrameHeader:
 
 
 def read_header(
-    prefix: bytes, header: bytes, payload_bytes: int, max_frame_bytes: int = IMPOSSIBLE_FRAME_BYTES
+    prefix: bytes,
+    header: bytes,
+    payload_bytes: int,
+    max_frame_bytes: int = frames.IMPOSSIBLE_FRAME_BYTES,
 ) -> FrameHeader:
-    """Decode and check a header, kept for relaying. Raises ProtocolError, naming what came, when it
-    is not exactly a known message whose tensors fill exactly `payload_bytes`, or when the receiver
-    would need more than `max_frame_bytes` of memory for it."""
-    found = unpack_header(header)
+    """Decode and check a header. Raises ProtocolError, naming what came, when it is not exactly a
+    known message whose tensors fill exactly `payload_bytes`, or when the receiver would need more
+    than `max_frame_bytes` of memory for it."""
+    found = frames.unpack_header(header)
     number, fields = found["t"], found["m"]
-    if not is_int(number) or number not in BODIES:
+    if not frames.is_int(number) or number not in BODIES:
         raise ProtocolError(
-            f"unknown message type {shown(number)}",
+            f"unknown message type {frames.shown(number)}",
             hint="the peer may run a later version of hetero-framework",
         )
     spec = BODIES[number].spec
     spec.check_header(header)
-    shapes = unpack_shapes(spec.name, found["x"], payload_bytes)
+    shapes = frames.unpack_shapes(spec.name, found["x"], payload_bytes)
     if not isinstance(fields, dict):
-        raise ProtocolError(f"{spec.name}: the fields must be a map, got {shown(fields)}")
+        raise ProtocolError(f"{spec.name}: the fields must be a map, got {frames.shown(fields)}")
     body: Body
     version: Any = fields.get("protocol")
-    if issubclass(BODIES[number], _Greeting) and is_int(version) and version != PROTOCOL_VERSION:
+    is_other = frames.is_int(version) and version != PROTOCOL_VERSION
+    if is_other and issubclass(BODIES[number], _Greeting):
         body = OtherVersion(BODIES[number], version, fields.get("package"))
     else:
         spec.check(fields, len(shapes))
         body = spec.fields.unpack(fields)
         if body.memory_bytes > max_frame_bytes:
-            raise ProtocolError(
-                f"{spec.name}: it asks for {body.memory_bytes} bytes of memory; at most "
-                f"{max_frame_bytes} are agreed"
-            )
+            wanted = f"it asks for {body.memory_bytes} bytes of memory"
+            raise ProtocolError(f"{spec.name}: {wanted}; at most {max_frame_bytes} are agreed")
     return FrameHeader(body, shapes, payload_bytes, bytes(prefix) + bytes(header))
 
 
@@ -725,7 +697,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     """The message of one whole frame; a link reads it in segments."""
     view = memoryview(frame)
     prefix = bytes(view[:PREFIX_BYTES])
-    header_bytes, payload_bytes = parse_prefix(prefix, IMPOSSIBLE_FRAME_BYTES)
+    header_bytes, payload_bytes = frames.parse_prefix(prefix, frames.IMPOSSIBLE_FRAME_BYTES)
     if len(view) != PREFIX_BYTES + header_bytes + payload_bytes:
         raise ProtocolError(f"a frame of {len(view)} bytes announces another length")
     rest = view[PREFIX_BYTES:]

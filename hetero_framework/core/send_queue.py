@@ -1,8 +1,7 @@
 """Frames on their way out of a link, and which of them goes next. No sockets, no locks.
 
-A frame that is relayed is here before its tensor bytes are: they are fed as they come in. Writing
-it may begin early, but it never holds up what could go at once: frames whose bytes are all here
-pass it until it has begun.
+A frame that is relayed is here before its tensor bytes are: they are fed as they come in. Frames
+whose bytes are all here pass it until it has begun.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ class Outgoing:
     for the trace only, and may be released already.
 
     A frame of this process gets its checksum here. Of one that is relayed, `relayed_bytes` of
-    tensors and the checksum are still `missing`; `feed` brings them, in order. `left` are not
-    written yet. `began` is the time.perf_counter() at which writing began; `busy` while a thread
-    writes what it took.
+    tensors and the checksum are `missing` until `feed` brings them. `left` bytes are not written
+    yet. `began` is the time.perf_counter() of the first; `busy` while a thread writes what it took.
     """
 
     def __init__(
@@ -62,8 +60,7 @@ class Outgoing:
             self.missing -= len(data)
 
     def pad(self) -> None:
-        """Zeros in place of the bytes that will not come, so that the next frame can follow; the
-        receiver drops a frame that is void."""
+        """Zeros in place of bytes that will not come; the receiver drops a frame that is void."""
         while self.missing > CHECKSUM_BYTES:
             self.feed(_ZEROS[: self.missing - CHECKSUM_BYTES])
         if self.missing:
@@ -91,7 +88,7 @@ class Outgoing:
         return taken
 
     def _hash_some(self) -> None:
-        """Make the next bytes ready to be written; the checksum behind the last of them."""
+        """Make the next bytes ready to be written, behind the last of them the checksum."""
         if self._hasher is None:
             return
         room = _HASHED_BYTES
@@ -133,8 +130,8 @@ def drop_sent(pending: deque[memoryview], sent: int) -> None:
 
 
 class SendQueue:
-    """The frames of one link that are not written completely, in the order of their sending: the
-    one that is being written is first. Frames are counted with all their bytes."""
+    """The frames of one link that are not written completely, the one that is being written first.
+    `nbytes` counts all their bytes."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -163,13 +160,10 @@ class SendQueue:
     def next(self) -> Outgoing | None:
         """The frame to write now: the begun one, else the first whose bytes are all here, else
         the first that can begin."""
-        first = None
         for frame in self._frames:
             if frame.began is not None or not frame.missing:
                 return frame
-            if first is None and frame.ready:
-                first = frame
-        return first
+        return next((frame for frame in self._frames if frame.ready), None)
 
     def begin(self, frame: Outgoing, now: float) -> None:
         """Writing of `frame` began at `now`, or goes on: it comes first from now on."""

@@ -1,8 +1,7 @@
 """The legal order of messages on one connection, as a table that both sides share.
 
-A connection is in one phase. `ORDER[phase]` maps each message type that is legal there to the
-phase that follows; who may send it is in its `spec`. Both sides advance their own `Session`
-when they send and when they receive.
+`ORDER[phase]` maps each message type that is legal there to the phase that follows; who may send it
+is in its `spec`. Both sides advance their own `Session` when they send and when they receive.
 
 Messages cross on the way, so the table allows what can still arrive from before the other side
 knew: after ABORT a worker's earlier messages still come in, and activations that another worker
@@ -113,18 +112,13 @@ def legal(role: str, phase: Phase) -> list[type[Body]]:
 
 
 class Session:
-    """One side's view of a connection. Safe to use from several threads.
-
-    Call `send` before a message is handed to the link, so that its answer cannot overtake the
-    phase; call `receive` for every message that arrives. Both raise ProtocolError for a message
-    out of order, and the phase stays.
-    """
+    """One side's view of a connection. Safe to use from several threads. `send` and `receive` raise
+    ProtocolError for a message out of order, and the phase stays."""
 
     def __init__(self, role: str) -> None:
         if role not in ROLES:
             raise ValueError(f"role {role!r}")
-        self.role = role
-        self.peer = ROLES[role]
+        self.role, self.peer = role, ROLES[role]
         self._phase = Phase.OPEN
         self._lock = threading.Lock()
 
@@ -133,7 +127,7 @@ class Session:
         return self._phase
 
     def send(self, message: Message) -> None:
-        """Record that this side sends `message`."""
+        """Call it before the message goes to the link: its answer must not overtake the phase."""
         self._advance(message, self.role, "we tried to send")
 
     def receive(self, message: Message) -> None:
@@ -149,10 +143,8 @@ class Session:
             following = ORDER[phase].get(type(body))
             if following is None or body.spec.sender not in (sender, m.EITHER):
                 names = ", ".join(kind.spec.name for kind in legal(sender, phase)) or "nothing"
-                raise ProtocolError(
-                    f"{who} {message.name} out of order: {phase.name} "
-                    f"({phase.value}) allows {names}"
-                )
+                where = f"{phase.name} ({phase.value}) allows {names}"
+                raise ProtocolError(f"{who} {message.name} out of order: {where}")
             if isinstance(body, m.Step) and not body.train:
                 following = Phase.EVALUATION
             self._phase = following

@@ -1,7 +1,6 @@
 """torch tensors to and from the wire without copying.
 
-The bytes on the wire are little-endian. Every platform torch supports in this package is
-little-endian too, so the memory of a contiguous tensor is its wire form.
+Wire and machine are little-endian, so the memory of a contiguous tensor is its wire form.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ _WIRE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def dtype_name(dtype: torch.dtype) -> str:
     """The wire name of a torch dtype; ProtocolError when it has none."""
     if dtype not in _WIRE_NAMES:
-        known = ", ".join(TORCH_DTYPES)
-        raise ProtocolError(f"{dtype} cannot travel (known: {known})")
+        raise ProtocolError(f"{dtype} cannot travel (known: {', '.join(TORCH_DTYPES)})")
     return _WIRE_NAMES[dtype]
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:
-    """A CPU tensor as it travels. Contiguous tensors are not copied: the result is a view of
-    their memory, which must not change until the message is sent. Raises ProtocolError for a dtype
-    without a wire code and for a tensor on another device."""
+    """A CPU tensor as it travels; a view of its memory where it is contiguous. Raises ProtocolError
+    for a dtype without a wire code and for a tensor on another device."""
     name = dtype_name(tensor.dtype)
     if tensor.device.type != "cpu":
         raise ProtocolError(f"a tensor on {tensor.device} cannot travel; bring it to the CPU first")
@@ -44,8 +41,8 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:
-    """The tensor over the bytes of `wire`, not copied when they are writable and aligned. A view
-    of a receive buffer must not be used after the message's `release`."""
+    """The tensor over the bytes of `wire`, not copied when they are writable and aligned. It is
+    void after the message's `release`."""
     dtype = TORCH_DTYPES[wire.dtype]
     if wire.nbytes == 0:
         return torch.empty(wire.shape, dtype=dtype)

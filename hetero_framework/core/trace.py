@@ -8,12 +8,9 @@ A span is plain data (a dict of strings, integers and floats), so that a message
     step         the step, counted from 0 as in StepInfo
     began, ended seconds of this process's `time.perf_counter`
 
-and, for "send" and "receive": `what` (the message's type), `peer` (the process at the other end,
-as the plan names it: "local" or a worker's id), `bytes` that travelled, `dtype` of the tensor and
-the `codec`, if any.
-
-Another process's clock starts anywhere; who gathers the spans shifts them by the offset that the
-link has measured.
+and, for "send" and "receive": `what` (the message's type), `peer` ("local" or a worker's id),
+`bytes` that travelled, `dtype` of the tensor and the `codec`, if any. Another process's clock
+starts anywhere; who gathers the spans shifts them.
 """
 
 from __future__ import annotations
@@ -41,12 +38,9 @@ Span = dict[str, Any]
 
 
 class Recorder:
-    """Collects the spans of one process. Safe to use from several threads.
-
-    `steps` is training.timeline_steps: how many training steps are recorded after the first one,
-    which is not typical (-1: all, the first too; 0: none). Where a step is not recorded, `span`
-    returns at once. No more than `limit` spans wait to be taken.
-    """
+    """Collects the spans of one process. Safe to use from several threads. `steps` training steps
+    are recorded after the first one, which is not typical (-1: all, the first too). No more than
+    `limit` spans wait to be taken."""
 
     def __init__(self, steps: int, *, limit: int = 200_000) -> None:
         self._steps = steps
@@ -59,16 +53,13 @@ class Recorder:
         self.enabled = False
 
     def begin(self, step: int, *, attempt: int = 0, train: bool = True) -> None:
-        """A step begins, or begins again: what an aborted attempt of it left is forgotten.
-        Evaluation is not recorded."""
+        """A step begins, or begins again: what an aborted attempt of it left is forgotten."""
         with self._lock:
             if train and self._first is None:
                 self._first = step
             self._step, self._attempt = step, attempt
             self._spans = [
-                (number, span)
-                for number, span in self._spans
-                if span["step"] != step or number == attempt
+                kept for kept in self._spans if kept[1]["step"] != step or kept[0] == attempt
             ]
             self.enabled = train and self._wants(step)
             if self.enabled:
@@ -84,8 +75,8 @@ class Recorder:
             self._keep(self._attempt, {"kind": kind, **address, **times, **extra})
 
     def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
-        """`Link.on_moved` of a link to `peer`. Only frames of a micro-batch are kept; one of the
-        next step may be here before this process has begun it."""
+        """`Link.on_moved` of a link to `peer`. Only frames of a micro-batch are kept, also of a
+        next step that this process has not begun."""
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             body = message.body
