@@ -90,8 +90,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the processes have loaded: this one's stages, the trained parameters of each stage, and
-    the fingerprint of all weights, the same under any cut."""
+    """The stages here, the trained parameters of all stages, and the weights' fingerprint."""
 
     local: Sequence[StageInterface]
     trainable: Trainable
@@ -99,8 +98,7 @@ class Loaded:
 
 
 class Assembly:
-    """What follows from a plan and from the workers that have loaded it: who talks to whom, what
-    is trained where, and how steps are run. Its parts do not change."""
+    """What follows from a plan and from its workers: who talks to whom, and how steps are run."""
 
     def __init__(
         self,
@@ -127,17 +125,11 @@ class Assembly:
         results = StepResults()
         outlet = _Outlet(results, links)
         host = StageHost(loaded.local, config, device, meter, outlet, reduce=reduce)
-        self.remotes = {
-            worker: RemoteHost(
-                worker,
-                [spec.index for spec in specs if spec.owner == worker],
-                links,
-                results,
-                host.data,
-                holds_head=specs[-1].owner == worker,
-            )
-            for worker in links.workers
-        }
+        self.remotes: dict[WorkerId, RemoteHost] = {}
+        for worker in links.workers:
+            own, head = [s.index for s in specs if s.owner == worker], specs[-1].owner == worker
+            remote = RemoteHost(worker, own, links, results, host.data, holds_head=head)
+            self.remotes[worker] = remote
         links.route(specs)
         self.pipeline = Pipeline(
             specs,
@@ -220,8 +212,7 @@ class Boundaries:
 
 
 class Cluster:
-    """The processes of one run; a context manager that leaves none behind. `start` and then
-    `assemble` come before all else."""
+    """The processes of one run; a context manager that ends them. `start`, then `assemble`."""
 
     def __init__(
         self,
@@ -283,9 +274,8 @@ class Cluster:
             self._members.on(worker, Event.DIAL)
         welcomes = self._peers.connect_all()
         own, memory = self.device, self.device.memory()
-        facts: dict[str | int, MachineFacts] = {
-            "local": MachineFacts(own.name, own.label, memory.total, memory.free)
-        }
+        facts: dict[str | int, MachineFacts] = {}
+        facts["local"] = MachineFacts(own.name, own.label, memory.total, memory.free)
         for worker, said in welcomes.items():
             self._members.on(worker, Event.FRESH)
             facts[worker] = MachineFacts(
@@ -344,18 +334,10 @@ class Cluster:
             stage.input_requires_grad = needs[stage.index]
         for worker in self.workers:
             self._members.on(worker, Event.LOADED)
+        weights = fingerprint.summary(found for _, found in loaded)
+        parts = Loaded(local, [trainable[spec.index] for spec in specs], weights)
         self._current = Assembly(
-            config,
-            self._peers,
-            Loaded(
-                local,
-                [trainable[spec.index] for spec in specs],
-                fingerprint.summary(weights for _, weights in loaded),
-            ),
-            self.device,
-            self._meter,
-            memory_limits,
-            self._reduce,
+            config, self._peers, parts, self.device, self._meter, memory_limits, self._reduce
         )
         self.retrying(self.pipeline.share_tied_weight)
         return self._current
@@ -389,8 +371,7 @@ class Cluster:
                 _log.info("still loading: worker %s", ", ".join(waiting))
 
     def _connect_workers(self) -> None:
-        """Open the links between workers that the plan has use for. Raises NetworkError where the
-        configuration insists on one that cannot be had."""
+        """Open the plan's links between workers; NetworkError where one fails that must be."""
         boundaries = Boundaries(self._config)
         pairs = [(before.owner, after.owner) for before, after in boundaries.between_workers]
         problems = self._peers.connect_workers(pairs, timeouts.DIRECT_DIAL_S) if pairs else {}
@@ -446,8 +427,7 @@ class Cluster:
         return {worker: offset for worker, offset in offsets.items() if offset is not None}
 
     def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
-        """Between steps: what the handler for `name` in a worker says to `data`. Raises UserError
-        when it failed or is not registered there."""
+        """Between steps: what a worker's handler for `name` says to `data`, or its UserError."""
         if worker not in self.workers:
             known = ", ".join(map(str, self.workers)) or "none"
             raise UserError(f"there is no worker {worker!r} to ask (workers: {known})")

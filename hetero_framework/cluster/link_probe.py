@@ -55,8 +55,7 @@ def measure(ask: Ask, nbytes: int) -> LinkSpeed:
 
 
 def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
-    """`times` measurements after a first one, which warms the link up; fewer when they take long,
-    the first at least."""
+    """`times` measurements after one to warm the link up; fewer, but one, when they take long."""
     first = seconds()
     found: list[float] = []
     while len(found) < times and first + sum(found) < timeouts.PROBE_S:

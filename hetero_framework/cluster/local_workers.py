@@ -77,8 +77,7 @@ def describe_exit(code: int) -> str:
 
 
 class LocalWorkers:
-    """The workers that a coordinator starts on its own machine; a context manager. Each writes to
-    output_dir/logs/worker-<id>.log."""
+    """The workers that a coordinator starts; each writes to output_dir/logs/worker-<id>.log."""
 
     def __init__(
         self,

@@ -53,8 +53,7 @@ class PeerLinks:
     def dial(
         self, peers: tuple[m.PeerAddress, ...], timeout_s: float, max_frame_bytes: int
     ) -> None:
-        """Open a link to each of these workers, without waiting; `tell` hears unless `close` comes
-        first."""
+        """Open links to these workers in other threads; `tell` hears unless `close` comes first."""
         stop = self._stop
         dialled = [
             in_background(partial(self._dial, peer, timeout_s, max_frame_bytes, stop), "dial peer")
@@ -139,16 +138,14 @@ class PeerLinks:
     def send(
         self, worker: WorkerId, message: Message, done: Callable[[], None] | None = None
     ) -> None:
-        """Send a tensor to a peer; one that is gone is ignored. Raises ProtocolError for a frame
-        that is too large."""
+        """Send a tensor to a peer, if it is there. Raises ProtocolError for a frame too large."""
         peer = self._peers.get(worker)
         if peer is not None and peer.phase is Phase.FLOWING:
             with suppress(PeerLostError):
                 peer.send(message, done)
 
     def ask(self, worker: WorkerId, question: Message, timeout_s: float) -> Message:
-        """A peer's answer to a CONTROL request, which the caller releases. Raises NetworkError when
-        there is no link to it or no answer."""
+        """A peer's answer to a CONTROL request, which the caller releases; else NetworkError."""
         peer = self._peers.get(worker)
         if peer is None:
             raise NetworkError(f"there is no link to worker {worker}")

@@ -239,8 +239,7 @@ class Worker:
                         raise
                     failed = type(known)(known.message, hint=known.hint)
                     del known
-                # Not in the handler: the traceback holds the stages, and whatever is raised there
-                # holds the traceback.
+                # Not in the handler: the traceback, which any error there would keep, holds stages.
                 self._report(failed)
                 _log.error("the run failed here: %s", failed.message)
                 self._leave()
@@ -557,19 +556,13 @@ class Worker:
             self._welcome(connection, run)
 
     def _welcome(self, connection: Connection, run: _Run) -> None:
-        memory = self._device.memory()
-        message = Message(
-            m.Welcome(
-                torch=torch.__version__,
-                device=self._device.name,
-                device_label=self._device.label,
-                memory_total=memory.total,
-                memory_free=memory.free,
-                run_id=run.run_id if run.started else None,
-            )
+        device, memory = self._device, self._device.memory()
+        kept = run.run_id if run.started else None
+        welcome = m.Welcome(
+            torch.__version__, device.name, device.label, memory.total, memory.free, kept
         )
         with suppress(HeteroError):  # if it is gone already, its reader says so
-            connection.send(message)
+            connection.send(Message(welcome))
 
     def _refuse(
         self, connection: Connection, code: m.RejectCode, message: str, hint: str | None
@@ -595,14 +588,10 @@ class Worker:
         seconds = time.monotonic() - began
         _log.info("loaded %s onto %s in %.0f s", layers, self._device.name, seconds)
         self._install(run, config, stages)
-        loaded = [
-            m.LoadedStage(
-                stage.index,
-                tuple(m.Parameter(*entry) for entry in stage.trainable()),
-                dict(stage.fingerprint),
-            )
-            for stage in stages
-        ]
+        loaded = []
+        for stage in stages:
+            trainable = tuple(m.Parameter(*entry) for entry in stage.trainable())
+            loaded.append(m.LoadedStage(stage.index, trainable, dict(stage.fingerprint)))
         self._send(Message(m.Ready(tuple(loaded))))
 
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:

@@ -423,8 +423,7 @@ class WorkerLinks:
         self._inbox.put(Event(connection.peer, connection, message, arrival))
 
     def _carrier(self, connection: Connection, message: Message) -> Link | None:
-        """The link that carries a boundary frame on, of which only the header is here yet; None
-        for one that is for this process, or of an attempt that is over."""
+        """The link that carries on a boundary frame whose header has come; None if it ends here."""
         if not isinstance(message.body, m.Boundary) or not self._is_current(message.body):
             return None
         connection.accept(message)

@@ -62,8 +62,7 @@ def is_loopback_by_name(host: str) -> bool:
 
 
 def primary_address() -> str:
-    """The address to give to others: the first private or public one of an interface that is up,
-    else loopback."""
+    """The address to give to others: the first one of an interface that is up, else loopback."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         for entry in addresses:

@@ -18,8 +18,7 @@ copy of this size from plain memory costs little beside it."""
 
 
 def size_class(nbytes: int) -> int:
-    """`nbytes` rounded up to an eighth of its power of two: at most 1/8 of a buffer is unused,
-    and sequence lengths that differ a little share buffers."""
+    """`nbytes` rounded up to an eighth of its power of two: similar lengths share buffers."""
     if nbytes <= _SMALLEST:
         return _SMALLEST
     step = 1 << max(0, (nbytes - 1).bit_length() - 4)

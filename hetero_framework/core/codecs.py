@@ -48,8 +48,7 @@ class Codec(ABC):
         return sum(kind.itemsize * math.prod(size) for kind, size in self.layout(shape, dtype))
 
     def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts, as `layout` says, on the tensor's device; they may share its memory. Raises
-        ConfigError for a dtype that is not supported."""
+        """The parts, as `layout` says; they may share its memory. ConfigError for another dtype."""
         support = self.supports(tensor.dtype)
         if not support:
             raise ConfigError(f"codec {self.name}: {support.reason}")
@@ -192,8 +191,7 @@ class Int8(Codec):
 def _block_runs(
     flat: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views of the three, [blocks, 64], [blocks, 64] and [blocks, 1], run by run; at last those
-    of a block that is short."""
+    """Views of [blocks, 64], [blocks, 64] and [blocks, 1], run by run; a short block comes last."""
     whole = flat.numel() // BLOCK
     step = (_CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN) // BLOCK
     for first in range(0, whole, step):

@@ -45,8 +45,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something works on a device, and why. What is `emulated` does not, but torch computes
-    it all the same, far slower."""
+    """Whether something works on a device, and why; `emulated`: it is not ok, only far slower."""
 
     ok: bool
     reason: str
@@ -88,6 +87,8 @@ class Device:
     """Whether a call returns before the device has done the work."""
     one_thread = False
     """Whether only the computing thread may copy to it: `copy_in` is for that thread then."""
+    _native: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+    _other_dtypes = "is not a training type"
 
     def __init__(self, index: int | None = None) -> None:
         self.index = index
@@ -114,14 +115,15 @@ class Device:
         """Whether a model can be trained in this dtype here."""
         if not dtype.is_floating_point:
             return Support(False, f"{dtype} is not a floating point type")
-        return self._supports(dtype)
-
-    def _supports(self, dtype: torch.dtype) -> Support:
-        if dtype in (torch.float32, torch.float64):
+        if dtype in self._native:
             return Support(True, "native")
         if dtype in (torch.bfloat16, torch.float16):
-            return Support(True, "works on every CPU; fast only where the CPU has instructions")
-        return Support(False, f"{dtype} is not a training type")
+            return self._half()
+        return Support(False, f"{dtype} {self._other_dtypes}")
+
+    def _half(self) -> Support:
+        """Whether it has bfloat16, and float16 where that is not among the native ones."""
+        return Support(True, "works on every CPU; fast only where the CPU has instructions")
 
     def four_bit(self) -> Support:
         """Whether bitsandbytes can hold 4-bit weights on this device."""
@@ -133,15 +135,13 @@ class Device:
         return Support(True, "bitsandbytes on the CPU; slow, for trying out")
 
     def use(self) -> None:
-        """Make this the current device of the calling (computing) thread, for libraries that do not
-        look at their tensors (bitsandbytes, Triton kernels)."""
+        """For the computing thread: make this its current device (bitsandbytes, Triton kernels)."""
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""
 
     def works(self) -> bool:
-        """Whether the device can still be used: after an illegal access in a kernel, every further
-        call of this process fails."""
+        """Whether this process can still use the device: not after an illegal access there."""
         try:
             self.synchronize()
         except RuntimeError:
@@ -153,8 +153,7 @@ class Device:
         return tensor.detach().to("cpu")
 
     def allocate_host(self, nbytes: int) -> memoryview:
-        """CPU memory for transfers with this device, pinned where that makes them faster and is no
-        more than 64 MiB."""
+        """CPU memory for transfers with this device: pinned up to 64 MiB where that is faster."""
         return memoryview(bytearray(nbytes))
 
     def allocate_pinned(self, nbytes: int) -> memoryview:
@@ -229,9 +228,8 @@ class Device:
         """Begin a new measurement of `peak_memory`, where the device has one."""
 
     def empty_cache(self) -> None:
-        """Give cached, unused memory back to the system, and first what only the garbage collector
-        can free: libraries leave models in reference cycles."""
-        gc.collect()
+        """Give unused memory back to the system."""
+        gc.collect()  # libraries leave models in reference cycles
 
 
 class HostCopy:
@@ -253,8 +251,7 @@ class HostCopy:
 
 
 class _QueuedEvent(DeviceEvent):
-    """An event in a device's queue, and when it was first seen reached. `held` is memory that the
-    queue uses until then."""
+    """An event in a device's queue, which uses `held` until then, and when it was seen reached."""
 
     def __init__(self, native: Any, held: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -333,6 +330,7 @@ class _StreamDevice(Device):
     is_async = True
     _torch_kind = "cuda"
     """The name of torch's device type, and of its namespace."""
+    _native: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.float16)
     _event_options: ClassVar[dict[str, bool]] = {}
     """For events that threads wait on."""
 
@@ -436,8 +434,7 @@ class _StreamDevice(Device):
                 copies.append((host, release))
             copied = self._namespace.Event(**self._event_options)
             copied.record(stream)
-        # `tensors` are held until here, so they need no record_stream, which would delay the reuse
-        # of their memory.
+        # `tensors` are held until here: record_stream, which delays reuse of memory, is not needed.
         copied.synchronize()
         return copies
 
@@ -512,19 +509,12 @@ class CudaDevice(_StreamDevice):
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return Memory(int(total), int(free))
 
-    def _supports(self, dtype: torch.dtype) -> Support:
-        if dtype in (torch.float32, torch.float64, torch.float16):
-            return Support(True, "native")
-        if dtype == torch.bfloat16:
-            major, minor = torch.cuda.get_device_capability(self.torch_device)
-            if major >= 8:
-                return Support(True, f"native (compute capability {major}.{minor})")
-            return Support(
-                False,
-                f"compute capability {major}.{minor}; bfloat16 needs 8.0; use float16",
-                emulated=True,
-            )
-        return Support(False, f"{dtype} is not a training type")
+    def _half(self) -> Support:
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        if major >= 8:
+            return Support(True, f"native (compute capability {major}.{minor})")
+        text = f"compute capability {major}.{minor}; bfloat16 needs 8.0; use float16"
+        return Support(False, text, emulated=True)
 
     def _four_bit(self) -> Support:
         major, minor = torch.cuda.get_device_capability(self.torch_device)
@@ -538,14 +528,10 @@ class RocmDevice(CudaDevice):
 
     kind = "rocm"
 
-    def _supports(self, dtype: torch.dtype) -> Support:
-        if dtype in (torch.float32, torch.float64, torch.float16):
-            return Support(True, "native")
-        if dtype == torch.bfloat16:
-            if torch.cuda.is_bf16_supported():
-                return Support(True, f"ROCm {torch.version.hip}")
-            return Support(False, "this GPU has no bfloat16; use float16")
-        return Support(False, f"{dtype} is not a training type")
+    def _half(self) -> Support:
+        if torch.cuda.is_bf16_supported():
+            return Support(True, f"ROCm {torch.version.hip}")
+        return Support(False, "this GPU has no bfloat16; use float16")
 
     def _four_bit(self) -> Support:
         return Support(True, f"bitsandbytes on ROCm {torch.version.hip}")
@@ -570,6 +556,8 @@ class MpsDevice(Device):
     kind = "mps"
     is_async = True
     one_thread = True
+    _native = (torch.float32, torch.float16)
+    _other_dtypes = "does not exist on MPS"
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(index)
@@ -589,15 +577,11 @@ class MpsDevice(Device):
         in_use = int(torch.mps.driver_allocated_memory())
         return Memory(total, max(0, min(total - in_use, psutil.virtual_memory().available)))
 
-    def _supports(self, dtype: torch.dtype) -> Support:
-        if dtype in (torch.float32, torch.float16):
-            return Support(True, "native")
-        if dtype == torch.bfloat16:
-            version = platform.mac_ver()[0]
-            if int(version.split(".")[0] or 0) >= 14:
-                return Support(True, f"macOS {version}")
-            return Support(False, f"macOS {version}; bfloat16 on MPS needs macOS 14; use float16")
-        return Support(False, f"{dtype} does not exist on MPS")
+    def _half(self) -> Support:
+        version = platform.mac_ver()[0]
+        if int(version.split(".")[0] or 0) >= 14:
+            return Support(True, f"macOS {version}")
+        return Support(False, f"macOS {version}; bfloat16 on MPS needs macOS 14; use float16")
 
     def _four_bit(self) -> Support:
         return Support(False, "bitsandbytes has no 4-bit kernels for MPS; use bfloat16 there")
@@ -657,6 +641,8 @@ class XpuDevice(_StreamDevice):
 
     kind = "xpu"
     _torch_kind = "xpu"
+    _native = (torch.float32, torch.float16)
+    _other_dtypes = "is not a training type on XPU"
 
     def memory(self) -> Memory:
         total = int(torch.xpu.get_device_properties(self.torch_device).total_memory)
@@ -666,14 +652,10 @@ class XpuDevice(_StreamDevice):
             free = total - torch.xpu.memory_reserved(self.torch_device)
         return Memory(int(total), int(free))
 
-    def _supports(self, dtype: torch.dtype) -> Support:
-        if dtype in (torch.float32, torch.float16):
+    def _half(self) -> Support:
+        if torch.xpu.is_bf16_supported():
             return Support(True, "native")
-        if dtype == torch.bfloat16:
-            if torch.xpu.is_bf16_supported():
-                return Support(True, "native")
-            return Support(False, "this GPU has no bfloat16; use float16")
-        return Support(False, f"{dtype} is not a training type on XPU")
+        return Support(False, "this GPU has no bfloat16; use float16")
 
     def _four_bit(self) -> Support:
         return Support(True, "bitsandbytes on XPU")

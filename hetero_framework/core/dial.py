@@ -95,8 +95,7 @@ def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tup
 
 
 class Listener:
-    """A listening socket; `port` 0 takes a free one. Raises NetworkError when the address cannot be
-    had, saying what to change."""
+    """A listening socket; `port` 0 takes a free one. Raises NetworkError that says what to do."""
 
     def __init__(self, host: str, port: int) -> None:
         try:

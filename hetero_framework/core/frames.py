@@ -155,12 +155,9 @@ def unpack_header(header: bytes) -> dict[str, Any]:
     except (ValueError, msgpack.UnpackException, OverflowError, TypeError) as error:
         detail = str(error) or type(error).__name__
         raise ProtocolError(f"a header that is not msgpack: {detail}") from error
-    if not isinstance(fields, dict) or fields.keys() != _HEADER_KEYS:
+    if not isinstance(fields, dict) or fields.keys() != {"t", "m", "x"}:
         raise ProtocolError(f"a header must be a map with t, m and x, got {shown(fields)}")
     return fields
-
-
-_HEADER_KEYS = {"t", "m", "x"}
 
 
 def pack_shapes(tensors: Sequence[WireTensor]) -> list[Any]:

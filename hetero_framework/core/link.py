@@ -163,11 +163,6 @@ class Link:
         """Whether the link takes no more messages."""
         return self._closing or self._dead
 
-    @property
-    def dead(self) -> bool:
-        """Whether nothing more is read or written."""
-        return self._dead
-
     def ping(self) -> None:
         """Ask for the peer's clock; `clock` has the answer later. Does nothing on a closed link."""
         now = time.perf_counter()
@@ -246,12 +241,11 @@ class Link:
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
         Raises the link's reason when it is closed. `_changed` is held."""
-        # Waited for in slices, so that Ctrl-C is heard on Windows, too. A frame larger than the
-        # bound may pass alone.
+        # In slices: Ctrl-C is heard on Windows, too. A frame larger than the bound may pass alone.
         while (
             self._queue and self._queue.nbytes + nbytes > self._max_queue_bytes and not self.closed
         ):
-            if source is not None and source.dead:
+            if source is not None and source._dead:
                 raise PeerLostError(f"{source.name}: the link is closed")
             self._changed.wait(timeouts.TICK_S)
         if self.closed:
@@ -361,8 +355,7 @@ class Link:
             self._queue.add(outgoing)
 
     def feed(self, outgoing: Outgoing, data: memoryview) -> None:
-        """Write what has come, if it is this frame's turn, as far as the system takes it at once:
-        the writer need not wake up then."""
+        """Write what has come, if it is this frame's turn: the writer need not wake up then."""
         with self._changed:
             outgoing.feed(data)
             if outgoing.busy or self._queue.next() is not outgoing:

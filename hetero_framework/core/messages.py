@@ -189,8 +189,7 @@ class Ready(Body):
 
 @_message(6, COORDINATOR)
 class Start(Body):
-    """Coordinator to worker: all workers are ready; which of its stages need a gradient of their
-    input. No answer; STEP follows."""
+    """Coordinator to worker: which stages need a gradient of their input. STEP follows."""
 
     input_requires_grad: tuple[int, ...]
 
@@ -376,8 +375,7 @@ class Commit(OfStep):
 
 @_message(23, WORKER, long=True)
 class Committed(OfStep):
-    """Worker to coordinator, answers COMMIT: the weights are changed; the recorded times of the
-    step, if any."""
+    """Worker to coordinator, answers COMMIT: the weights are changed; the step's times, if kept."""
 
     spans: tuple[dict[str, Any], ...]
 
@@ -526,8 +524,7 @@ class PeerWelcome(_Greeting):
 
 @_message(64, WORKER)
 class PeerLost(Body):
-    """Worker to coordinator: the link to that worker is gone. No answer; the coordinator has the
-    step done again without it."""
+    """Worker to coordinator: that link is gone; the step is done again without it. No answer."""
 
     worker_id: WorkerId
     reason: str

@@ -24,8 +24,7 @@ _SEGMENT_S = 0.001
 
 
 class SegmentPace:
-    """How much of a frame is passed on at a time: more on a quick link, which saves turns of the
-    threads."""
+    """How much of a frame is passed on at a time: more on a quick link saves turns of threads."""
 
     def __init__(self) -> None:
         self.segment_bytes = _SEGMENT_BYTES[0]

@@ -130,8 +130,7 @@ def drop_sent(pending: deque[memoryview], sent: int) -> None:
 
 
 class SendQueue:
-    """The frames of one link that are not written completely, the one that is being written first.
-    `nbytes` counts all their bytes."""
+    """The unfinished frames of one link, of `nbytes` in all; the one being written is first."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -158,8 +157,7 @@ class SendQueue:
             self._frames.append(frame)
 
     def next(self) -> Outgoing | None:
-        """The frame to write now: the begun one, else the first whose bytes are all here, else
-        the first that can begin."""
+        """The begun frame, else the first that is all here, else the first that can begin."""
         for frame in self._frames:
             if frame.began is not None or not frame.missing:
                 return frame

@@ -75,8 +75,7 @@ class Recorder:
             self._keep(self._attempt, {"kind": kind, **address, **times, **extra})
 
     def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
-        """`Link.on_moved` of a link to `peer`. Only frames of a micro-batch are kept, also of a
-        next step that this process has not begun."""
+        """`Link.on_moved` of a link to `peer`; keeps micro-batches' frames, also of a next step."""
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             body = message.body

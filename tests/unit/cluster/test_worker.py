@@ -393,10 +393,10 @@ def test_worker_goes_on_accepting_after_what_the_system_refuses(
     refusals = [OSError(code, os.strerror(code))]
     accept, start = Listener.accept, Connection.start
 
-    def accepting(listener: Listener, timeout_s: float | None = None) -> Any:
+    def accepting(listener: Listener) -> Any:
         if refusals:
             raise refusals.pop()
-        return accept(listener, timeout_s)
+        return accept(listener)
 
     def starting(connection: Connection) -> None:
         monkeypatch.setattr(Connection, "start", start)
