@@ -55,7 +55,7 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     """The tensors of INPUTS, FORWARD or BACKWARD (None for other messages), for `move_in`.
 
     For reader threads. Gives the message's buffer back where it can. Raises ProtocolError for a
-    codec that does not exist or does not fit, and ResourceError that names the stage.
+    codec that does not exist or does not fit, ResourceError (with the stage) for lack of memory.
     """
     try:
         return _unpack(message, Device() if device.one_thread else device)

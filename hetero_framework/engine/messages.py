@@ -35,7 +35,7 @@ def step_schedule(step: m.Step) -> api.StepSchedule:
 
 
 def pack_inputs(inputs: api.Tensors) -> dict[str, PackedInput]:
-    """Batch tensors as they travel: int64 fits into int32; a mask of ones is only its shape."""
+    """Batch tensors as they travel: int64 as int32, an attention mask of ones as its shape."""
     return {
         name: tuple(tensor.shape)
         if name == "attention_mask" and tensor.dtype == torch.int64 and bool((tensor == 1).all())
@@ -84,14 +84,11 @@ def gradient_norms_message(info: api.StepInfo, report: api.HostReport) -> Messag
 def host_report(message: Message) -> api.HostReport:
     tensors = iter(message.tensors)
     body = message.expect(m.GradientNorms)
-    gradients = {
-        entry.index: api.GradientReport(
-            norms=from_wire(next(tensors)),
-            nonfinite=entry.nonfinite,
-            tied_gradient=from_wire(next(tensors)) if entry.tied else None,
-        )
-        for entry in body.stages
-    }
+    gradients = {}
+    for entry in body.stages:
+        norms = from_wire(next(tensors))
+        tied = from_wire(next(tensors)) if entry.tied else None
+        gradients[entry.index] = api.GradientReport(norms, entry.nonfinite, tied)
     return api.HostReport(
         gradients,
         {entry.index: entry.figures for entry in body.stages},

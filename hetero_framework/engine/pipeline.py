@@ -132,16 +132,13 @@ class Pipeline:
             self.direct_bytes[host.id] = report.direct_bytes
             for other, seconds in report.round_trips.items():
                 self.round_trips[frozenset((host.id, other))] = seconds
-            tied = next(
-                (t for g in report.gradients.values() if (t := g.tied_gradient) is not None), tied
-            )
+            shares = [g.tied_gradient for g in report.gradients.values()]
+            tied = next((share for share in shares if share is not None), tied)
         seconds = time.perf_counter() - self._began
-        statistics = {
-            k: StageStatistics(
-                **dataclasses.asdict(f), wait_s=max(0.0, seconds - f.forward_s - f.backward_s)
-            )
-            for k, f in sorted(figures.items())
-        }
+        statistics = {}
+        for k, f in sorted(figures.items()):
+            wait_s = max(0.0, seconds - f.forward_s - f.backward_s)
+            statistics[k] = StageStatistics(**dataclasses.asdict(f), wait_s=wait_s)
         return [gradients[spec.index] for spec in self._stages], statistics
 
     def commit(
@@ -235,9 +232,8 @@ class Pipeline:
     def share_tied_weight(self) -> None:
         """After loading: give the head the embedding's weight where they are one."""
         if (tied := self._hosts[0].tied_weight()) is not None:
-            self.load_state(
-                len(self._stages) - 1, "tied", [api.StatePart({"tied": tied}, last=True)]
-            )
+            part = api.StatePart({"tied": tied}, last=True)
+            self.load_state(len(self._stages) - 1, "tied", [part])
 
     def until(self, ask: Callable[[], T | None], waiting_for: str) -> T:
         """What `ask` gives at last (not None or False); handles what arrives meanwhile."""

@@ -41,9 +41,8 @@ class Stage:
         self._shard = shard
         self._device = device
         self._seed = training.seed
-        self._autocast_dtype = (
-            torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
-        )
+        half = torch.float16 if training.fp16 else None
+        self._autocast_dtype = torch.bfloat16 if training.bf16 else half
         self._objective = objective_of(training)
         if training.compiles:
             shard.compile_blocks(training.torch_compile_backend, training.torch_compile_mode)
@@ -59,9 +58,8 @@ class Stage:
         self._tied_gradient_copy = HostCopy(device)
         self._tied_weight_copy = HostCopy(device)
         self._names = {p: name for name, p in self._parameters}
-        self._optimizer = (
-            build_optimizer(training, shard.model, list(self._names)) if self._names else None
-        )
+        trained = list(self._names)
+        self._optimizer = build_optimizer(training, shard.model, trained) if trained else None
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._finite: dict[int, Tensor] = {}
@@ -119,7 +117,7 @@ class Stage:
         (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
 
     def backward(self, micro_batch: int, gradient_BSD: Tensor) -> Tensor | None:
-        """The gradient for the stage before, None where nothing is trained before this one."""
+        """Only where `differentiates`. The gradient for the stage before; None if it needs none."""
         hidden_BSD, out_BSD = self._saved.pop(micro_batch)
         self._current_micro_batch = micro_batch
         torch.autograd.backward(out_BSD, gradient_BSD)
@@ -272,11 +270,9 @@ class Stage:
     @contextmanager
     def _running(self, micro_batch: int) -> Iterator[None]:
         self._current_micro_batch = micro_batch
-        autocast: AbstractContextManager[Any] = (
-            self._device.autocast(self._autocast_dtype)
-            if self._autocast_dtype is not None
-            else nullcontext()
-        )
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self._autocast_dtype is not None:
+            autocast = self._device.autocast(self._autocast_dtype)
         with torch.set_grad_enabled(self.differentiates), autocast:
             yield
 

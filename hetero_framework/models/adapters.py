@@ -272,13 +272,12 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
         full = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
     embeddings = {PEFT_PREFIX + key: t for key, t in full.items() if PEFT_PREFIX + key not in own}
+    saved = [n for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)]
     plan = AdapterPlan(
         lora_config=config,
         modules=tuple(tuner.targeted_module_names),
         parameters=tuple(getattr(tuner, "targeted_parameter_names", ())),
-        saved_modules=tuple(
-            n for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)
-        ),
+        saved_modules=tuple(saved),
         trainable={n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad},
         tensors={key: tuple(t.shape) for key, t in {**own, **embeddings}.items()},
         embedding_tensors=frozenset(embeddings),

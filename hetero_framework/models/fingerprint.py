@@ -46,9 +46,7 @@ def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
     digests: dict[str, str] = {}
     for filename, wanted in sorted(by_file.items()):
         digests.update(_file_digests(checkpoint.checked(filename), wanted))
-    found = {
-        group: _hash(sorted((name, digests[name]) for name in members[group])) for group in groups
-    }
+    found = {g: _hash(sorted((name, digests[name]) for name in members[g])) for g in groups}
     return {**found, **_origin(checkpoint)}
 
 

@@ -33,17 +33,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hetero_framework.errors import ModelError
+from hetero_framework.models import partition
 from hetero_framework.models.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.introspect import introspect
-from hetero_framework.models.partition import (
-    Captured,
-    ShardRange,
-    Skeleton,
-    check_cut,
-    fill_absent,
-    shard_class,
-    untie,
-)
+from hetero_framework.models.partition import Captured, ShardRange, Skeleton
 from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed
@@ -77,8 +70,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
                 f"model.from_config is no configuration of an installed architecture: {error}"
             ) from error
     else:
-        source = resolve_model_path(str(model.name_or_path), base_dir)
-        config = read_config(source, model.revision)
+        config = read_config(resolve_model_path(str(model.name_or_path), base_dir), model.revision)
     if model.attn_implementation is not None:
         config._attn_implementation = model.attn_implementation
     return causal_lm_config(config)
@@ -123,10 +115,10 @@ def build_shard(
     device, dtype = torch.device(device), dtype or _config_dtype(config)
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
-        check_cut(config, whole, rng)
+        partition.check_cut(config, whole, rng)
         # A tied head is loaded from the embedding, which then goes.
         keep_embedding = whole.head is not None and rng.is_last and not rng.is_first
-        cls = shard_class(whole, rng, keep_embedding=keep_embedding)
+        cls = partition.shard_class(whole, rng, keep_embedding=keep_embedding)
         model: Any
         report: dict[str, Any]
         with torch.device("meta"):
@@ -157,8 +149,8 @@ def build_shard(
                     f" {rng.start} to {rng.end - 1}: {shown}"
                 )
             model.config.name_or_path = checkpoint.source
-        fill_absent(model)
-        untie(model, whole, rng)
+        partition.fill_absent(model)
+        partition.untie(model, whole, rng)
         return Shard(model, config, whole, rng)
 
 

@@ -36,11 +36,9 @@ _WIDTHS: dict[str, int] = {
     **_all("num_encoder_attention_heads num_decoder_attention_heads linear_num_heads", HEADS),
     **_all("linear_num_value_heads index_n_heads", HEADS),
     **_all("linear_num_key_heads", 2),
-    **_all(
-        "head_dim swa_head_dim global_head_dim v_head_dim kv_channels d_head dim_head", HEAD_DIM
-    ),
+    **_all("head_dim swa_head_dim global_head_dim v_head_dim kv_channels d_head", HEAD_DIM),
     **_all("attention_head_size linear_head_dim linear_key_head_dim index_head_dim", HEAD_DIM),
-    **_all("linear_value_head_dim", HEAD_DIM),
+    **_all("linear_value_head_dim dim_head", HEAD_DIM),
     **_all("qk_nope_head_dim qk_rope_head_dim rotary_dim", 8),
     **_all("qk_head_dim", 16),
     **_all("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_inner dff", INNER),
@@ -66,9 +64,8 @@ _WIDTHS: dict[str, int] = {
     **_all("max_position_embeddings n_positions n_ctx max_seq_len model_max_length", POSITIONS),
     **_all("context_length max_target_positions max_source_positions", POSITIONS),
     **_all("original_max_position_embeddings", POSITIONS // 2),
-    **_all(
-        "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size", VOCABULARY
-    ),
+    **_all("vocab_size vocab_size_per_layer_input decoder_vocab_size", VOCABULARY),
+    **_all("unpadded_vocab_size", VOCABULARY),
 }
 
 # Counts that stay as they are when small already.
