@@ -191,14 +191,12 @@ class Nics:
                 passed.setdefault((event.process, "in"), []).append(event)
                 if event.peer is not None:
                     passed.setdefault((event.peer, "out"), []).append(event)
-        self._shared = {
-            nic: length(union((e.began, e.ended) for e in events)) / sum(e.nbytes for e in events)
-            for nic, events in passed.items()
-        }
-        self._frame = {
-            nic: sorted(e.seconds / e.nbytes for e in events)[(len(events) - 1) // 4]
-            for nic, events in passed.items()
-        }
+        self._shared: dict[tuple[int, str], float] = {}
+        self._frame: dict[tuple[int, str], float] = {}
+        for nic, events in passed.items():
+            moving_s = length(union((e.began, e.ended) for e in events))
+            self._shared[nic] = moving_s / sum(e.nbytes for e in events)
+            self._frame[nic] = sorted(e.seconds / e.nbytes for e in events)[(len(events) - 1) // 4]
 
     def seconds(self, nbytes: float, path: Sequence[int]) -> float:
         """Seconds for which so many bytes occupy the path from process to process."""

@@ -24,17 +24,11 @@ def picture(trace: Trace, step: int) -> StepPicture:
 
     def row(number: int) -> Row:
         own = [event for event in taken.events if event.process == number]
-        bars = [
-            Bar(e.kind, e.began - zero, e.ended - zero, e.micro_batch, shade(e))
-            for e in own
-            if e.kind in COMPUTE
-        ]
+        tasks = [e for e in own if e.kind in COMPUTE]
+        bars = [Bar(e.kind, e.began - zero, e.ended - zero, e.micro_batch, shade(e)) for e in tasks]
         bars += [Bar("update", e.began - zero, e.ended - zero) for e in own if e.kind == COMMIT]
-        bars += [
-            Bar(wait.reason, wait.began - zero, wait.ended - zero)
-            for wait in taken.waits
-            if wait.process == number and wait.reason != "start"
-        ]
+        waits = [w for w in taken.waits if w.process == number and w.reason != "start"]
+        bars += [Bar(w.reason, w.began - zero, w.ended - zero) for w in waits]
         stages, name = stages_of[number], trace.processes[number].name
         detail = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         return Row(name, detail, bars, moved(own, SEND), moved(own, RECEIVE))

@@ -168,8 +168,7 @@ def _shifts(events: Sequence[Event]) -> dict[int, float]:
         least[cause, effect] = max(least[cause, effect], at - then)
     for middle, one, other in itertools.product(processes, processes, processes):
         if one != other:
-            chain = least[one, middle] + least[middle, other]
-            least[one, other] = max(least[one, other], chain)
+            least[one, other] = max(least[one, other], least[one, middle] + least[middle, other])
     shift = {0: 0.0}
     for process in processes[1:]:
         low = max(shift[before] + least[before, process] for before in shift)

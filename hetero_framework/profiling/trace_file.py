@@ -47,12 +47,7 @@ _log = logging.getLogger(__name__)
 _MOST_OPEN = 3
 """Steps that may wait for a process's spans; one that never comes was lost with its link."""
 
-NAMES = {
-    trace.FORWARD: "F",
-    trace.BACKWARD: "B",
-    trace.FORWARD_BACKWARD: "FB",
-    trace.COMMIT: "optimizer step",
-}
+_LETTERS = {trace.FORWARD: "F", trace.BACKWARD: "B", trace.FORWARD_BACKWARD: "FB"}
 
 
 @dataclass(frozen=True)
@@ -297,10 +292,10 @@ class _Rows:
     def of_event(self, event: Event) -> tuple[int, str]:
         """(row, name) of an event; to be asked in the order of their beginnings."""
         if event.kind in trace.COMPUTE:
-            return self.of_stage(event.stage), f"{NAMES[event.kind]}{event.micro_batch}"
+            return self.of_stage(event.stage), f"{_LETTERS[event.kind]}{event.micro_batch}"
         first = _ROWS * (event.process + 1)
         if event.kind == trace.COMMIT:
-            return self._lane(event, first + _UPDATE_ROW, "update"), NAMES[event.kind]
+            return self._lane(event, first + _UPDATE_ROW, "update"), "optimizer step"
         outward, peer = event.kind == trace.SEND, event.peer or 0
         label = f"{'send to' if outward else 'receive from'} {self._processes[peer].name}"
         row = self._lane(event, first + (_SEND_ROW if outward else _RECEIVE_ROW) + 10 * peer, label)

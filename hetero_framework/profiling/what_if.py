@@ -281,6 +281,5 @@ def _codecs(plan: Plan, micro_batches: int) -> list[_Idea]:
         boundaries = tuple(coded(b, codec) for b in plan.boundaries)
         if boundaries != plan.boundaries:
             text = f'wire.activations and wire.gradients "{name}" (rounds what crosses a boundary)'
-            changed = replace(plan, boundaries=boundaries)
-            ideas.append(_Idea(name, text, changed, micro_batches))
+            ideas.append(_Idea(name, text, replace(plan, boundaries=boundaries), micro_batches))
     return ideas

@@ -271,8 +271,7 @@ class Coordinator:
         """Everything before the decision; may be repeated, since it changes no weight."""
         step, scale = self._state.step, self._state.loss_scale.value
         self._cluster.begin(step, len(batches), train=True, num_items=num_items, loss_scale=scale)
-        losses = self._pipeline.run(batches)
-        return losses, *self._pipeline.report_gradients()
+        return self._pipeline.run(batches), *self._pipeline.report_gradients()
 
     def evaluate(self) -> None:
         """Mean token loss and perplexity over the evaluation data, through the same pipeline.

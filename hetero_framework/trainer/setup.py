@@ -74,8 +74,7 @@ def prepare(config: Config) -> Prepared:
         _log.info("%s", line)
     config.plan.covers(introspect(model_config).num_layers)
     tokenizer = load_tokenizer(config)
-    vocab_size = model_config.get_text_config().vocab_size
-    data = load_data(config, tokenizer, vocab_size=vocab_size)
+    data = load_data(config, tokenizer, vocab_size=model_config.get_text_config().vocab_size)
     for line in data.report:
         _log.info("%s", line)
     check_positions(model_config, data.row_tokens)

@@ -26,25 +26,18 @@ class TrainState:
 
     def after_commit(self, tokens: int) -> TrainState:
         """The state after a step of `tokens` tokens that changed the weights."""
-        return replace(
-            self,
-            step=self.step + 1,
-            committed_steps=self.committed_steps + 1,
-            skipped_in_a_row=0,
-            tokens=self.tokens + tokens,
-            loss_scale=self.loss_scale.after(finite=True),
-        )
+        done = self._after(tokens, finite=True)
+        return replace(done, committed_steps=self.committed_steps + 1, skipped_in_a_row=0)
 
     def after_skip(self, tokens: int, *, overflow: bool) -> TrainState:
         """The state after a step that left the weights alone. `overflow`: the loss scale was too
         large, which is no sign of anything wrong."""
-        return replace(
-            self,
-            step=self.step + 1,
-            skipped_in_a_row=self.skipped_in_a_row + (not overflow),
-            tokens=self.tokens + tokens,
-            loss_scale=self.loss_scale.after(finite=False),
-        )
+        in_a_row = self.skipped_in_a_row + (not overflow)
+        return replace(self._after(tokens, finite=False), skipped_in_a_row=in_a_row)
+
+    def _after(self, tokens: int, *, finite: bool) -> TrainState:
+        scale = self.loss_scale.after(finite=finite)
+        return replace(self, step=self.step + 1, tokens=self.tokens + tokens, loss_scale=scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON data, for `load_state_dict`."""
