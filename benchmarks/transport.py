@@ -211,7 +211,7 @@ def serve(options: argparse.Namespace) -> None:
     engines = options.engines.split(",")
     nbytes = int(options.mb * 1e6)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(Listener("127.0.0.1", 0))
+        listener = stack.enter_context(contextlib.closing(Listener("127.0.0.1", 0)))
         print(listener.port, flush=True)
         threads: list[threading.Thread] = []
         for engine in engines:
@@ -224,7 +224,7 @@ def serve(options: argparse.Namespace) -> None:
                 continue
             inward = connect("127.0.0.1", options.port, _TIMEOUT_S)._socket
             if options.serve == "relay":
-                outward = listener.accept(_TIMEOUT_S)._socket
+                outward = _accepted(listener)
                 if engine == "link":
                     for link in _link_relay(inward, outward):
                         stack.callback(link.close)
@@ -282,6 +282,16 @@ def _transfers(options: argparse.Namespace) -> int:
     return (_WARM_UP + 2 * options.rounds) * options.in_flight
 
 
+def _accepted(listener: Listener) -> socket.socket:
+    """The next connection; NetworkError when nobody comes in _TIMEOUT_S."""
+    give_up = threading.Timer(_TIMEOUT_S, listener.close)
+    give_up.start()
+    try:
+        return listener.accept()._socket
+    finally:
+        give_up.cancel()
+
+
 @contextlib.contextmanager
 def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], list[_Child]]]:
     """The engines, connected, and the other processes."""
@@ -290,7 +300,7 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], 
     (gloo_port,) = free_ports(1)
     transfers: dict[str, Transfer] = {}
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(Listener("127.0.0.1", 0))
+        listener = stack.enter_context(contextlib.closing(Listener("127.0.0.1", 0)))
         children: list[_Child] = []
         for kind in ("relay", "receiver") if options.relay else ("receiver",):
             port = children[-1].port if children else listener.port
@@ -302,7 +312,7 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], 
                 stack.callback(gloo.close)
                 transfers[engine] = gloo.transfer
                 continue
-            sock = listener.accept(_TIMEOUT_S)._socket
+            sock = _accepted(listener)
             if engine == "link":
                 transfers[engine], link = _link_sender(sock, payload)
                 stack.callback(link.close)

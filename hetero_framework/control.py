@@ -64,9 +64,8 @@ _FAILURES = (
 
 
 def on(name: str) -> Callable[[_H], _H]:
-    """Decorator: answer requests called `name` with what the function returns for their data. It
-    runs in the worker's computing thread, so it should take milliseconds. A second function for
-    the same name replaces the first."""
+    """Decorator: answer requests called `name` with what the function, the last one of this name,
+    returns for their data. It runs in the worker's computing thread: keep it to milliseconds."""
 
     def register(handler: _H) -> _H:
         _handlers[name] = handler

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hetero_framework import control
+from hetero_framework import control, errors
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.membership import Action, Event, Membership
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
@@ -37,13 +37,7 @@ from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
 from hetero_framework.engine.stage_host import Reduce, StageHost, nothing_to_add
-from hetero_framework.errors import (
-    HeteroError,
-    NetworkError,
-    PeerLostError,
-    StoppedEarly,
-    UserError,
-)
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
 from hetero_framework.log import event
 from hetero_framework.models import fingerprint
 from hetero_framework.models.objective import objective_of
@@ -233,9 +227,8 @@ class Cluster:
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         torch.set_num_threads(threads_for(config, "local"))
-        self._local = workers or LocalWorkers(
-            config, local_worker_ids(config), debug=debug, run_id=self.run_id
-        )
+        ids = local_worker_ids(config)
+        self._local = workers or LocalWorkers(config, ids, debug=debug, run_id=self.run_id)
         self._meter = ArrivalMeter(Recorder(config.training.timeline_steps))
         self._peers = WorkerLinks(
             config,
@@ -296,9 +289,8 @@ class Cluster:
         memory_limits: tuple[int, ...] | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Assembly:
-        """Have every process load its stages of `config`, all at once; `meanwhile` is done here
-        before the workers are waited for. Raises PeerLostError for a worker that is gone or takes
-        longer than `load_timeout_s`."""
+        """Have all processes load their stages of `config`; `meanwhile` is done here before workers
+        are waited for. Raises PeerLostError for one that is gone or exceeds `load_timeout_s`."""
         self._config = config
         for worker in self.workers:
             self._guard(worker, Event.PLANNED)
@@ -430,7 +422,7 @@ class Cluster:
         """Between steps: what a worker's handler for `name` says to `data`, or its UserError."""
         if worker not in self.workers:
             known = ", ".join(map(str, self.workers)) or "none"
-            raise UserError(f"there is no worker {worker!r} to ask (workers: {known})")
+            raise errors.UserError(f"there is no worker {worker!r} to ask (workers: {known})")
 
         def asked() -> Any:
             self._requests += 1
@@ -457,8 +449,7 @@ class Cluster:
         """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. For a
         link between workers nobody waits. What `action` did before must do no harm when it is done
         again: weights and optimizer must not have stepped. Raises PeerLostError when a worker or
-        its state is gone, and WorkerLeaving, with the attempt forgotten, when one is about to end.
-        """
+        its state is gone, and WorkerLeaving, with the attempt forgotten, when one will end."""
         broken = False
         while True:
             try:
@@ -562,7 +553,7 @@ def _goodbye(error: BaseException | None) -> m.Body:
     """What workers are told at the end; those of a run that failed stay for the next one."""
     if error is None:
         return m.Bye("the run is over")
-    if isinstance(error, StoppedEarly):
+    if isinstance(error, errors.StoppedEarly):
         return m.Bye(f"the run ended: {error.message}"[:2000])
     if isinstance(error, KeyboardInterrupt):
         return m.Bye("the run was stopped")

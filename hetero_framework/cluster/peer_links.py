@@ -163,11 +163,10 @@ class PeerLinks:
         """Answer a peer's CONTROL."""
         try:
             # An answer here is to a question that nobody waits for any more.
-            if question.expect(m.Control).answers is None:
-                reply = control.answer(question)
-                if reply is not None:
-                    with suppress(PeerLostError):
-                        connection.send(reply)
+            is_question = question.expect(m.Control).answers is None
+            if is_question and (reply := control.answer(question)) is not None:
+                with suppress(PeerLostError):
+                    connection.send(reply)
         finally:
             question.release()
 

@@ -99,8 +99,7 @@ def threads_for(
     environ: Mapping[str, str] = os.environ,
 ) -> int:
     """CPU threads of the process of `owner` ("local" or a worker id): OMP_NUM_THREADS, else the
-    entry's num_threads, else the cores of this machine shared evenly by the processes that the
-    configuration puts on it; at least 1."""
+    entry's num_threads, else an even share of this machine's cores; at least 1."""
     given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if given.isdigit() and int(given) > 0:
         return int(given)

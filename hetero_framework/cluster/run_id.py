@@ -11,8 +11,7 @@ from pathlib import Path
 def run_id_of(output_dir: Path) -> str:
     """The id of the run that writes into `output_dir`, which is made. A coordinator that is started
     again has the same one, so that the workers give up what they keep for the dead one. Raises
-    OSError. Runs that begin there at the same moment may get two; the directory's lock stops one.
-    """
+    OSError. Two that begin at the same moment may differ; the directory's lock stops one."""
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / ".run"
     here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from hetero_framework import control, log
+from hetero_framework import control, errors, log
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import PeerLinks
 from hetero_framework.config import Config, StageSpec, WorkerConfig
@@ -43,13 +43,7 @@ from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
 from hetero_framework.engine.stage_host import StageHost
-from hetero_framework.errors import (
-    HeteroError,
-    NetworkError,
-    PeerLostError,
-    ProtocolError,
-    as_hetero_error,
-)
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 
@@ -232,7 +226,7 @@ class Worker:
                 except Exception as error:
                     # Whatever it is, the coordinator hears of it before this process may end.
                     text = f"{type(error).__name__}: {error}"
-                    known = as_hetero_error(error) or HeteroError(text)
+                    known = errors.as_hetero_error(error) or HeteroError(text)
                     # A process whose device is broken would fail every later run as well.
                     if not self._keep or not self._device.works():
                         self._report(known)
@@ -359,9 +353,8 @@ class Worker:
             if self._run is not None:
                 self._run.lost = self._gone_since = time.monotonic()
                 lost = log.event("coordinator lost", "waiting for it")
-                _log.warning(
-                    "lost the coordinator (%s); waiting for it to come back", reason, extra=lost
-                )
+                text = "lost the coordinator (%s); waiting for it to come back"
+                _log.warning(text, reason, extra=lost)
             return
         worker = self.peers.lost(connection)
         if worker is not None and self._run is not None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hetero_framework import errors
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
@@ -31,14 +32,7 @@ from hetero_framework.core.link import Clock, Link, LinkStats, OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId, WorkerLeaving
-from hetero_framework.errors import (
-    HeteroError,
-    NetworkError,
-    PeerLostError,
-    ProtocolError,
-    ResourceError,
-    error_from_peer,
-)
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 from hetero_framework.log import event, said_by
 
 _log = logging.getLogger(__name__)
@@ -369,7 +363,7 @@ class WorkerLinks:
         assert event.message is not None
         body = event.message.body
         if isinstance(body, m.Error):
-            error = error_from_peer(body.kind, f"worker {event.worker}: {body.message}")
+            error = errors.error_from_peer(body.kind, f"worker {event.worker}: {body.message}")
             error.hint = body.hint
             raise error
         if isinstance(body, m.PeerLost):
@@ -441,7 +435,7 @@ class WorkerLinks:
 
     def _closed(self, connection: Connection, reason: HeteroError | None) -> None:
         assert connection.peer is not None
-        if isinstance(reason, ResourceError):
+        if isinstance(reason, errors.ResourceError):
             self._inbox.put(reason)  # memory ran out here; to dial again would not help
         why = reason.message if reason is not None else "the link was closed here"
         self._inbox.put(Event(connection.peer, connection, lost=why))

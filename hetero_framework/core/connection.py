@@ -175,10 +175,8 @@ class Connection:
     def _is_answer(self, message: Message) -> bool:
         """Whether somebody waits for this."""
         body = message.body
-        answers = isinstance(body, _ANSWERS) or (
-            isinstance(body, m.Control) and body.answers is not None
-        )
-        return answers and self._tell_asking(message)
+        answers_control = isinstance(body, m.Control) and body.answers is not None
+        return (answers_control or isinstance(body, _ANSWERS)) and self._tell_asking(message)
 
     def _tell_asking(self, answer: Message | HeteroError) -> bool:
         """Whether there was somebody to tell."""

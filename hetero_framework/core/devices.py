@@ -199,9 +199,8 @@ class Device:
         return self.copies_in([tensor])[0]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """CPU tensors on this device, complete on return, for use by the computing thread. For
-        threads that receive. The CPU memory may be reused on return, but on the CPU the results are
-        the tensors themselves."""
+        """For threads that receive: CPU tensors on this device, complete on return, for use by the
+        computing thread. On the CPU they are the tensors themselves, elsewhere copies."""
         return list(tensors)
 
     def seed(self, value: int) -> None:

@@ -119,9 +119,8 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self) -> PlainStream:
-        """The next connection. Raises NetworkError when the listener was closed (also from another
-        thread), and OSError when the system has no descriptor or memory for one: pause, then call
-        again."""
+        """The next connection. Raises NetworkError when the listener was closed, by any thread, and
+        OSError when the system has no descriptor or memory: pause, then call again."""
         while not self._closed:
             try:
                 with self._in_use:
@@ -135,12 +134,6 @@ class Listener:
         self._closed = True
         with self._in_use:
             self._socket.close()
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def _claim_address(sock: socket.socket) -> None:

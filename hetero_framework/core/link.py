@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hetero_framework import errors
 from hetero_framework.core import frames, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
@@ -24,13 +25,7 @@ from hetero_framework.core.messages import Heartbeat, Message
 from hetero_framework.core.relay import Relay, SegmentPace
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
-from hetero_framework.errors import (
-    HeteroError,
-    NetworkError,
-    PeerLostError,
-    ProtocolError,
-    as_hetero_error,
-)
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +80,6 @@ class Link:
     The times are as in timeouts.py. `pool` has the receive buffers. `stats` goes on counting where
     the link before this one ended. `max_frame_bytes` is set anew when the peers have agreed on it.
 
-    `clock` is what the answers to `ping` have shown so far.
     `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
     bytes: "send" in the thread that wrote the last of it, "receive" in the reader thread, with
     the time.perf_counter() of its beginning and its end. The message may be without its tensors.
@@ -401,8 +395,7 @@ class Link:
     def _unexpected(self, what: str, error: Exception) -> HeteroError:
         """An error that nobody expected, for the owner: no thread ends in silence."""
         log.debug("%s: %s failed", self.name, what, exc_info=error)
-        known = as_hetero_error(error)
-        if known is not None:
+        if (known := errors.as_hetero_error(error)) is not None:
             return known
         reason = HeteroError(f"{self.name}: {what} failed: {type(error).__name__}: {error}")
         reason.__cause__ = error

@@ -26,8 +26,7 @@ class Outgoing:
 
     A frame of this process gets its checksum here. Of one that is relayed, `relayed_bytes` of
     tensors and the checksum are `missing` until `feed` brings them. `left` bytes are not written
-    yet. `began` is the time.perf_counter() of the first; `busy` while a thread writes what it took.
-    """
+    yet. `began` is the time.perf_counter() of the first; `busy` while a thread writes."""
 
     def __init__(
         self,

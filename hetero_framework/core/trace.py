@@ -70,9 +70,9 @@ class Recorder:
     ) -> None:
         """Keep one span of the present step; does nothing while the step is not recorded."""
         if self.enabled:
-            address = {"stage": stage, "micro_batch": micro_batch, "step": self._step}
+            task = {"stage": stage, "micro_batch": micro_batch, "step": self._step}
             times = {"began": began, "ended": ended}
-            self._keep(self._attempt, {"kind": kind, **address, **times, **extra})
+            self._keep(self._attempt, {"kind": kind, **task, **times, **extra})
 
     def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
         """`Link.on_moved` of a link to `peer`; keeps micro-batches' frames, also of a next step."""
@@ -81,22 +81,14 @@ class Recorder:
             body = message.body
             if not isinstance(body, (Boundary, Inputs)) or not self._wants(body.step):
                 return
-            coded = body.coded if isinstance(body, Boundary) else None
-            dtype = message.tensors[0].dtype if message.tensors else ""
-            span = {
-                "kind": direction,
-                "stage": body.stage,
-                "micro_batch": body.micro_batch,
-                "step": body.step,
-                "began": began,
-                "ended": ended,
-                "what": message.name,
-                "peer": peer,
-                "bytes": message.payload_bytes,
-                "dtype": coded.dtype if coded is not None else dtype,
-                "codec": coded.codec if coded is not None else "",
-            }
-            self._keep(body.attempt, span)
+            dtype, codec = message.tensors[0].dtype if message.tensors else "", ""
+            if isinstance(body, Boundary) and body.coded is not None:
+                dtype, codec = body.coded.dtype, body.coded.codec
+            task = {"stage": body.stage, "micro_batch": body.micro_batch, "step": body.step}
+            times = {"began": began, "ended": ended}
+            what = {"what": message.name, "peer": peer, "bytes": message.payload_bytes}
+            kinds = {"dtype": dtype, "codec": codec}
+            self._keep(body.attempt, {"kind": direction, **task, **times, **what, **kinds})
 
         return moved
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 
 import psutil
 import pytest
@@ -91,7 +92,7 @@ def test_loopback_only_addresses() -> None:
 def test_port_is_free_until_somebody_listens() -> None:
     (port,) = free_ports(1)
     assert addresses.port_is_free("127.0.0.1", port)
-    with Listener("127.0.0.1", port):
+    with closing(Listener("127.0.0.1", port)):
         assert not addresses.port_is_free("127.0.0.1", port)
     assert addresses.port_is_free("127.0.0.1", port)
     assert not addresses.port_is_free("198.51.100.7", port)

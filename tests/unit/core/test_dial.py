@@ -23,7 +23,7 @@ def stack() -> Iterator[ExitStack]:
 
 def test_port_in_use_is_said_with_the_address() -> None:
     with (
-        Listener("127.0.0.1", 0) as first,
+        closing(Listener("127.0.0.1", 0)) as first,
         pytest.raises(
             NetworkError, match=rf"127.0.0.1:{first.port}: the port is in use\n.*\"port\""
         ),
@@ -32,7 +32,7 @@ def test_port_in_use_is_said_with_the_address() -> None:
 
 
 def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
-    with Listener("127.0.0.1", 0) as first:
+    with closing(Listener("127.0.0.1", 0)) as first:
         port = first.port
         near = stack.enter_context(connect("127.0.0.1", port, WAIT_S)._socket)
         far = first.accept()
@@ -57,7 +57,7 @@ def test_accept_ends_when_closed() -> None:
 
 
 def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> None:
-    with Listener("127.0.0.1", 0) as probe:
+    with closing(Listener("127.0.0.1", 0)) as probe:
         port = probe.port
     started: list[Listener] = []
     retries: list[tuple[int, float, str]] = []
@@ -65,7 +65,7 @@ def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> Non
     def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
         retries.append((attempt, elapsed_s, reason))
         if attempt == 2:
-            started.append(stack.enter_context(Listener("127.0.0.1", port)))
+            started.append(stack.enter_context(closing(Listener("127.0.0.1", port))))
 
     stack.enter_context(closing(connect("127.0.0.1", port, WAIT_S, on_retry)))
     stack.enter_context(closing(started[0].accept()))
@@ -74,7 +74,7 @@ def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> Non
 
 
 def test_connect_that_is_refused_says_who_where_how_long_and_what_to_check() -> None:
-    with Listener("127.0.0.1", 0) as probe:
+    with closing(Listener("127.0.0.1", 0)) as probe:
         port = probe.port
     with pytest.raises(NetworkError) as caught:
         connect("127.0.0.1", port, 0.3, who="worker 2")
@@ -109,7 +109,7 @@ def test_connect_to_a_name_that_cannot_be_encoded_says_it_is_not_known(host: str
 
 
 def test_connect_can_be_stopped() -> None:
-    with Listener("127.0.0.1", 0) as probe:
+    with closing(Listener("127.0.0.1", 0)) as probe:
         port = probe.port
     stop = threading.Event()
     with pytest.raises(NetworkError):
@@ -119,7 +119,7 @@ def test_connect_can_be_stopped() -> None:
 def test_accept_that_the_system_cannot_serve_leaves_the_listener_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Listener("127.0.0.1", 0) as listener:
+    with closing(Listener("127.0.0.1", 0)) as listener:
         real = listener._socket
 
         class NoDescriptors:

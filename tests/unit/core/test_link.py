@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from typing import Any
 
@@ -85,7 +85,7 @@ def stack() -> Iterator[ExitStack]:
 
 def sockets(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
     """Two connected TCP sockets; closed at the end of the test."""
-    with Listener("127.0.0.1", 0) as listener:
+    with closing(Listener("127.0.0.1", 0)) as listener:
         near = stack.enter_context(connect("127.0.0.1", listener.port, WAIT_S)._socket)
         far = stack.enter_context(listener.accept()._socket)
     return near, far
@@ -103,7 +103,7 @@ def pair(stack: ExitStack, **options: Any) -> tuple[End, End]:
 
 
 def proxied(stack: ExitStack, **options: Any) -> tuple[End, End, FaultProxy]:
-    with Listener("127.0.0.1", 0) as listener:
+    with closing(Listener("127.0.0.1", 0)) as listener:
         proxy = stack.enter_context(FaultProxy(("127.0.0.1", listener.port)))
         near = stack.enter_context(connect("127.0.0.1", proxy.port, WAIT_S)._socket)
         far = stack.enter_context(listener.accept()._socket)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -22,7 +23,7 @@ def over_a_socket_pair() -> Pair:
 
 
 def over_tcp() -> Pair:
-    with Listener("127.0.0.1", 0) as listener:
+    with closing(Listener("127.0.0.1", 0)) as listener:
         near = connect("127.0.0.1", listener.port, 10.0)
         return near, listener.accept()
 
