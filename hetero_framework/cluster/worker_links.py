@@ -50,8 +50,7 @@ class _Silent(NetworkError):
 
 @dataclass
 class _Redial:
-    """A link between workers that was lost: who dials whom next, and when. The pause grows, for
-    every further loss costs a repeated step."""
+    """A lost link between workers: who dials whom next, and when. Each loss costs a step again."""
 
     order: tuple[WorkerId, WorkerId]
     at: float = 0.0

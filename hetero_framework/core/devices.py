@@ -232,8 +232,7 @@ class Device:
 
 
 class HostCopy:
-    """The CPU copy of a tensor that is copied in every step, in memory that is kept. It is valid
-    until the next one is asked for: by then the peer has confirmed it."""
+    """The CPU copy of a tensor, in memory that is kept: each one is valid until the next."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from hetero_framework.core import timeouts
 
-# Windows: access denied, sharing violation, lock violation. Scanners hold a fresh file open for
-# moments, and neither it nor its directory can be renamed then.
+# Windows: access denied, sharing violation, lock violation: scanners hold fresh files open.
 _BUSY = (5, 32, 33)
 
 

@@ -73,8 +73,7 @@ Shapes = tuple[tuple[DType, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor as it travels. Its contiguous little-endian bytes are not copied: nobody may change
-    them until the message is sent."""
+    """A tensor as it travels; its little-endian bytes may not change until the message is sent."""
 
     dtype: str
     shape: tuple[int, ...]

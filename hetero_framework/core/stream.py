@@ -89,8 +89,7 @@ class PlainStream:
         if sys.platform == "win32":
             self._socket.settimeout(seconds)
             return
-        # The kernel's own timeouts leave the socket blocking: no poll before each call, and one
-        # call receives a whole segment.
+        # The kernel's own timeouts: no poll before each call, and one call receives a segment.
         self._socket.settimeout(None)
         timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)

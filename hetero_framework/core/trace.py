@@ -38,9 +38,8 @@ Span = dict[str, Any]
 
 
 class Recorder:
-    """Collects the spans of one process. Safe to use from several threads. `steps` training steps
-    are recorded after the first one, which is not typical (-1: all, the first too). No more than
-    `limit` spans wait to be taken."""
+    """The spans of one process; thread-safe. `steps` training steps are recorded after the first,
+    which is not typical (-1: all, the first too). No more than `limit` spans wait to be taken."""
 
     def __init__(self, steps: int, *, limit: int = 200_000) -> None:
         self._steps = steps
