@@ -479,9 +479,7 @@ def _run_timeline(arguments: argparse.Namespace) -> None:
     _flag("--all", "every causal LM architecture that is installed"),
     _option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
     _option(
-        "--output",
-        metavar="FILE",
-        help="with --all: where the table goes (docs/architectures.md)",
+        "--output", metavar="FILE", help="with --all: where the table goes (docs/architectures.md)"
     ),
 )
 def _run_verify(arguments: argparse.Namespace) -> int:

@@ -206,8 +206,6 @@ def _predicted(
     }
 
 
-# ------------------------------------------------------------------------------------ for people
-
 _LINK_HEAD = ("link", "round trip", "there", "back")
 _STAGE_HEAD = (
     "stage", "process", "device", "layers", "forward", "backward", "forward per layer",

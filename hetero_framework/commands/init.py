@@ -76,8 +76,7 @@ def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
     """
     if num_layers < max(1, machines - 1):
         raise UserError(
-            f"{num_layers} layers are too few for {machines - 1} workers",
-            hint="name fewer workers",
+            f"{num_layers} layers are too few for {machines - 1} workers", hint="name fewer workers"
         )
     return list(pairwise(num_layers * k // machines for k in range(machines + 1)))
 
@@ -145,9 +144,7 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
     if answers.model is not None:
         _model(answers.model)
     answers = replace(
-        answers,
-        model=_beside(answers.model, output),
-        data=_beside(answers.data, output),
+        answers, model=_beside(answers.model, output), data=_beside(answers.data, output)
     )
     raw = propose(
         answers,

@@ -1,5 +1,7 @@
 """hetero_config.json: its schema, the plan in it, and how a file becomes a `Config`."""
 
+# ruff: noqa: F401  (what is imported here is what the package offers)
+
 from hetero_framework.config.hosts import normal_host
 from hetero_framework.config.load import apply_override, json_schema, load_config
 from hetero_framework.config.plan import Plan, StageSpec, layers_text, process_name
@@ -17,26 +19,3 @@ from hetero_framework.config.schema import (
     interval,
 )
 from hetero_framework.config.section import Section
-
-__all__ = [
-    "COORDINATOR_PORT",
-    "WORKER_PORT",
-    "AdapterConfig",
-    "Config",
-    "DataConfig",
-    "Machine",
-    "ModelConfig",
-    "Plan",
-    "Section",
-    "StageSpec",
-    "TrainingConfig",
-    "WireConfig",
-    "WorkerConfig",
-    "apply_override",
-    "interval",
-    "json_schema",
-    "layers_text",
-    "load_config",
-    "normal_host",
-    "process_name",
-]

@@ -20,11 +20,10 @@ def load_config(
     overrides: Sequence[str] = (),
     base_dir: str | os.PathLike[str] | None = None,
 ) -> Config:
-    """Read and validate a configuration file.
+    """The configuration in a file, with `overrides` such as "training.learning_rate=1e-4".
 
-    `overrides` are settings like "training.learning_rate=1e-4" that replace those of the file;
-    `base_dir` is where relative paths start, instead of the file's folder.
-    Raises ConfigError (PlanError when only the plan is wrong) that lists all problems.
+    Relative paths start at `base_dir`, else at the file's folder. Raises ConfigError (PlanError
+    when only the plan is wrong) that lists all problems.
     """
     file = Path(path)
     raw = read_json_object(file)
@@ -55,12 +54,9 @@ def apply_override(raw: dict[str, Any], setting: str) -> None:
             raise ConfigError(f"--set {shown(setting)}: the configuration has no {path}")
         if depth == len(keys) - 1:
             target[key] = value
-        elif isinstance(target, dict):
-            if target.get(str(key)) is None:
-                target[key] = {}
-            target = target[key]
-        else:
-            target = target[key]
+        elif isinstance(target, dict) and target.get(str(key)) is None:
+            target[key] = {}
+        target = target[key]
 
 
 def json_schema() -> dict[str, Any]:

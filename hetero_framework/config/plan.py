@@ -27,8 +27,7 @@ class PlanEntry(Section):
     links: Literal["auto", "relay", "direct"] | None = None
     """How tensors cross the boundary in front of this stage. null: as the run's `links` says."""
     gradient_checkpointing: bool | None = None
-    """Whether this stage computes its layers again backward. null: as
-    training.gradient_checkpointing says."""
+    """For this stage, instead of training.gradient_checkpointing. null: as that says."""
 
 
 def layers_text(start: int, end: int) -> str:
@@ -73,8 +72,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who holds which layers. The entries are those of a configuration: they follow one another
-    without gap or overlap and begin with the coordinator's."""
+    """Who holds which layers: valid entries, without gap or overlap, the coordinator's first."""
 
     entries: tuple[PlanEntry, ...]
 

@@ -1,8 +1,7 @@
 """The schema of hetero_config.json: one source of truth.
 
-Every field carries its description, unit and default here; `hetero schema` and
-docs/configuration.md are generated from it. Values are validated strictly (no "9999" for 9999),
-and all problems of a file are reported at once with their JSON paths.
+`hetero schema` and docs/configuration.md are generated from it. Values are validated strictly (no
+"9999" for 9999), and all problems of a file are reported at once with their JSON paths.
 """
 
 from __future__ import annotations
@@ -50,17 +49,18 @@ from hetero_framework.errors import ConfigError, PlanError
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
 _DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
+_Attention = Literal[
+    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "per_sample"
+]
 
 
 class Machine(Section):
     """Fields that a coordinator and a worker share."""
 
     hostname: str | None = None
-    """Host name of the machine, as `hostname` prints it; used to find out which role a machine
-    has."""
+    """Host name, as `hostname` prints it; used to find out which role a machine has."""
     ip: Annotated[str, AfterValidator(checked_host)]
-    """Address under which the other machines reach this one: IPv4, IPv6 (without brackets) or a DNS
-    name."""
+    """Address at which other machines reach it: IPv4, IPv6 (without brackets) or a DNS name."""
     device: str = "auto"
     """Device of the process: "auto", "cpu", "cuda", "cuda:1", "rocm:0", "mps", "xpu:0". "auto"
     takes the first accelerator, else the CPU."""
@@ -118,17 +118,7 @@ class ModelConfig(Section):
     quantization: Literal["nf4", "int8"] | None = None
     """Quantise the frozen weights while loading, with bitsandbytes: "nf4" (4 bits) or "int8". Needs
     an adapter. Not needed for checkpoints that are quantised already."""
-    attn_implementation: (
-        Literal[
-            "eager",
-            "sdpa",
-            "flash_attention_2",
-            "flash_attention_3",
-            "flex_attention",
-            "per_sample",
-        ]
-        | None
-    ) = None
+    attn_implementation: _Attention | None = None
     """Attention of transformers. null: its own choice. "per_sample" is ours, for data.padding_free:
     it takes each sample of a row by itself. No kernels from the hub: they are native code."""
     from_config: dict[str, Any] | None = None
@@ -285,8 +275,7 @@ class TrainingConfig(Section):
     per_device_eval_batch_size: Samples = 8
     """Samples in an evaluation micro-batch."""
     gradient_accumulation_steps: MicroBatches = 1
-    """Micro-batches in a step. Several keep the pipeline full: use at least twice the number of
-    stages."""
+    """Micro-batches in a step. At least twice the number of stages keep the pipeline full."""
     learning_rate: float = Field(default=5e-5, ge=0)
     """Peak learning rate."""
     warmup_steps: Annotated[float, with_unit(STEPS_OR_SHARE, ge=0)] = 0

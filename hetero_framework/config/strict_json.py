@@ -20,11 +20,7 @@ _YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in the file `path`.
-
-    Raises ConfigError: the file is missing, a directory, unreadable, not UTF-8, not JSON, has
-    duplicate keys or numbers that are not finite.
-    """
+    """The object in the file `path`. Raises ConfigError where it cannot be read or is refused."""
     return parse_json_object(_read_bytes(path), name=str(path))
 
 
@@ -116,7 +112,6 @@ def _decode(content: bytes, name: str) -> str:
 
 
 def _describe(error: json.JSONDecodeError, text: str, name: str) -> str:
-    """Message of a syntax error: file, line, column, the line itself and the likely cause."""
     line_number, column, cause = error.lineno, error.colno, error.msg
     if _YAML.match(text) or name.endswith((".yaml", ".yml")):
         return f"{name}: this looks like YAML; the configuration is JSON (`hetero init` writes one)"

@@ -1,12 +1,7 @@
-"""Which examples make which step, and the tensors of a micro-batch.
+"""Which examples make which step, and the tensors of a micro-batch; a run can start at any step.
 
-Everything is a pure function of (settings, step): nothing is consumed, so a run can start at any
-step. The order is that of transformers.Trainer: accelerate's SeedableRandomSampler, one
-permutation per epoch; the last micro-batch of an epoch may be smaller and the last step of an epoch
-may have fewer micro-batches.
-
-A micro-batch is padded (`collate`) or, with `data.padding_free`, one row without padding (`pack`).
-
+The order is that of transformers.Trainer: accelerate's SeedableRandomSampler, one permutation per
+epoch; an epoch's last micro-batch may be smaller, and its last step may have fewer micro-batches.
 Shapes: B examples of a micro-batch, S tokens of its longest example, T tokens of all of them.
 """
 
@@ -85,8 +80,8 @@ class StepOrder:
     def epoch_of(self, step: int) -> float:
         """`state.epoch` of the Trainer once `step` (from 0) is done."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        accumulated = (within + 1) * self.training.gradient_accumulation_steps
-        done = min(accumulated, self.batches_per_epoch)
+        accumulation = self.training.gradient_accumulation_steps
+        done = min((within + 1) * accumulation, self.batches_per_epoch)
         return epoch + done / self.batches_per_epoch
 
     def step_indices(self, step: int) -> list[np.ndarray]:
@@ -94,8 +89,7 @@ class StepOrder:
         if step < 0:
             raise IndexError(f"step {step} is negative")
         epoch, within = divmod(step, self.steps_per_epoch)
-        order = self._epoch(epoch)
-        accumulation = self.training.gradient_accumulation_steps
+        order, accumulation = self._epoch(epoch), self.training.gradient_accumulation_steps
         first = within * accumulation
         last = min(first + accumulation, self.batches_per_epoch)
         return [order[k * self._rows : (k + 1) * self._rows] for k in range(first, last)]
@@ -138,10 +132,9 @@ def collate(
 def pack(examples: Examples, indices: Sequence[int] | np.ndarray) -> MicroBatch:
     """One example after another in one row: input_ids_1T, position_ids_1T, labels_1T, int64.
 
-    Positions begin at 0 with each example: that is how a model tells them apart, and only where
-    there is no attention mask. The first label of each is -100, so that the last token of the
-    example before does not learn to predict it. These are the tensors of transformers'
-    DataCollatorWithFlattening and of TRL's `padding_free`.
+    The tensors of transformers' DataCollatorWithFlattening and TRL's `padding_free`. Where there is
+    no attention mask, a model tells the examples apart by positions that begin at 0. The first
+    label of each is -100, so that the token before it does not learn to predict it.
     """
     rows = [examples[int(index)] for index in indices]
     for _, labels in rows:
@@ -164,10 +157,7 @@ def token_count(batch: MicroBatch) -> int:
 
 
 def num_items(batches: Iterable[MicroBatch], *, first_labels: bool = False) -> int:
-    """Tokens that the loss of a step is divided by, as the Trainer counts them.
-
-    The first label of a row has no prediction and counts only with `first_labels`; the row of a
-    packed micro-batch has none.
-    """
+    """Tokens that the loss of a step is divided by, as the Trainer counts them. The first label of
+    a row has no prediction and counts only with `first_labels`."""
     start = 0 if first_labels else 1
     return sum(int(batch["labels"][..., start:].ne(IGNORE_INDEX).sum()) for batch in batches)

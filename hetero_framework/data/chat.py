@@ -1,10 +1,8 @@
 """Conversations: checking messages, rendering them, and which tokens are the assistant's.
 
-A template that marks the assistant's text with `{% generation %}` says so itself. For any other
-template the turns are found by rendering the conversation up to each assistant turn: where the
-beginning of the conversation renders the same alone and as part of the whole, the assistant's text
-is what follows the generation prompt. The text is always the tokenizer's own template's; where a
-template does not have this property, that is an error, not a guess.
+A template with `{% generation %}` marks them itself. For any other the conversation is rendered up
+to each assistant turn: where the whole begins with that, the assistant's text is what follows the
+generation prompt; where it does not, that is an error, not a guess.
 """
 
 from __future__ import annotations
@@ -44,12 +42,10 @@ class Conversation:
 
 
 class ChatRenderer:
-    """The chat template of one tokenizer, with extra variables for it.
+    """The chat template of one tokenizer, with extra variables. Raises DataError without one.
 
     `trains_stop` says, once an assistant mask was made, whether the first one holds the token that
     ends a turn; without it a model does not learn to stop.
-
-    Raises DataError when there is no template.
     """
 
     def __init__(
@@ -166,11 +162,8 @@ class ChatRenderer:
 
 
 def read_conversation(fields: dict[str, Any], field: str, where: str) -> Conversation:
-    """The messages of one field, checked and without null keys, with the arguments beside them.
-
-    Removing null keys makes rows of Parquet, where every message has every key, equal to rows of
-    JSON; newer versions of transformers do the same before they render.
-    """
+    """The messages of one field, checked, with the arguments beside them. Null keys are left out:
+    in rows of Parquet every message has every key."""
     value = fields[field]
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else json_type(value)
@@ -211,8 +204,7 @@ def _message(item: Any, where: str) -> Message:
 
 
 def _template_arguments(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """The arguments that an example passes to the template: `tools` (a list, or its JSON text)
-    and `chat_template_kwargs`."""
+    """`tools` (or its JSON text) and `chat_template_kwargs` of an example, for the template."""
     arguments = dict(fields.get("chat_template_kwargs") or {})
     tools = fields.get("tools")
     if isinstance(tools, str):

@@ -14,11 +14,8 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Examples:
-    """Token ids of all examples end to end.
-
-    ids: int32 [tokens]; trained: bool [tokens], whether the token is a label;
-    offsets: int64 [examples + 1], example i is ids[offsets[i]:offsets[i + 1]].
-    """
+    """All examples end to end: ids int32 [tokens]; trained bool [tokens], whether it is a label;
+    offsets int64 [examples + 1], example i is ids[offsets[i]:offsets[i + 1]]."""
 
     ids: np.ndarray
     trained: np.ndarray

@@ -1,6 +1,4 @@
-"""The formats that TRL users know, turned into token ids and a mask of trained tokens.
-
-Formats and what the loss covers:
+"""The formats that TRL users know, turned into token ids and a mask of what the loss covers.
 
     text               {"text": ...}                            every token
     prompt_completion  {"prompt": ..., "completion": ...}       the completion
@@ -65,13 +63,7 @@ def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
 
 
 class Formatter:
-    """Tokenises examples of one format.
-
-    Example:
-        >>> formatter = Formatter("text", tokenizer, config.data)             # doctest: +SKIP
-        >>> formatter([Record("a.jsonl:1", {"text": "Hello"})])               # doctest: +SKIP
-        [([15496, 50256], [True, True])]
-    """
+    """Tokenises examples of one format."""
 
     def __init__(
         self,

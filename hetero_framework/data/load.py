@@ -30,11 +30,7 @@ _CHUNK = 1000  # records tokenised in one call
 
 @dataclass
 class TrainData:
-    """Tokenised data and the order in which a run sees them.
-
-    `report` has the lines to show to the user: formats, counts of what was cut or left out, the
-    padding token, warnings.
-    """
+    """Tokenised data and the order in which a run sees them; `report` is lines for the user."""
 
     examples: Examples
     eval_examples: Examples | None
@@ -80,20 +76,15 @@ class TrainData:
         return [self._collate(self.examples, rows) for rows in self.order.step_indices(step)]
 
     def eval_batches(self) -> LazyBatches:
-        """All evaluation examples in order; the last micro-batch may be smaller.
-
-        For a loss per token add the micro-batches' loss sums and divide by their `num_items`.
-        """
+        """All evaluation examples in order; the last micro-batch may be smaller."""
+        numbers = np.arange(self.num_eval_examples)
         rows = self.order.training.per_device_eval_batch_size
-        return LazyBatches(
-            math.ceil(self.num_eval_examples / rows),
-            lambda index: self._eval_batch(index * rows, (index + 1) * rows),
-        )
 
-    def _eval_batch(self, start: int, stop: int) -> MicroBatch:
-        assert self.eval_examples is not None
-        rows = np.arange(start, min(stop, len(self.eval_examples)))
-        return self._collate(self.eval_examples, rows)
+        def make(index: int) -> MicroBatch:
+            assert self.eval_examples is not None
+            return self._collate(self.eval_examples, numbers[index * rows : (index + 1) * rows])
+
+        return LazyBatches(math.ceil(len(numbers) / rows), make)
 
     def _collate(self, examples: Examples, rows: np.ndarray) -> MicroBatch:
         if self.settings.padding_free:

@@ -1,8 +1,7 @@
 """Where examples come from: files, saved datasets, the hub. All become a stream of `Record`.
 
-JSON Lines and JSON are parsed here, line by line and item by item, so that an error names the file
-and the line. Parquet is streamed with pyarrow, saved directories and hub names go through
-`datasets`. Nothing that would be unpickled is ever opened.
+JSON Lines and JSON are parsed here, so that an error names the file and the line; the rest is left
+to pyarrow and `datasets`. Nothing that would be unpickled is ever opened.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `data.train` or `data.eval`, found but not read.
-
-    `kind` is jsonl, json, parquet, text, saved (a `save_to_disk` folder) or hub.
-    """
+    """One entry of `data.train` or `data.eval`, found but not read. `kind` is jsonl, json, parquet,
+    text, saved (a `save_to_disk` folder) or hub."""
 
     name: str
     kind: str
@@ -72,11 +69,8 @@ class Source:
 
 
 def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> list[Source]:
-    """Resolve file names, patterns, folders and hub names, in the order given.
-
-    Relative paths count from `base_dir`; the files of a pattern are sorted by name.
-    Raises DataError for what does not exist or is of a kind that cannot be read.
-    """
+    """Resolve file names, patterns (sorted by name), folders and hub names, in the order given.
+    Raises DataError for what does not exist or is of a kind that cannot be read."""
     entries = [spec] if isinstance(spec, str) else list(spec)
     if not entries:
         raise DataError("the list of data files is empty", hint=_HOW)
@@ -86,20 +80,14 @@ def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> lis
 def read_records(
     source: Source, *, split: str = "train", dataset_config: str | None = None
 ) -> Iterator[Record]:
-    """Stream the examples of one source.
-
-    `split` and `dataset_config` matter for hub names, `split` for saved folders of several splits.
-    Raises DataError, with file and line, for anything that is not an example.
-    """
+    """Stream the examples of one source; `split` is of hub names and saved folders. Raises
+    DataError, with file and line, for anything that is not an example."""
     if source.path is None:
         return _from_hub(source.name, split, dataset_config)
     if source.kind == "saved":
         return _from_saved(source.path, split)
     readers = {"parquet": _from_parquet, "text": _from_text, "json": _from_json}
     return readers.get(source.kind, _from_jsonl)(source.path)
-
-
-# --- finding ---------------------------------------------------------------------------------
 
 
 def _find(entry: str, base_dir: Path) -> list[Source]:
@@ -122,18 +110,12 @@ def _find(entry: str, base_dir: Path) -> list[Source]:
 
 
 def _may_be_on_hub(entry: str, path: Path) -> bool:
-    """Whether a name that is no file can be a hub name, without asking the hub.
-
-    A misspelt file name must not end in minutes of connection attempts.
-    """
+    """Whether a name that is no file can be a hub name, without asking the hub: a misspelt file
+    name must not end in minutes of connection attempts."""
     suffix = path.suffix.lower()
-    if suffix in _KINDS or suffix in _PICKLED or suffix == ".gz":
+    if suffix in {*_KINDS, *_PICKLED, ".gz"} or not _HUB_NAME.fullmatch(entry):
         return False
-    if not _HUB_NAME.fullmatch(entry):
-        return False
-    if "/" in entry:
-        return not path.parent.is_dir()
-    return not suffix
+    return not path.parent.is_dir() if "/" in entry else not suffix
 
 
 def _folder(entry: str, path: Path) -> Source:
@@ -146,10 +128,7 @@ def _folder(entry: str, path: Path) -> Source:
 
 
 def _file(entry: str, path: Path) -> Source:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    suffix = suffixes[-1] if suffixes else ""
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     if suffix in _PICKLED:
         raise DataError(
             f"{entry} is a pickled format, which can run code when it is read", hint=_HOW
@@ -173,9 +152,6 @@ def _magic(path: Path) -> str | None:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     return next((name for magic, name in _MAGIC if head.startswith(magic)), None)
-
-
-# --- text files ------------------------------------------------------------------------------
 
 
 def _open(path: Path) -> BinaryIO:
@@ -217,8 +193,7 @@ def _decode(line: bytes, where: str) -> str:
         return line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: byte {error.start + 1} is not valid UTF-8",
-            hint="save the file as UTF-8",
+            f"{where}: byte {error.start + 1} is not valid UTF-8", hint="save the file as UTF-8"
         ) from error
 
 
@@ -323,9 +298,6 @@ class _LineCounter:
         return f"{self.path}:{self.number}"
 
 
-# --- columnar sources ------------------------------------------------------------------------
-
-
 def _from_parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
@@ -381,9 +353,6 @@ def _from_hub(name: str, split: str, dataset_config: str | None) -> Iterator[Rec
 def _rows(dataset: Any, name: str) -> Iterator[Record]:
     for number, row in enumerate(dataset.with_format(None), 1):
         yield Record(f"{name} row {number}", row)
-
-
-# --- words for messages ----------------------------------------------------------------------
 
 
 def shorten(text: str, limit: int = 60) -> str:

@@ -1,8 +1,7 @@
 """Tokenised examples kept between runs: the same files, tokenizer and settings give them again.
 
-An entry is a directory of arrays that are mapped into memory, not read. Its name is a digest of all
-that the tokens depend on; it is complete before it gets that name, so several processes may write
-at once. One whose content is not what was written is deleted and made anew.
+An entry is a directory of memory-mapped arrays, named by a digest of all that the tokens depend on.
+It is complete before it gets that name, so several processes may write at once.
 """
 
 from __future__ import annotations

@@ -18,11 +18,9 @@ _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*",
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, else of `model.name_or_path`.
-
-    `data.eos_token` and `data.pad_token` replace the tokenizer's own. Raises DataError when there
-    is none, when it needs code of its own, or when a token that was asked for is not in it.
-    """
+    """The tokenizer of `model.tokenizer`, else of `model.name_or_path`, with `data.eos_token` and
+    `data.pad_token`. Raises DataError when there is none, when it needs code of its own, or when a
+    token that was asked for is not in it."""
     tokenizer = read_tokenizer(*_where(config))
     if config.data is not None:
         for role, token in (("eos", config.data.eos_token), ("pad", config.data.pad_token)):
@@ -41,10 +39,7 @@ def _where(config: Config) -> tuple[str, str | None]:
         raise DataError("the configuration has no model, so there is no tokenizer", hint=_HINT)
     name = model.tokenizer or model.name_or_path
     if name is None:
-        raise DataError(
-            "model.from_config gives weights but no tokenizer",
-            hint=_HINT,
-        )
+        raise DataError("model.from_config gives weights but no tokenizer", hint=_HINT)
     folder = config.path(name)
     if folder.is_dir():
         return str(folder), None
@@ -106,12 +101,9 @@ class _TokenizersErrors(AbstractContextManager[None]):
 def choose_pad_token(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> tuple[int, str]:
-    """Id of the token to pad with, and a sentence about it.
-
-    The tokenizer's own; without one its end-of-sequence token, as in TRL, else its unknown token. A
-    token that the model has no embedding for (a pad token added to the tokenizer alone) is passed
-    over. Padding is masked and has no label, so the choice does not change the result.
-    """
+    """Id of the token to pad with, and a sentence about it: the pad token, else end-of-sequence, as
+    in TRL, else unknown; one that the model has no embedding for is passed over. Padding is masked
+    and has no label, so the choice does not change the result."""
     passed = []
     for role in ("pad", "eos", "unk"):
         token = getattr(tokenizer, f"{role}_token")

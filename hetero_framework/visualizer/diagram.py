@@ -173,9 +173,6 @@ def _wrap(text: str, width: int = _MAX_CHARS) -> tuple[str, ...]:
     return (*lines, rest.strip())
 
 
-# ---------------------------------------------------------------------------------------- Graphviz
-
-
 def to_dot(diagram: Diagram) -> graphviz.Digraph:
     """The diagram for Graphviz: a cluster for each process, PER_ROW of them beside each other."""
     dot = graphviz.Digraph(
@@ -238,9 +235,6 @@ def _dot_text(text: str) -> str:
     return escape(text).replace("\\", "\\\\")
 
 
-# ---------------------------------------------------------------------------------------- Mermaid
-
-
 def to_mermaid(diagram: Diagram) -> str:
     """The diagram as a Mermaid flowchart. Identifiers are ours; every name is a quoted label."""
     lines = ["flowchart LR"]
@@ -267,9 +261,6 @@ def _mermaid_text(text: str) -> str:
     return "".join(
         char if char.isalnum() or char in " .,:/+-_()[]" else f"#{ord(char)};" for char in text
     )
-
-
-# ------------------------------------------------------------------------------------------- files
 
 
 def draw(
