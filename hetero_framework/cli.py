@@ -1,7 +1,6 @@
 """The `hetero` command: one function per subcommand, heavy imports inside.
 
-`@_command` says what a subcommand is for and which options it takes. `main` is the one place that
-turns exceptions into a message and an exit code.
+`main` is the one place that turns exceptions into a message and an exit code.
 """
 
 from __future__ import annotations
@@ -19,14 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_framework import errors
 from hetero_framework._version import __version__
-from hetero_framework.errors import (
-    HeteroError,
-    ResourceError,
-    StoppedEarly,
-    UserError,
-    as_hetero_error,
-)
+from hetero_framework.errors import HeteroError, StoppedEarly, UserError
 from hetero_framework.log import Lines, log_to, one_line, printable, set_level, to_stderr
 
 DEFAULT_CONFIG = "hetero_config.json"
@@ -62,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if arguments.debug:
             traceback.print_exc()
-        known = as_hetero_error(error)
+        known = errors.as_hetero_error(error)
         if known is not None:
             _say_error(str(known), kind="stopped" if isinstance(known, StoppedEarly) else "error")
             return known.exit_code
@@ -155,13 +149,11 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _cuts(text: str) -> tuple[int, ...]:
-    try:
+    with contextlib.suppress(ValueError):
         cuts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        cuts = ()
-    if not cuts or list(cuts) != sorted(set(cuts)) or cuts[0] < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a growing list of layers like 2,5")
-    return cuts
+        if list(cuts) == sorted(set(cuts)) and cuts[0] >= 0:
+            return cuts
+    raise argparse.ArgumentTypeError(f"{text!r} is not a growing list of layers like 2,5")
 
 
 _CONFIG = (
@@ -269,11 +261,9 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     with contextlib.ExitStack() as stack:
         try:
             # They import torch while this process does; `train` says what is wrong with output_dir.
-            with contextlib.suppress(OSError, ResourceError):
-                run_id = run_id_of(config.output_dir)
-                workers = LocalWorkers(
-                    config, role.worker_ids, debug=arguments.debug, run_id=run_id
-                )
+            with contextlib.suppress(OSError, errors.ResourceError):
+                run_id, ids = run_id_of(config.output_dir), role.worker_ids
+                workers = LocalWorkers(config, ids, debug=arguments.debug, run_id=run_id)
                 stack.enter_context(workers).start()
             _log.info("this is the coordinator; torch and transformers are loaded now")
             from hetero_framework.trainer.coordinator import train
@@ -417,8 +407,7 @@ def _run_bench(arguments: argparse.Namespace) -> None:
         )
     from hetero_framework.commands.bench import bench, text
 
-    found = bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6)
-    _report(arguments, found, text)
+    _report(arguments, bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6), text)
 
 
 @_command(
@@ -515,15 +504,13 @@ def _print_result(result: Any) -> None:
         f" {result.gradient_difference:.1e}, weights {result.weight_difference:.1e}"
     )
     subject = f"{result.model_type} ({result.subject}): {result.verdict}"
-    parts = [subject, cuts, numbers]
-    print(printable("; ".join(part for part in [*parts, result.reason] if part)), flush=True)
+    parts = filter(None, (subject, cuts, numbers, result.reason))
+    print(printable("; ".join(parts)), flush=True)
 
 
 @_command(
     "fold an adapter into its model and write a checkpoint",
-    """
-    hetero merge --adapter runs/llama8b/adapter --model meta-llama/Llama-3.1-8B --output merged
-    """,
+    "hetero merge --adapter runs/llama8b/adapter --model meta-llama/Llama-3.1-8B --output merged",
     _option("--adapter", required=True, metavar="DIR", help="PEFT adapter directory"),
     _option("--model", required=True, metavar="NAME", help="model directory or hub name"),
     *_OUTPUT_DIRECTORY,
@@ -580,10 +567,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
 
 @_command(
     "devices, versions, and what this machine can do",
-    """
-    hetero doctor
-    hetero doctor --json
-    """,
+    "hetero doctor\nhetero doctor --json",
     _JSON,
 )
 def _run_doctor(arguments: argparse.Namespace) -> None:
@@ -594,9 +578,7 @@ def _run_doctor(arguments: argparse.Namespace) -> None:
 
 @_command(
     "print the JSON Schema of hetero_config.json",
-    """
-    hetero schema > hetero_config.schema.json
-    """,
+    "hetero schema > hetero_config.schema.json",
 )
 def _run_schema(arguments: argparse.Namespace) -> None:
     from hetero_framework.config import json_schema

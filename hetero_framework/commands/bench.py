@@ -1,7 +1,7 @@
 """`hetero bench`: measures links and seconds per layer, and the step that follows from them.
 
-Everything is measured with the configured model, data and plan, over the processes and links that
-training would use. Steps are computed and then forgotten: no weight changes and nothing is written.
+Model, data, plan, processes and links are those of training. Steps are computed and then forgotten:
+no weight changes and nothing is written.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20) -> dict[str,
     """Measure the machines of `config`; JSON types, times in seconds and sizes in bytes.
 
     `steps` training steps are computed (at least two; the first does not count). Messages of
-    `nbytes` measure the links, smaller ones where the run's frames are smaller.
-
-    Raises what `train` raises before its first step, PeerLostError when a link breaks meanwhile,
-    and KeyboardInterrupt for Ctrl-C and SIGTERM; no worker that was started here is left behind.
+    `nbytes` measure the links, smaller ones where the run's frames are smaller. Raises what `train`
+    raises before its first step, PeerLostError when a link breaks meanwhile, and KeyboardInterrupt
+    for Ctrl-C and SIGTERM; no worker that was started here is left behind.
     """
     config.require("model", "data")
     check_optimizer(config.training)
@@ -57,8 +56,8 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20) -> dict[str,
             facts = cluster.start()
             parts = setup.fit_devices(parts, facts)
             cluster.assemble(parts.config, parts.memory_limits)
-            most = min(parts.max_frame_bytes - _FRAME_HEADER_BYTES, link_probe.MOST_BYTES)
-            nbytes = min(nbytes, most)
+            most = parts.max_frame_bytes - _FRAME_HEADER_BYTES
+            nbytes = min(nbytes, most, link_probe.MOST_BYTES)
             with _losses_told(cluster):
                 links = _links(cluster, config, nbytes)
                 taken = _steps(cluster, parts, max(2, steps))
@@ -123,10 +122,8 @@ class _Taken:
 
 
 def _steps(cluster: Cluster, parts: setup.Prepared, steps: int) -> list[_Taken]:
-    """Compute steps and forget them; what all but the first took.
-
-    An epoch's last step may be a short one, so it is left out where there are others.
-    """
+    """Compute steps and forget them; what all but the first took. An epoch's last step may be a
+    short one, so it is left out where there are others."""
     data = parts.data
     usual = max(1, min(data.steps_per_epoch - 1, data.total_steps))
     taken = []
@@ -169,7 +166,6 @@ def _stages(config: Config, profile: Profile, facts: setup.Facts) -> list[dict[s
 
 
 def _boundaries(profile: Profile) -> list[dict[str, Any]]:
-    """The boundaries between processes."""
     return [
         {
             "after": k,
@@ -186,10 +182,8 @@ def _boundaries(profile: Profile) -> list[dict[str, Any]]:
 def _predicted(
     config: Config, profile: Profile, micro_batches: int, memory_limits: tuple[int, ...] | None
 ) -> dict[str, Any]:
-    max_in_flight = config.training.max_in_flight
-    choice = tune(
-        profile, micro_batches, max_in_flight=max_in_flight, in_flight_limits=memory_limits
-    )
+    most = config.training.max_in_flight
+    choice = tune(profile, micro_batches, max_in_flight=most, in_flight_limits=memory_limits)
     simulated = simulate(
         profile,
         micro_batches,
@@ -253,12 +247,8 @@ def _step_lines(found: dict[str, Any]) -> list[str]:
 
 def _link_row(link: dict[str, Any]) -> tuple[str, ...]:
     one = link["from"] if link["from"] == "coordinator" else f"worker {link['from']}"
-    return (
-        f"{one} - worker {link['to']}",
-        seconds(link["round_trip_s"]),
-        bit_rate(link["up_bytes_per_s"]),
-        bit_rate(link["down_bytes_per_s"]),
-    )
+    rates = (bit_rate(link[f"{way}_bytes_per_s"]) for way in ("up", "down"))
+    return (f"{one} - worker {link['to']}", seconds(link["round_trip_s"]), *rates)
 
 
 def _stage_row(stage: dict[str, Any]) -> tuple[str, ...]:

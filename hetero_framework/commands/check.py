@@ -1,8 +1,4 @@
-"""`hetero check`: who does what on which machine, and how much memory it takes.
-
-Reads the model's configuration and looks whether the data is there; loads no weights and starts
-no process.
-"""
+"""`hetero check`: who does what where, and how much memory it takes; loads no weights."""
 
 from __future__ import annotations
 
@@ -36,11 +32,8 @@ _HEAD = ("process", "machine", "device", "layers", "memory needed")
 
 
 def check(config: Config) -> dict[str, Any]:
-    """The whole report as JSON types; sizes are in bytes.
-
-    Raises PlanError when the plan does not fit the model, and the UserError that fits for a model
-    that cannot be read or cut, or data that is not there.
-    """
+    """The whole report as JSON types; sizes are in bytes. Raises PlanError when the plan does not
+    fit the model, UserError for a model that cannot be read or cut and for data that are absent."""
     check_optimizer(config.training)
     quiet_libraries(config.training.log_level)
     notes = [f"warning: {warning}" for warning in config.warnings()]
@@ -82,10 +75,8 @@ def check(config: Config) -> dict[str, Any]:
 
 def forecast(config: Config) -> dict[str, Any]:
     """The expected use of the pipeline: `bubble` is the share of the devices' time without work.
-
     An estimate: time in proportion to layers, backward twice forward, a tenth of a forward for
-    each boundary. The run itself measures and chooses anew. Units: layers' forwards.
-    """
+    each boundary. The run itself measures and chooses anew."""
     stages, training = config.plan.stages, config.training
     m = training.gradient_accumulation_steps
     choice = tune(assumed_profile(stages), m, max_in_flight=training.max_in_flight)
@@ -126,9 +117,8 @@ def text(found: dict[str, Any]) -> str:
     lines = [f"The configuration is valid: {model} on {processes}.", ""]
     rows = []
     for process in found["processes"]:
-        where = f"{process['address']} port {process['port']}"
-        if process["hostname"]:
-            where = f"{process['hostname']}, {where}"
+        host = f"{process['hostname']}, " if process["hostname"] else ""
+        where = f"{host}{process['address']} port {process['port']}"
         stages = ", ".join(stage["contents"] for stage in process["stages"])
         memory = size(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
         rows.append((process["name"], where, process["device"], stages, memory))

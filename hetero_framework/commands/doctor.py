@@ -19,16 +19,9 @@ from hetero_framework.core.devices import Device, Support, list_devices
 from hetero_framework.units import size
 
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "trl",
-    "datasets",
-    "bitsandbytes",
-    "safetensors",
+    "torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes", "safetensors",
     "pydantic",
-)
+)  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -115,9 +108,8 @@ def _answer(support: Support) -> dict[str, Any]:
 
 
 def _words(answer: dict[str, Any]) -> str:
-    return ("yes" if answer["ok"] else "no") + (
-        f" ({answer['reason']})" if answer["reason"] else ""
-    )
+    word = "yes" if answer["ok"] else "no"
+    return f"{word} ({answer['reason']})" if answer["reason"] else word
 
 
 def _version(package: str) -> str | None:

@@ -27,9 +27,8 @@ def export_checkpoint(
     """Write what the run would have written had it ended at this checkpoint; returns that.
 
     `place` is a `step_N` directory, or a run's `output_dir` or `checkpoint_dir`: then its latest.
-    The configuration is the run's own, from the checkpoint, unless `config_file` names one. Raises
-    CheckpointError for a checkpoint that is damaged or does not fit, ModelError and DataError for
-    model and tokenizer that are not found.
+    The configuration is the checkpoint's, unless `config_file` names one. Raises CheckpointError
+    for a checkpoint that is damaged or does not fit, ModelError and DataError.
     """
     reader = _find(place)
     output.check(reader.directory, place)

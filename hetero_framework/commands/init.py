@@ -1,7 +1,4 @@
-"""Write a hetero_config.json: from options, or by asking a few questions.
-
-`propose` is pure: answers in, configuration out. The questions only fill in the answers.
-"""
+"""Write a hetero_config.json: from options, or by asking a few questions."""
 
 from __future__ import annotations
 
@@ -69,11 +66,8 @@ def parse_address(text: str) -> Address:
 
 
 def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
-    """Even ranges [start, end) for the coordinator and then the workers.
-
-    What does not divide goes to later ones: the coordinator holds the embedding besides.
-    Raises UserError when a worker would get no layer.
-    """
+    """Even ranges [start, end) for the coordinator, which holds the embedding besides, and the
+    workers; later ones are longer. Raises UserError when a worker would get no layer."""
     if num_layers < max(1, machines - 1):
         raise UserError(
             f"{num_layers} layers are too few for {machines - 1} workers", hint="name fewer workers"
@@ -84,11 +78,8 @@ def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
 def propose(
     answers: Answers, num_layers: int, *, hostname: str | None, own_address: str
 ) -> dict[str, Any]:
-    """A complete configuration as JSON types.
-
-    `hostname` and `own_address` describe this machine, which is the coordinator unless the answers
-    name another. Raises UserError.
-    """
+    """A complete configuration as JSON types. `hostname` and `own_address` are this machine's, the
+    coordinator unless the answers name another. Raises UserError."""
     workers = [parse_address(text) for text in answers.workers]
     coordinator = _coordinator(answers, workers, hostname, own_address)
     ranges = split_layers(num_layers, len(workers) + 1)
@@ -168,11 +159,8 @@ def run_wizard(
     ask: Callable[[str], str] = lambda prompt: input(prompt),
     say: Callable[[str], None] = print,
 ) -> int:
-    """Ask what `answers` leaves open, write the file, and return the exit code.
-
-    Each answer is checked at once and asked again when it is wrong; an empty line takes the
-    default. Raises UserError when the input ends.
-    """
+    """Ask what `answers` leaves open, write the file, and return the exit code. A wrong answer is
+    asked for again; an empty line takes the default. Raises UserError when the input ends."""
     questions = _Questions(answers, output, ask, say)
     try:
         say("A few questions; an empty line takes the value in [brackets].")
@@ -327,11 +315,9 @@ def _beside(path: str | None, output: Path) -> str | None:
     """A path of this directory as the file `output` has to write it; a hub name unchanged."""
     if path is None or not Path(path).expanduser().exists():
         return path
-    found = Path(path).expanduser().resolve()
-    folder = output.absolute().parent.resolve()
-    if found.is_relative_to(folder):
-        return found.relative_to(folder).as_posix()
-    return str(found)
+    found, folder = Path(path).expanduser().resolve(), output.absolute().parent.resolve()
+    is_inside = found.is_relative_to(folder)
+    return found.relative_to(folder).as_posix() if is_inside else str(found)
 
 
 def _validated(parts: dict[str, Any], text: str) -> None:

@@ -1,10 +1,9 @@
 """Settings under the names of other tools: what each is called here, or why there is none.
 
 foreign_settings.json says what is called how here ("called", and for the entries of machines
-"called_of_machines"; names of peft, trl, axolotl, llama-factory and others, separated by spaces),
-and why there is no such setting ("reasons"; the names are a regular expression).
-foreign_names.json lists the fields of transformers.TrainingArguments, peft.LoraConfig and TRL's
-SFTConfig that are no settings here; `python docs/generate.py` adds those of the installed versions.
+"called_of_machines"), and why there is no such setting ("reasons"; the names are a regular
+expression). foreign_names.json lists the fields of TrainingArguments, LoraConfig and SFTConfig that
+are no settings here; `python docs/generate.py` adds those of the installed versions.
 """
 
 from __future__ import annotations

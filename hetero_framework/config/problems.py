@@ -118,14 +118,12 @@ def _text(detail: Any, keys: Sequence[str | int], root: type[BaseModel]) -> str:
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
         return f"must be {words} {detail['ctx'][bound]}, not {_shown(value)}"
-    if kind == "literal_error":
-        options = _expected(detail).split('"')[1::2]
-        near = difflib.get_close_matches(str(value).lower(), options, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        return f"must be {_expected(detail)}, not {_shown(value)}{hint}"
-    if kind in _EXPECTED:
-        return f"must be {_expected(detail)}, not {_shown(value)}"
-    return str(detail["msg"])
+    if kind not in _EXPECTED:
+        return str(detail["msg"])
+    options = _expected(detail).split('"')[1::2]  # none but those of a literal
+    near = difflib.get_close_matches(str(value).lower(), options, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return f"must be {_expected(detail)}, not {_shown(value)}{hint}"
 
 
 def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:

@@ -421,9 +421,7 @@ class TrainingConfig(Section):
     @property
     def evaluation(self) -> Literal["no", "steps", "epoch"]:
         """When to evaluate, with the null of eval_strategy resolved."""
-        if self.eval_strategy is not None:
-            return self.eval_strategy
-        return "steps" if self.eval_steps is not None else "no"
+        return self.eval_strategy or ("steps" if self.eval_steps is not None else "no")
 
     def warmup(self, total_steps: int) -> int:
         """Warm-up steps of a run of `total_steps`, rounded up as transformers does."""
@@ -505,11 +503,8 @@ class Config(Section):
         *,
         name: str = "configuration",
     ) -> Config:
-        """Validate a plain dictionary (as JSON holds it).
-
-        Relative paths start at `base_dir` (default: the current directory). Raises ConfigError
-        with all problems, PlanError when all of them are in the shard plan.
-        """
+        """Validate a dictionary as of JSON; relative paths start at `base_dir`, else here. Raises
+        ConfigError with all problems, PlanError when all of them are in the shard plan."""
         valid: dict[str, Any] = {}
         problems = []
         try:
@@ -523,11 +518,8 @@ class Config(Section):
         return config
 
     def with_changes(self, **sections: Any) -> Config:
-        """A copy with other sections, validated like a file.
-
-        A dictionary changes single settings of its section; anything else replaces the section.
-        Raises ConfigError as `from_dict` does.
-        """
+        """A copy with other sections, validated as in `from_dict`. A dictionary changes single
+        settings of its section; anything else replaces the section."""
         raw = self.to_dict()
         for name, new in sections.items():
             old = raw[name]
@@ -603,11 +595,10 @@ class Config(Section):
 
     def warnings(self) -> tuple[str, ...]:
         """Settings that are legal but probably a mistake."""
-        taking_part = self.planned_workers
+        idle = [worker for worker in self.workers if worker not in self.planned_workers]
         found = [
             f"worker {shown(worker.id)} has no entry in shard_plan and takes no part"
-            for worker in self.workers
-            if worker not in taking_part
+            for worker in idle
         ]
         if self.data and self.data.eval and self.training.evaluation == "no":
             found.append(

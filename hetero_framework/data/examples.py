@@ -39,9 +39,8 @@ class Examples:
     def fingerprint(self) -> str:
         """sha256, in hex, of token ids, labels and the bounds of the examples."""
         digest = hashlib.sha256(b"examples 1")
-        digest.update(self.offsets.astype("<i8").tobytes())
-        digest.update(self.ids.astype("<i4").tobytes())
-        digest.update(np.packbits(self.trained).tobytes())
+        for part in (self.offsets.astype("<i8"), self.ids.astype("<i4"), np.packbits(self.trained)):
+            digest.update(part.tobytes())
         return digest.hexdigest()
 
 

@@ -118,10 +118,7 @@ class Formatter:
         if self._conversational:
             return [self._conversational_pair(record) for record in records]
         return self._pairs(
-            [
-                (string_field(record, "prompt"), string_field(record, "completion"))
-                for record in records
-            ]
+            [(string_field(each, "prompt"), string_field(each, "completion")) for each in records]
         )
 
     def _pairs(self, pairs: list[tuple[str, str]]) -> list[Tokens]:
@@ -142,11 +139,7 @@ class Formatter:
         messages = prompt.messages + _conversation(record, "completion").messages
         whole = replace(prompt, messages=messages)
         prompt_ids = self.chat.ids(prompt, generation_prompt=True)
-        if self.options.assistant_only_loss:
-            ids, assistant = self.chat.ids_and_mask(whole)
-        else:
-            ids = self.chat.ids(whole)
-            assistant = [True] * len(ids)
+        ids, assistant = self._rendered(whole, bool(self.options.assistant_only_loss))
         mask = self._completion_mask(prompt_ids, ids)
         return ids, [a and b for a, b in zip(mask, assistant, strict=True)]
 
@@ -155,12 +148,14 @@ class Formatter:
         for record in records:
             field = "messages" if "messages" in record.fields else "conversations"
             chat = _conversation(record, field)
-            if self.options.assistant_only_loss is False:
-                ids = self.chat.ids(chat)
-                found.append((ids, [True] * len(ids)))
-            else:
-                found.append(self.chat.ids_and_mask(chat))
+            found.append(self._rendered(chat, self.options.assistant_only_loss is not False))
         return found
+
+    def _rendered(self, chat: Conversation, assistant_only: bool) -> Tokens:
+        if assistant_only:
+            return self.chat.ids_and_mask(chat)
+        ids = self.chat.ids(chat)
+        return ids, [True] * len(ids)
 
     def _completion_mask(self, prompt: list[int], whole: list[int]) -> list[bool]:
         """The completion begins where prompt and prompt + completion part, as in TRL."""

@@ -95,11 +95,8 @@ class TrainData:
 def load_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int | None = None
 ) -> TrainData:
-    """Read, tokenise and check `data.train` and `data.eval`.
-
-    `vocab_size` is the number of the model's embeddings; with it, token ids beyond are refused.
-    Raises DataError, which names file and line, for whatever cannot be trained on.
-    """
+    """Read, tokenise and check `data.train` and `data.eval`. Raises DataError, with file and line,
+    for what cannot be trained on, such as a token beyond the model's `vocab_size` embeddings."""
     data = config.data
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
@@ -116,15 +113,8 @@ def load_data(
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    report.append(sentence)
-    return TrainData(
-        examples=train,
-        eval_examples=evaluation,
-        order=StepOrder(len(train), config.training),
-        settings=data,
-        pad_token_id=pad_token_id,
-        report=report,
-    )
+    order = StepOrder(len(train), config.training)
+    return TrainData(train, evaluation, order, data, pad_token_id, [*report, sentence])
 
 
 def _chat_template(data: DataConfig, config: Config) -> str | None:

@@ -77,11 +77,10 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
         _check_folder(Path(name))
     from transformers import AutoTokenizer  # slow; who only looks for data needs none
 
+    read = AutoTokenizer.from_pretrained
     try:
         with _TokenizersErrors():
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=revision, trust_remote_code=False
-            )
+            tokenizer = read(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise DataError(f"cannot load a tokenizer from {name}: {error}", hint=_HINT) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -90,8 +89,7 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
 
 
 class _TokenizersErrors(AbstractContextManager[None]):
-    """Gives the errors of the tokenizers library a type: for a file that it cannot use, such as one
-    of a newer version, it raises `Exception` itself."""
+    """ValueError for the bare `Exception` that tokenizers raises for a file that it cannot use."""
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if kind is Exception:

@@ -1,8 +1,4 @@
-"""The picture of a configuration: its machines, their stages, and what each boundary does.
-
-`Diagram.of` says what is drawn. Graphviz lays it out (`to_dot`); Mermaid gets the same as text
-(`to_mermaid`), also where the program `dot` is absent.
-"""
+"""The picture of a configuration: its machines, their stages, and what each boundary does."""
 
 from __future__ import annotations
 
@@ -47,11 +43,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DiagramDetails:
-    """Facts that the configuration does not have. Stages by index, devices by owner; all optional.
-
-    `direct` has the boundaries (the stage before each) with a link from worker to worker, once
-    that is known.
-    """
+    """Facts that the configuration does not have. Stages by index, devices by owner. `direct` has
+    the boundaries (the stage before each) with a link from worker to worker, once that is known."""
 
     model: str | None = None
     num_layers: int | None = None
@@ -85,8 +78,7 @@ class Diagram:
     @classmethod
     def of(cls, config: Config, details: DiagramDetails | None = None) -> Diagram:
         details = details or DiagramDetails()
-        stages = config.plan.stages
-        owners = config.plan.owners
+        stages, owners = config.plan.stages, config.plan.owners
         boundaries = tuple(
             _boundary(config, before, after, details) for before, after in pairwise(stages)
         )
@@ -163,8 +155,7 @@ def _one_line(text: str) -> str:
 
 
 def _wrap(text: str, width: int = _MAX_CHARS) -> tuple[str, ...]:
-    """Lines of at most `width` characters, broken after a space or one of . - : / if there is
-    one in their second half."""
+    """Lines of at most `width`, broken after a space or . - : / if their second half has one."""
     lines, rest = [], _one_line(text)
     while len(rest) > width:
         cut = max(rest.rfind(char, width // 2, width) for char in " .-:/") + 1 or width
@@ -269,12 +260,9 @@ def draw(
     format: str | None = None,
     details: DiagramDetails | None = None,
 ) -> Path:
-    """Write the picture to `path` and return the file that was written.
-
-    `format` is png, svg, pdf or mmd (Mermaid); None takes it from the file's name. Without Graphviz
-    the Mermaid text is written instead, with a warning. Raises UserError for an unknown format or
-    a file that cannot be written.
-    """
+    """Write the picture and return the file that was written: without Graphviz Mermaid text beside
+    `path`, with a warning. `format` None takes it from the file's name. Raises UserError for an
+    unknown format or a file that cannot be written."""
     target = Path(path)
     chosen = picture_format(target, format, get_args(Format))
     diagram = Diagram.of(config, details)
@@ -290,12 +278,8 @@ def draw(
     except subprocess.SubprocessError:
         problem = "Graphviz failed"
     written = write_picture(target.with_suffix(".mmd"), to_mermaid(diagram).encode())
-    _log.warning(
-        "%s, so no %s was drawn; wrote %s instead, which Markdown viewers and mermaid.live draw",
-        problem,
-        chosen.upper(),
-        written,
-    )
+    instead = f"wrote {written} instead, which Markdown viewers and mermaid.live draw"
+    _log.warning("%s, so no %s was drawn; %s", problem, chosen.upper(), instead)
     return written
 
 

@@ -1,8 +1,7 @@
-"""The progress display of a run.
+"""The progress of a run: a live display on a terminal, else one plain line per logged step.
 
-A live display when the output is a terminal, one plain line per logged step otherwise. Nothing
-here may end a run: when the output goes away (a closed pipe, a closed terminal) the display falls
-silent. No thread is started; the display is redrawn when something is reported.
+Nothing here may end a run: when the output goes away (a closed pipe, a closed terminal) the display
+falls silent. No thread is started; the display is redrawn when something is reported.
 """
 
 from __future__ import annotations
@@ -52,12 +51,8 @@ class StageRow:
 
 
 class Progress:
-    """Shows a run.
-
-    `metrics` of a step are those of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens,
-    step_seconds and stages, for each in model order busy_s, queue_peak, peak_memory, bytes_in and
-    bytes_out. Whatever is absent is not shown. May be called from several threads.
-    """
+    """Shows a run. `metrics` are those of a line of metrics.jsonl; whatever is absent is not shown.
+    May be called from several threads."""
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -92,10 +87,8 @@ class Progress:
         resumed_step: int = 0,
         logging_steps: int = 1,
     ) -> None:
-        """Begin; `resumed_step` is the last step that an earlier run completed.
-
-        Without a terminal a line is printed every `logging_steps` steps, and at the end.
-        """
+        """Begin; `resumed_step` is the last step that an earlier run completed. Without a terminal
+        a line is printed every `logging_steps` steps, and at the end."""
         with self._lock:
             self._logging_steps = max(1, logging_steps)
             self._total_steps = total_steps
@@ -135,10 +128,8 @@ class Progress:
             self._print(text)
 
     def close(self, summary: Mapping[str, str | os.PathLike[str]] | None = None) -> None:
-        """End the display and print the summary; `summary` adds lines (label: path or text).
-
-        Safe to call twice; the second call does nothing unless it brings a summary.
-        """
+        """End the display and print the summary, to which `summary` adds lines (label: path or
+        text); None: print nothing. Safe to call twice."""
         with self._lock:
             if self._live is not None:
                 self._guard(self._live.stop)
@@ -176,8 +167,7 @@ class Progress:
         if last.get("skipped"):
             facts.append("skipped")
         if self._recent:
-            seconds = sum(seconds for seconds, _ in self._recent)
-            tokens = sum(tokens for _, tokens in self._recent)
+            seconds, tokens = map(sum, zip(*self._recent, strict=True))
             if seconds and tokens:
                 facts.append(f"{tokens / seconds:,.0f} tokens/s")
             left = max(0, self._total_steps - self._step)

@@ -41,12 +41,9 @@ _ROW_PT, _TOP_PT, _BOTTOM_PT = 58.0, 86.0, 46.0
 
 @dataclass(frozen=True)
 class Bar:
-    """A span of a row, in seconds after the step's beginning.
-
-    `kind` is "forward", "backward", "forward_backward", "update", "activations" or "gradients"
-    (a wait for one); on a link "forward" or "backward", the direction of the tensor. `shade` is 0
-    for the first stage of a process, 1 for the last one.
-    """
+    """A span of a row, in seconds after the step's beginning; `shade` is 0 for the first stage of a
+    process, 1 for the last one. `kind` is "forward", "backward", "forward_backward", "update",
+    "activations" or "gradients" (a wait); on a link "forward" or "backward", the direction."""
 
     kind: str
     began: float
@@ -86,11 +83,8 @@ def can_draw() -> bool:
 
 
 def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = None) -> Path:
-    """Write the picture to `path` and return it.
-
-    `form` is png, svg or pdf; None takes it from the file's name. Raises UserError without
-    matplotlib, for an unknown format and for a file that cannot be written.
-    """
+    """Write the picture to `path` and return that; `form` None: as the file's name ends. Raises
+    UserError without matplotlib, for an unknown format and for a file that cannot be written."""
     target = Path(path)
     chosen = picture_format(target, form, FORMATS)
     if not can_draw():
