@@ -503,8 +503,8 @@ class Config(Section):
         *,
         name: str = "configuration",
     ) -> Config:
-        """Validate a dictionary as of JSON; relative paths start at `base_dir`, else here. Raises
-        ConfigError with all problems, PlanError when all of them are in the shard plan."""
+        """Validate a dictionary as of JSON; relative paths start at `base_dir`, else at the current
+        directory. Raises ConfigError with all problems, PlanError when all are in the plan."""
         valid: dict[str, Any] = {}
         problems = []
         try:

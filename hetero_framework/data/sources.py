@@ -80,7 +80,7 @@ def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> lis
 def read_records(
     source: Source, *, split: str = "train", dataset_config: str | None = None
 ) -> Iterator[Record]:
-    """Stream the examples of one source; `split` is of hub names and saved folders. Raises
+    """Stream the examples of one source; only hub names and saved folders have splits. Raises
     DataError, with file and line, for anything that is not an example."""
     if source.path is None:
         return _from_hub(source.name, split, dataset_config)

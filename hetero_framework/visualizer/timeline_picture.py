@@ -83,7 +83,7 @@ def can_draw() -> bool:
 
 
 def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = None) -> Path:
-    """Write the picture to `path` and return that; `form` None: as the file's name ends. Raises
+    """Write the picture to `path` and return that; `form` None: by the file's name. Raises
     UserError without matplotlib, for an unknown format and for a file that cannot be written."""
     target = Path(path)
     chosen = picture_format(target, form, FORMATS)
