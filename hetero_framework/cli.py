@@ -254,6 +254,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     if not role.is_coordinator:
         return _serve(config, role.worker_ids, debug=arguments.debug)
     config.require("model", "data")
+    config.spare_base_model()
     from hetero_framework.cluster.local_workers import LocalWorkers
     from hetero_framework.cluster.run_id import run_id_of
 

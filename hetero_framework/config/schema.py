@@ -545,6 +545,11 @@ class Config(Section):
         return self.path(self.training.output_dir)
 
     @property
+    def result_dir(self) -> Path:
+        """Where the finished artefact goes: an adapter, or a whole model."""
+        return self.output_dir / ("model" if self.adapter is None else "adapter")
+
+    @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints."""
         return self.path(self.checkpoint_dir or self.output_dir / "checkpoints")
@@ -591,6 +596,20 @@ class Config(Section):
                 f"the configuration has no {names} section, which this command needs",
                 hint="`hetero init --model ... --data ...` writes them; docs/configuration.md"
                 " lists all settings",
+            )
+
+    def spare_base_model(self) -> None:
+        """Raise ConfigError if a directory that a run writes is that of its base model."""
+        name = self.model and self.model.name_or_path
+        base = self.path(name).resolve() if name else None
+        written = [self.output_dir, self.result_dir, self.checkpoints]
+        if self.training.report_to == "tensorboard":
+            written.append(self.logging_dir)
+        if base is not None and base.is_dir() and base in {path.resolve() for path in written}:
+            raise ConfigError(
+                f"the run would write into the directory of its base model, {base}",
+                hint="choose another training.output_dir (--output-dir DIR), checkpoint_dir or"
+                " logging_dir, or move the model",
             )
 
     def warnings(self) -> tuple[str, ...]:

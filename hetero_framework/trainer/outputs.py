@@ -64,7 +64,7 @@ class RunDirectories:
             "checkpoint_dir": self._config.checkpoints,
             "training.logging_dir": self.tensorboard,
         }
-        _spare_base_model(self._config, [*places.values(), result_directory(self._config)])
+        self._config.spare_base_model()
         with contextlib.ExitStack() as locks:
             done: set[Path] = set()
             for setting, directory in places.items():
@@ -158,23 +158,6 @@ class RunDirectories:
         return target
 
 
-def result_directory(config: Config) -> Path:
-    """Where the finished artefact goes: an adapter, or a whole model."""
-    return config.output_dir / ("model" if config.adapter is None else "adapter")
-
-
-def _spare_base_model(config: Config, written: Iterable[Path | None]) -> None:
-    """Raise ConfigError if a directory that the run writes is that of its base model."""
-    name = config.model and config.model.name_or_path
-    base = config.path(name).resolve() if name else None
-    if base is not None and base.is_dir() and base in {path and path.resolve() for path in written}:
-        raise ConfigError(
-            f"the run would write into the directory of its base model, {base}",
-            hint="choose another training.output_dir (--output-dir DIR), checkpoint_dir or"
-            " logging_dir, or move the model",
-        )
-
-
 def _owner(directory: Path) -> dict[str, str] | None:
     """Whose directory it is; None where no run has said."""
     try:
@@ -249,7 +232,7 @@ def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
 
 def export(parts: Prepared, pipeline: Pipeline) -> Path:
     """Write the finished artefact that the stages hold; returns its directory."""
-    config, plan, directory = parts.config, parts.adapter_plan, result_directory(parts.config)
+    config, plan, directory = parts.config, parts.adapter_plan, parts.config.result_dir
     output = OutputDirectory(directory, overwrite=True)
     tensors = (part.tensors for _, _, part in pipeline.export())
     write_result(output, config, parts.model_config, plan, parts.tokenizer, tensors)

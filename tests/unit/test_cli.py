@@ -168,6 +168,18 @@ def test_host_name_with_an_empty_label_is_refused_before_anything_starts(
     assert 'workers[0].ip: "box..lan" is neither an IP address' in capsys.readouterr().err
 
 
+def test_a_run_into_its_base_model_is_refused_before_anything_starts(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    settings = [f"model.name_or_path={base}", "data.train=x.jsonl", f"training.output_dir={base}"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    assert cli.main(["train", "--config", str(config_file), "--role", "coordinator", *options]) == 2
+    assert "the directory of its base model" in capsys.readouterr().err
+    assert not list(base.iterdir())
+
+
 def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--debug", "--config", str(tmp_path / "absent.json")]) == 2
     captured = capsys.readouterr()
