@@ -51,7 +51,7 @@ class QueuedDevice(Device):
         self._at_once = at_once
         self._bfloat16 = bfloat16
 
-    def _supports(self, dtype: torch.dtype) -> Support:
+    def supports(self, dtype: torch.dtype) -> Support:
         return Support(self._bfloat16 or dtype != torch.bfloat16, "as the test has it")
 
     def record_event(self, *tensors: torch.Tensor) -> QueuedEvent:

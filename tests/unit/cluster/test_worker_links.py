@@ -46,8 +46,8 @@ def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch: pytest.Monkey
 
     def dial(pairs: Any, timeout_s: float) -> None:
         dialled.append(list(pairs))
-        made._note_dials(1, connected(2))
-        made._note_dials(2, connected(3))
+        for dialler, other in dialled[-1]:
+            made._note_dials(dialler, connected(other))
 
     monkeypatch.setattr(made, "_order_dials", dial)
     assert made.connect_workers([(1, 2), (2, 1), (2, 3)], 1.0) == {}

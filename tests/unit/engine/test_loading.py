@@ -22,7 +22,7 @@ class Old(Device):
         super().__init__()
         self._emulates = emulates
 
-    def _supports(self, dtype: torch.dtype) -> Support:
+    def supports(self, dtype: torch.dtype) -> Support:
         if dtype == torch.bfloat16:
             return Support(False, "needs a newer one", emulated=self._emulates)
         return Support(True, "native")
