@@ -27,6 +27,7 @@ import os
 import queue
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -57,7 +58,11 @@ Transfer = Callable[[int], None]
 
 
 def _bare_socket(sock: socket.socket) -> socket.socket:
+    """As the system makes one: without the tick of a stream's calls."""
     sock.settimeout(None)
+    if sys.platform != "win32":
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
