@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.core import files
-from hetero_framework.data import TrainData
+from hetero_framework.data import LazyBatches, TrainData
 from hetero_framework.errors import CheckpointError, ResourceError, StoppedEarly
 from hetero_framework.trainer import checkpoint, coordinator, metrics, outputs, run_checkpoint
 from hetero_framework.trainer.coordinator import Coordinator, train
@@ -207,18 +208,28 @@ def test_evaluation_by_steps_comes_at_the_end_too(alone: Alone, tmp_path: Path) 
     assert [line["step"] for line in lines_of(config) if "eval_loss" in line] == [3, 4]
 
 
+def watch_evaluation(monkeypatch: pytest.MonkeyPatch, asked: Callable[[int], None]) -> None:
+    """Have `asked(index)` called when a micro-batch of the evaluation is about to be made."""
+    real = TrainData.eval_batches
+
+    def watched(data: TrainData) -> LazyBatches:
+        batches = real(data)
+
+        def make(index: int) -> Any:
+            asked(index)
+            return batches[index]
+
+        return LazyBatches(len(batches), make)
+
+    monkeypatch.setattr(TrainData, "eval_batches", watched)
+
+
 def test_evaluation_keeps_no_batch_that_is_done(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
     finished: list[int] = []
-    real = TrainData._eval_batch
-
-    def make(data: TrainData, index: int, stop: int) -> Any:
-        made.append(index)
-        return real(data, index, stop)
-
-    monkeypatch.setattr(TrainData, "_eval_batch", make)
+    watch_evaluation(monkeypatch, made.append)
     run = Coordinator.evaluate
 
     def evaluate(self: Coordinator) -> None:
@@ -240,15 +251,14 @@ def test_evaluation_keeps_no_batch_that_is_done(
 def test_a_stop_is_heard_between_evaluation_batches_and_saves(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, made = TrainData._eval_batch, []
+    made: list[int] = []
 
-    def make(data: TrainData, index: int, stop: int) -> Any:
+    def asked(index: int) -> None:
         made.append(index)
         if index == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(data, index, stop)
 
-    monkeypatch.setattr(TrainData, "_eval_batch", make)
+    watch_evaluation(monkeypatch, asked)
     config = with_evaluation(alone, tmp_path)
     with pytest.raises(StoppedEarly, match="SIGTERM after step 3") as raised:
         train(config)
