@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -113,9 +113,9 @@ class Assembly:
             config.plan.stages,
             max_in_flight=config.training.max_in_flight,
             memory_limits=memory_limits,
-            # Steps need not wait for it; the next ones take what has been found by then.
-            run=lambda job: threading.Thread(target=job, name="tune", daemon=True).start(),
+            run=self._tune,
         )
+        self._tuning: Future[None] | None = None
         results = StepResults()
         outlet = _Outlet(results, links)
         host = StageHost(loaded.local, config, device, meter, outlet, reduce=reduce)
@@ -139,8 +139,15 @@ class Assembly:
         """Boundaries (numbers of the stage before each) with a link from worker to worker."""
         return self._boundaries.direct(self._links.direct)
 
+    def _tune(self, job: Callable[[], None]) -> None:
+        """Steps need not wait for it; the next ones take what has been found by then."""
+        self._tuning = in_background(job, "tune")
+
     def begin(self, info: StepInfo) -> None:
-        """Announce a step to every stage, to be run as well as is known by now."""
+        """Announce a step to every stage, to be run as well as is known by now. Raises what went
+        wrong in the tuning after an earlier step."""
+        if self._tuning is not None and self._tuning.done():
+            self._tuning.result()
         direct = self.direct
         choice = self._tuner.choice(info.micro_batches, direct)
         self.pipeline.begin(
