@@ -1,6 +1,7 @@
 # make setup   .venv with everything (VENV=... another place, TORCH_SPEC=... another torch)
 # make demo    the whole job on this machine, offline after setup
 # make test    lint, types and the whole suite
+# make faults  the tests of faults that take longer, with their figures
 # make bench   the benchmarks, 10 minutes; results under benchmarks/results
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 endif
 STAMP := $(VENV)/.hetero-setup
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint faults bench clean
 
 setup: $(STAMP)
 
@@ -38,6 +39,9 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+faults: setup
+	$(BIN)/python -m pytest -m faults -s $(PYTEST_ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.suite

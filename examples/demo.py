@@ -5,7 +5,7 @@
 1. Train a BPE tokenizer on the Python standard library's own source files, and make a Llama of
    about 12 million random weights.
 2. Train all of them from hetero_config.json: a coordinator and two workers, over TCP.
-3. Train a LoRA adapter on other files, from the checkpoint that step 2 left.
+3. Train a LoRA adapter on other files, on the model that part 2 trained.
 
 Everything lands in runs/demo, which is emptied first.
 """
@@ -58,7 +58,7 @@ def main() -> int:
     )
     train(CONFIG, override)
 
-    say("3. LoRA on other files, from the checkpoint of step 2")
+    say("3. LoRA on other files, on the model that part 2 trained")
     lora_config = RUN / "lora_config.json"
     lora_config.write_text(json.dumps(lora_settings(arguments.lora_steps), indent=2) + "\n")
     train(lora_config, [])
@@ -187,14 +187,14 @@ def summary(label: str, output: Path) -> list[str]:
     seconds = sum(step["step_seconds"] for step in steps)
     tokens = sum(step["tokens"] for step in steps)
     ways = ("bytes_in", "bytes_out", "direct_bytes_out")
-    wire = sum(s[way] for step in steps for s in step["stages"] for way in ways)
+    wire = sum(s[way] for step in steps for s in step["stages"] for way in ways) / len(steps)
     busy = [
         sum(step["stages"][k]["busy_s"] for step in steps) / seconds
         for k in range(len(steps[0]["stages"]))
     ]
     return [
         f"{label}: loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f} in {len(steps)} steps, "
-        f"{tokens / seconds:,.0f} tokens/s, {wire / len(steps) / 1e6:.1f} MB on the wire per step",
+        f"{tokens / seconds:,.0f} tokens/s, {wire / 2**20:.1f} MiB on the wire per step",
         "  stages busy: " + ", ".join(f"{share:.0%}" for share in busy) + f"; {output}",
     ]
 

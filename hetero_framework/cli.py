@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         known = errors.as_hetero_error(error)
         if known is not None:
-            _say_error(str(known), kind="stopped" if isinstance(known, StoppedEarly) else "error")
+            stopped = isinstance(known, StoppedEarly)
+            _say_error(str(known).removeprefix("stopped "), kind="stopped" if stopped else "error")
             return known.exit_code
         _say_error(
             f"{type(error).__name__}: {error}\n  This is a bug; run with --debug for details."
@@ -270,7 +271,9 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
             from hetero_framework.trainer.coordinator import train
 
             train(config, resume=arguments.resume, debug=arguments.debug, workers=workers)
-        except KeyboardInterrupt:  # while the libraries are imported
+        except KeyboardInterrupt:  # while the libraries are imported, here and in the workers
+            if workers is not None:
+                workers.stop(0.0)
             raise StoppedEarly("stopped before the run began") from None
     return 0
 

@@ -242,7 +242,7 @@ class Cluster:
             self.run_id,
             max_frame_bytes,
             buffers=self.device.buffers,
-            exit_text=self._exit_text,
+            local=self._local,
             unpack=lambda message: unpack(message, self.device),
             watch=self._meter.watch,
         )
@@ -290,20 +290,14 @@ class Cluster:
             _log.info("", extra=connected)
         return facts
 
-    def assemble(
-        self,
-        config: Config,
-        memory_limits: tuple[int, ...] | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> Assembly:
-        """Have all processes load their stages of `config`; `meanwhile` is done here before workers
-        are waited for. Raises PeerLostError for one that is gone or exceeds `load_timeout_s`."""
+    def assemble(self, config: Config, memory_limits: tuple[int, ...] | None = None) -> Assembly:
+        """Have all processes load their stages of `config`. Raises PeerLostError for a worker that
+        is gone or exceeds `load_timeout_s`, and UserError where the files here do."""
         self._config = config
         for worker in self.workers:
             self._guard(worker, Event.PLANNED)
         specs, expected = config.plan.stages, in_background(self._expected_weights, "fingerprint")
         local = self._build(config, [s for s in specs if s.owner == "local"], self.device)
-        meanwhile()
         trainable = {stage.index: stage.trainable() for stage in local}
         ready: dict[WorkerId, m.Ready] = {}
         started: set[WorkerId] = set()
@@ -316,7 +310,12 @@ class Cluster:
                     for entry in message.stages:
                         loaded.append((f"worker {worker}", entry.fingerprint))
                         trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
-                wait_for([expected])
+                if not wait_for([expected], deadline - time.monotonic()):
+                    raise errors.UserError(
+                        "this machine has not read the model's files in "
+                        f"{config.training.load_timeout_s:.0f} s",
+                        hint="their disk is slow or hangs; training.load_timeout_s sets this limit",
+                    )
                 fingerprint.check_same_model(loaded, expected.result())
                 needs = gradient_needs([trainable[spec.index] for spec in specs])
                 self._connect_workers()
@@ -515,7 +514,7 @@ class Cluster:
                 self._give_up(worker, happened, why)
 
     def _dial(self, worker: WorkerId, why: str) -> None:
-        if (ended := self._exit_text(worker)) is not None:
+        if (ended := self._local.exit_text(worker)) is not None:
             self._on(worker, Event.GONE, f"worker {worker} is gone: {ended}")
             return
         lost = event("worker lost", "connecting again", worker=worker)
@@ -549,11 +548,7 @@ class Cluster:
 
     def why(self, lost: LinkLost) -> str:
         """How the worker of a lost link ended, if it was started here; else what broke the link."""
-        return self._exit_text(lost.worker) or lost.reason
-
-    def _exit_text(self, worker: WorkerId) -> str | None:
-        texts = (str(ended) for ended in self._local.exited() if ended.worker_id == worker)
-        return next(texts, None)
+        return self._local.exit_text(lost.worker) or lost.reason
 
 
 def _goodbye(error: BaseException | None) -> m.Body:

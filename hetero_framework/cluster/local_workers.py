@@ -120,9 +120,7 @@ class LocalWorkers:
         worker = self._config.worker(worker_id)
         ip, port = worker.ip, worker.port
         if addresses.is_local_address(ip) and not addresses.port_is_free(ip, port):
-            where = f"{ip} port {port}"
-            _log.info("worker %s: something already listens at %s; using it", worker_id, where)
-            return
+            return  # what listens there is used
         log = spawner.log_dir / f"worker-{worker_id}.log"
         with log.open("ab") as output:
             begin = output.tell()
@@ -131,18 +129,17 @@ class LocalWorkers:
 
     def report(self) -> None:
         """Say which processes were started: who starts them early has no log yet."""
-        for worker_id, child in self._children.items():
-            pid = child.process.pid
-            _log.info("worker %s: started as process %d; its log is %s", worker_id, pid, child.log)
+        for worker_id in self._ids:
+            if (child := self._children.get(worker_id)) is not None:
+                text = f"started as process {child.process.pid}; its log is {child.log}"
+            else:
+                worker = self._config.worker(worker_id)
+                text = f"something already listens at {worker.ip} port {worker.port}; using it"
+            _log.info("worker %s: %s", worker_id, text)
 
     def starts(self, worker_id: WorkerId) -> bool:
         """Whether the process of this worker was started here."""
         return worker_id in self._children
-
-    def pids(self) -> dict[WorkerId, int]:
-        """Process ids of the workers that run now."""
-        found = {worker_id: child.process for worker_id, child in self._children.items()}
-        return {worker_id: p.pid for worker_id, p in found.items() if p.poll() is None}
 
     def exited(self) -> list[WorkerExit]:
         """The workers that ended by themselves, with the end of their logs."""
@@ -151,6 +148,10 @@ class LocalWorkers:
             for worker_id, child in self._children.items()
             if child.process.poll() is not None
         ]
+
+    def exit_text(self, worker_id: WorkerId) -> str | None:
+        """How a worker ended that was started here; None while it lives, and for the others."""
+        return next((str(ended) for ended in self.exited() if ended.worker_id == worker_id), None)
 
     def stop(self, grace_s: float = timeouts.EXIT_S) -> None:
         """End all workers: close the life lines, wait `grace_s`, then kill. Safe to call twice."""
@@ -193,10 +194,7 @@ def run_workers(
         if before is not None:
             signal.signal(signal.SIGTERM, before)
         for printer in printers:
-            printer.join()
-        for process in processes:
-            if process.stdout is not None:
-                process.stdout.close()
+            printer.join(timeouts.STOP_S)  # a child of the worker's own may hold the pipe open
 
 
 @dataclass(frozen=True)
@@ -254,15 +252,16 @@ class _Spawner:
 def _print_lines(process: subprocess.Popen[bytes], prefix: str) -> threading.Thread:
     """Copy a child's lines to our standard output behind `prefix`, in a thread."""
     assert process.stdout is not None
-    lines = process.stdout
+    output = process.stdout
 
     def copy() -> None:
-        for line in lines:
-            text = one_line(line.decode("utf-8", "replace").rstrip())
-            # One write per line keeps the lines of several workers whole.
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.write(f"{prefix}{text}\n")
-                sys.stdout.flush()
+        with output:
+            for line in output:
+                text = one_line(line.decode("utf-8", "replace").rstrip())
+                # One write per line keeps the lines of several workers whole.
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stdout.write(f"{prefix}{text}\n")
+                    sys.stdout.flush()
 
     thread = threading.Thread(target=copy, name=f"print {prefix}", daemon=True)
     thread.start()
@@ -291,4 +290,5 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
             process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                process.wait(timeouts.STOP_S)

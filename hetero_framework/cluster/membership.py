@@ -88,9 +88,6 @@ class Membership:
         self._states = dict.fromkeys(workers, State.ABSENT)
         self._losses: Counter[WorkerId] = Counter()
 
-    def state(self, worker: WorkerId) -> State:
-        return self._states[worker]
-
     def losses(self, worker: WorkerId) -> int:
         """How often its link broke since `settled`."""
         return self._losses[worker]

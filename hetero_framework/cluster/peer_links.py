@@ -61,7 +61,7 @@ class PeerLinks:
         ]
 
         def tell() -> None:
-            wait(dialled)
+            wait(dialled, 2 * timeout_s)  # a dial keeps to its time, a name server need not
             if not stop.is_set():
                 problems = map(_problem, dialled)
                 self._tell(tuple(map(m.PeerResult, (peer.id for peer in peers), problems)))
@@ -217,5 +217,7 @@ class PeerLinks:
 
 def _problem(dialled: Future[str | None]) -> str | None:
     """What became of a dialling. Whatever went wrong, the coordinator waits for the answer."""
+    if not dialled.done():
+        return "its address could not be found out in time"
     error = dialled.exception()
     return dialled.result() if error is None else f"{type(error).__name__}: {error}"

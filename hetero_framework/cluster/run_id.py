@@ -7,13 +7,15 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+RUN_FILE = ".run"
+
 
 def run_id_of(output_dir: Path) -> str:
     """The id of the run that writes into `output_dir`, which is made. A coordinator that is started
     again has the same one, so that the workers give up what they keep for the dead one. Raises
     OSError. Two that begin at the same moment may differ; the directory's lock stops one."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    file = output_dir / ".run"
+    file = output_dir / RUN_FILE
     here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
     with suppress(OSError, ValueError):
         run_id, place = file.read_text(encoding="utf-8").split("\n", 1)

@@ -240,7 +240,8 @@ class Worker:
         except (KeyboardInterrupt, _Terminated) as error:
             # Without this the coordinator would wait for a link that cannot come back.
             how = "SIGTERM" if isinstance(error, _Terminated) else "Ctrl-C"
-            self._report(PeerLostError(f"it was stopped on its own machine ({how})"))
+            stopped = f"it was stopped on its own machine ({how})"
+            self._report(PeerLostError(stopped, hint="start it again there"))
             if isinstance(error, KeyboardInterrupt):
                 raise
         finally:
@@ -432,8 +433,8 @@ class Worker:
             try:
                 name = f"coordinator {stream.peer}"
                 self._begin(stream, name, HANDSHAKE_MAX_FRAME_BYTES, None)
-            except (OSError, NetworkError):
-                stream.close()  # it was gone before it could be greeted, or there is no thread
+            except (OSError, NetworkError, MemoryError):
+                stream.close()  # gone before it could be greeted, or no thread or memory for it
 
     def _begin(
         self, stream: Stream, name: str, max_frame_bytes: int, role: str | None
@@ -454,7 +455,7 @@ class Worker:
             self._strangers.add(connection)
         try:
             connection.start()
-        except NetworkError:
+        except (NetworkError, MemoryError):
             self._strangers.discard(connection)
             raise
         return connection

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from hetero_framework import errors
+from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
@@ -67,19 +68,19 @@ class WorkerLinks:
         max_frame_bytes: int,
         *,
         buffers: Callable[[], BufferPool] = BufferPool,
-        exit_text: Callable[[WorkerId], str | None] = lambda worker: None,
+        local: LocalWorkers | None = None,
         unpack: Callable[[Message], Any] = lambda message: None,
         watch: Callable[[WorkerId], OnMoved] | None = None,
     ) -> None:
-        """`exit_text` says how a local worker process ended, None while it lives. `unpack` makes an
-        Event's `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`."""
+        """`local` are the workers that this process has started. `unpack` makes an Event's
+        `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`."""
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
         self._run_id = run_id
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
-        self._exit_text = exit_text
+        self._local = local or LocalWorkers(config, ())
         self._unpack = unpack
         self._watch = watch
         self._direct: set[frozenset[WorkerId]] = set()
@@ -123,7 +124,13 @@ class WorkerLinks:
             id: in_background(partial(self._open_when_free, worker), f"dial-{id}")
             for id, worker in self._workers.items()
         }
-        wait_for(self._dialling.values())
+        timeout_s = self._config.training.connect_timeout_s + 2 * timeouts.HANDSHAKE_S
+        if not wait_for(self._dialling.values(), timeout_s):
+            hanging = [str(id) for id, dialled in self._dialling.items() if not dialled.done()]
+            raise NetworkError(
+                f"the address of worker {', '.join(hanging)} could not be found out in time",
+                hint='the name server does not answer; give an IP address as "ip"',
+            )
         return {id: dialled.result() for id, dialled in self._dialling.items()}
 
     def reconnect(self, worker_id: WorkerId) -> bool:
@@ -137,7 +144,7 @@ class WorkerLinks:
             except (HeteroError, _Busy) as error:
                 # A process that is being killed may accept and reset; a moment later it has ended.
                 self._stop.wait(timeouts.ANSWER_TICK_S)
-                ended = self._exit_text(worker_id)
+                ended = self._local.exit_text(worker_id)
                 last = time.monotonic() > deadline or self._stop.is_set()
                 if isinstance(error, _Silent) and ended is None and not last:
                     continue  # an outage may begin in the handshake too
@@ -170,13 +177,14 @@ class WorkerLinks:
 
         def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
             nonlocal told
-            ended = self._exit_text(worker.id)
+            ended = self._local.exit_text(worker.id)
             if ended is not None:
                 raise NetworkError(ended if again else f"{name} did not start: {ended}")
             if again and reason == REFUSED and elapsed_s > timeouts.REFUSED_S:
                 raise NetworkError(f"nothing listens at {where} any more (its process ended)")
             if not told and elapsed_s > timeouts.QUIET_S:
                 told, left = True, timeout_s - elapsed_s
+                reason = "its process starts" if self._local.starts(worker.id) else reason
                 _log.info("waiting for %s at %s (%s; up to %.0f s more)", name, where, reason, left)
 
         stream = connect(worker.ip, worker.port, timeout_s, on_retry, who=name, stop=self._stop)

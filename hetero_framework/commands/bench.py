@@ -24,7 +24,7 @@ from hetero_framework.data import token_count
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
-from hetero_framework.planner.simulator import Profile, simulate, step_bound
+from hetero_framework.planner.simulator import Profile, step_bound
 from hetero_framework.planner.tuning import tune
 from hetero_framework.trainer import setup
 from hetero_framework.trainer.signals import StopRequest
@@ -184,17 +184,11 @@ def _predicted(
 ) -> dict[str, Any]:
     most = config.training.max_in_flight
     choice = tune(profile, micro_batches, max_in_flight=most, in_flight_limits=memory_limits)
-    simulated = simulate(
-        profile,
-        micro_batches,
-        choice.max_in_flight,
-        policy=choice.policy,
-        in_flight_limits=choice.in_flight_limits,
-    )
+    busy = choice.forecast.busy
     return {
-        "step_s": simulated.seconds,
+        "step_s": choice.forecast.seconds,
         "bound_s": step_bound(profile, micro_batches),
-        "bubble": 1.0 - sum(simulated.busy) / len(simulated.busy),
+        "bubble": 1.0 - sum(busy) / len(busy),
         "window": choice.max_in_flight,
         "held": list(choice.in_flight_limits),
     }

@@ -200,6 +200,9 @@ class _Questions:
                 return check(text)
             except UserError as error:
                 self.say(f"  {error}")
+            except (EOFError, KeyboardInterrupt):
+                self.say("")  # what ends the command is said below the question
+                raise
 
     def ask_all(self) -> None:
         while self.answers.model is None or self.answers.layers is None:

@@ -104,7 +104,7 @@ class Plan:
         if self.num_layers == num_layers:
             return
         ends, covered = [entry.end for entry in self.entries], self.num_layers
-        missing = f"; nobody holds the layers from {covered} to {num_layers - 1}"
+        missing = f"; nobody holds {layers_text(covered, num_layers)}"
         wrong = next((i for i, end in enumerate(ends) if end > num_layers), len(ends) - 1)
         raise PlanError(
             f"shard_plan[{wrong}].end is {ends[wrong]}: the plan covers {covered} layers, but the"
@@ -150,9 +150,7 @@ def _range_problems(
     if start > end:
         yield Problem(here, f"start {start} is after end {end}")
     elif start > expected:
-        missing = (
-            f"layer {expected}" if start == expected + 1 else f"layers {expected} to {start - 1}"
-        )
+        missing = layers_text(expected, start)
         whose = "the first entry must start at 0" if first else f"start it at {expected}"
         yield Problem(f"{here}.start", f"is {start}, so nobody holds {missing}; {whose}")
     elif start < expected:

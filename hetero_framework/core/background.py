@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -29,7 +30,10 @@ def in_background(job: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def wait_for(futures: Collection[Future[T]]) -> None:
-    """Wait until all are done, in slices, so that Ctrl-C is heard on Windows, too."""
-    while wait(futures, timeouts.TICK_S).not_done:
-        pass
+def wait_for(futures: Collection[Future[T]], timeout_s: float) -> bool:
+    """Wait in slices, so that Ctrl-C is heard on Windows, too; whether all are done in time."""
+    deadline = time.monotonic() + timeout_s
+    while wait(futures, max(0.0, min(deadline - time.monotonic(), timeouts.TICK_S))).not_done:
+        if time.monotonic() >= deadline:
+            return False
+    return True

@@ -142,7 +142,7 @@ class Connection:
         """Say why this peer is not wanted, and close; does not wait for that."""
         with suppress(HeteroError):
             self.link.send(Message(m.Reject(code, message, hint)))
-        threading.Thread(target=self.link.close, name="refuse", daemon=True).start()
+        self.link.end()
 
     def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
         self.link.close(drain_s)

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero_framework import errors
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_QUEUE_BYTES = 256 * 1024 * 1024
 
-_AT_ONCE_BYTES = 256 * 1024
+_AT_ONCE_BYTES = 64 * 1024
 """So much of a frame is written at once, in the sender's thread, when the link is idle."""
 _AHEAD_BYTES = 4096
 """A small frame is read in one call, and of a large one so many bytes with its header."""
@@ -44,12 +44,10 @@ _CLOCK_SAMPLES = 16
 
 @dataclass
 class LinkStats:
-    """What a link has moved in whole frames, heartbeats included, and the seconds it wrote."""
+    """Bytes that a link has moved in whole frames, heartbeats too, and the seconds it wrote."""
 
     bytes_in: int = 0
     bytes_out: int = 0
-    frames_in: int = 0
-    frames_out: int = 0
     write_s: float = 0.0
 
 
@@ -125,8 +123,11 @@ class Link:
         self._relay: Relay | None = None  # the reader's own
         self._pace = SegmentPace()
 
-        # Guarded by _changed: the queue, and how far the link has come in its life.
-        self._changed = threading.Condition()
+        # Guarded by _lock: the queue, and how far the link has come in its life. A frame that its
+        # sender wrote at once does not wake the writer: each wake-up costs the computing thread.
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # for the writer
+        self._room = threading.Condition(self._lock)  # for those whose frame does not fit the queue
         self._queue = SendQueue()
         self._pong: Outgoing | None = None  # the last answer to a ping
         self._closing = False  # no more sends; the writer drains the queue
@@ -173,15 +174,22 @@ class Link:
         buffers = m.encode(message, self.max_frame_bytes)
         self._enqueue(Outgoing(buffers, done, message if message.tensors else None))
 
-    def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
-        """Write what is queued for at most `drain_s` seconds, then close; waits until both
-        threads are gone, unless it is called from one of them. Calling it again does nothing."""
+    def end(self, drain_s: float = timeouts.DRAIN_S) -> float:
+        """Have both threads write what is queued for at most `drain_s` seconds, then close; the
+        time.monotonic() at which that is over. Does not wait."""
         deadline = time.monotonic() + drain_s
-        with self._changed:
+        with self._lock:
             if not self._closing:
                 self._closing = True
                 self._linger_until = deadline
-            self._changed.notify_all()
+            self._work.notify()
+            self._room.notify_all()
+        return deadline
+
+    def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
+        """`end`, and wait until both threads are gone, unless this is one of them. Calling it again
+        does nothing. A handler that hangs is waited for no longer than `EXIT_S`."""
+        deadline = self.end(drain_s)
         if self._reader.ident is None:
             self._stream.close()
             self._drop_queue()
@@ -192,13 +200,14 @@ class Link:
         self._reader.join(max(0.0, deadline - time.monotonic()))
         if self._reader.is_alive():
             self._fail(None)
-            self._reader.join()
-        self._writer.join()
+            self._reader.join(timeouts.EXIT_S)
+            if self._reader.is_alive():
+                log.error("%s: the link does not end: the handler of a message hangs", self.name)
 
     # ---- writing
 
     def _enqueue(self, outgoing: Outgoing) -> None:
-        with self._changed:
+        with self._lock:
             if self._queue or self.closed:
                 self._wait_for_room(outgoing.nbytes)
             complete = self._queue_or_write(outgoing)
@@ -207,22 +216,23 @@ class Link:
 
     def _queue_or_write(self, outgoing: Outgoing, urgent: bool = False) -> bool:
         """Queue a frame. When nothing is before it, its beginning is written at once: a small one
-        then needs no writer. Whether that was all of it. `_changed` is held."""
+        then needs no writer. Whether that was all of it. `_lock` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
         if idle:
             self._write_now(outgoing, _AT_ONCE_BYTES)
         complete = self._remove_if_complete(outgoing)
         if not complete:
-            self._changed.notify_all()
+            self._work.notify()
         return complete
 
-    def _write_now(self, outgoing: Outgoing, room: int) -> None:
-        """Write what there is of a frame, and what the system takes without waiting."""
+    def _write_now(self, outgoing: Outgoing, room: int) -> bool:
+        """Write of what there is of a frame what the system takes without waiting; whether that
+        was all."""
         if self._dead:
-            return
+            return True
         began = time.perf_counter()
-        segment = outgoing.take(_RESERVE_BYTES)
+        segment = outgoing.take(_RESERVE_BYTES, room)
         if segment:
             sent = self._stream.try_write(segment, room)
             drop_sent(segment, sent)
@@ -231,17 +241,18 @@ class Link:
             if sent:
                 self._queue.begin(outgoing, began)
         self.stats.write_s += time.perf_counter() - began
+        return not segment
 
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
-        Raises the link's reason when it is closed. `_changed` is held."""
+        Raises the link's reason when it is closed. `_lock` is held."""
         # In slices: Ctrl-C is heard on Windows, too. A frame larger than the bound may pass alone.
         while (
             self._queue and self._queue.nbytes + nbytes > self._max_queue_bytes and not self.closed
         ):
             if source is not None and source._dead:
                 raise PeerLostError(f"{source.name}: the link is closed")
-            self._changed.wait(timeouts.TICK_S)
+            self._room.wait(timeouts.TICK_S)
         if self.closed:
             raise self._reason or PeerLostError(f"{self.name}: the link is closed")
 
@@ -249,7 +260,7 @@ class Link:
         """Send a HEARTBEAT, next after the frame that is being written. It never waits for room,
         for the reader answers pings; a peer that does not read gets one answer at a time."""
         beat = Outgoing(m.encode(Message(body)))
-        with self._changed:
+        with self._lock:
             if self.closed or (body.pong is not None and self._pong in self._queue):
                 return
             if not self._queue_or_write(beat, urgent=True) and body.pong is not None:
@@ -269,7 +280,7 @@ class Link:
             while (following := self._next_segment()) is not None:
                 outgoing, segment = following
                 self._write_segment(outgoing, segment)
-                with self._changed:
+                with self._lock:
                     outgoing.busy = False
                     complete = self._remove_if_complete(outgoing)
                 if complete:
@@ -289,7 +300,7 @@ class Link:
         heartbeat_s without anything it is a heartbeat, or, in the middle of a frame whose rest does
         not come in, a byte of the reserve. A link that is closing does not wait for the rest."""
         quiet_until = time.monotonic() + self._heartbeat_s
-        with self._changed:
+        with self._lock:
             while not self._dead:
                 outgoing = self._queue.next()
                 if self._closing:
@@ -309,12 +320,13 @@ class Link:
                     if outgoing is None:
                         self._queue.add(Outgoing(m.encode(Message(Heartbeat()))), urgent=True)
                         continue
-                self._changed.wait(max(left, 0))
+                self._work.wait(max(left, 0))
         return None
 
     def _write_segment(self, outgoing: Outgoing, segment: deque[memoryview]) -> None:
-        """Write all of it, unless the link dies meanwhile. Raises PeerLostError when the peer takes
-        nothing for `send_s`: its reader may hang while its writer says that it is alive."""
+        """Write all of it, unless the link dies meanwhile, and the rest of a frame of our own,
+        which nobody else touches. Raises PeerLostError when the peer takes nothing for `send_s`:
+        its reader may hang while its writer says that it is alive."""
         started = time.perf_counter()
         since = time.monotonic()
         while segment and not self._dead:
@@ -324,6 +336,8 @@ class Link:
             now = time.monotonic()
             if sent:
                 since = now
+                if not segment and not outgoing.relayed:
+                    segment = outgoing.take()
             elif now - since > self._send_s:
                 raise PeerLostError(
                     f"{self.name} is alive, but has read nothing for {self._send_s:.0f} s",
@@ -337,34 +351,34 @@ class Link:
             return False
         self._queue.remove(outgoing)
         self.stats.bytes_out += outgoing.nbytes
-        self.stats.frames_out += 1
-        self._changed.notify_all()
+        self._room.notify_all()
         return True
 
     # ---- relaying: called by the reader of the link that a frame comes from
 
     def expect(self, outgoing: Outgoing, source: Link) -> None:
-        with self._changed:
+        with self._lock:
             self._wait_for_room(outgoing.nbytes, source)
             self._queue.add(outgoing)
 
-    def feed(self, outgoing: Outgoing, data: memoryview) -> None:
+    def feed(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None:
         """Write what has come, if it is this frame's turn: the writer need not wake up then."""
-        with self._changed:
-            outgoing.feed(data)
+        with self._lock:
+            for part in parts:
+                outgoing.feed(part)
             if outgoing.busy or self._queue.next() is not outgoing:
                 return
-            self._write_now(outgoing, MAX_CALL_BYTES)
+            written = self._write_now(outgoing, MAX_CALL_BYTES)
             complete = self._remove_if_complete(outgoing)
-            if not complete:
-                self._changed.notify_all()
+            if not written or (complete and self._queue):
+                self._work.notify()
         if complete:
             self._tell(outgoing)
 
     def pad(self, outgoing: Outgoing) -> None:
-        with self._changed:
+        with self._lock:
             outgoing.pad()
-            self._changed.notify_all()
+            self._work.notify()
 
     # ---- reader thread
 
@@ -381,7 +395,7 @@ class Link:
         except Exception as error:
             reason = self._unexpected("the handler of a message", error)
         self._fail(reason)
-        self._writer.join()
+        self._writer.join()  # it ends: no call of a stream is longer than a tick, nor is a `done`
         self._stream.close()
         self._pool.clear()
         self._drop_queue()
@@ -410,7 +424,6 @@ class Link:
             frame = m.read_header(prefix, header, payload_bytes, self.max_frame_bytes)
             message = self._receive(frame)
             self.stats.bytes_in += len(frame.raw) + payload_bytes + CHECKSUM_BYTES
-            self.stats.frames_in += 1
             if message is None:
                 continue
             if isinstance(message.body, Heartbeat):
@@ -475,13 +488,15 @@ class Link:
             count = self._fill_some(buffer[got : got + self._pace.segment_bytes])
             if not count:
                 return False
-            relay.feed(buffer[got : got + count])
+            parts = [buffer[got : got + count]]
             got += count
             self._pace.saw(count, time.perf_counter() - started)
-        checksum = self._take(CHECKSUM_BYTES)
-        if checksum is None:
-            return False
-        relay.feed(memoryview(checksum))
+            if got == len(buffer):
+                checksum = self._take(CHECKSUM_BYTES)
+                if checksum is None:
+                    return False
+                parts.append(memoryview(checksum))
+            relay.feed(parts)
         self._end_relay()
         return True
 
@@ -574,18 +589,19 @@ class Link:
 
     def _fail(self, reason: HeteroError | None) -> None:
         """Stop both threads; the first reason stays. Ends a link that closes in order, too."""
-        with self._changed:
+        with self._lock:
             if self._dead:
                 return
             self._dead = True
             if not self._closing:
                 self._reason = reason
             self._closing = True
-            self._changed.notify_all()
+            self._work.notify()
+            self._room.notify_all()
         self._stream.stop()
 
     def _drop_queue(self) -> None:
-        with self._changed:
+        with self._lock:
             dropped = self._queue.clear()
         for outgoing in dropped:
             if outgoing.done is not None:

@@ -7,7 +7,7 @@ use the buffer, which goes back when both are done.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hetero_framework.core.messages import FrameHeader, Message
@@ -60,9 +60,9 @@ class Relay:
         except HeteroError:
             self._done()  # one of the two is closed; its own reader reports that
 
-    def feed(self, data: memoryview) -> None:
-        """The next bytes of the tensors, then the checksum that came behind them."""
-        self._carrier.feed(self._outgoing, data)
+    def feed(self, parts: Sequence[memoryview]) -> None:
+        """The next bytes of the tensors; with the last of them the checksum behind them."""
+        self._carrier.feed(self._outgoing, parts)
 
     def end(self) -> None:
         """Nothing more comes. What is missing makes the frame void."""

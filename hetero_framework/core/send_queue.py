@@ -35,6 +35,7 @@ class Outgoing:
         message: Message | None = None,
         relayed_bytes: int | None = None,
     ) -> None:
+        self.relayed = relayed_bytes is not None
         self.missing = 0 if relayed_bytes is None else relayed_bytes + CHECKSUM_BYTES
         self.nbytes = sum(map(len, buffers)) + (self.missing or CHECKSUM_BYTES)
         self.left = self.nbytes
@@ -71,9 +72,10 @@ class Outgoing:
         self._raw.clear()
         self.missing = 0
 
-    def take(self, reserve: int = 0) -> deque[memoryview]:
-        """What may be written now; the last `reserve` bytes of it stay while more is to come."""
-        self._hash_some()
+    def take(self, reserve: int = 0, room: int = _HASHED_BYTES) -> deque[memoryview]:
+        """What may be written now; the last `reserve` bytes of it stay while more is to come. Of a
+        frame of this process hardly more than `room` bytes."""
+        self._hash_some(min(room, _HASHED_BYTES))
         taken, self._pending = self._pending, deque()
         if not self.missing:
             return taken
@@ -86,11 +88,10 @@ class Outgoing:
                 taken.append(last[: -len(kept)])
         return taken
 
-    def _hash_some(self) -> None:
+    def _hash_some(self, room: int) -> None:
         """Make the next bytes ready to be written, behind the last of them the checksum."""
         if self._hasher is None:
             return
-        room = _HASHED_BYTES
         while self._raw and room:
             segment = self._raw.popleft()
             if len(segment) > room:

@@ -35,9 +35,13 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
         return WireTensor(name, shape, memoryview(b""))
-    # Through uint8, because numpy has no bfloat16; flattened, because a 0-d tensor has no view.
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return WireTensor(name, shape, memoryview(flat.numpy().data))
+    # Through uint8, because numpy has no bfloat16. Each torch call here delays a hop: after a
+    # stage's work its code is no longer in the processor's caches.
+    whole = tensor.detach()
+    if not shape or whole.stride(-1) != 1 or not whole.is_contiguous():
+        # A dimension of size 1 may have any stride and is contiguous, but has no view as uint8.
+        whole = whole.contiguous().as_strided((whole.numel(),), (1,))
+    return WireTensor(name, shape, whole.view(torch.uint8).numpy().data)
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:

@@ -217,8 +217,9 @@ def _parse(text: str, index: int, where: Callable[[int], str]) -> tuple[Any, int
     try:
         return _DECODER.raw_decode(text, index)
     except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")
         raise DataError(
-            f"{where(error.pos)}: not JSON ({error.msg} at column {error.colno}): "
+            f"{where(error.pos)}: not JSON ({what} at column {error.colno}): "
             f"{shorten(text[index:])}"
         ) from error
     except (RecursionError, ValueError) as error:

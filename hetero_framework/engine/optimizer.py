@@ -6,6 +6,7 @@ update of one parameter looks at that parameter alone; the others are refused by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ from hetero_framework.config import TrainingConfig
 from hetero_framework.errors import ConfigError
 
 # The Trainer imports PEFT, bitsandbytes, datasets and pandas, half the time of importing torch. So
-# what it does for the usual optimizers stands here too; tests hold it to the Trainer's own.
+# what it does for the usual optimizers and schedules stands here too; tests hold it to its own.
 _TORCH_ADAMW: dict[str, dict[str, Any]] = {"adamw_torch": {}, "adamw_torch_fused": {"fused": True}}
+_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 # Why each of these cannot run stage by stage.
@@ -33,7 +35,17 @@ _WHOLE_MODEL_OPTIMIZERS = {
 
 
 def check_optimizer(training: TrainingConfig) -> None:
-    """Raise ConfigError for an optimizer that is unknown or needs more than its own stage."""
+    """Raise ConfigError for an optimizer that is unknown or needs more than its own stage, and for
+    an unknown schedule."""
+    if training.lr_scheduler_type not in _SCHEDULES:
+        from transformers.trainer_utils import SchedulerType
+
+        if training.lr_scheduler_type not in (schedules := [one.value for one in SchedulerType]):
+            raise ConfigError(
+                f"training.lr_scheduler_type: {training.lr_scheduler_type!r} is not a schedule of"
+                " the installed transformers",
+                hint=f"one of: {', '.join(schedules)}",
+            )
     if training.optim in _TORCH_ADAMW:
         return
     from transformers.training_args import OptimizerNames
@@ -100,9 +112,19 @@ def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(f"{what} is not usable here: {error}") from error
 
 
-def import_schedules() -> None:
-    """Import what the first `Schedule` would wait for: PEFT and torch's compiler."""
-    import transformers.optimization  # noqa: F401
+def _usual_factor(kind: str, step: int, warmup: int, total: int) -> float:
+    """What multiplies the learning rate after `step` commits, of one of _SCHEDULES; operation for
+    operation as in transformers.optimization, so that the bits are equal."""
+    if kind == "constant":
+        return 1.0
+    if step < warmup:
+        return step / max(1, warmup)
+    if kind == "constant_with_warmup":
+        return 1.0
+    if kind == "linear":
+        return max(0.0, (total - step) / max(1, total - warmup))
+    progress = (step - warmup) / max(1, total - warmup)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
 
 
 class Schedule:
@@ -111,10 +133,18 @@ class Schedule:
     def __init__(self, training: TrainingConfig, total_steps: int) -> None:
         self._training = training
         self._total_steps = total_steps
-        self._start()
+        self._is_usual = training.lr_scheduler_type in _SCHEDULES and not (
+            training.lr_scheduler_kwargs
+        )
+        if not self._is_usual:
+            self._start()
 
     def rate(self, committed_steps: int) -> float:
         """The learning rate of the commit after `committed_steps`; skipped steps do not count."""
+        training, total = self._training, self._total_steps
+        if self._is_usual:
+            kind, warmup = training.lr_scheduler_type, training.warmup(total)
+            return training.learning_rate * _usual_factor(kind, committed_steps, warmup, total)
         if committed_steps < self._position:
             self._start()
         while self._position < committed_steps:
@@ -125,7 +155,7 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _start(self) -> None:
-        from transformers import get_scheduler  # slow, and for the coordinator alone
+        from transformers import get_scheduler  # it imports PEFT and torch's compiler
 
         training, total_steps = self._training, self._total_steps
         self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=training.learning_rate)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hetero_framework.models.objective import CausalLM  # imports transformers
 
 _POLL_S = 0.5
+_FIGURES = [field.name for field in dataclasses.fields(StageFigures)]
 T = TypeVar("T")
 Part = tuple[int, int, api.StatePart]  # stage, part number, part
 
@@ -138,7 +139,8 @@ class Pipeline:
         statistics = {}
         for k, f in sorted(figures.items()):
             wait_s = max(0.0, seconds - f.forward_s - f.backward_s)
-            statistics[k] = StageStatistics(**dataclasses.asdict(f), wait_s=wait_s)
+            taken = {name: getattr(f, name) for name in _FIGURES}
+            statistics[k] = StageStatistics(**taken, wait_s=wait_s)
         return [gradients[spec.index] for spec in self._stages], statistics
 
     def commit(

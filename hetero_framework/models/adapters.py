@@ -37,7 +37,6 @@ from hetero_framework.models.adapter_plan import (
 )
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.tiny import meta_model
-from hetero_framework.models.trainable import is_quantized
 
 if TYPE_CHECKING:
     from hetero_framework.config import AdapterConfig
@@ -153,7 +152,7 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
     if plan.weights is not None:
         own = adapter_tensors(shard)
         load_adapter_tensors(shard, saved_tensors(plan, own.__contains__))
-    if is_quantized(shard.model):
+    if shard.is_quantized:
         for name, parameter in shard.model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)

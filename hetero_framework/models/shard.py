@@ -140,13 +140,20 @@ def build_shard(
                     dtype=dtype,
                     device_map={"": device} if quantized or device.type != "cpu" else None,
                     quantization_config=quantization,
+                    ignore_mismatched_sizes=True,  # named below
                     output_loading_info=True,
+                )
+            for name, found, expected in sorted(report["mismatched_keys"]):
+                raise ModelError(
+                    f"{name} of the checkpoint {checkpoint.source!r} has the shape {list(found)};"
+                    f" its config.json says {list(expected)}",
+                    hint="put the config.json there that belongs to these weights",
                 )
             if missing := sorted(report["missing_keys"]):
                 shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
                 raise ModelError(
-                    f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights of layers"
-                    f" {rng.start} to {rng.end - 1}: {shown}"
+                    f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that its"
+                    f" config.json asks for: {shown}"
                 )
             model.config.name_or_path = checkpoint.source
         partition.fill_absent(model)
@@ -222,6 +229,11 @@ class Shard:
         self._forwards: dict[int, Callable[..., Any]] = {}
         self._recomputes = False
         self._install()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it holds bitsandbytes weights, as TRL asks a model."""
+        return any(getattr(self.model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
         """Position of a parameter in the whole model's order."""

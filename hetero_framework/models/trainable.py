@@ -26,7 +26,7 @@ def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
         from hetero_framework.models.adapters import attach_plan
 
         attach_plan(shard, plan, seed)
-    elif is_quantized(shard.model):
+    elif shard.is_quantized:
         raise ConfigError(
             "a quantised model cannot be trained in full",
             hint='set "adapter" (QLoRA), or "model.quantization": null with a full-precision model',
@@ -61,8 +61,3 @@ def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for tensors in export_layers(shard):
         yield from tensors.items()
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Whether the model holds bitsandbytes weights, as TRL asks it."""
-    return any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))

@@ -47,6 +47,8 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
     try:
         fields, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         model_type = fields.get("model_type")
+        if model_type is None:
+            raise ModelError(f"model {source!r} has no config.json that names its model_type")
         if model_type not in CONFIG_MAPPING:
             own_code = "; its own Python code (auto_map) is never executed"
             raise ModelError(
@@ -56,8 +58,9 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
         # Code that lies beside a checkpoint is never run, the library's own is.
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        taken = "" if Path(source).is_dir() else "no directory here, and as a name on the hub: "
         raise ModelError(
-            f"{platform.node()} cannot read the configuration of model {source!r}: {error}",
+            f"{platform.node()} cannot read the configuration of model {source!r}: {taken}{error}",
             hint="set model.name_or_path to a Hugging Face checkpoint directory that this machine"
             " has, or to a hub name that it can reach",
         ) from error

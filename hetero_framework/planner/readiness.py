@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 FORWARD = "forward"
 BACKWARD = "backward"
 
 
-@dataclass(frozen=True, order=True)
-class Task:
+class Task(NamedTuple):
     """One thing a stage can do now."""
 
     kind: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 from hetero_framework.planner.simulator import Profile, Simulation, simulate
@@ -22,12 +22,24 @@ are not urgent; found by random search over simulated pipelines (docs/decisions.
 
 @dataclass(frozen=True)
 class TunedSchedule:
-    """A way to run a step, and the time that the simulation expects."""
+    """A way to run a step of this profile."""
 
     policy: Policy
     max_in_flight: int
     in_flight_limits: tuple[int, ...]
-    forecast: Simulation
+    profile: Profile
+    micro_batches: int
+
+    @cached_property
+    def forecast(self) -> Simulation:
+        """The step, simulated whole."""
+        return simulate(
+            self.profile,
+            self.micro_batches,
+            self.max_in_flight,
+            policy=self.policy,
+            in_flight_limits=self.in_flight_limits,
+        )
 
 
 _GOOD_ENOUGH = 1.005
@@ -83,8 +95,7 @@ def tune(
     least = good[0][1]
     ample = [entry for entry in good if least < entry[1] <= least + max(1, least // 4)]
     _, size, limits, policy = (ample or good)[0]
-    forecast = simulate(profile, m, size, policy=policy, in_flight_limits=limits)
-    return TunedSchedule(policy, size, limits, forecast)
+    return TunedSchedule(policy, size, limits, profile, micro_batches)
 
 
 def _candidates(profile: Profile, micro_batches: int, simulations: int) -> list[int]:

@@ -85,7 +85,7 @@ def diagnose(trace: Trace) -> Diagnosis:
     pipeline_s = statistics.fmean(step.computed - step.began for step in steps)
     plan = what_if.Plan(stages, boundaries)
     max_in_flight = trace.settings.get("max_in_flight")
-    simulated_s = what_if.simulated(plan.profile, m, max_in_flight)
+    simulated_s = plan.step_s(m, max_in_flight)
     if simulated_s > _AS_SIMULATED * pipeline_s:
         plan, simulated_s = what_if.overlapping(plan, m, max_in_flight, pipeline_s)
     now = what_if.Baseline(

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
+from hetero_framework.planner.simulator import Edge, Profile, step_bound
 from hetero_framework.planner.tuning import tune
 from hetero_framework.profiling.measured import Boundary, Nics, StageTimes
 from hetero_framework.profiling.timeline import Trace
@@ -63,19 +63,14 @@ class Plan:
             ],
         )
 
+    def step_s(self, micro_batches: int, max_in_flight: int | None) -> float:
+        """Seconds of a step when simulated, run as the coordinator would choose to run it."""
+        return tune(self.profile, micro_batches, max_in_flight=max_in_flight).forecast.seconds
+
     def scaled(self, work: float, wire: float) -> Plan:
         """All stages' seconds times `work`, all boundaries' times `wire`."""
         stages = tuple(stage.scaled(work) for stage in self.stages)
         return Plan(stages, tuple(b.scaled(wire) for b in self.boundaries))
-
-
-def simulated(profile: Profile, micro_batches: int, max_in_flight: int | None) -> float:
-    """Seconds of a step, run as the coordinator would choose to run it."""
-    choice = tune(profile, micro_batches, max_in_flight=max_in_flight)
-    limits = choice.in_flight_limits
-    return simulate(
-        profile, micro_batches, choice.max_in_flight, policy=choice.policy, in_flight_limits=limits
-    ).seconds
 
 
 def overlapping(
@@ -91,7 +86,7 @@ def overlapping(
             for b in plan.boundaries
         )
         changed = replace(plan, boundaries=boundaries)
-        return changed, simulated(changed.profile, micro_batches, max_in_flight)
+        return changed, changed.step_s(micro_batches, max_in_flight)
 
     low, high = 0.0, 1.0
     for _ in range(5):
@@ -118,7 +113,7 @@ def changes(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[Cha
     scale = now.pipeline_s / now.simulated_s if now.simulated_s else 1.0
     for idea in _ideas(trace, now, plan, nics) if len(plan.stages) > 1 else ():
         limit = None if idea.kind == "window" else now.max_in_flight
-        pipeline = scale * simulated(idea.plan.profile, idea.micro_batches, limit)
+        pipeline = scale * idea.plan.step_s(idea.micro_batches, limit)
         step = pipeline + now.update_s
         # What happens between steps (data, a checkpoint) is taken to grow with the samples.
         between_s = now.between_s or 0.0

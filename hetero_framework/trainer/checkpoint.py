@@ -1,7 +1,7 @@
 """Checkpoints on disk: complete or not there at all.
 
     <root>/step_40/
-        stage-0.0.safetensors      one file per stage and part
+        stage-0.0.safetensors      one file per stage and part; all is its owner's alone
         stage-1.0.safetensors
         manifest.json              written last: what belongs here, with the hash of each file
 
@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,9 @@ class CheckpointStore:
         """
         directory = self.root / f"step_{step}.tmp"
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(0o700, parents=True, exist_ok=True)
             self.clean()
-            directory.mkdir()
+            directory.mkdir(0o700)
         except (OSError, CheckpointError) as error:
             raise _cannot_write(error, directory) from error
         try:
@@ -113,8 +113,9 @@ class CheckpointStore:
         steps = set()
         for path in self.paths():
             step, kind = _parsed(path.name)
-            if kind in (None, "old") and not path.is_symlink() and (path / MANIFEST).is_file():
-                steps.add(step)
+            with suppress(OSError):  # what cannot be looked at is not complete
+                if kind in (None, "old") and not path.is_symlink() and (path / MANIFEST).is_file():
+                    steps.add(step)
         return sorted(steps)
 
     def resolve(self, which: int | str) -> CheckpointReader:
@@ -137,7 +138,9 @@ class CheckpointStore:
 
     def _latest(self) -> CheckpointReader:
         problems = []
-        for step in reversed(self.complete_steps()):
+        # All that may be one, not only those with a manifest: what is passed over is said.
+        parsed = (_parsed(path.name) for path in self.paths())
+        for step in sorted({step for step, kind in parsed if kind in (None, "old")}, reverse=True):
             try:
                 found = self.open(step).verify()
             except CheckpointError as error:
@@ -155,12 +158,15 @@ class CheckpointStore:
         """Open checkpoint `step`: manifest and sizes are checked now, hashes on first use. Raises
         CheckpointError when it is absent, incomplete or damaged."""
         directory = self.root / f"step_{step}"
-        if not directory.exists() and (replaced := self.root / f"step_{step}.old").is_dir():
-            directory = replaced
-        if directory.is_symlink():
-            hint = "put the checkpoint directory itself there"
-            raise CheckpointError(f"{directory} is a symbolic link", hint=hint)
-        if not directory.is_dir():
+        try:
+            if not directory.exists() and (replaced := self.root / f"step_{step}.old").is_dir():
+                directory = replaced
+            is_link, is_directory = directory.is_symlink(), directory.is_dir()
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
+        if is_link:
+            raise CheckpointError(f"{directory} is a symbolic link", hint="put the directory there")
+        if not is_directory:
             raise CheckpointError(f"there is no checkpoint {step} in {self.root}")
         return CheckpointReader(step, directory)
 
@@ -226,6 +232,7 @@ class CheckpointWriter:
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         path, final = self._directory / MANIFEST, self._store.root / f"step_{self._step}"
         with self._writing(path, len(text)):
+            path.touch(0o600)
             path.write_text(text, encoding="utf-8", newline="\n")
             sync_file(path)
             sync_directory(self._directory)
@@ -306,18 +313,19 @@ class CheckpointReader:
             if not chosen:
                 continue
             self._verify_file(entry)
-            with safe_open(self.directory / entry["name"], framework="pt") as file:
-                for name in chosen:
-                    # A copy, not a view of the mapped file: rotation may delete the file.
-                    yield name, file.get_tensor(name).clone()
+            try:
+                with safe_open(self.directory / entry["name"], framework="pt") as file:
+                    # Copies, not views of the mapped file: rotation may delete the file.
+                    yield from ((name, file.get_tensor(name).clone()) for name in chosen)
+            except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file
+                raise self._damaged(f"{entry['name']} cannot be read ({error})") from error
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
             content = json.loads((self.directory / MANIFEST).read_bytes())
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"checkpoint {self.step} is incomplete: it has no {MANIFEST}"
-            ) from error
+            incomplete = f"checkpoint {self.step} is incomplete: it has no {MANIFEST}"
+            raise CheckpointError(incomplete) from error
         except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(f"{MANIFEST} cannot be read ({error})") from error
         if not isinstance(content, dict):
@@ -340,9 +348,9 @@ class CheckpointReader:
 
     def _check_size(self, entry: dict[str, Any]) -> None:
         name, path = entry["name"], self.directory / entry["name"]
-        if not _FILE_NAME.fullmatch(name) or path.is_symlink():
-            raise self._damaged(f"{name!r} is not a file of a checkpoint")
         try:
+            if not _FILE_NAME.fullmatch(name) or path.is_symlink():
+                raise self._damaged(f"{name!r} is not a file of a checkpoint")
             found = path.stat().st_size
         except FileNotFoundError as error:
             raise self._damaged(f"{name} is missing") from error
@@ -399,8 +407,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def _in_the_way(path: Path) -> ResourceError:
-    problem = f"{path} is in the way of a checkpoint: it is not a directory"
-    return ResourceError(problem, hint="move it away")
+    return ResourceError(f"{path} is in the way: it is not a directory", hint="move it away")
 
 
 def _cannot_write(error: Exception, path: Path) -> ResourceError:

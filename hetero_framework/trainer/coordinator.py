@@ -23,7 +23,7 @@ from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_coun
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import WorkerLeaving
 from hetero_framework.engine.loss_scale import LossScale
-from hetero_framework.engine.optimizer import Schedule, check_optimizer, import_schedules
+from hetero_framework.engine.optimizer import Schedule, check_optimizer
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.models.objective import objective_of
@@ -102,7 +102,7 @@ def train(
             ) as cluster:
                 facts = cluster.start()
                 parts = setup.fit_devices(parts, facts)
-                cluster.assemble(parts.config, parts.memory_limits, import_schedules)
+                cluster.assemble(parts.config, parts.memory_limits)
                 labels = {owner: fact.label for owner, fact in facts.items()}
                 with (
                     MetricsWriter(
@@ -298,6 +298,7 @@ class Coordinator:
             total = math.fsum(self._cluster.retrying(losses))
         except _Interrupted:
             self._cluster.retrying(self._pipeline.abort)
+            _log.warning("the evaluation is cut short; a resumed run does not repeat it")
             return
         tokens = sum(items)
         loss = total / tokens

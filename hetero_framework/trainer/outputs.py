@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from hetero_framework.cluster.run_id import run_id_of
+from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import Config
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError
@@ -40,8 +40,7 @@ OWNER_FILE = ".hetero-run"
 _HINTS = {
     "training.output_dir": "choose another one: --output-dir DIR",
     "checkpoint_dir": "set checkpoint_dir to a directory that can be written, or to null",
-    "training.logging_dir": "set training.logging_dir to a directory that can be written, or to"
-    " null",
+    "training.logging_dir": "set it to a directory that can be written, or to null",
 }
 
 
@@ -68,16 +67,21 @@ class RunDirectories:
         with contextlib.ExitStack() as locks:
             done: set[Path] = set()
             for setting, directory in places.items():
-                if directory is None or directory in done:
+                if directory is None or directory.resolve() in done:
                     continue
                 is_outside = directory == self._output or not self._is_inside(directory)
                 if not (is_outside or directory.exists()):
                     continue
-                done.add(directory)
+                done.add(directory.resolve())
                 _probe(setting, directory)
                 # What lies in output_dir is locked with it, unless another run uses it, too.
                 if is_outside or (directory / OWNER_FILE).exists():
                     locks.enter_context(_locked(setting, directory))
+                if is_outside and directory != self._output:
+                    for around in set(directory.resolve().parents) - done:
+                        if (around / RUN_FILE).exists():  # the output_dir of another run
+                            locks.enter_context(_locked(setting, around))
+                            done.add(around)
             self.run_id = run_id_of(self._output)
             self._locks = locks.pop_all()
         return self
@@ -113,8 +117,7 @@ class RunDirectories:
             if (self._output / name).exists():
                 old[self._output / name] = Path(name)
         if old:
-            target = self._move(old)
-            _log.info("moved an earlier run's checkpoints and metrics to %s", target)
+            _log.info("moved an earlier run's checkpoints and metrics to %s", self._move(old))
         self.own_checkpoints()
 
     def set_later_aside(self, step: int) -> None:

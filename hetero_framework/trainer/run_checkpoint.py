@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,6 +46,10 @@ _SAME_TRAINING = (
     "optim",
     "fp16",
     "bf16",
+)
+# What a person may want to change on the way; the run says so.
+_MAY_CHANGE = re.compile(
+    "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_steps|max_grad_norm"
 )
 
 
@@ -178,7 +183,13 @@ def adapter_settings(config: Config) -> dict[str, Any] | None:
 
 
 def check_identity(reader: CheckpointReader, resolved: Resolved, data_fingerprint: str) -> None:
-    """Raise CheckpointError that names the first setting that differs from the checkpoint's."""
+    """Raise CheckpointError that names the first setting that differs from the checkpoint's; warn
+    of those that may."""
+    was, now = reader.manifest["config"]["settings"]["training"], resolved.given.training
+    for key, value in now.model_dump(mode="json").items():
+        if was.get(key, value) != value and _MAY_CHANGE.fullmatch(key):
+            text = "training.%s was %s at checkpoint %d, now it is %s; the run goes on with that"
+            _log.warning(text, key, json.dumps(was[key]), reader.step, json.dumps(value))
     ours, theirs = identity(resolved, data_fingerprint), reader.manifest["identity"]
     if theirs == ours:
         return

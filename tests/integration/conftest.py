@@ -188,7 +188,7 @@ def nothing_left(pool: Pool) -> Iterator[None]:
     yield
     deadline = time.monotonic() + 5
     while (threads(), sockets(me), children(me)) != before and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.05)  # nothing announces that a socket or a process is gone
     pool.check()
     assert threads() == before[0]
     assert sockets(me) == before[1]

@@ -169,7 +169,7 @@ CONFIG = {
     "overlap": (plan(("local", 0, 4), ("local", 3, 6)), [r"shard_plan\[1\]", "start it at 4"]),
     "order": (plan(("local", 3, 6), ("local", 0, 3)), [r"shard_plan\[0\]", "must start at 0"]),
     "too many layers": (plan(("local", 0, 9)), [r"shard_plan\[0\]\.end is 9", "model has 6"]),
-    "too few layers": (plan(("local", 0, 4)), ["nobody holds the layers from 4", "end at 6"]),
+    "one layer too few": (plan(("local", 0, 5)), [r"nobody holds layer 5\n", "end at 6"]),
     "unknown worker": (plan(("local", 0, 3), (7, 3, 6)), [r"shard_plan\[1\]\.id: 7 is no worker"]),
     "one port twice": (with_workers(LOCAL, 9999, 9999), [r"workers\[1\]\.port", "give each"]),
     "no such machine": (

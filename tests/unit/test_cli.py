@@ -201,7 +201,7 @@ FakeOutOfMemoryError.__name__ = "OutOfMemoryError"
         (PeerLostError("worker 1 is gone"), 4, "hetero: error: worker 1 is gone"),
         (NumericError("nan"), 5, "hetero: error: nan"),
         (ResourceError("full"), 6, "hetero: error: full"),
-        (StoppedEarly("at step 3"), 75, "hetero: stopped: at step 3"),
+        (StoppedEarly("stopped by SIGINT after step 3"), 75, "hetero: stopped: by SIGINT after"),
         (KeyboardInterrupt(), 130, "hetero: error: interrupted"),
         (MemoryError(), 6, "hetero: error: memory ran out: MemoryError"),
         (FakeOutOfMemoryError("CUDA out of memory. Tried"), 6, "hetero: error: memory ran out: CU"),
@@ -293,7 +293,9 @@ def test_interrupted_wizard_has_no_traceback(
 
     monkeypatch.setattr("builtins.input", interrupt)
     assert cli.main(["init", "--output", str(tmp_path / "c.json")]) == 130
-    assert capsys.readouterr().err == "hetero: error: interrupted\n"
+    said = capsys.readouterr()
+    assert said.err == "hetero: error: interrupted\n"
+    assert said.out.endswith("\n\n")  # below the question, not behind it
     assert list(tmp_path.iterdir()) == []
 
 
@@ -318,6 +320,25 @@ def test_train_runs_the_coordinator_with_the_options(
     assert "torch and transformers are loaded now" in capsys.readouterr().err
     assert config.output_dir == tmp_path / "here"
     assert config.training.seed == 7
+
+
+def test_ctrl_c_while_the_libraries_are_imported_waits_for_no_worker(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers import them too, and hear of the end only afterwards."""
+    import hetero_framework.trainer.coordinator as coordinator
+
+    def interrupt(config: Any, **given: Any) -> None:
+        raise KeyboardInterrupt
+
+    graces: list[float | None] = []
+    monkeypatch.setattr(coordinator, "train", interrupt)
+    monkeypatch.setattr(LocalWorkers, "start", lambda workers: None)
+    monkeypatch.setattr(LocalWorkers, "stop", lambda workers, grace=None: graces.append(grace))
+    needed = {"model": {"name_or_path": "m"}, "data": {"train": "d"}}
+    config_file.write_text(json.dumps({**SEED, **needed}), encoding="utf-8")
+    assert cli.main(["train", "--config", str(config_file)]) == 75
+    assert graces == [0.0, None]
 
 
 def test_train_on_a_workers_machine_serves_that_worker(

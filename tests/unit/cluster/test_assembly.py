@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.engine.hosts import Event, LinkLost, WorkerLeaving
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly
+from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
 
 PLAN = ["local", 1, 2, "local", 1, 2, 2]
 
@@ -161,6 +162,21 @@ def test_worker_that_loads_for_too_long_is_named(
 
 
 @pytest.mark.usefixtures("one_plan")
+def test_files_that_cannot_be_read_in_time_end_the_wait(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(Cluster, "_expected_weights", lambda self: go.wait(30.0) and None)
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    try:
+        with pytest.raises(UserError, match="has not read the model's files in 1 s"):
+            cluster.assemble(config(load_timeout_s=1.0))
+    finally:
+        go.set()
+
+
+@pytest.mark.usefixtures("one_plan")
 def test_worker_that_comes_back_is_told_of_the_commit_again(links: Links) -> None:
     cluster = started(links)
     links.events = [ready(1), ready(2)]
@@ -168,7 +184,7 @@ def test_worker_that_comes_back_is_told_of_the_commit_again(links: Links) -> Non
     links.back = lambda worker: True
     cluster.recover(LinkLost(1, "reset"))
     assert cluster.pipeline.repeated == [1]  # type: ignore[attr-defined]
-    assert cluster._members.state(1) is State.READY
+    assert cluster._members._states[1] is State.READY
     assert Commit.spec.name not in dict(links.sent).values()
 
 

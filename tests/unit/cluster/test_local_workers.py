@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from hetero_framework.cluster.local_workers import LocalWorkers, describe_exit, run_workers
 from hetero_framework.config import Config
+from hetero_framework.core import timeouts
 from hetero_framework.errors import ResourceError
 from tests.samples import free_ports
 
@@ -21,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # A worker in miniature: it takes the options of the real one and needs no torch.
 STAND_IN = """
-import argparse, json, os, signal, sys, time
+import argparse, os, subprocess, sys, time
 from hetero_framework.cluster.local_workers import watch_parent
 parser = argparse.ArgumentParser()
 parser.add_argument("behaviour")
@@ -40,11 +42,15 @@ threads = os.environ["OMP_NUM_THREADS"]
 print(f"hello from {options.worker_id} with {threads} threads", flush=True)
 if options.behaviour == "done":
     sys.exit(0)
+if options.behaviour == "outlived":
+    code = "import time; time.sleep(60)"  # it is killed
+    print("left", subprocess.Popen([sys.executable, "-c", code]).pid, flush=True)
+    sys.exit(0)
 if options.behaviour == "fail" and options.worker_id == "2":
     print("the reason", flush=True)
     sys.exit(6)
 print(os.path.exists(options.config), options.base_dir, flush=True)
-time.sleep(60)
+time.sleep(60)  # it is killed, or ends with its parent
 """
 
 
@@ -75,7 +81,13 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
+        time.sleep(0.02)  # nothing announces what a process does
+
+
+def pids(workers: LocalWorkers) -> dict[int | str, int]:
+    """Of the workers that run now."""
+    found = {worker_id: child.process for worker_id, child in workers._children.items()}
+    return {worker_id: p.pid for worker_id, p in found.items() if p.poll() is None}
 
 
 def says_hello(log: Path) -> bool:
@@ -89,8 +101,8 @@ def test_workers_start_with_their_threads_and_stop(
     workers = LocalWorkers(config, (1, 2), program=program("wait"))
     with workers:
         workers.start()
-        pids = workers.pids()
-        assert set(pids) == {1, 2}
+        first = pids(workers)
+        assert set(first) == {1, 2}
         log = tmp_path / "out" / "logs" / "worker-2.log"
         wait_until(lambda: says_hello(log))
         assert log.read_text(encoding="utf-8").splitlines() == [
@@ -98,11 +110,11 @@ def test_workers_start_with_their_threads_and_stop(
             f"True {tmp_path}",
         ]
         workers.start()  # again: all are there
-        assert workers.pids() == pids
+        assert pids(workers) == first
         assert workers.exited() == []
         assert logged == []  # who starts them early has no log yet
         workers.report()
-    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+    assert not any(psutil.pid_exists(pid) for pid in first.values())
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
 
 
@@ -116,16 +128,16 @@ def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(
         assert (ended.worker_id, ended.code) == (2, 6)
         assert ended.last_lines[-1] == "the reason"
         assert "worker 2 ended with exit code 6; the end of its log:\n" in str(ended)
-        first = workers.pids()[1]
+        first = pids(workers)[1]
         workers.start()
-        assert workers.pids()[1] == first
-        assert 2 in workers.pids() or workers.exited()
+        assert pids(workers)[1] == first
+        assert 2 in pids(workers) or workers.exited()
 
 
 def test_killed_worker_is_reported_with_its_signal(config: Config, program: Any) -> None:
     with LocalWorkers(config, (1,), program=program("wait")) as workers:
         workers.start()
-        psutil.Process(workers.pids()[1]).kill()
+        psutil.Process(pids(workers)[1]).kill()
         wait_until(workers.exited)
         if os.name != "nt":
             assert "signal SIGKILL" in str(workers.exited()[0])
@@ -140,17 +152,20 @@ def test_worker_that_already_listens_is_used(
     try:
         workers = LocalWorkers(config, (1, 2), program=program("wait"))
         with workers:
+            workers.start()  # early, and again when the run reaches for its workers
             workers.start()
-            assert set(workers.pids()) == {2}
+            assert set(pids(workers)) == {2}
+            workers.report()
     finally:
         listener.close()
+    assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
     assert f"already listens at 127.0.0.1 port {config.worker(1).port}; using it" in logged[0]
 
 
 def test_stubborn_worker_is_killed_after_the_grace(config: Config, program: Any) -> None:
     workers = LocalWorkers(config, (1,), program=program("stubborn"))
     workers.start()
-    pid = workers.pids()[1]
+    pid = pids(workers)[1]
     wait_until(lambda: says_hello(workers_log(config)))
     workers.stop(grace_s=0.2)
     assert not psutil.pid_exists(pid)
@@ -172,8 +187,8 @@ def test_workers_end_when_their_parent_is_killed(
         "raw, base, program = json.loads(sys.argv[1])\n"
         "workers = LocalWorkers(Config.from_dict(raw, base), (1, 2), program=program)\n"
         "workers.start()\n"
-        "print(*workers.pids().values(), flush=True)\n"
-        "time.sleep(60)\n",
+        "print(*(c.process.pid for c in workers._children.values()), flush=True)\n"
+        "time.sleep(60)  # it is killed\n",
         encoding="utf-8",
     )
     import json
@@ -187,11 +202,11 @@ def test_workers_end_when_their_parent_is_killed(
         env=environment,
     ) as parent:
         assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
+        started = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(started) == 2
         wait_until(lambda: says_hello(workers_log(config)))
         parent.kill()
-    wait_until(lambda: not any(is_running(pid) for pid in pids))
+    wait_until(lambda: not any(is_running(pid) for pid in started))
 
 
 def is_running(pid: int) -> bool:
@@ -205,7 +220,7 @@ def test_ctrl_c_reaches_the_parent_alone(config: Config, program: Any) -> None:
     with LocalWorkers(config, (1,), program=program("wait")) as workers:
         workers.start()
         if os.name != "nt":
-            assert os.getpgid(workers.pids()[1]) != os.getpgid(0)
+            assert os.getpgid(pids(workers)[1]) != os.getpgid(0)
 
 
 def test_program_that_cannot_be_started_is_a_resource_error(config: Config) -> None:
@@ -223,6 +238,21 @@ def test_run_workers_prints_lines_behind_names_and_returns_zero(
         "worker 1 | hello from 1",
         "worker 2 | hello from 2",
     ]
+
+
+def test_run_workers_does_not_wait_for_what_a_worker_left_behind(
+    config: Config,
+    program: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "STOP_S", 0.1)
+    before = set(threading.enumerate())
+    assert run_workers(config, (1,), program=program("outlived")) == 0
+    (printer,) = set(threading.enumerate()) - before
+    psutil.Process(int(capfd.readouterr().out.split()[-1])).kill()
+    printer.join(10.0)
+    assert not printer.is_alive()
 
 
 def test_run_workers_stops_the_others_when_one_fails(

@@ -33,7 +33,7 @@ def test_worker_is_dialled_set_up_and_started() -> None:
         (Action.SET_UP,),
         (),
     ]
-    assert members.state(1) is State.READY
+    assert members._states[1] is State.READY
 
 
 def test_link_that_blinks_costs_nothing_while_stages_load() -> None:
@@ -42,14 +42,14 @@ def test_link_that_blinks_costs_nothing_while_stages_load() -> None:
         members.on(1, event)
     assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
     assert members.on(1, Event.FRESH) == (Action.SET_UP,)
-    assert members.state(1) is State.LOADING
+    assert members._states[1] is State.LOADING
 
 
 def test_worker_that_comes_back_with_its_stages_goes_on() -> None:
     members = ready()
     assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
     assert members.on(1, Event.BACK) == (Action.REPEAT_COMMIT,)
-    assert members.state(1) is State.READY
+    assert members._states[1] is State.READY
 
 
 @pytest.mark.parametrize("event", [Event.FRESH, Event.GONE])
@@ -57,7 +57,7 @@ def test_worker_whose_stages_are_gone_ends_the_run(event: Event) -> None:
     members = ready()
     members.on(1, Event.LINK_LOST)
     assert members.on(1, event) == (Action.GIVE_UP,)
-    assert members.state(1) is State.LEFT
+    assert members._states[1] is State.LEFT
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_worker_that_has_left_may_be_replaced(event: Event, action: Action) -> N
     assert members.on(1, event) == (action,)
     for event in START:
         members.on(1, event)
-    assert members.state(1) is State.READY
+    assert members._states[1] is State.READY
 
 
 def test_link_that_breaks_too_often_in_one_step_counts_as_gone() -> None:
@@ -88,15 +88,15 @@ def test_link_that_breaks_too_often_in_one_step_counts_as_gone() -> None:
 def test_any_events_keep_to_the_table(events: list[tuple[int | str, Event]]) -> None:
     members = Membership([1, "box"])
     for worker, event in events:
-        before = members.state(1), members.state("box"), members.losses(worker)
-        state = members.state(worker)
+        before = members._states[1], members._states["box"], members.losses(worker)
+        state = members._states[worker]
         try:
             actions = members.on(worker, event)
         except HeteroError:
             assert (state, event) not in TABLE
-            assert (members.state(1), members.state("box"), members.losses(worker)) == before
+            assert (members._states[1], members._states["box"], members.losses(worker)) == before
             continue
-        after = members.state(worker)
+        after = members._states[worker]
         too_often = event is Event.LINK_LOST and members.losses(worker) > MAX_RECOVERIES
         assert (after, actions) == TABLE[state, Event.GONE if too_often else event]
         # A run ends exactly when somebody is found to be gone; nobody comes back by himself.
@@ -108,12 +108,12 @@ def test_any_events_keep_to_the_table(events: list[tuple[int | str, Event]]) -> 
 def test_stages_take_part_only_when_loaded_or_kept(events: list[tuple[int | str, Event]]) -> None:
     members = Membership([1, "box"])
     for worker, event in events:
-        state = members.state(worker)
+        state = members._states[worker]
         try:
             members.on(worker, event)
         except HeteroError:
             continue
-        if members.state(worker) is State.READY and state is not State.READY:
+        if members._states[worker] is State.READY and state is not State.READY:
             assert (state, event) in (
                 (State.LOADING, Event.LOADED),
                 (State.LOST, Event.BACK),

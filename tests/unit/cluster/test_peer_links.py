@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hetero_framework import control
+from hetero_framework.cluster import peer_links
 from hetero_framework.cluster.peer_links import PeerLinks
 from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
@@ -167,6 +168,26 @@ def link_up(one: Machine, other: Machine, name: int | str = "box") -> None:
 
 
 # ---- meeting
+
+
+def test_dial_that_hangs_is_answered_for_in_time(
+    pair: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a name server that does not answer has it."""
+    one, other = pair
+    go = threading.Event()
+
+    def hang(*args: Any, **options: Any) -> Stream:
+        go.wait(WAIT_S)
+        raise NetworkError("at last")
+
+    monkeypatch.setattr(peer_links, "connect", hang)
+    try:
+        (result,) = one.dial(other.entry("box"), timeout_s=0.05)
+        assert result.problem is not None
+        assert "in time" in result.problem
+    finally:
+        go.set()
 
 
 @pytest.mark.parametrize("kind", [Forward, Backward])

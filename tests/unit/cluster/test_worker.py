@@ -228,6 +228,8 @@ def test_coordinator_that_comes_back_hears_why_its_link_broke(
     with log.log_to("INFO", log.Lines(served._worker.show_to_coordinator)):
         first.hang_up()
         wait_until(lambda: any("lost the" in text for _, text in served._worker._lines))
+        run = served._worker._run
+        wait_until(lambda: run_id == "first" or run is None or not run.is_kept)
         again = served.dial(run_id)
         again.expect(Welcome)
         again.send(Setup(served.config.to_dict(), (1,)))
@@ -386,10 +388,11 @@ def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOBUFS, errno.EHOSTUNREACH])
+@pytest.mark.parametrize("refusal", [NetworkError("no thread for the link"), MemoryError()])
 def test_worker_goes_on_accepting_after_what_the_system_refuses(
-    code: int, serve: Any, monkeypatch: pytest.MonkeyPatch
+    code: int, refusal: Exception, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No descriptors, then no thread for a connection, then both again."""
+    """No descriptors, then no thread or memory for a connection, then all again."""
     refusals = [OSError(code, os.strerror(code))]
     accept, start = Listener.accept, Connection.start
 
@@ -401,7 +404,7 @@ def test_worker_goes_on_accepting_after_what_the_system_refuses(
     def starting(connection: Connection) -> None:
         monkeypatch.setattr(Connection, "start", start)
         refusals.append(OSError(code, os.strerror(code)))
-        raise NetworkError("no thread for the link: can't start new thread")
+        raise refusal
 
     monkeypatch.setattr(timeouts, "ACCEPT_PAUSE_S", 0.0)
     monkeypatch.setattr(Listener, "accept", accepting)

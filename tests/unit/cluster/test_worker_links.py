@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hetero_framework.cluster import worker_links
+from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.messages import Connected, Message, PeerResult
-from hetero_framework.errors import PeerLostError, ResourceError
+from hetero_framework.errors import NetworkError, PeerLostError, ResourceError
 from tests.samples import free_ports
 
 
@@ -26,6 +28,17 @@ def links(**training: Any) -> WorkerLinks:
         }
     )
     return WorkerLinks(config, "run", 1 << 20)
+
+
+def test_a_worker_that_was_started_here_is_not_said_to_be_absent(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(timeouts, "QUIET_S", 0.0)
+    for is_child, reason in ((True, "its process starts"), (False, "the machine answers, but")):
+        monkeypatch.setattr(LocalWorkers, "starts", lambda self, worker, own=is_child: own)
+        with pytest.raises(NetworkError):
+            links().connect_all()
+        assert f"({reason}" in logged.pop()
 
 
 def test_no_error_of_dialling_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +99,18 @@ def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
     now = 101.0
     made.dial_again(5.0)
     assert len(ordered) == 3
+
+
+def test_dial_that_hangs_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = links(connect_timeout_s=0.05)
+    go = threading.Event()
+    monkeypatch.setattr(timeouts, "HANDSHAKE_S", 0.01)
+    monkeypatch.setattr(made, "_open_when_free", lambda worker: go.wait(30.0))
+    try:
+        with pytest.raises(NetworkError, match="address of worker 1 could not be found out"):
+            made.connect_all()
+    finally:
+        go.set()
 
 
 def test_worker_is_dialled_for_as_long_as_an_outage_may_last(

@@ -268,11 +268,11 @@ def test_fp16_weights_cannot_all_be_trained_with_a_loss_scale() -> None:
     [
         ([], "shard_plan: must not be empty"),
         ([(1, 0, 8), (2, 8, 32)], 'shard_plan[0].id: must be "local"'),
-        ([("local", 0, 8), (1, 10, 24), (2, 24, 32)], "is 10, so nobody holds layers 8 to 9"),
+        ([("local", 0, 8), (1, 10, 24), (2, 24, 32)], "is 10, so nobody holds layers 8-9"),
         ([("local", 0, 8), (1, 9, 24), (2, 24, 32)], "nobody holds layer 8; start it at 8"),
         ([("local", 2, 8), (1, 8, 24), (2, 24, 32)], "the first entry must start at 0"),
         ([("local", 0, 8), (1, 6, 24), (2, 24, 32)], "already reach 8; entries are in model order"),
-        ([("local", 0, 8), (2, 24, 32), (1, 8, 24)], "nobody holds layers 8 to 23"),
+        ([("local", 0, 8), (2, 24, 32), (1, 8, 24)], "nobody holds layers 8-23"),
         ([("local", 0, 8), (1, 24, 8), (2, 8, 32)], "shard_plan[1]: start 24 is after end 8"),
         ([("local", 0, 8), (1, 8, 8), (2, 8, 32)], "shard_plan[1]: holds no layer"),
         ([("local", 0, 0), (1, 0, 0), (2, 0, 0)], "covers no layer"),

@@ -585,7 +585,7 @@ def test_marks_tell_the_hosts_time_of_the_device(streams: tuple[Device, FakeStre
     before = time.perf_counter()
     first = device.record_event()
     first.wait()
-    fake.default.add(lambda: time.sleep(0.005))
+    fake.default.add(lambda: time.sleep(0.005))  # work whose time is measured
     second = device.record_event()
     second.wait()
     after = time.perf_counter()
@@ -636,7 +636,7 @@ def wait_until_seen(event: Any) -> None:
     deadline = time.monotonic() + 5.0
     while event._seen_s is None:
         assert time.monotonic() < deadline, "nobody looks at the event"
-        time.sleep(0.001)
+        time.sleep(0.001)  # to wait for the event here would be the watcher's work
 
 
 def test_waiting_for_cuda_sleeps(streams: tuple[Device, FakeStreams]) -> None:

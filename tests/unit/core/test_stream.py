@@ -109,7 +109,7 @@ def test_stop_wakes_a_reader_in_another_thread(ends: Pair) -> None:
 
     reader = threading.Thread(target=wait)
     reader.start()
-    time.sleep(0.05)
+    time.sleep(0.05)  # the reader is in its call then, as a rule; the outcome is the same
     ends[0].stop()
     reader.join(10.0)
     assert found == [0]

@@ -57,6 +57,22 @@ def test_non_contiguous_tensor_arrives_equal(tensor: torch.Tensor) -> None:
     assert torch.equal(travel(tensor)[0], tensor)
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        values(torch.float32, 1, 3).T,
+        values(torch.float32, 10)[5::5],
+        values(torch.bfloat16, 4, 6)[1:2, 2:3],
+        values(torch.float32, 3)[1],
+    ],
+    ids=["column", "one of many", "one of a matrix", "number"],
+)
+def test_dimension_of_one_may_have_any_stride(tensor: torch.Tensor) -> None:
+    """torch calls such a tensor contiguous and refuses to view it as bytes."""
+    assert tensor.is_contiguous()
+    assert torch.equal(travel(tensor)[0], tensor)
+
+
 def test_misaligned_and_read_only_bytes_are_copied() -> None:
     one, eight = travel(torch.ones(1, dtype=torch.uint8), values(torch.float64, 3))
     assert one.item() == 1

@@ -98,6 +98,7 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.jsonl", b'{"text": 1}\n\nnope {', r"a\.jsonl:3: not JSON \(.* column 1\): nope \{"),
         ("a.jsonl", b'{"text": "' + b"x" * 100, r"a\.jsonl:1: not JSON .*: .{60}\.\.\.$"),
         ("a.jsonl", b'{"t": 1}\n[1, 2]', r"a\.jsonl:2: expected a JSON object, found a list"),
+        ("a.jsonl", b'{"t": "', r"\(Unterminated string starting at column 7\)"),
         ("a.jsonl", b"null", r"a\.jsonl:1: expected a JSON object, found null"),
         ("a.jsonl", b'{"t": 1}\n{"t": "\xff"}', r"a\.jsonl:2: byte 8 is not valid UTF-8"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: (too deep|not JSON)"),

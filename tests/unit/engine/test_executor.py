@@ -786,8 +786,7 @@ def test_executor_runs_the_tasks_in_the_order_that_is_simulated(
 ) -> None:
     """Chained and interleaved stages, a relay, slow edges: the same times, the same order."""
     m, in_flight_limits = 12, (limits,) * profile.num_stages
-    forecast = simulate(profile, m, 8, policy=policy, in_flight_limits=in_flight_limits)
-    schedule = TunedSchedule(policy, 8, in_flight_limits, forecast)
+    schedule = TunedSchedule(policy, 8, in_flight_limits, profile, m)
     simulated = simulated_order(profile, m, schedule, monkeypatch)
     assert executed_order(profile, m, schedule) == simulated
     assert sum(map(len, simulated.values())) == m * (2 * profile.num_stages - 1)

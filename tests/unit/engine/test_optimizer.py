@@ -155,6 +155,16 @@ def test_check_optimizer_names_what_exists() -> None:
     assert "galore" not in caught.value.hint
 
 
+def test_check_optimizer_knows_the_schedules_before_anything_loads() -> None:
+    with pytest.raises(ConfigError, match="'cosinus' is not a schedule") as caught:
+        check_optimizer(TrainingConfig(lr_scheduler_type="cosinus"))
+    assert caught.value.hint is not None
+    assert "cosine_with_min_lr" in caught.value.hint
+    for name in ("linear", "cosine", "constant", "constant_with_warmup", "polynomial"):
+        check_optimizer(TrainingConfig(lr_scheduler_type=name))
+        Schedule(TrainingConfig(lr_scheduler_type=name), 10)
+
+
 @pytest.mark.parametrize(
     "optim", ["galore_adamw", "lomo", "adalomo", "apollo_adamw", "schedule_free_adamw", "grokadamw"]
 )

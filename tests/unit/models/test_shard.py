@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -436,6 +437,16 @@ def test_broken_configuration_is_a_model_error(tmp_path: Path) -> None:
         load_model_config(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
     with pytest.raises(ModelError, match="from_config"):
         load_model_config(ModelConfig(from_config={"model_type": "no_such"}), tmp_path)
+
+
+def test_weights_of_another_shape_than_the_configuration_are_named(checkpoints: Any) -> None:
+    config, path = copy.deepcopy(config_of("llama")), checkpoints("llama")
+    config.intermediate_size *= 2
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\.\w+\.weight of .* has the shape \["
+    ) as raised:
+        build_shard(config, Checkpoint(str(path)), ranges([0, 6])[0])
+    assert raised.value.exit_code == 2
 
 
 def test_missing_tensor_is_named(tmp_path: Path, checkpoints: Any) -> None:

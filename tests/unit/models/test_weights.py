@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hetero_framework.errors import ModelError
-from hetero_framework.models.weights import Checkpoint
+from hetero_framework.models.weights import Checkpoint, read_config
 from tests.unit.adapter_helpers import save_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 988097824\n"
@@ -72,3 +72,14 @@ def test_lfs_pointer_is_called_one(single: bool, model: Path, tmp_path: Path) ->
     file.write_bytes(POINTER)
     with pytest.raises(ModelError, match=r"Git LFS pointer(.|\n)*git lfs pull"):
         read_all(folder)
+
+
+def test_a_folder_without_config_json_is_said_to_have_none(model: Path) -> None:
+    (model / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json that names its model_type"):
+        read_config(str(model), None)
+
+
+def test_a_misspelt_directory_is_said_to_be_none() -> None:
+    with pytest.raises(ModelError, match="model 'modle': no directory here, and as a name on the"):
+        read_config("modle", None)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ def test_tune_with_max_in_flight_takes_it() -> None:
 
 
 def test_tune_judges_long_steps_by_shorter_ones() -> None:
-    assert tune(equal(2), 10_000) == tune(equal(2), 64)
+    assert replace(tune(equal(2), 10_000), micro_batches=64) == tune(equal(2), 64)
 
 
 @settings(max_examples=40, deadline=None)

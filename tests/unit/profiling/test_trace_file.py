@@ -156,7 +156,7 @@ def steps_in(folder: Path, expected: list[int]) -> list[int]:
                 found = read_timeline(folder).steps
         if found == expected or time.monotonic() > deadline:
             return found
-        threading.Event().wait(0.01)
+        threading.Event().wait(0.01)  # its writer does not tell
 
 
 def test_a_step_is_in_the_file_when_all_processes_have_told_of_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,17 @@ def test_manifest_names_files_hashes_and_tensors(store: CheckpointStore) -> None
         assert entry["bytes"] == len(content)
         assert entry["sha256"] == hashlib.sha256(content).hexdigest()
     assert manifest["files"][1]["tensors"] == ["weights/b"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no modes")
+def test_only_the_owner_may_read_a_checkpoint(store: CheckpointStore) -> None:
+    before = os.umask(0)
+    try:
+        directory = save(store, 1)
+    finally:
+        os.umask(before)
+    assert [oct(path.stat().st_mode & 0o777) for path in (store.root, directory)] == ["0o700"] * 2
+    assert {oct(path.stat().st_mode & 0o777) for path in directory.iterdir()} == {"0o600"}
 
 
 def test_read_missing_names_are_listed_at_once(store: CheckpointStore) -> None:
@@ -237,10 +249,69 @@ def test_damaged_number_is_refused_and_latest_falls_back(
     assert "complete in" in str(caught.value)
     assert logged == []
     assert store.resolve("latest").step == 1
-    if kind == "no manifest":
-        return  # such a directory does not exist, so nothing was passed over
     assert len(logged) == 1
     assert logged[0].startswith("checkpoint 2 ")
+    assert logged[0].endswith("; using checkpoint 1")
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_not_passed_over_in_silence(
+    store: CheckpointStore,
+) -> None:
+    (save(store, 2) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)checkpoint 2 is incomplete.*no valid"):
+        store.resolve("latest")
+
+
+def test_a_disk_that_dies_after_the_commit_is_said(
+    tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the sweep: what rotation could not look at raised OSError, which ended the run."""
+    store = CheckpointStore(tmp_path, save_total_limit=1)
+    save(store, 1)
+    lstat = Path.lstat
+
+    def dead(path: Path) -> os.stat_result:
+        if path.parent == tmp_path and (tmp_path / "step_2").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", dead)
+    save(store, 2)
+    monkeypatch.undo()
+    assert store.resolve("latest").step == 2
+
+
+@pytest.mark.parametrize("operation", ["directory", "size", "tensors"])
+def test_a_disk_that_cannot_be_read_makes_a_damaged_checkpoint(
+    store: CheckpointStore, logged: list[str], monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """Found by the sweep: these raised OSError or RuntimeError."""
+    save(store, 1)
+    save(store, 2)
+    ill = store.root / "step_2"
+
+    def refuse(real: Any, error: Exception, below: Path) -> Any:
+        def call(path: Path, *args: Any, **kwargs: Any) -> Any:
+            if path.is_relative_to(below):
+                raise error
+            return real(path, *args, **kwargs)
+
+        return call
+
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    if operation == "tensors":
+        torn = RuntimeError("unable to mmap 336 bytes: Stale file handle (116)")
+        safe_open = refuse(checkpoint_module.safe_open, torn, ill)
+        monkeypatch.setattr(checkpoint_module, "safe_open", safe_open)
+        with pytest.raises(CheckpointError, match=r"2 is damaged: stage-0.0\S+ cannot be read"):
+            read_all(store.resolve("latest"))
+        return
+    below = ill if operation == "directory" else ill / "stage-0.0.safetensors"
+    monkeypatch.setattr(Path, "lstat", refuse(Path.lstat, stale, below))
+    monkeypatch.setattr(Path, "stat", refuse(Path.stat, stale, below))
+    assert store.resolve("latest").step == 1
+    assert len(logged) == 1
+    assert "Stale file handle" in logged[0]
     assert logged[0].endswith("; using checkpoint 1")
 
 

@@ -107,22 +107,6 @@ def test_metrics_that_cannot_be_written_do_not_end_the_run(
     assert [line["step"] for line in lines_of(config)] == [1, 4]
 
 
-def test_what_is_slow_to_import_is_imported_before_the_workers_are_waited_for(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    wait = coordinator.Cluster._await_ready
-
-    def waits(*args: Any) -> None:
-        order.append("wait")
-        wait(*args)
-
-    monkeypatch.setattr(coordinator, "import_schedules", lambda: order.append("import"))
-    monkeypatch.setattr(coordinator.Cluster, "_await_ready", waits)
-    train(alone(training={"max_steps": 1}))
-    assert order == ["import", "wait"]
-
-
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of temporary files."""
@@ -265,6 +249,8 @@ def test_a_stop_is_heard_between_evaluation_batches_and_saves(
     assert "--resume latest" in str(raised.value)
     assert made == [0, 1, 2]
     assert steps_saved(config) == ["step_3"]
+    log = (config.output_dir / "logs" / "coordinator.log").read_text()
+    assert "evaluation is cut short; a resumed run does not repeat it" in log
     assert not any("eval_loss" in line for line in lines_of(config))
 
 

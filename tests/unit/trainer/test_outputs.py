@@ -124,6 +124,25 @@ def test_a_directory_in_use_is_refused_by_its_setting(
         pass
 
 
+@pytest.mark.parametrize("setting", ["checkpoint_dir", "logging_dir"])
+def test_a_directory_inside_that_of_a_run_is_in_use_with_it(
+    alone: Alone, tmp_path: Path, setting: str
+) -> None:
+    """The other run has no checkpoint there yet: nothing but its lock says whose it is."""
+    inside = str(tmp_path / "one" / "checkpoints")
+    training = {"logging_dir": inside, "report_to": "tensorboard"}
+    two = (
+        alone("two", checkpoint_dir=inside)
+        if setting == "checkpoint_dir"
+        else alone("two", training=training)
+    )
+    refused = pytest.raises(ConfigError, match=rf"{setting}: another run is writing into .*one")
+    with entered(alone("one")), refused, entered(two):
+        pass
+    with entered(two):
+        pass
+
+
 @pytest.mark.parametrize("setting", ["output_dir", "checkpoint_dir", "logging_dir"])
 def test_a_directory_that_is_a_file_is_refused_by_its_setting(
     alone: Alone, tmp_path: Path, setting: str

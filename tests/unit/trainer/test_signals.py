@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -34,6 +34,14 @@ Reply = Callable[[int, int], object]
 
 def never(pid: int, terminal: int) -> None:
     raise AssertionError("it asked")
+
+
+@pytest.fixture(autouse=True)
+def heard_as_usual() -> Iterator[None]:
+    """Whoever runs the tests under `nohup` has SIGHUP ignored, in the processes they start too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def answer_after(*numbers: int, reply: Reply = never) -> str:

@@ -1,0 +1,51 @@
+"""Whatever a disk does while a checkpoint is written or read, there is the old or the new step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.checkpoint_sweep import MODES, SCENES
+from tests.faults.syscalls import unsupported
+
+HERE = Path(__file__).parents[2]
+
+
+def sweep(every: int) -> dict[str, dict[str, Any]]:
+    """Counts by case. In a process of its own, which forks: this one has threads."""
+    if problem := unsupported():
+        pytest.skip(problem)
+    command = [sys.executable, "-m", "tests.faults.checkpoint_sweep", str(every)]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    print(done.stdout, done.stderr, sep="\n")
+    cases = {line.pop("case"): line for line in lines}
+    wrong = {
+        name: set(counts) - {"points", "old", "new", "error"} for name, counts in cases.items()
+    }
+    assert not any(wrong.values()), f"{wrong}\n{done.stderr}"
+    return cases
+
+
+def test_every_thirteenth_point_of_the_sweep() -> None:
+    cases = sweep(13)
+    assert all(counts["points"] >= 3 for counts in cases.values())
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_every_point_of_the_sweep() -> None:
+    cases = sweep(1)
+    for mode in MODES:
+        points = [cases[f"{scene}: {mode}"]["points"] for scene in SCENES]
+        assert sum(points) >= 150, (mode, points)
+    for scene in SCENES:
+        killed = cases[f"{scene}: kill"]
+        assert killed["old"] > 20, scene
+        assert killed["new"] > 3, scene
