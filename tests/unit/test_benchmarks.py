@@ -111,7 +111,8 @@ def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
     fast, tardy = (product_figures(Engine(), LOAD, network, s) for s in (plain, slow))
     assert fast["asked_bound_s"] == tardy["asked_bound_s"] == pytest.approx(5 * 0.012)
     assert min(fast["bound_s"], tardy["bound_s"]) >= 5 * 0.012
-    assert fast["step_s_min"] >= fast["bound_s"]
+    # Of single steps only the asked bound is certain: the other is made from means over all steps.
+    assert fast["step_s_min"] >= fast["asked_bound_s"]
     assert tardy["step_s"] >= 5 * 0.062
     assert tardy["ratio"] > fast["ratio"]
 
