@@ -1,0 +1,33 @@
+"""Whether a process that died is started again, and after which pause: times in, pauses out."""
+
+from __future__ import annotations
+
+from collections import deque
+
+MAX_DEATHS = 5
+"""So many deaths within WINDOW_S are too many: something is wrong that a restart does not cure."""
+WINDOW_S = 600.0
+MAX_PAUSE_S = 60.0
+
+
+class RestartPolicy:
+    """The deaths of one process. The first is followed by a restart at once, the next ones by
+    pauses of 1, 2, 4 ... 60 s, until it has lived for WINDOW_S without one."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self._in_a_row = 0
+
+    def died(self, now_s: float) -> float | None:
+        """Seconds to wait before it is started again; None when it has died too often. `now_s` is
+        of any clock that does not go back."""
+        if not self._recent or now_s - self._recent[-1] > WINDOW_S:
+            self._in_a_row = 0
+        while self._recent and now_s - self._recent[0] > WINDOW_S:
+            self._recent.popleft()
+        self._recent.append(now_s)
+        self._in_a_row += 1
+        if len(self._recent) >= MAX_DEATHS:
+            return None
+        # The exponent stays small: a process may die every few minutes for months.
+        return min(MAX_PAUSE_S, 2.0 ** min(self._in_a_row - 2, 6)) if self._in_a_row > 1 else 0.0
