@@ -65,6 +65,11 @@ def set_step(step: int | None) -> None:
     _step = step
 
 
+def current_step() -> int | None:
+    """What `set_step` was told last."""
+    return _step
+
+
 class Lines(logging.Handler):
     """Hands each record to `write(level, line)`, with its traceback if it has one."""
 

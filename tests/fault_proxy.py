@@ -34,6 +34,7 @@ class Faults:
 
     delay_s: float = 0.0  # wait before each piece is passed on
     slice_bytes: int = 0  # pass on pieces of at most so many bytes
+    rate: float = 0.0  # pass on so many bytes in a second
     cut_after: int | None = None  # close both sides in order after so many bytes
     reset_after: int | None = None  # close both sides with RST after so many bytes
     flip_at: int | None = None  # invert the lowest bit of the byte at this offset
@@ -167,6 +168,7 @@ class FaultProxy:
                     data = source.recv(_SEGMENT_BYTES)
                 except TimeoutError:
                     continue
+                self._wait_out(faults)
                 if not data:
                     sink.shutdown(socket.SHUT_WR)
                     return
@@ -192,23 +194,23 @@ class FaultProxy:
         return frames.scan(data, number, where)
 
     def _cut(self, source: socket.socket, sink: socket.socket) -> None:
-        cut = self.cuts[0]
+        cut = self.cuts.popleft()
         if cut.also is not None:
             cut.also()
         for sock in (sink, source):
             (_reset if cut.reset else _close)(sock)
-        self.cuts.popleft()
 
     def _pass_on(
         self, data: bytearray, source: socket.socket, sink: socket.socket, faults: Faults
     ) -> bool:
-        step = faults.slice_bytes or len(data)
+        step = min(faults.slice_bytes or len(data), _at_once(faults.rate, len(data)))
         for start in range(0, len(data), step):
             piece = data[start : start + step]
             if faults.delay_s:
                 self._stop.wait(faults.delay_s)
-            while faults.blackhole and not self._stop.is_set():
-                self._stop.wait(_TICK_S)
+            if faults.rate:
+                self._stop.wait(len(piece) / faults.rate)
+            self._wait_out(faults)
             if faults.flip_at is not None and 0 <= faults.flip_at - faults.seen < len(piece):
                 piece[faults.flip_at - faults.seen] ^= 1
             for limit, end in ((faults.cut_after, _close), (faults.reset_after, _reset)):
@@ -223,12 +225,21 @@ class FaultProxy:
             faults.seen += len(piece)
         return True
 
+    def _wait_out(self, faults: Faults) -> None:
+        while faults.blackhole and not self._stop.is_set():
+            self._stop.wait(_TICK_S)
+
     def _send(self, sink: socket.socket, piece: bytearray) -> bool:
         view = memoryview(piece)
         while view and not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 view = view[sink.send(view) :]
         return not view
+
+
+def _at_once(rate: float, nbytes: int) -> int:
+    """Bytes that are passed on together at this rate: what comes in a tick."""
+    return max(1, int(rate * _TICK_S)) if rate else nbytes
 
 
 def _close(sock: socket.socket) -> None:

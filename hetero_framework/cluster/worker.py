@@ -28,7 +28,7 @@ from hetero_framework import control, errors, log
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import PeerLinks
 from hetero_framework.config import Config, StageSpec, WorkerConfig
-from hetero_framework.core import addresses, timeouts
+from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device, open_device
@@ -169,7 +169,11 @@ def serve(
         events = log.Events(logs / log.EVENTS_FILE, f"worker {worker_id}")
         events.open()
         handlers.append(events)
-    with log.log_to(config.training.log_level, *handlers), worker.told_to_end():
+    with (
+        log.log_to(config.training.log_level, *handlers),
+        failpoints.armed(f"worker-{worker_id}"),
+        worker.told_to_end(),
+    ):
         worker.serve(should_stop)
 
 
@@ -486,6 +490,7 @@ class Worker:
     def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
         """In the reader thread, for the main thread may compute for minutes: refuse who is wrong,
         welcome who comes back. Who is new waits until the main thread has made room."""
+        failpoints.hit("join")
         own, run = self._entry.id, self._run
         if str(hello.worker_id) != str(own):
             text = f"this is worker {own}, not {hello.worker_id}"

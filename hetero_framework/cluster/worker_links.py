@@ -23,8 +23,8 @@ from typing import Any
 from hetero_framework import errors
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, StageSpec, WorkerConfig
+from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core import timeouts
 from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
@@ -213,6 +213,7 @@ class WorkerLinks:
         epoch = self._epochs[worker.id]
         hello = m.Hello(self._run_id, worker.id, self._process, epoch, self._max_frame_bytes)
         hint, why, answer = None, "it accepts, but says nothing", None
+        failpoints.hit("join")
         try:
             answer = connection.ask(Message(hello), timeouts.HANDSHAKE_S, self._stop)
         except HeteroError as error:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero_framework import errors
-from hetero_framework.core import frames, timeouts
+from hetero_framework.core import failpoints, frames, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
@@ -219,12 +219,23 @@ class Link:
         then needs no writer. Whether that was all of it. `_lock` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
-        if idle:
+        if idle and not (failpoints.is_on() and self._fail_half_way(outgoing)):
             self._write_now(outgoing, _AT_ONCE_BYTES)
         complete = self._remove_if_complete(outgoing)
         if not complete:
             self._work.notify()
         return complete
+
+    def _fail_half_way(self, outgoing: Outgoing) -> bool:
+        """For a failpoint: half of a frame is written at once."""
+        if outgoing.message is None:
+            return False
+        name = f"{outgoing.message.name.lower()}-half"
+        if not failpoints.is_due(name):
+            return False
+        self._write_now(outgoing, outgoing.nbytes // 2)
+        failpoints.hit(name)
+        return True
 
     def _write_now(self, outgoing: Outgoing, room: int) -> bool:
         """Write of what there is of a frame what the system takes without waiting; whether that

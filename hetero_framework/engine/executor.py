@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from hetero_framework.core import trace
+from hetero_framework.core import failpoints, trace
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import Backward, Boundary, Forward, StageFigures
 from hetero_framework.core.trace import Recorder
@@ -202,8 +202,10 @@ class Executor:
         stage = lane.stage
         inputs = lane.inputs.pop(k)
         arrival = lane.hidden.pop(k, api.Arrival(None))
+        failpoints.hit("forward" if self._step.train else "evaluation")
         if not stage.is_last:
             hidden_BSD = stage.forward(k, inputs, arrival.tensor)
+            failpoints.hit("forward-done")
             if self._stores(lane):
                 # The stored forward may look into the receive buffer until its backward is done.
                 lane.in_flight[k] = arrival
@@ -216,6 +218,7 @@ class Executor:
             arrival.release()
             return lambda: self._outbox.loss(self._step, k, loss)
         loss, gradient_BSD = stage.forward_backward(k, inputs, arrival.tensor)
+        failpoints.hit("backward-done")
         gradient_BSD = _own(gradient_BSD, arrival)
         arrival.release()
 
@@ -229,7 +232,9 @@ class Executor:
         stage = lane.stage
         arrival = lane.gradients.pop(k)
         assert arrival.tensor is not None
+        failpoints.hit("backward")
         gradient_BSD = _own(stage.backward(k, arrival.tensor), arrival)
+        failpoints.hit("backward-done")
         arrival.release()
         lane.in_flight.pop(k).release()
         self._readiness.release(stage.index)

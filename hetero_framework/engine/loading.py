@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hetero_framework.config import Config, StageSpec, TrainingConfig
+from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import DeviceError
@@ -33,6 +34,7 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
     for spec in specs:
         span = ShardRange.of(spec)
         shard = load_shard(config.model, config.base_dir, span, device, seed=seed)
+        failpoints.hit("load")
         if config.adapter is not None and plan is None:
             from hetero_framework.models.adapters import plan_adapter
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
@@ -82,6 +83,7 @@ class Stage:
             out_BSD = self._shard.forward(inputs, hidden_BSD)
         if self.differentiates:
             self._saved[micro_batch] = (hidden_BSD, out_BSD)
+        failpoints.spoil("output", out_BSD)
         self._note_finite(micro_batch, out_BSD)
         return out_BSD.detach()
 
@@ -92,6 +94,7 @@ class Stage:
         gradient of the incoming hidden states."""
         hidden_BSD = self._leaf(hidden_BSD)
         loss = self._loss(micro_batch, inputs, hidden_BSD, float(self._info.num_items))
+        failpoints.spoil("output", loss)
         self._note_finite(micro_batch, loss)
         return loss, self._gradient_of(hidden_BSD)
 
@@ -114,6 +117,8 @@ class Stage:
         )
 
     def _scaled_backward(self, loss: Tensor) -> None:
+        failpoints.hit("forward-done")
+        failpoints.hit("backward")
         (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
 
     def backward(self, micro_batch: int, gradient_BSD: Tensor) -> Tensor | None:
@@ -157,8 +162,24 @@ class Stage:
                     parameter.grad.mul_(grad_scale)
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
+            if failpoints.is_due("optimizer-half"):
+                self._step_half(self._optimizer)
             self._optimizer.step()
         self.abort()
+
+    def _step_half(self, optimizer: torch.optim.Optimizer) -> None:
+        """For a failpoint: the first half of the parameters makes the step before the others."""
+        parameters = [parameter for _, parameter in self._parameters]
+        first, rest = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        gradients = [parameter.grad for parameter in rest]
+        for parameter in rest:
+            parameter.grad = None
+        optimizer.step()
+        failpoints.hit("optimizer-half")
+        for parameter in first:
+            parameter.grad = None
+        for parameter, gradient in zip(rest, gradients, strict=True):
+            parameter.grad = gradient
 
     def abort(self) -> None:
         """Forget the step: gradients and stored activations, not the weights."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hetero_framework.config import Config
+from hetero_framework.core import failpoints
 from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
@@ -82,6 +83,7 @@ class StageHost(Host):
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
+        failpoints.hit("step")
         self._device.reset_peak_memory()
         self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
         self._executor.begin(info, schedule)
@@ -125,6 +127,7 @@ class StageHost(Host):
             return None
         if not self._reduce(info, self.stages):
             return None
+        failpoints.hit("norms")
         self._reported = True
         self._io.flush()
         gradients: dict[int, api.GradientReport] = {}
@@ -143,6 +146,7 @@ class StageHost(Host):
         if not self._is_current(order.step, order.attempt):
             asked = f"COMMIT of step {order.step}, attempt {order.attempt}"
             raise ProtocolError(f"{asked}, whose gradients are not here")
+        failpoints.hit("commit")
         for snapshot in self._snapshots.values():
             snapshot.keep()
         for stage in self.stages:
@@ -153,9 +157,11 @@ class StageHost(Host):
         for stage in self.stages:
             if stage.is_last and tied is not None:
                 stage.set_tied_weight(tied)
+        failpoints.hit("commit-done")
         return own
 
     def abort(self) -> bool:
+        failpoints.hit("abort")
         self._io.flush()
         self._executor.abort()
         return True
@@ -174,7 +180,9 @@ class StageHost(Host):
 
     def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> api.StatePart:
         if kind == "export":
+            failpoints.hit("gather")
             return self._export_part(stage, number)
+        failpoints.hit("state-part")
         self.snapshot(step)
         if number == 0 and self.last_step == step:
             # Read from the start again: nothing has changed since.
@@ -190,6 +198,7 @@ class StageHost(Host):
         return next(self._export)
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
+        failpoints.hit("load-state")
         self._snapshots = {}
         self._executor.stage(stage).load_state(kind, part)
         return True

@@ -30,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hetero_framework.core import failpoints
 from hetero_framework.core.files import (
     put_back,
     rename,
@@ -226,6 +227,7 @@ class CheckpointWriter:
         `manifest` is JSON data about the run; the keys format_version, step, files and digest are
         added here. Returns the directory.
         """
+        failpoints.hit("checkpoint")
         content = {"format_version": FORMAT_VERSION, "step": self._step, **manifest}
         content["files"] = self._files
         content["digest"] = _digest(content)

@@ -19,6 +19,7 @@ from hetero_framework import control, errors, log
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, interval
+from hetero_framework.core import failpoints
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import WorkerLeaving
@@ -84,7 +85,8 @@ def train(
     store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
     directories = RunDirectories(config, store)
     resume = config.resume_step if resume is None else resume
-    with StopRequest() as stop, directories, _log_of_run(config, show, events):
+    log_of_run = _log_of_run(config, show, events)
+    with StopRequest() as stop, directories, log_of_run, failpoints.armed("coordinator"):
         try:
             checkpoint = store.resolve(resume) if resume is not None else None
             if checkpoint is None:

@@ -1,0 +1,180 @@
+"""Failpoints: what the variable may say, when they fire, and what they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_framework import log
+from hetero_framework.core import failpoints
+from hetero_framework.errors import ConfigError, as_hetero_error
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def arm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    def make(text: str, process: str = "worker-1", once: Path | None = None) -> object:
+        monkeypatch.setenv(failpoints.VARIABLE, text)
+        if once is not None:
+            monkeypatch.setenv(failpoints.ONCE_VARIABLE, str(once))
+        return failpoints.armed(process)
+
+    return make
+
+
+def fires(name: str) -> bool:
+    """Of failpoints that raise."""
+    try:
+        failpoints.hit(name)
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.fixture
+def at_step() -> Callable[[int | None], None]:
+    yield log.set_step
+    log.set_step(None)
+
+
+def test_without_the_variable_nothing_is_on() -> None:
+    with failpoints.armed("coordinator"):
+        assert not failpoints.is_on()
+        failpoints.hit("forward")
+
+
+def test_a_point_without_a_step_fires_once(arm) -> None:
+    with arm("forward:raise"):
+        assert [fires("forward") for _ in range(3)] == [True, False, False]
+        assert not fires("backward")
+    assert not failpoints.is_on()
+
+
+def test_a_point_of_a_step_fires_once_in_it(arm, at_step) -> None:
+    with arm("forward@2:raise"):
+        fired = []
+        for step in (None, 1, 2, 2, 3):
+            at_step(step)
+            fired.append(fires("forward"))
+    assert fired == [False, False, True, False, False]
+
+
+def test_step_zero_is_before_the_first(arm) -> None:
+    with arm("load@0:raise"):
+        assert fires("load")
+
+
+def test_a_point_of_every_step_fires_every_time(arm, tmp_path) -> None:
+    with arm("forward@*:raise", once=tmp_path):
+        assert [fires("forward") for _ in range(3)] == [True] * 3
+
+
+def test_a_point_of_another_process_does_not_fire(arm) -> None:
+    with arm("worker-2/forward:raise,coordinator/backward:raise, worker-1/commit:raise"):
+        assert [fires(name) for name in ("forward", "backward", "commit")] == [False, False, True]
+
+
+def test_several_points_of_one_place_fire_one_after_the_other(arm) -> None:
+    with arm("forward:sleep:0,forward:raise"):
+        assert [fires("forward") for _ in range(3)] == [False, True, False]
+
+
+def test_with_a_directory_it_fires_in_one_process_only(arm, tmp_path) -> None:
+    for _ in range(2):  # the second time as a process that is started again
+        with arm("worker-1/forward@0:raise,backward:raise", once=tmp_path):
+            fired = fires("forward"), fires("backward")
+    assert fired == (False, False)
+    marks = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(marks) == {"worker-1.forward@0=raise", "backward=raise"}
+    assert marks["backward=raise"] == f"worker-1 {os.getpid()}\n"
+
+
+def test_the_start_of_a_process_says_that_faults_are_injected(arm, logged) -> None:
+    with arm("forward@9:raise"):
+        pass
+    assert logged == ["fault injection ON: HETERO_FAILPOINT=forward@9:raise"]
+
+
+def test_a_tensor_becomes_infinite(arm) -> None:
+    tensor = torch.zeros(3, requires_grad=True) + 1
+    with arm("output"):
+        failpoints.spoil("output", tensor)
+    assert tensor.isinf().all()
+
+
+@pytest.mark.parametrize("shape", ["", ":device", ":cpu", ":mps", ":host"])
+def test_every_shape_of_out_of_memory_is_known_as_such(shape, arm) -> None:
+    with arm(f"forward:oom{shape}"), pytest.raises((RuntimeError, MemoryError)) as caught:
+        failpoints.hit("forward")
+    assert "memory ran out" in as_hetero_error(caught.value).message
+
+
+def test_slow_stretches_what_was_done_since_the_point_before(arm) -> None:
+    with arm("forward-done@*:slow:3"):
+        failpoints.hit("forward")
+        began = time.perf_counter()
+        time.sleep(0.05)
+        failpoints.hit("forward-done")
+    assert time.perf_counter() - began >= 0.15
+
+
+WRONG = {
+    "backwards": "there is no failpoint 'backwards'",
+    "forward@x": "is no failpoint",
+    "worker-1/": "is no failpoint",
+    "host/forward": "is no failpoint",
+    "forward:explode": "no action 'explode'",
+    "forward:inf": "no action 'inf'",
+    "forward:sleep:long": "sleep takes a number",
+    "forward:exit:1.5": "exit takes a number",
+    "forward:oom:gpu": "oom takes device or cpu",
+    "forward:kill:9": "kill takes nothing",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_cannot_be_read_is_refused(text, arm) -> None:
+    with pytest.raises(ConfigError, match=re.escape(WRONG[text])), arm(f"load:raise,{text}"):
+        pass
+
+
+def ended_with(action: str) -> int:
+    """The exit code of a process with this failpoint, which would else end with 7."""
+    code = (
+        "from hetero_framework.core import failpoints; import sys\n"
+        "with failpoints.armed('coordinator'): failpoints.hit('forward'); sys.exit(7)"
+    )
+    env = {**os.environ, failpoints.VARIABLE: f"forward:{action}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True)
+    if action != "sleep:0":
+        assert b"failpoint forward:" in done.stderr, done.stderr
+    return done.returncode
+
+
+def test_kill_and_exit_end_the_process() -> None:
+    killed = 1 if sys.platform == "win32" else -signal.SIGKILL
+    assert [ended_with(a) for a in ("kill", "exit:3", "exit", "sleep:0")] == [killed, 3, 1, 7]
+
+
+def test_the_page_has_every_point_with_its_place() -> None:
+    page = (ROOT / "docs" / "fault_injection.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", page, re.MULTILINE))
+    assert rows == failpoints.POINTS
+
+
+def test_every_point_is_placed_in_the_product() -> None:
+    package = ROOT / "hetero_framework"
+    text = "\n".join(file.read_text(encoding="utf-8") for file in package.rglob("*.py"))
+    calls = set(re.findall(r"failpoints\.(?:hit|spoil)\(\"([a-z-]+)\"", text))
+    calls |= {"evaluation", "forward-half", "backward-half"}  # named by what they are about
+    assert calls == set(failpoints.POINTS)
