@@ -26,6 +26,7 @@ from hetero_framework.models.shard import Shard, weakly
 from hetero_framework.models.trainable import export_parts, trainable_parameters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
+_LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; of its shape
 
 
 class Stage:
@@ -236,12 +237,14 @@ class Stage:
             key, _, name = rest.partition("/") if kind == OPTIMIZER else ("weight", "", rest)
             if (parameter := parameters.get(name)) is None:
                 raise CheckpointError(f"stage {self.index} has no trainable parameter {name!r}")
+            is_like_it = kind == WEIGHTS or key in _LIKE_THE_WEIGHT
+            if is_like_it and tuple(value.shape) != tuple(parameter.shape):
+                raise CheckpointError(
+                    f"{full_name}: the checkpoint has shape {tuple(value.shape)}, "
+                    f"the model {tuple(parameter.shape)}",
+                    hint="it was written by a run with another model or adapter",
+                )
             if kind == WEIGHTS:
-                if tuple(value.shape) != tuple(parameter.shape):
-                    raise CheckpointError(
-                        f"{name}: the checkpoint has shape {tuple(value.shape)}, "
-                        f"the model {tuple(parameter.shape)}"
-                    )
                 with torch.no_grad():
                     parameter.copy_(value)
                 self._loading.setdefault(name, {})

@@ -30,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hetero_framework._version import __version__
 from hetero_framework.core import failpoints
 from hetero_framework.core.files import (
     put_back,
@@ -38,6 +39,7 @@ from hetero_framework.core.files import (
     sync_directory,
     sync_file,
 )
+from hetero_framework.core.owned import planted
 from hetero_framework.errors import CheckpointError, ResourceError
 from hetero_framework.units import size
 
@@ -45,11 +47,17 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})(?:\.(tmp|old|trash))?")
+_ALMOST = re.compile(r"(?i)(step|checkpoint)[-_ ]?[-+0-9].*")
 _FILE_NAME = re.compile(r"stage-[0-9]+\.[0-9]+\.safetensors")
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _HASH_CHUNK = 4 * 2**20
 
 _log = logging.getLogger(__name__)
+
+
+class RefusedCheckpoint(CheckpointError):
+    """A checkpoint that is complete, as far as can be told, and is not taken: no other step stands
+    in for it, since a person has to decide."""
 
 
 class CheckpointStore:
@@ -123,7 +131,8 @@ class CheckpointStore:
         """The checkpoint that `which` ("latest" or a step) means, after hashing all of it.
 
         "latest" passes over damaged ones and logs a warning; a number never falls back. Raises
-        CheckpointError that lists the complete steps.
+        CheckpointError that lists the complete steps, RefusedCheckpoint for one that others may
+        have made or that this version cannot read.
         """
         if which == "latest":
             return self._latest()
@@ -135,15 +144,19 @@ class CheckpointStore:
             others = ", ".join(str(n) for n in self.complete_steps() if n != int(which))
             complete = f"complete in {self.root}: {others}"
             hints = [error.hint, complete if others else f"there is no complete one in {self.root}"]
-            raise CheckpointError(error.message, hint="; ".join(filter(None, hints))) from error
+            raise type(error)(error.message, hint="; ".join(filter(None, hints))) from error
 
     def _latest(self) -> CheckpointReader:
         problems = []
+        for name in self._almost():
+            _log.warning("ignored %s in %s: a checkpoint is called step_<number>", name, self.root)
         # All that may be one, not only those with a manifest: what is passed over is said.
         parsed = (_parsed(path.name) for path in self.paths())
         for step in sorted({step for step, kind in parsed if kind in (None, "old")}, reverse=True):
             try:
                 found = self.open(step).verify()
+            except RefusedCheckpoint:
+                raise
             except CheckpointError as error:
                 problems.append(error.message)
                 continue
@@ -155,6 +168,14 @@ class CheckpointStore:
         hint = "start without a step to resume from, or point checkpoint_dir at the old run"
         raise CheckpointError(f"there is no checkpoint in {self.root}", hint=hint)
 
+    def _almost(self) -> list[str]:
+        """Names here that a person may take for a checkpoint's."""
+        try:
+            names = sorted(path.name for path in self.root.iterdir())
+        except OSError:  # `paths` says what is wrong
+            return []
+        return [name for name in names if _ALMOST.fullmatch(name) and not _NAME.fullmatch(name)]
+
     def open(self, step: int) -> CheckpointReader:
         """Open checkpoint `step`: manifest and sizes are checked now, hashes on first use. Raises
         CheckpointError when it is absent, incomplete or damaged."""
@@ -162,11 +183,9 @@ class CheckpointStore:
         try:
             if not directory.exists() and (replaced := self.root / f"step_{step}.old").is_dir():
                 directory = replaced
-            is_link, is_directory = directory.is_symlink(), directory.is_dir()
+            is_directory = directory.is_dir()
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
-        if is_link:
-            raise CheckpointError(f"{directory} is a symbolic link", hint="put the directory there")
         if not is_directory:
             raise CheckpointError(f"there is no checkpoint {step} in {self.root}")
         return CheckpointReader(step, directory)
@@ -277,6 +296,7 @@ class CheckpointReader:
     def __init__(self, step: int, directory: Path) -> None:
         self.step = step
         self.directory = directory
+        self._refuse_planted(directory)
         self.manifest = self._read_manifest()
         self._verified: set[str] = set()
         self._file_of: dict[str, str] = {}
@@ -322,7 +342,22 @@ class CheckpointReader:
             except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file
                 raise self._damaged(f"{entry['name']} cannot be read ({error})") from error
 
+    def _refuse_planted(self, path: Path) -> None:
+        try:
+            wrong = planted(path)
+        except FileNotFoundError:
+            return  # said by who reads it
+        except OSError as error:
+            raise self._damaged(f"{path.name} cannot be read ({error.strerror})") from error
+        if wrong is not None:
+            raise RefusedCheckpoint(
+                f"checkpoint {self.step} is not read, others may have made it: {path} "
+                f"{wrong.problem}",
+                hint=wrong.mend,
+            )
+
     def _read_manifest(self) -> dict[str, Any]:
+        self._refuse_planted(self.directory / MANIFEST)
         try:
             content = json.loads((self.directory / MANIFEST).read_bytes())
         except FileNotFoundError as error:
@@ -334,10 +369,13 @@ class CheckpointReader:
             raise self._damaged(f"{MANIFEST} is not an object")
         version = content.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:
-            raise CheckpointError(
-                f"checkpoint {self.step} has format {version}, this version reads up to "
+            versions = content.get("versions")
+            newer = versions.get("hetero_framework") if isinstance(versions, dict) else None
+            raise RefusedCheckpoint(
+                f"checkpoint {self.step} was made by hetero_framework {newer or 'of later'}, in "
+                f"format {version}; this is {__version__}, which reads up to format "
                 f"{FORMAT_VERSION}",
-                hint="upgrade hetero-framework",
+                hint="upgrade hetero-framework on this machine, or name an earlier step",
             )
         if version != FORMAT_VERSION:
             raise self._damaged(f"{MANIFEST} has format_version {version!r}")
@@ -350,9 +388,10 @@ class CheckpointReader:
 
     def _check_size(self, entry: dict[str, Any]) -> None:
         name, path = entry["name"], self.directory / entry["name"]
+        if not _FILE_NAME.fullmatch(name):
+            raise self._damaged(f"{name!r} is not a file of a checkpoint")
+        self._refuse_planted(path)
         try:
-            if not _FILE_NAME.fullmatch(name) or path.is_symlink():
-                raise self._damaged(f"{name!r} is not a file of a checkpoint")
             found = path.stat().st_size
         except FileNotFoundError as error:
             raise self._damaged(f"{name} is missing") from error

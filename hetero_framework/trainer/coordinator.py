@@ -31,6 +31,7 @@ from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.trainer import outputs, setup
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
+from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
@@ -177,11 +178,14 @@ class Coordinator:
         """Take up a checkpoint or begin afresh, and show what will run where."""
         if checkpoint is not None:
             self._state = self._checkpoints.restore(checkpoint)
+            self._files.directories.tidy()
             self._files.directories.own_checkpoints()
             self._files.directories.set_later_aside(self._state.step)
         else:
+            self._files.directories.tidy()
             self._files.directories.set_aside()
             self._cluster.retrying(lambda: setup.load_initial_adapter(self._parts, self._pipeline))
+        warn_of_a_small_disk(self._parts, self._files.directories.store, self._state.step)
         self._files.metrics.resume(self._state.step)
         outputs.draw_diagram(self._parts, facts, self._cluster.assembly.direct)
         step, total, stages = self._state.step, self._data.total_steps, self._config.plan.stages

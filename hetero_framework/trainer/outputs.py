@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +23,10 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import Config
+from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
-from hetero_framework.errors import ConfigError
-from hetero_framework.log import EVENTS_FILE
+from hetero_framework.errors import ConfigError, HeteroError
+from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
 from hetero_framework.models.introspect import introspect
@@ -37,6 +39,7 @@ from hetero_framework.visualizer.diagram import DiagramDetails, draw
 
 _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"
+HOLDER_FILE = ".lock.json"  # beside the lock: Windows lets nobody read a locked file
 _HINTS = {
     "training.output_dir": "choose another one: --output-dir DIR",
     "checkpoint_dir": "set checkpoint_dir to a directory that can be written, or to null",
@@ -52,7 +55,7 @@ class RunDirectories:
 
     def __init__(self, config: Config, store: CheckpointStore) -> None:
         self._config = config
-        self._store = store
+        self.store = store
         self._output = config.output_dir
         self._locks = contextlib.ExitStack()
         self.run_id = ""
@@ -100,7 +103,7 @@ class RunDirectories:
         directory = self._config.checkpoints
         owner = _owner(directory)
         is_own = owner["run"] == self.run_id if owner else self._is_inside(directory)
-        if self._store.paths() and not is_own:
+        if self.store.paths() and not is_own:
             whose = f"the run whose output_dir is {owner['output_dir']}" if owner else "another run"
             raise ConfigError(
                 f"checkpoint_dir: {directory} holds checkpoints of {whose}",
@@ -111,7 +114,7 @@ class RunDirectories:
         """Move what this run left earlier into `previous-<n>`, then own `checkpoint_dir`. Nothing
         of another run is touched."""
         self.check_fresh()
-        old = {path: Path("checkpoints", path.name) for path in self._store.paths()}
+        old = {path: Path("checkpoints", path.name) for path in self.store.paths()}
         old |= {path: Path("tensorboard", path.name) for path in self._events()}
         for name in (METRICS_FILE, EVENTS_FILE):
             if (self._output / name).exists():
@@ -120,9 +123,17 @@ class RunDirectories:
             _log.info("moved an earlier run's checkpoints and metrics to %s", self._move(old))
         self.own_checkpoints()
 
+    def tidy(self) -> None:
+        """Remove what interrupted writes of checkpoints left, and say so. What cannot be removed
+        keeps no run from starting: the next checkpoint meets it."""
+        try:
+            self.store.clean()
+        except (OSError, HeteroError) as error:
+            _log.warning("what an interrupted write left stays: %s", error)
+
     def set_later_aside(self, step: int) -> None:
         """Move the checkpoints after `step` aside: the run goes on from there, maybe otherwise."""
-        later = [f"step_{n}" for n in self._store.complete_steps() if n > step]
+        later = [f"step_{n}" for n in self.store.complete_steps() if n > step]
         if later:
             target = self._move({self._config.checkpoints / n: Path(n) for n in later})
             _log.info("moved the checkpoints after step %d to %s", step, target)
@@ -196,12 +207,12 @@ def _probe(setting: str, directory: Path) -> None:
 @contextlib.contextmanager
 def _locked(setting: str, directory: Path) -> Iterator[None]:
     """Two runs must not write into one directory."""
-    lock = FileLock(directory / ".lock")
+    lock, holder = FileLock(directory / ".lock"), directory / HOLDER_FILE
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
-            f"{setting}: another run is writing into {directory}",
+            f"{setting}: {_holder(holder)} is writing into {directory}",
             hint=f"wait for it, stop it, or choose another {setting}",
         ) from None
     except OSError as error:
@@ -209,9 +220,23 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
             f"{setting}: cannot lock {directory}: {error.strerror}", hint=_HINTS[setting]
         ) from error
     try:
+        text = json.dumps({"process": os.getpid(), "host": platform.node()})
+        with contextlib.suppress(OSError):  # the lock holds without it
+            write_file(holder, text.encode())
         yield
     finally:
+        with contextlib.suppress(OSError):
+            holder.unlink(missing_ok=True)
         lock.release()
+
+
+def _holder(file: Path) -> str:
+    """Who has the lock, as it said itself."""
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        return f"process {int(said['process'])} on {one_line(str(said['host']))}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another run"
 
 
 def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:

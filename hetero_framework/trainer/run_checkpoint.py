@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,10 @@ class RunCheckpoints:
         """
         state = self._cluster.retrying(lambda: self._load(reader))
         self._last = state.step, self._store.root
+        total = self._parts.data.total_steps
+        if state.step > total:
+            said = "checkpoint %d lies beyond the %d steps of this run: nothing is left to train"
+            _log.warning(said, state.step, total)
         return state
 
     def advice(self, error: HeteroError | None = None) -> str:
@@ -151,8 +155,11 @@ class RunCheckpoints:
                 f"checkpoint {reader.step} began with other weights than the model has now",
                 hint="put the model back as it was, or start without --resume",
             )
+        state = TrainState.load_state_dict(reader.manifest["position"])
         values: dict[str, Any] = reader.manifest["values"]
         states, value_names = _by_parameter(reader.names()), _by_parameter(values)
+        trained = {name for parameters in assembly.trainable for name, _ in parameters}
+        _check_content(reader, trained, states.keys() | value_names.keys(), state)
         for stage, parameters in enumerate(assembly.trainable):
             wanted: dict[str, dict[str, Any]] = {}
             for name, _ in parameters:
@@ -161,7 +168,33 @@ class RunCheckpoints:
             entries = ((name, tensor, wanted[name]) for name, tensor in reader.read(wanted))
             pipeline.load_state(stage, "checkpoint", in_parts(entries))
         pipeline.share_tied_weight()
-        return TrainState.load_state_dict(reader.manifest["position"])
+        return state
+
+
+def _check_content(
+    reader: CheckpointReader, trained: Set[str], with_state: Set[str], state: TrainState
+) -> None:
+    """Raise CheckpointError for tensors that no stage has a place for, and for an optimizer whose
+    state is not there. `with_state` are the parameters that have any."""
+    weights = {name.partition("/")[2] for name in reader.names() if name.startswith(f"{WEIGHTS}/")}
+    if extra := sorted((weights | with_state) - trained):
+        shown = ", ".join(extra[:8]) + (", ..." if len(extra) > 8 else "")
+        raise CheckpointError(
+            f"checkpoint {reader.step} has {len(extra)} tensors that no stage trains: {shown}",
+            hint="it was written by a run with another model or adapter",
+        )
+    if state.step != reader.step:
+        found = f"it says that {state.step} steps were done"
+        raise CheckpointError(f"checkpoint {reader.step} is damaged: {found}")
+    optim = reader.manifest["config"]["settings"]["training"].get("optim", "")
+    if state.committed_steps and not with_state and optim != "sgd":
+        raise CheckpointError(
+            f"checkpoint {reader.step} has no optimizer state; going on without it would be "
+            "another run",
+            hint="to begin a new run from these weights: hetero export --checkpoint "
+            f"{reader.directory} --output DIR, then name DIR in model.name_or_path (an adapter: "
+            "in adapter.init_from)",
+        )
 
 
 def identity(resolved: Resolved, data_fingerprint: str) -> dict[str, Any]:

@@ -117,7 +117,9 @@ def test_a_directory_in_use_is_refused_by_its_setting(
         training = {setting: shared, "report_to": "tensorboard"}
         return alone(name, training=training)
 
-    refused = pytest.raises(ConfigError, match=rf"{setting}: another run is writing")
+    refused = pytest.raises(
+        ConfigError, match=rf"{setting}: process {os.getpid()} on .* is writing"
+    )
     with entered(config("one")), refused, entered(config("two")):
         pass
     with entered(config("two")):
@@ -136,7 +138,9 @@ def test_a_directory_inside_that_of_a_run_is_in_use_with_it(
         if setting == "checkpoint_dir"
         else alone("two", training=training)
     )
-    refused = pytest.raises(ConfigError, match=rf"{setting}: another run is writing into .*one")
+    refused = pytest.raises(
+        ConfigError, match=rf"{setting}: process {os.getpid()} on .* into .*one"
+    )
     with entered(alone("one")), refused, entered(two):
         pass
     with entered(two):

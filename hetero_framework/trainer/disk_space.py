@@ -1,0 +1,56 @@
+"""Whether the disk has room for the checkpoints of a run, said before the first step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from pathlib import Path
+
+from hetero_framework.config import TrainingConfig, interval
+from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.setup import Prepared
+from hetero_framework.units import size
+
+_log = logging.getLogger(__name__)
+
+
+def warn_of_a_small_disk(parts: Prepared, store: CheckpointStore, done: int) -> None:
+    """Warn, with numbers, where two checkpoints or those that the run will keep at once do not fit
+    beside what is there; `done` steps are behind it. Raises CheckpointError for an odd directory.
+    """
+    training = parts.config.training
+    if training.save_strategy == "no":
+        return
+    data = parts.data
+    most = checkpoints_at_once(training, data.total_steps, data.steps_per_epoch)
+    there = sum(step <= done for step in store.complete_steps()) if done else 0
+    nbytes = sum(memory.gradients + memory.optimizer for memory in parts.memory)
+    needed = nbytes * max(most - there, 2)
+    try:
+        free = shutil.disk_usage(_existing(store.root)).free
+    except OSError as error:
+        _log.warning("cannot tell what is free for checkpoints in %s: %s", store.root, error)
+        return
+    if free < needed:
+        _log.warning(
+            "a checkpoint takes about %s, and the run writes up to %d beside each other: %s are "
+            "needed, %s are free in %s. Free some, lower training.save_total_limit or set another "
+            "checkpoint_dir; a checkpoint that does not fit is left out",
+            *(size(nbytes), max(most - there, 2), size(needed), size(free), store.root),
+        )
+
+
+def checkpoints_at_once(training: TrainingConfig, total_steps: int, steps_per_epoch: int) -> int:
+    """The most complete checkpoints that the run has on its disk, the one being written included;
+    at least 2."""
+    every = steps_per_epoch
+    if training.save_strategy == "steps":
+        every = interval(training.save_steps, total_steps)
+    saves = math.ceil(total_steps / every)  # the last one is at the end, whatever the interval
+    limit = training.save_total_limit
+    return max(2, saves if limit is None else min(saves, limit + 1))
+
+
+def _existing(directory: Path) -> Path:
+    return next(path for path in (directory, *directory.absolute().parents) if path.exists())
