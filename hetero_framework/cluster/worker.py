@@ -27,6 +27,7 @@ import torch
 from hetero_framework import control, errors, log
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.peer_links import PeerLinks
+from hetero_framework.cluster.permission import check_permitted
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -43,7 +44,13 @@ from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
 from hetero_framework.engine.stage_host import StageHost
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+from hetero_framework.errors import (
+    ConfigError,
+    HeteroError,
+    NetworkError,
+    PeerLostError,
+    ProtocolError,
+)
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 
@@ -575,6 +582,13 @@ class Worker:
 
     def _on_setup(self, setup: m.Setup) -> None:
         config = Config.from_dict(setup.config, self._config.base_dir)
+        try:
+            check_permitted(config, self._config, self._entry)
+        except ConfigError as refused:
+            _log.error("refused: %s", refused.message)
+            self._report(refused)
+            self._leave(stay=True)
+            return
         run = self._current.afresh(config.training.reconnect_timeout_s)
         self._forget_run()
         self._run = run

@@ -93,6 +93,10 @@ class WorkerConfig(Machine):
     """Name of the worker in shard_plan: a number or a text, not "local"."""
     port: Port = WORKER_PORT
     """Port on which the worker listens for the coordinator."""
+    models: tuple[Name, ...] | None = None
+    """What a coordinator may have this worker load beside the model and the adapter of the worker's
+    own file: folders (relative to it) and hub names, as patterns like "meta-llama/*"; "*" is
+    everything. Counts in the worker's own file only."""
 
     @field_validator("id")
     @classmethod
@@ -537,7 +541,7 @@ class Config(Section):
 
     def path(self, value: str | os.PathLike[str]) -> Path:
         """`value` as an absolute path; `~` is expanded."""
-        return Path(os.path.normpath(self._base_dir / Path(value).expanduser()))
+        return Path(os.path.normpath(self._base_dir / os.path.expanduser(value)))
 
     @property
     def output_dir(self) -> Path:

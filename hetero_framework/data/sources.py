@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from hetero_framework.config.strict_json import json_type
 from hetero_framework.errors import DataError
+from hetero_framework.repository import PICKLED_SUFFIXES
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -46,7 +48,6 @@ _KINDS = {
     ".txt": "text",
     ".text": "text",
 }
-_PICKLED = {".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".joblib"}
 _HOW = "use .jsonl, .json, .parquet, .txt, a folder of datasets.save_to_disk, or a hub name"
 
 
@@ -91,14 +92,14 @@ def read_records(
 
 
 def _find(entry: str, base_dir: Path) -> list[Source]:
-    path = base_dir / Path(entry).expanduser()
+    path = base_dir / os.path.expanduser(entry)
     if path.is_dir():
         return [_folder(entry, path)]
     if path.exists():
         return [_file(entry, path)]
     if glob.has_magic(entry):
         # root_dir: brackets in the name of the base folder are not part of the pattern.
-        pattern = str(Path(entry).expanduser())
+        pattern = os.path.expanduser(entry)
         matches = sorted(glob.glob(pattern, root_dir=base_dir, recursive=True))
         files = [match for match in matches if (base_dir / match).is_file()]
         if not files:
@@ -113,7 +114,7 @@ def _may_be_on_hub(entry: str, path: Path) -> bool:
     """Whether a name that is no file can be a hub name, without asking the hub: a misspelt file
     name must not end in minutes of connection attempts."""
     suffix = path.suffix.lower()
-    if suffix in {*_KINDS, *_PICKLED, ".gz"} or not _HUB_NAME.fullmatch(entry):
+    if suffix in {*_KINDS, *PICKLED_SUFFIXES, ".gz"} or not _HUB_NAME.fullmatch(entry):
         return False
     return not path.parent.is_dir() if "/" in entry else not suffix
 
@@ -129,7 +130,7 @@ def _folder(entry: str, path: Path) -> Source:
 
 def _file(entry: str, path: Path) -> Source:
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
-    if suffix in _PICKLED:
+    if suffix in PICKLED_SUFFIXES:
         raise DataError(
             f"{entry} is a pickled format, which can run code when it is read", hint=_HOW
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hetero_framework import repository
 from hetero_framework.config import Config
 from hetero_framework.errors import DataError
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _HINT = "set model.tokenizer to a folder or hub name that has one"
+_CODE_HINT = "convert it to a tokenizer.json, or set model.tokenizer to one that has it"
+_SETTINGS = (repository.TOKENIZER, repository.CONFIG)
+MAX_TOKENIZER_BYTES = 256 * 2**20  # the largest in use has 33 MiB
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
 
 
@@ -54,25 +57,13 @@ def _check_folder(folder: Path) -> None:
     if not files:
         raise DataError(f"{folder} holds no tokenizer files", hint=_HINT)
     for path in files:
-        if path.suffix == ".json" and "auto_map" in _read_json(path):
-            raise DataError(
-                f"{path} names code of its own (auto_map), which is never run here",
-                hint="convert it to a tokenizer.json, or set model.tokenizer to one that has it",
-            )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not readable JSON: {error}", hint=_HINT) from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is not a JSON object", hint=_HINT)
-    return content
+        if path.suffix == ".json":
+            repository.read_json(path, DataError, MAX_TOKENIZER_BYTES, hint=_HINT)
 
 
 def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub repository. Raises DataError, also where it is code."""
+    repository.refuse_code(name, revision, _SETTINGS, DataError, _CODE_HINT)
     if Path(name).is_dir():
         _check_folder(Path(name))
     from transformers import AutoTokenizer  # slow; who only looks for data needs none

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
+from hetero_framework import repository
 from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.adapter_plan import (
     ADAPTER_WEIGHTS,
@@ -91,7 +93,7 @@ def plan_adapter(
     """
     if adapter.init_from is None:
         return _plan(model_config, _lora_config(adapter), None)
-    folder = (base_dir or Path()) / Path(adapter.init_from).expanduser()
+    folder = (base_dir or Path()) / os.path.expanduser(adapter.init_from)
     return _plan(model_config, *_saved_config(folder, adapter))
 
 
@@ -218,6 +220,8 @@ def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConf
                 hint="give a directory that PEFT's save_pretrained wrote with safetensors;"
                 " `hetero export` makes one of a checkpoint",
             )
+    hint = "take that entry out of the file, or another adapter"
+    repository.refuse_code(str(folder), None, (repository.ADAPTER,), ConfigError, hint)
     saved = PeftConfig.from_pretrained(str(folder))
     if not isinstance(saved, LoraConfig):
         raise ConfigError(f"{folder} holds a {saved.peft_type} adapter; only LoRA can be trained")

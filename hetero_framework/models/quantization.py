@@ -14,8 +14,9 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from hetero_framework.core.devices import Device
-from hetero_framework.errors import ConfigError, DeviceError, ModelError
+from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.models.tiny import meta_model
+from hetero_framework.models.weights import check_quantizer
 
 Kind = Literal["nf4", "int8"]
 
@@ -64,13 +65,7 @@ def stored_quantization(model_config: PretrainedConfig) -> str | None:
     ModelError for methods other than bitsandbytes'."""
     if not (settings := stored_settings(model_config)):
         return None
-    method = str(settings.get("quant_method", "bitsandbytes")).rpartition(".")[2].lower()
-    if method != "bitsandbytes" and not method.startswith("bitsandbytes_"):
-        raise ModelError(
-            f"the checkpoint is quantised with {method!r}, which cannot be trained here",
-            hint="use a bitsandbytes checkpoint, or the full-precision model with "
-            '"model.quantization": "nf4"',
-        )
+    check_quantizer(settings, str(model_config.name_or_path))
     if settings.get("load_in_4bit") or settings.get("_load_in_4bit"):
         return str(settings.get("bnb_4bit_quant_type", "fp4"))
     return "int8"

@@ -156,9 +156,25 @@ def build_shard(
                     f" config.json asks for: {shown}"
                 )
             model.config.name_or_path = checkpoint.source
+            _check_finite(model, checkpoint.source)
         partition.fill_absent(model)
         partition.untie(model, whole, rng)
         return Shard(model, config, whole, rng)
+
+
+def _check_finite(model: torch.nn.Module, source: str) -> None:
+    """Raise ModelError for weights that are infinite or not a number: no training mends those."""
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or weight.is_meta:
+            continue
+        # The sum takes no memory; it is not finite either where finite numbers add up to too much.
+        if bool(torch.isfinite(weight.detach().sum(dtype=torch.float32))):
+            continue
+        if wrong := sum(int((~torch.isfinite(row)).sum()) for row in weight.detach()):
+            raise ModelError(
+                f"{name} of the model {source!r} holds {wrong} numbers that are infinite or NaN",
+                hint="the file is damaged; copy or download the model again",
+            )
 
 
 def _config_dtype(config: PretrainedConfig) -> torch.dtype:

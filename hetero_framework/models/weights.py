@@ -6,6 +6,7 @@ Only files that hold a wanted tensor are opened or downloaded; a tensor's bytes 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import sys
@@ -18,18 +19,24 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.utils.hub import cached_file
 
+from hetero_framework import repository
 from hetero_framework.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"(?!\.)[^/\\:\0]+")
+_SETTINGS = (repository.CONFIG, repository.GENERATION)
+_CODE_HINT = (
+    "take a model that the installed transformers knows by itself; where it knows this one too,"
+    " copy the folder and take that entry out of the file"
+)
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
     """A directory relative to `base_dir` as an absolute path, or a hub name unchanged. Raises
     ModelError for what is written as a path and does not exist here."""
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     local = path if path.is_absolute() else base_dir / path
     if local.is_dir():
         return str(local)
@@ -43,18 +50,19 @@ def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
 
 
 def read_config(source: str, revision: str | None) -> PretrainedConfig:
-    """The configuration of a directory or hub repository. Raises ModelError."""
+    """The configuration of a directory or hub repository. Raises ModelError, also where anything in
+    it would have code loaded: then no library has seen it."""
+    repository.refuse_code(source, revision, _SETTINGS, ModelError, _CODE_HINT)
     try:
         fields, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         model_type = fields.get("model_type")
         if model_type is None:
             raise ModelError(f"model {source!r} has no config.json that names its model_type")
-        if model_type not in CONFIG_MAPPING:
-            own_code = "; its own Python code (auto_map) is never executed"
+        if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
             raise ModelError(
                 f"the installed transformers has no model type {model_type!r} (model {source!r})"
-                + (own_code if "auto_map" in fields else "")
             )
+        check_quantizer(fields.get("quantization_config"), source)
         # Code that lies beside a checkpoint is never run, the library's own is.
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -64,6 +72,24 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
             hint="set model.name_or_path to a Hugging Face checkpoint directory that this machine"
             " has, or to a hub name that it can reach",
         ) from error
+
+
+def check_quantizer(settings: Any, source: str) -> None:
+    """Raise ModelError for weights that another library than bitsandbytes has quantised."""
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    name = str(method or "bitsandbytes").rpartition(".")[2].lower()
+    if name != "bitsandbytes" and not name.startswith("bitsandbytes_"):
+        raise ModelError(
+            f"the model {source!r} is quantised with {name!r}, which cannot be trained here",
+            hint="use a bitsandbytes checkpoint, or the full-precision model with "
+            '"model.quantization": "nf4"',
+        )
+
+
+_CONVERT = (
+    "only safetensors are read. Convert .bin files once with"
+    " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+)
 
 
 class Checkpoint:
@@ -85,8 +111,7 @@ class Checkpoint:
             raise ModelError(
                 f"{platform.node()} finds neither {SINGLE_FILE} nor {INDEX_FILE} in model"
                 f" {source!r}",
-                hint="only safetensors are read. Convert .bin files once with"
-                " AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
+                hint=_CONVERT,
             )
         with _open(self.index) as file:
             self.files = dict.fromkeys(file.keys(), SINGLE_FILE)
@@ -147,6 +172,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name in names:
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise _damaged(index, f"its weight_map names {name!r}, which is no file beside it")
+        if not name.endswith(".safetensors"):
+            raise ModelError(f"{index} names {name}, but only safetensors are read", hint=_CONVERT)
     return dict(files)
 
 
@@ -170,6 +197,12 @@ def _damage(path: Path | str) -> Iterator[None]:
             raise ModelError(
                 f"{path} is a Git LFS pointer and not the weights themselves",
                 hint="run `git lfs pull` there, or download the model with `hf download`",
+            ) from error
+        why = repository.pickled(path) if isinstance(path, Path) else None
+        if why is not None:
+            raise ModelError(
+                f"{path} is no safetensors file: {why}, which can run code when it is read",
+                hint="take the model from whom you trust; " + _CONVERT,
             ) from error
         raise _damaged(path, str(error)) from error
 

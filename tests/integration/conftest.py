@@ -98,7 +98,10 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
     machines = {
         "coordinator": {**machine, "port": ports[0]},
-        "workers": [{**machine, "id": i, "port": ports[i]} for i in range(1, NUM_WORKERS + 1)],
+        "workers": [
+            {**machine, "id": i, "port": ports[i], "models": ["*"]}
+            for i in range(1, NUM_WORKERS + 1)
+        ],
     }
     plan = [{"id": "local", "start": 0, "end": 1}] + [
         {"id": i, "start": i, "end": i + 1} for i in range(1, NUM_WORKERS + 1)

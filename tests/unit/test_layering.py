@@ -18,6 +18,7 @@ LAYERS = {
     "errors": 0,
     "units": 0,
     "log": 1,
+    "repository": 1,
     "core": 2,
     "control": 3,
     "config": 3,

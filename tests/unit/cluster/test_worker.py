@@ -199,6 +199,28 @@ def lost(served: Served) -> Callable[[], bool]:
     return lambda: any("lost the coordinator" in line for line in served.said)
 
 
+# ---- what it may load
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_model_that_its_own_file_does_not_name_is_refused_and_it_stays(
+    keep: bool, serve: Any
+) -> None:
+    served = serve(keep=keep)
+    stranger = served.dial("stranger")
+    stranger.expect(Welcome)
+    asked = {**served.config.to_dict(), "model": {"name_or_path": "/etc/\x1b[2J"}}
+    stranger.send(Setup(asked, (1,)))
+    error = stranger.expect(Error)
+    assert error.kind == "ConfigError"
+    assert "worker 1 may not load the model '/etc/\\x1b[2J'" in error.message
+    assert "its own configuration permits none" in error.message
+    assert any("refused: worker 1 may not load" in line for line in served.said)
+    stranger.hang_up()
+    served.dial("another").set_up()
+    assert len(served.weights) == 1
+
+
 # ---- whose worker it is
 
 

@@ -1,0 +1,131 @@
+"""A Hugging Face repository's settings, read as data before any library sees them: what in them
+would load code is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.errors import UserError
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer_config.json"
+ADAPTER = "adapter_config.json"
+# Nothing here reads them, but what lies in one folder belongs together.
+_PROCESSORS = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+MAX_SETTINGS_BYTES = 16 * 2**20
+_COPY = "copy or download it again"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
+"""Names of files that a library may unpickle."""
+
+# Each names a module, a repository or another file that a library would load.
+_CODE_KEYS = {
+    "auto_map": "names code of its own",
+    "custom_pipelines": "names code of its own",
+    "custom_generate": "names code of its own",
+    "trust_remote_code": "asks for code of its own to be run",
+    "_attn_implementation_internal": "names the attention's code",
+    "_experts_implementation_internal": "names the experts' code",
+    "configuration_files": "names other files to be read in its place",
+}
+# A value with a slash is a hub repository of native kernels; the library's own have plain names.
+_KERNEL_KEYS = (
+    *("attn_implementation", "_attn_implementation"),
+    *("experts_implementation", "_experts_implementation"),
+)
+_MAGIC = (
+    (b"PK\x03\x04", "a zip archive, as torch.save writes it"),
+    (b"\x1f\x8b", "gzip data"),
+    *((b"\x80" + bytes([version]), "pickled data") for version in range(2, 6)),
+)
+
+
+def refuse_code(
+    source: str, revision: str | None, names: Iterable[str], kind: type[UserError], hint: str
+) -> None:
+    """Raise `kind` for files `names` of the repository `source`, a folder or a hub name, that would
+    have code loaded, or that cannot be read."""
+    for path in _settings_files(source, revision, names):
+        fields = read_json(path, kind)
+        for place, why in _code(fields):
+            raise kind(f"{path} {why} ({place}), which is never run here", hint=hint)
+
+
+def _settings_files(source: str, revision: str | None, names: Iterable[str]) -> Iterator[Path]:
+    folder = Path(source)
+    if folder.is_dir():
+        names = (*names, *_PROCESSORS)
+        yield from (folder / name for name in names if (folder / name).is_file())
+        return
+    from transformers.utils.hub import cached_file  # slow; folders need none
+
+    for name in names:
+        with suppress(OSError):  # absent or out of reach: whoever reads it says so
+            found = cached_file(
+                source,
+                name,
+                revision=revision,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            if found is not None:
+                yield Path(found)
+
+
+def read_json(
+    path: Path, kind: type[UserError], most_bytes: int = MAX_SETTINGS_BYTES, *, hint: str = _COPY
+) -> dict[str, Any]:
+    """The JSON object in a file. Raises `kind`, which names the file, where there is none."""
+    try:
+        if (size := path.stat().st_size) > most_bytes:
+            raise kind(
+                f"{path} has {size >> 20} MiB, more than the {most_bytes >> 20} read", hint=hint
+            )
+        fields = json.loads(path.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise kind(f"{path} is not readable JSON: {error}", hint=hint) from error
+    if not isinstance(fields, dict):
+        raise kind(f"{path} is not a JSON object", hint=hint)
+    return fields
+
+
+def _code(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Place and meaning of whatever would have code loaded, however deep."""
+    waiting: list[tuple[str, Any]] = [("", fields)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        for key, item in value.items() if isinstance(value, dict) else ():
+            here = f"{path}.{key}" if path else key
+            if key in _CODE_KEYS and item:
+                yield here, _CODE_KEYS[key]
+            elif key in _KERNEL_KEYS and any("/" in text for text in _texts(item)):
+                yield here, "names a repository of native code"
+            else:
+                waiting.append((here, item))
+
+
+def _texts(value: Any) -> list[str]:
+    values = value.values() if isinstance(value, dict) else [value]
+    return [item for item in values if isinstance(item, str)]
+
+
+def pickled(path: Path) -> str | None:
+    """Why a file may run code when it is read, by its name or its first bytes; None: no reason."""
+    if path.suffix.lower() in PICKLED_SUFFIXES:
+        return f"{path.suffix.lower()} files are pickled"
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError:
+        return None  # whoever reads it says so
+    return next((f"it is {what}" for magic, what in _MAGIC if head.startswith(magic)), None)
