@@ -33,12 +33,23 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Message
-from hetero_framework.core.session import Phase, Session
+from hetero_framework.core.session import ROLES, Phase, Session, legal
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 
 _ANSWERS = (m.Welcome, m.PeerWelcome, m.Reject, m.Error, m.Bye)
 _ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
+
+
+def _opening(role: str) -> frozenset[int]:
+    """The numbers of what may be said first to this role."""
+    phases = (Phase.OPEN, Phase.GREETING, Phase.PEER_GREETING)
+    return frozenset(kind.spec.number for p in phases for kind in legal(ROLES[role], p))
+
+
+OPENING: dict[str | None, frozenset[int]] = {role: _opening(role) for role in ROLES}
+OPENING[None] = frozenset((*_ROLES, m.Heartbeat.spec.number))
+"""The numbers of the messages that may come first, by `role` of a `Connection`."""
 
 
 class Connection:
@@ -77,6 +88,7 @@ class Connection:
             name,
             self._on_message,
             self._on_close,
+            opening=OPENING[role],
             route=None if carrier is None else lambda message: carrier(self, message),
             **options,
         )
@@ -152,10 +164,7 @@ class Connection:
     def _on_message(self, message: Message) -> None:
         body = message.body
         if self._session is None:
-            role = _ROLES.get(body.spec.number)
-            if role is None:
-                raise ProtocolError(f"{message.name} came before a greeting")
-            self._session = Session(role)
+            self._session = Session(_ROLES[body.spec.number])  # the link lets nothing else through
         try:
             self._session.receive(message)
             if not self._is_answer(message):

@@ -14,6 +14,7 @@ byte. Whatever bytes arrive, the only exception that leaves this module is Proto
 from __future__ import annotations
 
 import math
+import reprlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ DTYPES = (
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES}
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 64
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
+
 Shapes = tuple[tuple[DType, tuple[int, ...]], ...]
 
 
@@ -101,8 +107,8 @@ class WireTensor:
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: not more than 60 characters of it."""
-    text = repr(value)
+    """A value as errors show it: not more than 60 characters of it, however large or deep it is."""
+    text = _SHORT.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from hetero_framework import errors
@@ -77,6 +77,7 @@ class Link:
 
     The times are as in timeouts.py. `pool` has the receive buffers. `stats` goes on counting where
     the link before this one ended. `max_frame_bytes` is set anew when the peers have agreed on it.
+    `opening` has the numbers of the messages that may come first; others are not even decoded.
 
     `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
     bytes: "send" in the thread that wrote the last of it, "receive" in the reader thread, with
@@ -92,6 +93,7 @@ class Link:
         *,
         route: Callable[[Message], Link | None] | None = None,
         max_frame_bytes: int = frames.DEFAULT_MAX_FRAME_BYTES,
+        opening: Container[int] | None = None,
         heartbeat_s: float = timeouts.HEARTBEAT_S,
         liveness_s: float = timeouts.LIVENESS_S,
         handshake_s: float = timeouts.HANDSHAKE_S,
@@ -109,6 +111,7 @@ class Link:
         self._on_message = on_message
         self._on_close = on_close
         self._route = route
+        self._opening = opening
         self._heartbeat_s = heartbeat_s
         self._liveness_s = liveness_s
         self._handshake_deadline: float | None = time.monotonic() + handshake_s
@@ -432,7 +435,8 @@ class Link:
             header = self._take(header_bytes)
             if header is None:
                 return
-            frame = m.read_header(prefix, header, payload_bytes, self.max_frame_bytes)
+            most = self.max_frame_bytes
+            frame = m.read_header(prefix, header, payload_bytes, most, self._opening)
             message = self._receive(frame)
             self.stats.bytes_in += len(frame.raw) + payload_bytes + CHECKSUM_BYTES
             if message is None:
@@ -440,7 +444,7 @@ class Link:
             if isinstance(message.body, Heartbeat):
                 self._heard_beat(message.body)
                 continue
-            self._handshake_deadline = None
+            self._handshake_deadline = self._opening = None
             if self._closing:
                 message.release()
             else:
@@ -538,8 +542,7 @@ class Link:
     def _take_new(self, nbytes: int, at_start: bool) -> bytes | None:
         """`_take` when they are not all received yet."""
         if nbytes > _AHEAD_BYTES:
-            long = memoryview(bytearray(nbytes))
-            return bytes(long) if self._fill(long, Hasher()) else None
+            return self._take_long(nbytes)
         while (have := self._ahead_to - self._ahead_from) < nbytes:
             if self._ahead_from:
                 self._ahead[:have] = self._ahead[self._ahead_from : self._ahead_to]
@@ -551,6 +554,17 @@ class Link:
             if at_start and self._ahead_to < nbytes:
                 frames.check_start(self._ahead[: self._ahead_to])
         return self._take(nbytes)
+
+    def _take_long(self, nbytes: int) -> bytes | None:
+        """`_take` of many bytes; memory is taken as they come, whatever was announced."""
+        taken = bytearray()
+        while len(taken) < nbytes:
+            piece = memoryview(bytearray(min(nbytes - len(taken), _HASHED_BYTES)))
+            count = self._fill_some(piece)
+            if not count:
+                return None
+            taken += piece[:count]
+        return bytes(taken)
 
     def _fill(self, view: memoryview, hasher: Hasher) -> bool:
         """Receive exactly len(view) bytes. False when the link was closed on our side."""

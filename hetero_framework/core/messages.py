@@ -12,7 +12,7 @@ taken. Whatever bytes arrive, the only exception that leaves this module is Prot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -64,8 +64,17 @@ class Spec:
             raise ProtocolError(f"{self.name}: {problem}")
         low, high = [len(fields["names"])] * 2 if self.named else self.tensors
         if not low <= num_tensors <= high:
-            wanted = str(low) if low == high else f"{low} to {high}"
-            raise ProtocolError(f"{self.name}: {wanted} tensors expected, got {num_tensors}")
+            self._refuse_count(low, high, num_tensors)
+
+    def check_count(self, tensors: Any) -> None:
+        """Raise ProtocolError for a list of more tensors than it may ever have."""
+        low, high = self.tensors
+        if isinstance(tensors, list) and len(tensors) > high:
+            self._refuse_count(low, high, len(tensors))
+
+    def _refuse_count(self, low: int, high: int, got: int) -> None:
+        wanted = str(low) if low == high else f"{low} to {high}"
+        raise ProtocolError(f"{self.name}: {wanted} tensors expected, got {got}")
 
     def check_header(self, header: bytes) -> None:
         if len(header) > self.max_header_bytes:
@@ -660,10 +669,11 @@ def read_header(
     header: bytes,
     payload_bytes: int,
     max_frame_bytes: int = frames.IMPOSSIBLE_FRAME_BYTES,
+    opening: Container[int] | None = None,
 ) -> FrameHeader:
     """Decode and check a header. Raises ProtocolError, naming what came, when it is not exactly a
-    known message whose tensors fill exactly `payload_bytes`, or when the receiver would need more
-    than `max_frame_bytes` of memory for it."""
+    known message whose tensors fill exactly `payload_bytes`, when the receiver would need more than
+    `max_frame_bytes` of memory for it, or when its number is not in `opening`."""
     found = frames.unpack_header(header)
     number, fields = found["t"], found["m"]
     if not frames.is_int(number) or number not in BODIES:
@@ -672,7 +682,10 @@ def read_header(
             hint="the peer may run a later version of hetero-framework",
         )
     spec = BODIES[number].spec
+    if opening is not None and number not in opening:
+        raise ProtocolError(f"{spec.name} came before a greeting")
     spec.check_header(header)
+    spec.check_count(found["x"])
     shapes = frames.unpack_shapes(spec.name, found["x"], payload_bytes)
     if not isinstance(fields, dict):
         raise ProtocolError(f"{spec.name}: the fields must be a map, got {frames.shown(fields)}")

@@ -11,6 +11,7 @@ import pytest
 
 from hetero_framework.core import messages as m
 from hetero_framework.core.connection import Connection
+from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import LinkStats
 from hetero_framework.core.messages import COORDINATOR, Body, Message
 from hetero_framework.core.session import Phase
@@ -118,6 +119,18 @@ def test_other_version_is_refused_with_both_numbers(sides: tuple[Side, Side]) ->
     assert refusal.code == "protocol"
     assert "version 99" in refusal.message
     assert far.heard.empty()
+
+
+def test_whoever_is_dialled_cannot_begin_with_tensors() -> None:
+    """Else what listens at a worker's port would have a coordinator take a gigabyte."""
+    with ExitStack() as stack:
+        near, far = over_tcp()
+        stack.callback(far.close)
+        dials = Side(stack, near, COORDINATOR)
+        tensor = WireTensor("int8", (1,), memoryview(b"x"))
+        far.write(deque([memoryview(framed(Message(m.Forward(0, 0, 1, 0), [tensor])))]))
+        assert "FORWARD came before a greeting" in str(dials.end())
+        assert dials.heard.empty()
 
 
 def test_ask_after_another_version_has_answered_says_so() -> None:

@@ -214,6 +214,8 @@ def coded(**changes: Any) -> dict[str, Any]:
         (b"\x91" * 5000, b"", "not msgpack"),
         (msgpack.packb(msgpack.Timestamp(1)), b"", "not msgpack"),
         ([1], b"", "map with t, m and x"),
+        (b"\x91" * 1020 + b"\x90", b"", "map with t, m and x"),  # deeper than repr() can go
+        ({"t": 24, "m": {}, "x": [[1, [-1]]] * 3}, b"", "ABORT: 0 tensors expected, got 3"),
         ({"t": 1, "m": {}}, b"", "map with t, m and x"),
         ({"t": 99, "m": {}, "x": []}, b"", "unknown message type 99"),
         ({"t": True, "m": {}, "x": []}, b"", "unknown message type True"),
@@ -295,6 +297,14 @@ def test_ones_that_need_more_memory_than_a_frame_may_have_are_refused() -> None:
     header_bytes, _ = parse_prefix(sent[:12])
     with pytest.raises(ProtocolError, match="asks for 2147483648 bytes of memory; at most 65536"):
         m.read_header(sent[:12], sent[12 : 12 + header_bytes], 0, HANDSHAKE_MAX_FRAME_BYTES)
+
+
+def test_what_may_not_come_first_is_refused_before_its_fields_are_looked_at() -> None:
+    sent = raw_frame({"t": 50, "m": {"name": 1}, "x": []})
+    with pytest.raises(ProtocolError, match="CONTROL came before a greeting"):
+        m.read_header(sent[:12], sent[12:], 0, opening={m.Hello.spec.number})
+    with pytest.raises(ProtocolError, match="'name' must be string"):
+        m.read_header(sent[:12], sent[12:], 0, opening={m.Control.spec.number})
 
 
 def test_expect_of_another_message_is_refused() -> None:
