@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 
 _NO_MEMORY = (
-    *("out of memory", "can't allocate memory", "not enough memory"),
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory"),
+    "std::bad_alloc",
     # cuBLAS and cuDNN when torch's allocator holds everything; Intel's runtime.
     *("alloc_failed", "out_of_device_memory", "out_of_host_memory", "out_of_resources"),
 )
@@ -86,6 +87,10 @@ class ResourceError(HeteroError):
     exit_code = 6
 
 
+class OutOfMemory(ResourceError):
+    """A device's memory ran out."""
+
+
 class StoppedEarly(HeteroError):
     """The run was stopped on request and can be resumed."""
 
@@ -102,20 +107,26 @@ def error_from_peer(kind: str, message: str) -> HeteroError:
     return HeteroError(f"{kind}: {message}")
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of whatever device: torch says it in a class of its own on GPUs, and
+    by the words of a plain RuntimeError on the CPU, on MPS and in the libraries below."""
+    if isinstance(error, (MemoryError, OutOfMemory)):
+        return True
+    if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    lower = _first_line(error).lower()
+    return isinstance(error, RuntimeError) and any(words in lower for words in _NO_MEMORY)
+
+
 def as_hetero_error(error: BaseException) -> HeteroError | None:
     """`error` itself, or what memory and disk errors of other libraries mean; None for a bug."""
     if isinstance(error, HeteroError):
         return error
-    text = str(error).strip().splitlines()
-    first = text[0] if text else type(error).__name__
-    lower = first.lower()
-    if (
-        isinstance(error, MemoryError)
-        or any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__)
-        or (isinstance(error, RuntimeError) and any(words in lower for words in _NO_MEMORY))
-    ):
-        return ResourceError(
-            f"memory ran out: {first}",
+    if is_out_of_memory(error):
+        return OutOfMemory(
+            f"memory ran out: {_first_line(error)}",
             hint="give this machine fewer layers, or lower per_device_train_batch_size or"
             " data.max_length; `hetero check` shows what each stage needs",
         )
@@ -125,3 +136,8 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
             f"the disk is full{where}", hint="free space, or lower save_total_limit"
         )
     return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

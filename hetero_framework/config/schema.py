@@ -367,6 +367,10 @@ class TrainingConfig(Section):
     """A peer that is silent for this long is lost (heartbeats come every 2 s)."""
     max_skipped_steps: Annotated[int, with_unit("steps", ge=0)] = 5
     """Stop after more than this many steps in a row with a non-finite loss or gradient."""
+    probe_longest_batch: bool = True
+    """Before the first step, run the longest micro-batch of the run once, forward and backward, so
+    that a lack of memory shows at once. It changes nothing else, and is left out where the first
+    step has a micro-batch of that size."""
     max_in_flight: MicroBatches | None = None
     """Micro-batches in the pipeline at once. null: sized from the measured times of stages and
     links, within each device's memory."""

@@ -21,6 +21,7 @@ from hetero_framework.data.examples import IGNORE_INDEX, Examples
 from hetero_framework.errors import DataError
 
 MicroBatch = dict[str, torch.Tensor]
+_LOOK_AT = 2_000_000
 
 
 class LazyBatches(Sequence[MicroBatch]):
@@ -93,6 +94,43 @@ class StepOrder:
         first = within * accumulation
         last = min(first + accumulation, self.batches_per_epoch)
         return [order[k * self._rows : (k + 1) * self._rows] for k in range(first, last)]
+
+    def largest(
+        self, tokens: np.ndarray, first_step: int, *, packed: bool = False, multiple: int = 1
+    ) -> tuple[int, int] | None:
+        """(step, number in it) of the micro-batch with the most tokens, padding included, among the
+        steps from `first_step` on, the first of equals; None where there is none. `tokens` are the
+        lengths of the examples, `packed` rows hold all examples of a micro-batch one after another.
+
+        A run of very many epochs is looked at for `_LOOK_AT` examples.
+        """
+        rows, accumulation = self._rows, self.training.gradient_accumulation_steps
+        lengths = np.asarray(tokens, np.int64)
+        if not packed:
+            lengths = -(-lengths // multiple) * multiple
+        most = int(np.sort(lengths)[-rows:].sum() if packed else lengths.max() * rows)
+        best, found, looked = -1, None, 0
+        for epoch in range(first_step // self.steps_per_epoch, self._epochs):
+            batches = self.batches_per_epoch
+            ordered = np.zeros(batches * rows, np.int64)
+            taken = lengths[self._epoch(epoch)[: batches * rows]]
+            ordered[: len(taken)] = taken
+            grid = ordered.reshape(batches, rows)
+            filled = (grid > 0).sum(axis=1)
+            sizes = grid.sum(axis=1) if packed else grid.max(axis=1) * filled
+            steps = epoch * self.steps_per_epoch + np.arange(batches) // accumulation
+            sizes[(steps < first_step) | (steps >= self.total_steps)] = -1
+            at = int(sizes.argmax())
+            if sizes[at] > best:
+                best, found = int(sizes[at]), (int(steps[at]), at % accumulation)
+            looked += batches * rows
+            if best >= most or looked >= _LOOK_AT:
+                break
+        return found
+
+    @property
+    def _epochs(self) -> int:
+        return math.ceil(self.total_steps / self.steps_per_epoch)
 
     def _epoch(self, epoch: int) -> np.ndarray:
         training = self.training

@@ -75,6 +75,20 @@ class TrainData:
         """The micro-batches of `step` (from 0): a pure function of it."""
         return [self._collate(self.examples, rows) for rows in self.order.step_indices(step)]
 
+    def largest_batch(self, first_step: int) -> tuple[int, MicroBatch] | None:
+        """The micro-batch with the most tokens, padding included, from `first_step` on, and its
+        step; None where no step is left."""
+        found = self.order.largest(
+            np.diff(self.examples.offsets),
+            first_step,
+            packed=self.settings.padding_free,
+            multiple=self.settings.pad_to_multiple_of or 1,
+        )
+        if found is None:
+            return None
+        step, number = found
+        return step, self._collate(self.examples, self.order.step_indices(step)[number])
+
     def eval_batches(self) -> LazyBatches:
         """All evaluation examples in order; the last micro-batch may be smaller."""
         numbers = np.arange(self.num_eval_examples)

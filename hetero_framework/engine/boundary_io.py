@@ -63,7 +63,7 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
         body = message.body
         assert isinstance(body, (Inputs, Boundary))
         where = f"stage {body.stage}, {message.name} of micro-batch {body.micro_batch}"
-        raise failed(where, error) from error
+        raise failed(where, error, device) from error
 
 
 def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:

@@ -17,7 +17,8 @@ from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import Backward, Boundary, Forward, StageFigures
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import stage_api as api
-from hetero_framework.errors import HeteroError, as_hetero_error
+from hetero_framework.engine.out_of_memory import explained
+from hetero_framework.errors import HeteroError, as_hetero_error, is_out_of_memory
 from hetero_framework.planner.readiness import BACKWARD, BACKWARD_FIRST, FORWARD, Readiness, Task
 
 _AHEAD = 2  # tasks that may be queued on a device that computes behind our back
@@ -31,8 +32,10 @@ class Outbox(Protocol):
     def finished(self, info: api.StepInfo, micro_batch: int) -> None: ...
 
 
-def failed(where: str, cause: Exception) -> HeteroError:
+def failed(where: str, cause: Exception, device: Device) -> HeteroError:
     """The error for the user when a stage's work raised: where, and out of memory or a bug."""
+    if is_out_of_memory(cause):
+        return explained(where, cause, device)
     if (known := as_hetero_error(cause)) is not None:
         return type(known)(f"{where}: {known.message}", hint=known.hint)
     return HeteroError(f"{where}: {type(cause).__name__}: {cause}")
@@ -147,7 +150,7 @@ class Executor:
             send = self._backward(lane, k) if task.kind == BACKWARD else self._forward(lane, k)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
             where = f"stage {task.stage}, {task.kind} of micro-batch {k}"
-            raise failed(where, error) from error
+            raise failed(where, error, self._device) from error
         self._tasks.append((task, began, self._device.record_event()))
         send()
         return True

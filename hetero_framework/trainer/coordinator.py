@@ -32,6 +32,7 @@ from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.trainer import outputs, setup
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
+from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
@@ -162,6 +163,8 @@ class Coordinator:
         try:
             self.start(checkpoint, facts)
             with self._stop.waiting():
+                training = self._config.training
+                probe_longest_batch(self._cluster, self._data, training, self._state)
                 self._steps()
                 return self.finish()
         except WorkerLeaving as leaving:
@@ -277,7 +280,12 @@ class Coordinator:
         """Everything before the decision; may be repeated, since it changes no weight."""
         step, scale = self._state.step, self._state.loss_scale.value
         self._cluster.begin(step, len(batches), train=True, num_items=num_items, loss_scale=scale)
-        return self._pipeline.run(batches), *self._pipeline.report_gradients()
+        try:
+            return self._pipeline.run(batches), *self._pipeline.report_gradients()
+        except errors.OutOfMemory as error:
+            largest = max(batches, key=lambda batch: batch["input_ids"].numel())
+            what = f"step {step + 1}, whose largest micro-batch has"
+            raise advised(error, largest, self._config.training, what) from error
 
     def evaluate(self) -> None:
         """Mean token loss and perplexity over the evaluation data, through the same pipeline.

@@ -61,6 +61,19 @@ def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, lla
         assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
 
 
+def test_probing_the_longest_micro_batch_changes_no_bit(losses, tmp_path) -> None:
+    lines = [json.dumps({"text": "a model " * count}) for count in (*[3] * 9, 9, 3)]
+    (tmp_path / "late.jsonl").write_text("\n".join(lines))
+    data = {"train": str(tmp_path / "late.jsonl"), "max_length": 64}
+    order = {"train_sampling_strategy": "sequential"}
+    sections = {"adapter": LORA, "data": data}
+    plain = losses([2, 4], "plain", training={**order, "probe_longest_batch": False}, **sections)
+    assert losses([2, 4], "probed", training=order, **sections) == plain
+    assert_same(weights(tmp_path / "probed"), weights(tmp_path / "plain"))
+    log = (tmp_path / "probed" / "logs" / "coordinator.log").read_text()
+    assert "the longest micro-batch of the run, 2 x " in log
+
+
 def test_tied_embeddings_under_full_training_stay_one_weight(losses, tmp_path) -> None:
     model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
     sections = {"model": {"name_or_path": str(model)}}

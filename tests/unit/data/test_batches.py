@@ -155,6 +155,40 @@ def test_step_order_nothing_left_by_drop_last_is_an_error():
         StepOrder(3, TrainingConfig(per_device_train_batch_size=4, dataloader_drop_last=True))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_largest_micro_batch_is_that_of_all_tensors_that_follow(packed, drop_last, multiple):
+    if packed and multiple > 1:
+        return  # the configuration refuses it
+    draw = np.random.default_rng(0)
+    for count in (3, 7, 16, 23):
+        builder = ExamplesBuilder()
+        for length in draw.integers(2, 40, count):
+            builder.add([1] * int(length), [True] * int(length))
+        examples = builder.build()
+        training = TrainingConfig(
+            per_device_train_batch_size=3,
+            gradient_accumulation_steps=2,
+            num_train_epochs=2.4,
+            dataloader_drop_last=drop_last,
+        )
+        order = StepOrder(count, training)
+        for first in range(order.total_steps + 1):
+            sizes = {}
+            for step in range(first, order.total_steps):
+                for number, rows in enumerate(order.step_indices(step)):
+                    made = (
+                        pack(examples, rows) if packed else collate(examples, rows, PAD, multiple)
+                    )
+                    sizes[step, number] = made["input_ids"].numel()
+            found = order.largest(
+                np.diff(examples.offsets), first, packed=packed, multiple=multiple
+            )
+            wanted = max(sizes, key=lambda place: sizes[place]) if sizes else None
+            assert found == wanted, (count, first)
+
+
 def test_collate_pads_right_to_the_longest_and_ignores_padding():
     builder = ExamplesBuilder()
     builder.add([5, 6, 7], [False, True, True])

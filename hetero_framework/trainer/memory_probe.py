@@ -1,0 +1,66 @@
+"""The longest micro-batch of a run, run once before the first step: memory that will not suffice
+some day does not suffice now.
+
+It is an attempt at the next step that is aborted as one whose link broke: no weight, no optimizer
+state and no random number knows of it (docs/architecture.md, "Numbers").
+"""
+
+from __future__ import annotations
+
+import logging
+
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.config import TrainingConfig
+from hetero_framework.data import MicroBatch, TrainData
+from hetero_framework.errors import OutOfMemory
+from hetero_framework.trainer.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+def probe_longest_batch(
+    cluster: Cluster, data: TrainData, training: TrainingConfig, state: TrainState
+) -> None:
+    """Run it forward and backward on every stage, unless the next step has one as large. Raises
+    OutOfMemory that says what to change."""
+    found = data.largest_batch(state.step) if training.probe_longest_batch else None
+    if found is None or found[0] == state.step:
+        return
+    step, batch = found
+
+    def run() -> None:
+        scale = state.loss_scale.value
+        tokens = batch["input_ids"].numel()
+        cluster.begin(state.step, 1, train=True, num_items=tokens, loss_scale=scale)
+        cluster.pipeline.run([batch])
+
+    try:
+        cluster.retrying(run)
+    except OutOfMemory as error:
+        raise advised(error, batch, training, "the longest micro-batch of the run,") from error
+    cluster.retrying(cluster.pipeline.abort)
+    _log.info("the longest micro-batch of the run, %s in step %d, fits", shape(batch), step + 1)
+
+
+def shape(batch: MicroBatch) -> str:
+    """Rows and tokens of a micro-batch: "4 x 2,048 tokens"."""
+    rows, tokens = batch["input_ids"].shape
+    return f"{rows} x {tokens:,} tokens"
+
+
+def advised(
+    error: OutOfMemory, batch: MicroBatch, training: TrainingConfig, what: str
+) -> OutOfMemory:
+    """The error with the micro-batch and with what would need less memory."""
+    rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    smaller = "lower data.max_length"
+    if rows > 1:
+        smaller = (
+            f"try per_device_train_batch_size {rows // 2} with gradient_accumulation_steps "
+            f"{accumulation * 2}, or lower data.max_length"
+        )
+    return OutOfMemory(
+        f"{what} {shape(batch)}, does not fit: {error.message}",
+        hint=f"{smaller}; or gradient_checkpointing, or fewer layers for that machine (`hetero "
+        "check` shows what each stage needs)",
+    )

@@ -1,0 +1,152 @@
+"""The longest micro-batch comes first, and nothing but a lack of memory can be seen of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hetero_framework.config import Config
+from hetero_framework.core.devices import Device, Memory
+from hetero_framework.engine.pipeline import Pipeline
+from hetero_framework.engine.stage import Stage
+from hetero_framework.errors import OutOfMemory
+from hetero_framework.trainer.coordinator import train
+from tests.samples import WORDS, save_llama
+from tests.unit.trainer.conftest import Alone
+
+SHAPES = {
+    "torch": torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 22.0 GiB"
+    ),
+    "MPS": RuntimeError(
+        "MPS backend out of memory (MPS allocated: 17.90 GB, other allocations: 384 KB, max "
+        "allowed: 18.13 GB). Tried to allocate 2.00 GB on private pool."
+    ),
+    "CPU": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 2147483648 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+}
+
+
+def uneven(path: Path, lengths: list[int]) -> Path:
+    draw = random.Random(0)
+    lines = (json.dumps({"text": " ".join(draw.choices(WORDS, k=count))}) for count in lengths)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def late(alone: Alone, tmp_path: Path) -> Alone:
+    """Runs in file order whose longest example is in the last of four steps."""
+    model = save_llama(tmp_path / "model", layers=1, attention_dropout=0.3)
+    texts = uneven(tmp_path / "late.jsonl", [4] * 14 + [20, 4])
+
+    def config(name: str, **training: Any) -> Config:
+        return alone(
+            name,
+            model={"name_or_path": str(model)},
+            data={"train": str(texts), "max_length": 64},
+            training={"train_sampling_strategy": "sequential", **training},
+        )
+
+    return config
+
+
+def numbers(config: Config) -> list[tuple[float, ...]]:
+    text = (config.output_dir / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines]
+
+
+def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Tokens of each micro-batch, by what the pipeline is given at once."""
+    seen: list[list[int]] = []
+    run = Pipeline.run
+
+    def watched(self: Pipeline, batches: Any) -> list[float]:
+        seen.append([batch["input_ids"].numel() for batch in batches])
+        return run(self, batches)
+
+    monkeypatch.setattr(Pipeline, "run", watched)
+    return seen
+
+
+def test_a_run_with_the_probe_is_the_run_without_it(
+    late: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = runs_of(monkeypatch)
+    probed, plain = late("probed"), late("plain", probe_longest_batch=False)
+    train(probed)
+    assert len(seen) == 5
+    assert seen[0] == [max(max(step) for step in seen[1:])]
+    train(plain)
+    assert seen[5:] == seen[1:5]
+    assert numbers(probed) == numbers(plain)
+    one, other = (load_file(c.result_dir / "model.safetensors") for c in (probed, plain))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one.keys() == other.keys()
+
+
+def test_a_resumed_run_probes_what_is_left(late: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = late("run", save_strategy="steps", save_steps=1)
+    train(config)
+    seen = runs_of(monkeypatch)
+    train(config, resume=2)
+    assert len(seen[0]) == 1
+    assert seen[0][0] == max(seen[2])
+    seen.clear()
+    train(config, resume=3)  # the next step has it
+    assert [len(run) for run in seen] == [2]
+    seen.clear()
+    train(config, resume="latest")
+    assert seen == []
+
+
+def test_a_first_step_with_the_longest_micro_batch_is_probe_enough(
+    late: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    uneven(tmp_path / "late.jsonl", [20] + [4] * 15)
+    seen = runs_of(monkeypatch)
+    train(late("run"))
+    assert [len(run) for run in seen] == [2, 2, 2, 2]
+
+
+def short_of_memory(
+    monkeypatch: pytest.MonkeyPatch, shape: Exception, tokens: int, times: int = 10**6
+) -> None:
+    """The stage has no memory for a micro-batch of so many tokens."""
+    loss, left = Stage._loss, times
+
+    def limited(self: Stage, micro_batch: int, inputs: Any, *args: Any) -> Any:
+        nonlocal left
+        if inputs["input_ids"].numel() >= tokens and left:
+            left -= 1
+            raise shape
+        return loss(self, micro_batch, inputs, *args)
+
+    monkeypatch.setattr(Stage, "_loss", limited)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_f30_a_lack_of_memory_comes_before_the_first_step_with_numbers(
+    kind: str, late: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_of_memory(monkeypatch, SHAPES[kind], tokens=30)
+    monkeypatch.setattr(Device, "memory", lambda self: Memory(22 << 30, 1 << 30))
+    config = late("run")
+    with pytest.raises(OutOfMemory) as raised:
+        train(config)
+    text = str(raised.value)
+    assert raised.value.exit_code == 6
+    assert "the longest micro-batch of the run, 2 x " in text
+    assert "stage 0, forward of micro-batch 0: memory ran out on cpu, " in text
+    assert "it needs at least 23.0 GiB of 22.0 GiB" in text
+    assert "try per_device_train_batch_size 1 with gradient_accumulation_steps 4" in text
+    assert not (config.output_dir / "metrics.jsonl").exists()
