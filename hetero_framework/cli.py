@@ -318,10 +318,12 @@ def _serve(
     supervised: bool = False,
     run_id: str | None = None,
 ) -> int:
-    if len(worker_ids) > 1:
-        from hetero_framework.cluster.local_workers import run_workers
+    if not supervised:
+        from hetero_framework.cluster.supervisor import run_workers
 
         return run_workers(config, worker_ids, keep=keep, debug=debug)
+    from hetero_framework.cluster.local_workers import watch_parent
+    from hetero_framework.cluster.orders import Orders
     from hetero_framework.cluster.roles import threads_for
 
     # Before torch is imported, which reads it once.
@@ -329,15 +331,58 @@ def _serve(
     from hetero_framework.cluster.worker import serve
     from hetero_framework.engine.loading import load_stages
 
-    logs = None
-    if supervised:
-        from hetero_framework.cluster.local_workers import watch_parent
-
-        # After the imports: on Windows they would wait for a thread that reads standard input.
-        watch_parent()
-        logs = config.output_dir / "logs"
-    serve(config, worker_ids[0], build=load_stages, keep=keep, logs=logs, run_id=run_id)
+    # After the imports: on Windows they would wait for a thread that reads standard input.
+    orders = Orders()
+    watch_parent(on_order=orders.from_parent)
+    logs = config.output_dir / "logs"
+    serve(
+        config,
+        worker_ids[0],
+        build=load_stages,
+        keep=keep,
+        logs=logs,
+        run_id=run_id,
+        orders=orders,
+    )
     return 0
+
+
+_PAUSE_OPTIONS = (
+    _option("worker_id", metavar="ID", help="the worker, as the configuration names it"),
+    _option(
+        "--address",
+        metavar="HOST:PORT",
+        help="where it listens, if several workers of that name are served here",
+    ),
+)
+
+
+@_command(
+    "free this machine of a worker for a while: its state goes to the run, its process ends",
+    """
+    hetero pause 1
+    hetero pause 1 --address 192.168.1.20:9999
+    """,
+    *_PAUSE_OPTIONS,
+)
+def _run_pause(arguments: argparse.Namespace) -> None:
+    from hetero_framework.commands.pause import pause
+
+    print(pause(arguments.worker_id, arguments.address))
+
+
+@_command(
+    "start a paused worker of this machine again; its run goes on by itself",
+    """
+    hetero resume 1
+    hetero resume 1 --address 192.168.1.20:9999
+    """,
+    *_PAUSE_OPTIONS,
+)
+def _run_resume(arguments: argparse.Namespace) -> None:
+    from hetero_framework.commands.pause import resume
+
+    print(resume(arguments.worker_id, arguments.address))
 
 
 @_command(

@@ -1,4 +1,4 @@
-"""Start and supervise the worker processes of one machine.
+"""Start the worker processes of one machine: the coordinator's own, and those of supervisor.py.
 
 A child's standard input is its life line: a pipe that only the parent holds open. When the parent
 ends in whatever way, on any system, it closes, and the child ends too.
@@ -27,7 +27,6 @@ from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import PeerLostError, ResourceError
-from hetero_framework.log import one_line
 
 WorkerId = int | str
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
@@ -36,13 +35,20 @@ _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
 
 
-def watch_parent(on_gone: Callable[[], None] | None = None) -> threading.Thread:
-    """In a supervised worker: call `on_gone` when the parent is gone (default: end the process)."""
+def watch_parent(
+    on_gone: Callable[[], None] | None = None,
+    on_order: Callable[[str], None] = lambda reason: None,
+) -> threading.Thread:
+    """In a supervised worker: call `on_gone` when the parent is gone (default: end the process),
+    and `on_order` with each line that the parent writes: why this process is to end."""
 
     def wait() -> None:
+        rest = b""
         with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
+            while data := os.read(0, 4096):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    on_order(line.decode("utf-8", "replace"))
         if on_gone is None:
             os._exit(PeerLostError.exit_code)  # the main thread may be deep inside a computation
         on_gone()
@@ -160,43 +166,6 @@ class LocalWorkers:
         _stop(processes, grace_s)
 
 
-def run_workers(
-    config: Config,
-    worker_ids: Sequence[WorkerId],
-    *,
-    keep: bool = False,
-    debug: bool = False,
-    program: Sequence[str] = PROGRAM,
-) -> int:
-    """Run several workers of this machine, one process each, until all have ended (0) or one fails
-    (its exit code). Their lines appear behind the worker's name. Raises ResourceError."""
-    processes: list[subprocess.Popen[bytes]] = []
-    printers: list[threading.Thread] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        for process in processes:
-            process.terminate()
-
-    # What is to end this process is to end them, in their own way.
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, pass_on) if is_main else None
-    try:
-        spawner = _Spawner(config, [*program, *["--keep"] * keep], debug=debug)
-        for worker_id in worker_ids:
-            process = spawner.spawn(worker_id, subprocess.PIPE)
-            processes.append(process)
-            printers.append(_print_lines(process, f"worker {worker_id} | "))
-        return _first_failure(processes)
-    except OSError as error:
-        raise ResourceError(f"cannot start the workers of this machine: {error}") from error
-    finally:
-        _stop(processes, timeouts.EXIT_S)
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-        for printer in printers:
-            printer.join(timeouts.STOP_S)  # a child of the worker's own may hold the pipe open
-
-
 @dataclass(frozen=True)
 class _Child:
     process: subprocess.Popen[bytes]
@@ -247,36 +216,6 @@ class _Spawner:
             start_new_session=os.name != "nt",
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
-
-
-def _print_lines(process: subprocess.Popen[bytes], prefix: str) -> threading.Thread:
-    """Copy a child's lines to our standard output behind `prefix`, in a thread."""
-    assert process.stdout is not None
-    output = process.stdout
-
-    def copy() -> None:
-        with output:
-            for line in output:
-                text = one_line(line.decode("utf-8", "replace").rstrip())
-                # One write per line keeps the lines of several workers whole.
-                with contextlib.suppress(OSError, ValueError):
-                    sys.stdout.write(f"{prefix}{text}\n")
-                    sys.stdout.flush()
-
-    thread = threading.Thread(target=copy, name=f"print {prefix}", daemon=True)
-    thread.start()
-    return thread
-
-
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ended (0) or one failed (its exit code)."""
-    while True:
-        codes = [process.poll() for process in processes]
-        if failed := next(filter(None, codes), None):
-            return failed if failed > 0 else PeerLostError.exit_code
-        if None not in codes:
-            return 0
-        time.sleep(timeouts.EXIT_TICK_S)
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 
+from hetero_framework.errors import HeteroError
+
 MAX_DEATHS = 5
 """So many deaths within WINDOW_S are too many: something is wrong that a restart does not cure."""
 WINDOW_S = 600.0
 MAX_PAUSE_S = 60.0
+
+
+def is_crash(code: int) -> bool:
+    """Whether a process that ended with this exit code (minus the number of a signal) may do better
+    when it is started again: it was killed, or met a bug. What ended in order, by wrong input, by
+    its identity or for lack of memory would end so again."""
+    return code < 0 or code == HeteroError.exit_code or code > 255  # Windows' own
 
 
 class RestartPolicy:

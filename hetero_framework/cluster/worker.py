@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 
 from hetero_framework import control, errors, log
 from hetero_framework.cluster import link_probe
+from hetero_framework.cluster.orders import Orders
 from hetero_framework.cluster.peer_links import PeerLinks
 from hetero_framework.cluster.permission import check_permitted
 from hetero_framework.config import Config, StageSpec, WorkerConfig
@@ -50,6 +50,7 @@ from hetero_framework.errors import (
     NetworkError,
     PeerLostError,
     ProtocolError,
+    StoppedEarly,
 )
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
@@ -63,7 +64,8 @@ _WORKING = (Phase.STEP, Phase.EVALUATION)
 
 
 class _Terminated(BaseException):
-    """This process was told to end, and nothing that would be lost is here."""
+    """This process was told to end, and nothing that would be lost is here, or it is to be at once;
+    its text is the reason."""
 
 
 @dataclass
@@ -156,17 +158,18 @@ def serve(
     keep: bool = False,
     logs: Path | None = None,
     run_id: str | None = None,
+    orders: Orders | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
 
     Log lines go to standard error and to the coordinator, events to `logs`/events.jsonl. With
-    `run_id` no other run is served. In the main thread SIGTERM is told to the coordinator, which
-    may save the run's state before this worker ends.
+    `run_id` no other run is served. In the main thread `orders`, signals among them, are told to
+    the coordinator, which may save the run's state before this worker ends.
 
     Raises NetworkError when the port is taken, DeviceError when the device is not there,
-    PeerLostError when a run was lost and nobody took it up again, and the run's own error, which
-    the coordinator has been told.
+    PeerLostError when a run was lost and nobody took it up again, StoppedEarly when it was told to
+    end, and the run's own error, which the coordinator has been told.
     """
     worker = Worker(config, worker_id, keep=keep, build=build, run_id=run_id)
     to_coordinator = log.Lines(worker.show_to_coordinator)
@@ -179,7 +182,7 @@ def serve(
     with (
         log.log_to(config.training.log_level, *handlers),
         failpoints.armed(f"worker-{worker_id}"),
-        worker.told_to_end(),
+        (orders or Orders()).obeyed_by(worker.told_to_end),
     ):
         worker.serve(should_stop)
 
@@ -200,6 +203,7 @@ class Worker:
         self._entry = config.worker(worker_id)
         self._only_run = run_id
         self._leave_by = math.inf
+        self._told: str | None = None  # why it is to end
         self._gone_since: float | None = None
         self._keep = keep
         self._build = build
@@ -248,38 +252,29 @@ class Worker:
                 self._report(failed)
                 _log.error("the run failed here: %s", failed.message)
                 self._leave()
-        except (KeyboardInterrupt, _Terminated) as error:
-            # Without this the coordinator would wait for a link that cannot come back.
-            how = "SIGTERM" if isinstance(error, _Terminated) else "Ctrl-C"
-            stopped = f"it was stopped on its own machine ({how})"
-            self._report(PeerLostError(stopped, hint="start it again there"))
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except _Terminated as ended:
+            # Else the coordinator would wait for a link that breaks.
+            if self._told is None:
+                self._told = str(ended)
+                with suppress(HeteroError, LinkGone):
+                    self._send(Message(m.Leaving(self._told)))
         finally:
             listener.close()
             if self._connection is not None:
                 self._connection.close()
             self._forget_run()
             acceptor.join()
+        if self._told is not None:
+            raise StoppedEarly(self._told, hint="started again, it serves the run as before")
 
-    @contextmanager
-    def told_to_end(self) -> Iterator[None]:
-        """Within the block SIGTERM ends the worker in order, a second one at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def told(number: int, frame: object) -> None:
-            if self._run is None or not self._run.started or self._leave_by < math.inf:
-                raise _Terminated
+    def told_to_end(self, reason: str, at_once: bool) -> None:
+        """In the main thread, between any two of its instructions: end in order, or at once. What
+        has nothing to hand over ends at once, too."""
+        if at_once or self._run is None or not self._run.started:
+            raise _Terminated(reason)
+        if self._leave_by == math.inf:
             self._leave_by = time.monotonic() + timeouts.HAND_OVER_S
-            self._later(self._on_told_to_end)
-
-        before = signal.signal(signal.SIGTERM, told)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+            self._later(self._on_told_to_end, reason)
 
     def _later(self, job: Callable[..., None], *args: Any) -> None:
         """Have the main thread do this, which alone touches the stages; callable from any."""
@@ -342,9 +337,10 @@ class Worker:
         if run is self._run:
             raise error
 
-    def _on_told_to_end(self) -> None:
-        _log.info("told to end (SIGTERM); the coordinator may save its state first")
-        self._send(Message(m.Leaving("it was stopped on its own machine (SIGTERM)")))
+    def _on_told_to_end(self, reason: str) -> None:
+        _log.info("%s; the coordinator may save its state first", reason)
+        self._told = reason
+        self._send(Message(m.Leaving(reason)))
 
     def _on_message(self, connection: Connection, message: Message, arrival: Any) -> None:
         body = message.body

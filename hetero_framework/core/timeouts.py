@@ -40,8 +40,10 @@ REDIAL_S = 60.0
 
 COORDINATOR_S = 1800.0
 """A worker without --keep waits so long for its coordinator to be started again."""
-HAND_OVER_S = 60.0
+HAND_OVER_S = 18.0
 """A worker that was told to end still serves its coordinator for so long."""
+RELEASE_S = 22.0
+"""A worker that was told to end has ended by then, in the middle of a computation if need be."""
 EXIT_S = 10.0
 """A process has so long to end in order before it is killed."""
 STOP_S = 2.0

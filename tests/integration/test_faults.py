@@ -478,28 +478,21 @@ def test_a_worker_that_is_killed_ends_the_run_and_it_resumes(make, whole, tmp_pa
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
-def test_a_worker_that_is_stopped_by_hand_says_so(make) -> None:
-    class Interrupt(SignalAt):
-        def act(self) -> None:
-            os.kill(pids(self)[0], signal.SIGINT)
-
-    notes = Interrupt(3)
-    with pytest.raises(PeerLostError, match=r"worker 1: it was stopped on its own") as raised:
-        train(with_own_worker(make("run", [2, 4])), progress=notes)
-    assert raised.value.hint.startswith("start it again there. Then ")
-    assert time.monotonic() - notes.acted < 8
-
-
-def test_a_worker_that_is_told_to_end_lets_the_run_save_its_state(make, whole, tmp_path) -> None:
-    """SIGTERM, as of a machine that shuts down: nothing is lost that was committed."""
+@pytest.mark.parametrize(
+    ("number", "shown"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+)
+def test_a_worker_that_is_told_to_end_lets_the_run_save_its_state(
+    number, shown, make, whole, tmp_path
+) -> None:
+    """As of a machine that shuts down, or by hand: nothing is lost that was committed."""
 
     class Terminate(SignalAt):
         def act(self) -> None:
-            os.kill(pids(self)[0], signal.SIGTERM)
+            os.kill(pids(self)[0], number)
 
     notes = Terminate(4)
     config = with_own_worker(make("run", [2, 4]))
-    with pytest.raises(StoppedEarly, match=r"worker 1 is leaving: .*SIGTERM") as raised:
+    with pytest.raises(StoppedEarly, match=rf"worker 1 is leaving: .*{shown}") as raised:
         train(config, progress=notes)
     assert time.monotonic() - notes.acted < 8
     assert raised.value.exit_code == 75

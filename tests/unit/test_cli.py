@@ -85,7 +85,7 @@ def test_supervised_worker_reads_its_life_line_after_the_imports(config_file: Pa
         "import os, sys\n"
         "from hetero_framework import cli\n"
         "from hetero_framework.cluster import local_workers\n"
-        "def watch():\n"
+        "def watch(**_):\n"
         "    os._exit(0 if {'torch', 'numpy', 'transformers'} <= set(sys.modules) else 1)\n"
         "local_workers.watch_parent = watch\n"
         "cli.main(['worker', '--supervised', '--worker-id', '1', '--config', sys.argv[1]])\n"
@@ -344,14 +344,18 @@ def test_ctrl_c_while_the_libraries_are_imported_waits_for_no_worker(
 def test_train_on_a_workers_machine_serves_that_worker(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import hetero_framework.cluster.worker as worker
+    from hetero_framework.cluster import supervisor
 
     calls: list[Any] = []
-    monkeypatch.setattr(worker, "serve", lambda config, number, **given: calls.append(number))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert cli.main(["train", "--config", str(config_file), "--worker-id", "1"]) == 0
-    assert cli.main(["worker", "--config", str(config_file)]) == 0
-    assert calls == [1, 1]
+
+    def run_workers(config: Any, ids: Any, **options: Any) -> int:
+        calls.append((ids, options["keep"]))
+        return 75
+
+    monkeypatch.setattr(supervisor, "run_workers", run_workers)
+    assert cli.main(["train", "--config", str(config_file), "--worker-id", "1"]) == 75
+    assert cli.main(["worker", "--keep", "--config", str(config_file)]) == 75
+    assert calls == [((1,), False), ((1,), True)]
     assert cli.main(["train", "--config", str(config_file), "--worker-id", "5"]) == 2
 
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero_framework.cluster.local_workers import LocalWorkers, describe_exit, run_workers
+from hetero_framework.cluster.local_workers import LocalWorkers, describe_exit
 from hetero_framework.config import Config
-from hetero_framework.core import timeouts
 from hetero_framework.errors import ResourceError
 from tests.samples import free_ports
 
@@ -227,41 +225,6 @@ def test_program_that_cannot_be_started_is_a_resource_error(config: Config) -> N
     workers = LocalWorkers(config, (1,), program=["/does/not/exist"])
     with pytest.raises(ResourceError, match="cannot start the workers"):
         workers.start()
-
-
-def test_run_workers_prints_lines_behind_names_and_returns_zero(
-    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run_workers(config, (1, 2), program=program("done")) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert sorted(line.split(" with ")[0] for line in lines) == [
-        "worker 1 | hello from 1",
-        "worker 2 | hello from 2",
-    ]
-
-
-def test_run_workers_does_not_wait_for_what_a_worker_left_behind(
-    config: Config,
-    program: Any,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(timeouts, "STOP_S", 0.1)
-    before = set(threading.enumerate())
-    assert run_workers(config, (1,), program=program("outlived")) == 0
-    (printer,) = set(threading.enumerate()) - before
-    psutil.Process(int(capfd.readouterr().out.split()[-1])).kill()
-    printer.join(10.0)
-    assert not printer.is_alive()
-
-
-def test_run_workers_stops_the_others_when_one_fails(
-    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    begin = time.monotonic()
-    assert run_workers(config, (1, 2), program=program("fail")) == 6
-    assert time.monotonic() - begin < 30  # worker 1 alone would sleep for a minute
-    assert "worker 2 | the reason" in capfd.readouterr().out
 
 
 def test_exit_codes_and_signals_have_words() -> None:

@@ -50,7 +50,13 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.core.session import Phase
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+from hetero_framework.errors import (
+    HeteroError,
+    NetworkError,
+    PeerLostError,
+    ProtocolError,
+    StoppedEarly,
+)
 from tests.framed import framed
 from tests.samples import free_ports
 
@@ -471,8 +477,8 @@ def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:
 
 def tell_to_end(served: Served) -> None:
     """What the handler of SIGTERM does."""
-    served._worker._leave_by = time.monotonic() + WAIT_S
-    served._worker._later(served._worker._on_told_to_end)
+    wait_until(lambda: served._worker._run is not None and served._worker._run.started)
+    served._worker.told_to_end("it was stopped on its own machine (SIGTERM)", False)
 
 
 def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> None:
@@ -484,7 +490,7 @@ def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> Non
     coordinator.expect(Aborted)
     coordinator.send(Bye("the run was stopped"))
     assert served.ended()
-    assert served.error is None
+    assert isinstance(served.error, StoppedEarly)
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -498,7 +504,7 @@ def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: boo
     else:
         served._worker._leave_by = 0.0
     assert served.ended()
-    assert served.error is None
+    assert isinstance(served.error, StoppedEarly)
 
 
 # ---- where it listens

@@ -1,0 +1,85 @@
+"""What tells a worker process to end: signals, and the lines that its supervisor writes to it."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hetero_framework.core import timeouts
+from hetero_framework.errors import StoppedEarly
+
+SIGNALS = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "SIGHUP", "SIGBREAK": "Ctrl-Break"}
+"""Those that end a process in order, and what a user knows them as."""
+
+
+def stop_signals() -> dict[int, str]:
+    """Numbers and names of `SIGNALS` on this system, without those that are to be ignored: `nohup`
+    has SIGHUP ignored, and means it."""
+    found = {
+        getattr(signal, name): shown for name, shown in SIGNALS.items() if hasattr(signal, name)
+    }
+    return {n: shown for n, shown in found.items() if signal.getsignal(n) is not signal.SIG_IGN}
+
+
+def stopped_by(shown: str) -> str:
+    """Why a worker leaves that was stopped by a signal, in words for the coordinator."""
+    return f"it was stopped on its own machine ({shown})"
+
+
+class Orders:
+    """Hands on what this process is told. The same order over both ways is one; a second signal
+    means at once."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._by_parent = False
+        self._signals = 0
+
+    def from_parent(self, reason: str) -> None:
+        """A line of the supervisor, in the thread that reads them."""
+        if self._reason is None:
+            self._reason, self._by_parent = reason, True
+            # Does nothing before `obeyed_by`, which looks for itself.
+            _thread.interrupt_main(signal.SIGTERM)
+
+    @contextmanager
+    def obeyed_by(self, told: Callable[[str, bool], None]) -> Iterator[None]:
+        """Within the block `told(reason, at_once)` is called for each order, in the main thread
+        between any two of its instructions; it may raise. The process ends RELEASE_S after the
+        first, whatever it does then."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        watchdog = threading.Timer(timeouts.RELEASE_S, os._exit, (StoppedEarly.exit_code,))
+        watchdog.daemon = True
+
+        def obey(at_once: bool) -> None:
+            assert self._reason is not None
+            if watchdog.ident is None:
+                watchdog.start()
+            told(self._reason, at_once)
+
+        def note(number: int, frame: object) -> None:
+            if self._by_parent:
+                self._by_parent = False
+            else:
+                self._signals += 1
+                self._reason = self._reason or stopped_by(shown[number])
+            obey(self._signals > 1)
+
+        shown = stop_signals()
+        before: dict[int, Any] = {number: signal.signal(number, note) for number in shown}
+        try:
+            if self._by_parent:  # it came while the libraries were imported
+                self._by_parent = False
+                obey(False)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            watchdog.cancel()

@@ -1,0 +1,140 @@
+"""Pausing a worker for the owner of its machine: the files by which `hetero pause` and a supervisor
+understand each other, in the user's own cache directory.
+
+A supervisor holds a worker's lock for as long as it lives and keeps its state in a file beside it.
+A third file is there while the worker is wanted to pause; so it stays paused over a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hetero_framework.core.cache import cache_directory
+from hetero_framework.core.files import write_file
+from hetero_framework.errors import UserError
+
+_LOCK_S = 2.0  # `hetero pause` holds a lock for a moment when it looks whether anybody else does
+
+
+class State(Enum):
+    """What a supervised worker does."""
+
+    RUNNING = "running"
+    LEAVING = "leaving"
+    PAUSED = "paused"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A supervised worker as its file tells it; `freed_bytes` is what it had before it paused."""
+
+    id: str
+    address: str
+    pid: int
+    state: str = State.RUNNING.value
+    freed_bytes: int = 0
+    machine: str = field(default_factory=platform.node)  # homes may be shared by machines
+
+
+class Desk:
+    """The files of one worker of this machine."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory
+        self._lock = FileLock(directory / f"{name}.lock", mode=0o600)
+        self._state = directory / f"{name}.json"
+        self._wish = directory / f"{name}.pause"
+
+    # -- the supervisor's side ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def held(self, worker: Worker) -> Iterator[None]:
+        """Be the supervisor of this worker. Raises UserError when there is another one; a directory
+        that cannot be written only means that nobody can ask for a pause."""
+        with contextlib.suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._lock.acquire(timeout=_LOCK_S)
+        except Timeout:
+            other = self.worker()
+            who = f"process {other.pid}" if other is not None else "another process"
+            raise UserError(
+                f"worker {worker.id} at {worker.address} is served on this machine already ({who})",
+                hint="one is enough; end that one first",
+            ) from None
+        except (OSError, NotImplementedError):  # the latter where the file system has no locks
+            yield
+            return
+        try:
+            self.tell(worker)
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._state.unlink(missing_ok=True)
+            self._lock.release()
+
+    def tell(self, worker: Worker) -> None:
+        """Say what the worker does now."""
+        with contextlib.suppress(OSError):
+            write_file(self._state, json.dumps(asdict(worker)).encode())
+            self._state.chmod(0o600)
+
+    def is_pause_wanted(self) -> bool:
+        return self._wish.exists()
+
+    # -- the owner's side -----------------------------------------------------------------------
+
+    def worker(self) -> Worker | None:
+        """The worker, as its supervisor last told; None where the file is absent or damaged."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Worker(**json.loads(self._state.read_bytes()))
+        return None
+
+    def is_held(self) -> bool:
+        """Whether its supervisor lives."""
+        try:
+            with self._lock.acquire(timeout=0):
+                return False
+        except Timeout:
+            return True
+        except (OSError, NotImplementedError):
+            return False
+
+    def want_pause(self, wanted: bool) -> bool:
+        """Have the worker paused, or no longer; whether that was not so before. Raises OSError."""
+        before = self._wish.exists()
+        if wanted and not before:
+            os.close(os.open(self._wish, os.O_CREAT | os.O_WRONLY, 0o600))
+        elif not wanted:
+            self._wish.unlink(missing_ok=True)
+        return before is not wanted
+
+
+def desk_of(worker: Worker) -> Desk | None:
+    """The files of a worker of this machine; None where the user has no cache directory."""
+    if (directory := cache_directory()) is None:
+        return None
+    key = json.dumps([worker.machine, worker.id, worker.address])
+    return Desk(directory / "workers", hashlib.sha256(key.encode()).hexdigest()[:32])
+
+
+def supervised(worker_id: str) -> list[tuple[Desk, Worker]]:
+    """The workers of this id whose supervisors run on this machine, for this user."""
+    directory, machine = cache_directory(), platform.node()
+    files = sorted((directory / "workers").glob("*.json")) if directory is not None else []
+    desks = [Desk(file.parent, file.stem) for file in files]
+    found = [(desk, worker) for desk in desks if (worker := desk.worker()) is not None]
+    here = [
+        (d, worker) for d, worker in found if (worker.id, worker.machine) == (worker_id, machine)
+    ]
+    return [(desk, worker) for desk, worker in here if desk.is_held()]

@@ -1,0 +1,77 @@
+"""`hetero pause` and `hetero resume`: a machine's owner takes it back for a while, and gives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hetero_framework import units
+from hetero_framework.cluster.pausing import Desk, State, Worker, supervised
+from hetero_framework.core import timeouts
+from hetero_framework.errors import PeerLostError, UserError
+
+_PATIENCE_S = timeouts.RELEASE_S + timeouts.EXIT_S
+
+
+def pause(worker_id: str, address: str | None = None) -> str:
+    """Have a worker of this machine let go of its run and its memory; what there is to say of it.
+    Raises UserError when none of that name is served here, PeerLostError when it does not."""
+    desk, worker = _find(worker_id, address)
+    if not _want(desk, True) and worker.state == State.PAUSED.value:
+        return f"worker {worker_id} is paused already; it goes on after: hetero resume {worker_id}"
+    paused = _await(desk, worker, lambda found: found.state == State.PAUSED.value)
+    freed = f" ({units.size(paused.freed_bytes)} of it)" * (paused.freed_bytes > 0)
+    return (
+        f"worker {worker_id} is paused: its process has ended, its memory{freed} and its device "
+        f"are free\nit goes on after: hetero resume {worker_id}"
+    )
+
+
+def resume(worker_id: str, address: str | None = None) -> str:
+    """Have a paused worker of this machine started again. Raises as `pause` does."""
+    desk, worker = _find(worker_id, address)
+    if not _want(desk, False) and worker.state == State.RUNNING.value:
+        return f"worker {worker_id} is not paused"
+    _await(desk, worker, lambda found: found.state == State.RUNNING.value)
+    return f"worker {worker_id} is started again; its run goes on when it is ready"
+
+
+def _find(worker_id: str, address: str | None) -> tuple[Desk, Worker]:
+    """The one that is meant."""
+    found = supervised(worker_id)
+    if address is not None:
+        found = [(desk, worker) for desk, worker in found if worker.address == address]
+    where = f" at {address}" if address is not None else ""
+    if not found:
+        raise UserError(
+            f"no worker {worker_id}{where} is served on this machine by this user",
+            hint="it is paused where it runs: on its machine, as the user who started hetero worker"
+            " or hetero train there. Workers of the coordinator's own machine end with the run",
+        )
+    if len(found) > 1:
+        addresses = ", ".join(worker.address for _, worker in found)
+        raise UserError(
+            f"several workers {worker_id} are served on this machine: {addresses}",
+            hint="say which one: --address HOST:PORT",
+        )
+    return found[0]
+
+
+def _want(desk: Desk, paused: bool) -> bool:
+    try:
+        return desk.want_pause(paused)
+    except OSError as error:
+        raise UserError(f"cannot tell the worker's supervisor: {error}") from error
+
+
+def _await(desk: Desk, before: Worker, is_done: Callable[[Worker], bool]) -> Worker:
+    """The worker's state once it is as it should be."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not ((found := desk.worker()) is not None and is_done(found)):
+        if time.monotonic() > deadline or not desk.is_held():
+            raise PeerLostError(
+                f"the supervisor of worker {before.id} (process {before.pid}) does not answer",
+                hint="look at its screen; the wish stays, and it is granted when it is started",
+            )
+        time.sleep(timeouts.TICK_S)
+    return found

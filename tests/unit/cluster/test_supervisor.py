@@ -1,0 +1,428 @@
+"""The supervisor with real children: workers in miniature that take the real one's options."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hetero_framework.cluster import kernel_word, supervisor
+from hetero_framework.cluster.pausing import supervised
+from hetero_framework.cluster.restarts import RestartPolicy
+from hetero_framework.cluster.supervisor import run_workers
+from hetero_framework.commands.pause import pause, resume
+from hetero_framework.config import Config
+from hetero_framework.core import timeouts
+from hetero_framework.errors import PeerLostError, UserError
+from tests.samples import free_ports
+
+ROOT = Path(__file__).resolve().parents[3]
+WAIT_S = 60.0
+posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+
+# It ends in order with the base directory's file "finish", and writes its process id there.
+STAND_IN = """
+import argparse, os, pathlib, subprocess, sys, threading, time
+from hetero_framework.cluster.local_workers import watch_parent
+parser = argparse.ArgumentParser()
+parser.add_argument("behaviour")
+parser.add_argument("--supervised", action="store_true")
+parser.add_argument("--keep", action="store_true")
+parser.add_argument("--debug", action="store_true")
+parser.add_argument("--config")
+parser.add_argument("--base-dir")
+parser.add_argument("--worker-id")
+options = parser.parse_args()
+behaviour, place = options.behaviour, pathlib.Path(options.base_dir)
+told = threading.Event()
+def hear(reason):
+    print("told:", reason, flush=True)
+    told.set()
+watch_parent(on_order=(lambda reason: None) if behaviour == "deaf" else hear)
+print(f"hello from {options.worker_id} with keep {options.keep}", flush=True)
+with (place / f"starts-{options.worker_id}").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+if behaviour == "done":
+    sys.exit(0)
+if behaviour == "outlived":
+    code = "import time; time.sleep(60)"  # it is killed
+    print("left", subprocess.Popen([sys.executable, "-c", code]).pid, flush=True)
+    sys.exit(0)
+if behaviour == "fail" and options.worker_id == "2":
+    print("the reason", flush=True)
+    sys.exit(6)
+while not (place / "finish").exists():
+    if told.wait(0.02):
+        sys.exit(75)
+"""
+
+
+class Served:
+    """`run_workers` in a thread."""
+
+    def __init__(self, config: Config, program: list[str], ids: tuple[int, ...] = (1,)) -> None:
+        self.config = config
+        self.code: int | None = None
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(program, ids), name="supervised")
+        self._thread.start()
+
+    def _run(self, program: list[str], ids: tuple[int, ...]) -> None:
+        try:
+            self.code = run_workers(self.config, ids, program=program)
+        except Exception as error:
+            self.error = error
+
+    def starts(self, worker_id: int = 1) -> list[int]:
+        """Process ids of the worker's processes so far."""
+        file = self.config.base_dir / f"starts-{worker_id}"
+        return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+    def started(self, number: int, worker_id: int = 1) -> int:
+        """Wait for its so-many-th process."""
+        wait_until(lambda: len(self.starts(worker_id)) >= number or not self._thread.is_alive())
+        return self.starts(worker_id)[number - 1]
+
+    def finish(self) -> None:
+        """Have the workers end in order."""
+        (self.config.base_dir / "finish").touch()
+        self.ended()
+
+    def ended(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)  # nothing announces what a process does
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str], list[str]]:
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN, encoding="utf-8")
+    bug = [sys.executable, "-c", "print('AssertionError: the last line'); raise SystemExit(1)"]
+    return lambda behaviour: bug if behaviour == "bug" else [sys.executable, str(script), behaviour]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    workers = [{"id": i, "ip": "127.0.0.1", "port": free_ports(1)[0]} for i in (1, 2)]
+    return Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1"},
+            "workers": workers,
+            "shard_plan": [{"id": i or "local", "start": i, "end": i + 1} for i in range(3)],
+            "training": {"output_dir": "out"},
+        },
+        tmp_path,
+    )
+
+
+@pytest.fixture
+def serve(config: Config, program: Any) -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def start(behaviour: str, ids: tuple[int, ...] = (1,)) -> Served:
+        made.append(Served(config, program(behaviour), ids))
+        return made[-1]
+
+    yield start
+    for served in made:
+        served.finish()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses before a restart take hundredths of a second."""
+
+    class Quick(RestartPolicy):
+        def died(self, now_s: float) -> float | None:
+            pause_s = super().died(now_s)
+            return None if pause_s is None else pause_s / 100
+
+    monkeypatch.setattr(supervisor, "RestartPolicy", Quick)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def events(config: Config) -> list[dict[str, Any]]:
+    file = config.output_dir / "logs" / "events.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+# ---- lines and exit codes
+
+
+def test_lines_appear_behind_names_and_the_end_in_order_is_zero(
+    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_workers(config, (1, 2), program=program("done")) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(line.split(" with ")[0] for line in lines) == [
+        "worker 1 | hello from 1",
+        "worker 2 | hello from 2",
+    ]
+
+
+def test_lines_of_a_single_worker_need_no_name(
+    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_workers(config, (1,), keep=True, program=program("done")) == 0
+    assert capfd.readouterr().err == "hello from 1 with keep True\n"
+
+
+def test_what_a_worker_left_behind_is_not_waited_for(
+    config: Config,
+    program: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeouts, "STOP_S", 0.1)
+    before = set(threading.enumerate())
+    assert run_workers(config, (1,), program=program("outlived")) == 0
+    (printer,) = set(threading.enumerate()) - before
+    psutil.Process(int(capfd.readouterr().err.split()[-1])).kill()
+    printer.join(10.0)
+    assert not printer.is_alive()
+
+
+def test_a_worker_that_fails_for_good_stops_the_others(
+    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_workers(config, (1, 2), program=program("fail")) == 6
+    said = capfd.readouterr().err
+    assert "worker 2 | the reason" in said
+    assert said.count("hello from 2") == 1  # lack of memory would come again
+
+
+# ---- restarts
+
+
+@posix
+def test_a_killed_worker_is_started_again(
+    serve: Any, config: Config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    served = serve("wait")
+    first = served.started(1)
+    os.kill(first, signal.SIGKILL)
+    assert served.started(2) != first
+    served.finish()
+    assert served.code == 0
+    assert len(served.starts()) == 2
+    said = capfd.readouterr().err
+    assert re.search(r"worker 1: it ended with signal SIGKILL \(.*out of memory.*; it is", said)
+    (restart,) = events(config)
+    assert (restart["what"], restart["worker"]) == ("worker restarted", 1)
+    assert restart["process"] == "supervisor"
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(serve: Any, config: Config) -> None:
+    served = serve("bug")
+    served.ended()
+    assert isinstance(served.error, PeerLostError)
+    assert served.error.exit_code == 4
+    assert "worker 1 has died 5 times in ten minutes; it ended with exit code 1" in str(
+        served.error
+    )
+    assert "AssertionError: the last line" in str(served.error)
+    assert [entry["what"] for entry in events(config)] == ["worker restarted"] * 4
+
+
+def test_the_kernel_is_asked_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters, messages = tmp_path / "vmstat", tmp_path / "kmsg"
+    monkeypatch.setattr(kernel_word, "_COUNTERS", counters)
+    monkeypatch.setattr(kernel_word, "_MESSAGES", messages)
+    assert kernel_word.out_of_memory_kills() is None
+    assert kernel_word.on_kill(7, None) == "out of memory, as a rule"
+    counters.write_text("pgfault 1\noom_kill 3\n")
+    assert kernel_word.out_of_memory_kills() == 3
+    assert "none ended for that" in kernel_word.on_kill(7, 3)
+    assert "counts a process ended for that" in kernel_word.on_kill(7, 2)
+    messages.write_text("3,1,1,-;Out of memory: Killed process 7 (python) total-vm:9kB\n rest\n")
+    text = "out of memory; the kernel: Out of memory: Killed process 7 (python) total-vm:9kB"
+    assert kernel_word.on_kill(7, 3) == text
+    assert "none ended for that" in kernel_word.on_kill(77, 3)
+
+
+# ---- the parent's own end
+
+PARENT = """
+import json, sys
+from hetero_framework.config import Config
+from hetero_framework.cluster.supervisor import run_workers
+raw, base, program = json.loads(sys.argv[1])
+sys.exit(run_workers(Config.from_dict(raw, base), (1, 2), program=program))
+"""
+
+
+@pytest.fixture
+def parent(
+    config: Config, program: Any, tmp_path: Path
+) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """A supervisor in a process of its own; both workers have begun."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT, encoding="utf-8")
+    made: list[subprocess.Popen[str]] = []
+
+    def start(behaviour: str) -> subprocess.Popen[str]:
+        argument = json.dumps([config.to_dict(), str(tmp_path), program(behaviour)])
+        made.append(
+            subprocess.Popen(
+                [sys.executable, str(script), argument],
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        )
+        wait_until(lambda: all((tmp_path / f"starts-{i}").exists() for i in (1, 2)))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def workers_of(tmp_path: Path) -> list[int]:
+    return [int((tmp_path / f"starts-{i}").read_text()) for i in (1, 2)]
+
+
+@posix
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP"), (signal.SIGINT, "Ctrl-C")]
+    if os.name != "nt"
+    else [],
+)
+def test_a_signal_is_told_to_the_workers_and_the_code_is_75(
+    parent: Any, tmp_path: Path, number: signal.Signals, shown: str
+) -> None:
+    process = parent("wait")
+    process.send_signal(number)
+    _, said = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 75
+    for worker in (1, 2):
+        assert f"worker {worker} | told: it was stopped on its own machine ({shown})" in said
+    assert not any(map(is_running, workers_of(tmp_path)))
+
+
+@posix
+def test_a_second_signal_ends_all_at_once(parent: Any, tmp_path: Path) -> None:
+    process = parent("deaf")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=timeouts.RELEASE_S - 5)
+    assert process.returncode == 75
+    wait_until(lambda: not any(map(is_running, workers_of(tmp_path))))
+
+
+def test_workers_end_with_a_supervisor_that_is_killed(parent: Any, tmp_path: Path) -> None:
+    process = parent("wait")
+    process.kill()
+    wait_until(lambda: not any(map(is_running, workers_of(tmp_path))))
+
+
+# ---- pausing
+
+
+def test_a_paused_worker_is_gone_until_it_is_resumed(
+    serve: Any, cache: Path, capfd: pytest.CaptureFixture[str], config: Config
+) -> None:
+    served = serve("wait")
+    first = served.started(1)
+    said = pause("1")
+    assert "worker 1 is paused: its process has ended, its memory (" in said
+    assert not is_running(first)
+    assert "paused already" in pause("1", f"127.0.0.1:{config.worker(1).port}")
+    assert served.starts() == [first]
+    assert "started again" in resume("1")
+    assert served.started(2) != first
+    assert resume("1") == "worker 1 is not paused"
+    served.finish()
+    assert served.code == 0
+    shown = capfd.readouterr().err
+    assert "told: paused by its owner" in shown
+    assert "it goes on after: hetero resume 1" in shown
+    assert [entry["what"] for entry in events(config)] == ["worker paused", "worker resumed"]
+    with pytest.raises(UserError, match="no worker 1 is served on this machine"):
+        resume("1")
+    if os.name != "nt":
+        assert all(file.stat().st_mode & 0o077 == 0 for file in (cache / "workers").iterdir())
+
+
+def test_a_worker_that_does_not_let_go_is_ended(
+    serve: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "RELEASE_S", 0.2)
+    monkeypatch.setattr(timeouts, "STOP_S", 0.2)
+    served = serve("deaf")
+    first = served.started(1)
+    assert "is paused" in pause("1")
+    assert not is_running(first)
+    resume("1")
+    served.started(2)
+
+
+def test_a_pause_outlives_the_supervisor(
+    serve: Any, parent: Any, cache: Path, tmp_path: Path
+) -> None:
+    process = parent("wait")
+    pause("2")
+    process.kill()
+    process.wait()
+    with pytest.raises(UserError, match="no worker 2 is served"):
+        pause("2")
+    served = serve("wait", (2,))
+    wait_until(lambda: supervised("2"))
+    assert "paused already" in pause("2")
+    resume("2")
+    served.started(2, 2)  # the first was the killed supervisor's
+
+
+def test_a_worker_is_served_once(serve: Any, cache: Path, config: Config, program: Any) -> None:
+    served = serve("wait")
+    served.started(1)
+    with pytest.raises(UserError, match=rf"served on this machine already \(process {os.getpid()}"):
+        run_workers(config, (1,), program=program("wait"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_pause_without_a_supervisor_says_so() -> None:
+    with pytest.raises(UserError, match=r"no worker 1 at 10\.0\.0\.1:9 is") as raised:
+        pause("1", "10.0.0.1:9")
+    assert raised.value.exit_code == 2
+
+
+def test_without_a_cache_directory_a_worker_runs_all_the_same(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "file" / "below"))
+    serve("wait").started(1)
