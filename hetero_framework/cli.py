@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import logging
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework import errors
+from hetero_framework import errors, versions
 from hetero_framework._version import __version__
 from hetero_framework.errors import HeteroError, StoppedEarly, UserError
 from hetero_framework.log import Lines, log_to, one_line, printable, set_level, to_stderr
@@ -26,20 +27,30 @@ from hetero_framework.log import Lines, log_to, one_line, printable, set_level, 
 DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT
 _MAX_MESSAGE_LINES = 40
+_ANY_VERSION = ("doctor", "schema", "init")  # they work without the libraries, or say what they are
 _log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    _use_utf8()
+    _prepare_screens()
     parser = build_parser()
-    arguments, unknown = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = _did_you_mean(words[0], COMMANDS)
+        parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:  # said with the usage of the command, not with that of all commands
-        getattr(arguments, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        own = getattr(arguments, "parser", parser)
+        options = [name for action in own._actions for name in action.option_strings]
+        near = _did_you_mean(unknown[0].partition("=")[0], options)
+        own.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if arguments.command is None:
         parser.print_help()
         return 2
     try:
+        if arguments.command not in _ANY_VERSION:
+            versions.check()
         with log_to("INFO", Lines(to_stderr)):
             code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
@@ -65,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{type(error).__name__}: {error}\n  This is a bug; run with --debug for details."
         )
         return HeteroError.exit_code
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -672,8 +688,11 @@ def _say_error(message: str, kind: str = "error") -> None:
         print(f"hetero: {kind}: " + "\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _use_utf8() -> None:
-    """Let file names and model names print anywhere; a console's own encoding may lack them."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+def _prepare_screens() -> None:
+    """Let file names and model names print anywhere: a console's own encoding may lack them, and a
+    process may have been started without any screen (`1>&-`, a service)."""
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

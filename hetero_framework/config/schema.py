@@ -44,6 +44,7 @@ from hetero_framework.config.section import (
     WorkerId,
     with_unit,
 )
+from hetero_framework.config.texts import text_problems
 from hetero_framework.errors import ConfigError, PlanError
 
 COORDINATOR_PORT = 9998
@@ -103,8 +104,11 @@ class WorkerConfig(Machine):
     def _id_is_usable(cls, value: int | str) -> int | str:
         if value == "local":
             raise ValueError('"local" names the coordinator; give the worker another id')
-        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value):
-            raise ValueError("an id has 1 to 64 letters, digits, '.', '_' or '-'")
+        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", value):
+            raise ValueError(
+                "an id has 1 to 64 letters, digits, '.', '_' or '-', and begins with neither '.'"
+                " nor '-'"
+            )
         if isinstance(value, int) and value < 0:
             raise ValueError("a worker id is not negative")
         return value
@@ -514,11 +518,13 @@ class Config(Section):
         """Validate a dictionary as of JSON; relative paths start at `base_dir`, else at the current
         directory. Raises ConfigError with all problems, PlanError when all are in the plan."""
         valid: dict[str, Any] = {}
-        problems = []
+        problems = list(text_problems(raw))
         try:
             config = cls.model_validate_json(json.dumps(raw, default=_json), context=valid)
         except ValidationError as error:
-            problems = problems_of(error.errors(include_url=False), cls, raw)
+            known = {problem.path for problem in problems}
+            found = problems_of(error.errors(include_url=False), cls, raw)
+            problems += [problem for problem in found if problem.path not in known]
         if problems := [*problems, *_disagreements(valid)]:
             in_plan = all(problem.path.startswith("shard_plan") for problem in problems)
             raise (PlanError if in_plan else ConfigError)(report(name, problems))

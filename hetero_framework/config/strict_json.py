@@ -5,6 +5,7 @@ The standard reader accepts duplicate keys and NaN silently; both are refused he
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from hetero_framework.errors import ConfigError
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 _SHOWN_COLUMNS = 100
+_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(?=\s*:)|"(?:[^"\\]|\\.)*"|[{}\[\],]')
 _YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
 
 
@@ -39,7 +41,9 @@ def parse_json_object(content: bytes, *, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name} holds a number that cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name} must hold one JSON object {{...}}, but holds {json_type(value)}")
-    faults = list(_faults(value, ""))
+    faults = list(_faults(value, "", text))
+    if len(faults) == 1:
+        raise ConfigError(f"{name}: {faults[0]}")
     if faults:
         raise ConfigError(f"{name} is not acceptable:\n" + "\n".join(f"  {f}" for f in faults[:20]))
     return value
@@ -143,16 +147,38 @@ def _describe(error: json.JSONDecodeError, text: str, name: str) -> str:
     )
 
 
-def _faults(value: Any, path: str) -> Iterator[str]:
+def _faults(value: Any, path: str, text: str) -> Iterator[str]:
     """Rejects what the standard reader accepts: repeated keys and non-finite numbers."""
     if isinstance(value, _Object):
         for key in value.repeated:
-            yield f'{join_path(path, key)}: the key "{key}" is given twice; keep one'
+            here = join_path(path, key)
+            lines = " and ".join(map(str, _lines_of_key(text, here)))
+            yield f'{here}: the key "{key}" is given twice (lines {lines}); keep one'
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _faults(item, join_path(path, key))
+            yield from _faults(item, join_path(path, key), text)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _faults(item, join_path(path, index))
+            yield from _faults(item, join_path(path, index), text)
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{path}: the number is not finite (NaN, Infinity or too large)"
+
+
+def _lines_of_key(text: str, wanted: str) -> list[int]:
+    """The lines in which the key at the path `wanted` stands, of text that is valid JSON."""
+    lines: list[int] = []
+    path: list[str | int] = []  # of the value that comes next
+    for token in _TOKEN.finditer(text):
+        mark = token[0]
+        if mark in "{[":
+            path.append("" if mark == "{" else 0)
+        elif mark in "}]":
+            path.pop()
+        elif mark == ",":
+            if isinstance(last := path[-1], int):
+                path[-1] = last + 1
+        elif token[1] is not None:  # a key: a text with a colon behind it
+            path[-1] = json.loads(token[1])
+            if functools.reduce(join_path, path, "") == wanted:
+                lines.append(text.count("\n", 0, token.start()) + 1)
+    return lines

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hetero_framework.core import timeouts
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.stream import PlainStream
 from hetero_framework.errors import NetworkError
 
@@ -160,7 +160,10 @@ def _explain_listen(error: OSError, host: str, port: int) -> NetworkError:
         hint = 'give an IP address of this machine in its entry\'s "ip"'
     elif error.errno == errno.EADDRNOTAVAIL:
         what = f"this machine does not have the address {host}"
-        hint = "change this entry's \"ip\" in the configuration to one of this machine's addresses"
+        hint = (
+            "change this entry's \"ip\" in the configuration to one of this machine's addresses; it"
+            f" has {', '.join(addresses.local_addresses()[:6])}"
+        )
     elif error.errno in (errno.EACCES, errno.EPERM):
         what, hint = "not permitted", 'ports below 1024 need special rights; choose a higher "port"'
     return NetworkError(f"cannot listen on {host}:{port}: {what}", hint=hint)

@@ -141,6 +141,16 @@ def _chat_template(data: DataConfig, config: Config) -> str | None:
         raise DataError(f"data.chat_template_path: cannot read {path}: {error}") from error
 
 
+def _twice(name: str, sources: list[Source]) -> Iterator[str]:
+    """A warning for each file that is named again: its examples count twice."""
+    seen: set[Path] = set()
+    for source in sources:
+        path = Path(source.name) if source.path is None else source.path.resolve()
+        if path in seen:
+            yield f"warning: data.{name} names {source.name} twice; its examples are trained twice"
+        seen.add(path)
+
+
 @dataclass
 class _Reader:
     """Reads one set of examples after another with the same options."""
@@ -154,6 +164,7 @@ class _Reader:
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples:
         sources = find_sources(spec, self.base_dir)
+        self.report += _twice(name, sources)
         own = self.data.model_dump(exclude={"train", "eval"})
         settings = [name, split, own, self.chat_template, self.vocab_size]
         entry = find_entry(sources, self.tokenizer, settings)

@@ -48,6 +48,8 @@ def _where(config: Config) -> tuple[str, str | None]:
         return str(folder), None
     if folder.exists():
         raise DataError(f"{name} is a file; a tokenizer is a folder", hint=_HINT)
+    if name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
+        raise DataError(f"there is no folder {folder} with a tokenizer", hint=_HINT)
     return name, None if model.tokenizer else model.revision
 
 

@@ -19,6 +19,7 @@ LAYERS = {
     "units": 0,
     "log": 1,
     "repository": 1,
+    "versions": 1,
     "core": 2,
     "control": 3,
     "config": 3,

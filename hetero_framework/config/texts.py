@@ -1,0 +1,38 @@
+"""Texts that do not belong into the file, whatever setting they are given to: secrets, since the
+file is copied to every machine, and characters that no name or path has."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+from hetero_framework.config.problems import Problem
+from hetero_framework.config.strict_json import join_path
+
+_SECRET_KEY = re.compile(r"((hf|hub|api|auth|access|use_auth)_)?(token|key)|password|secret")
+_SECRET = re.compile(r"-----BEGIN [A-Z ]+-----|\b(hf|api_org|sk)_[A-Za-z0-9]{30,}\b")
+_ELSEWHERE = (
+    "; this file is copied to every machine and shown in messages. Log in with `hf auth login`, or"
+    " set HF_TOKEN where the process starts"
+)
+# A token of the tokenizer may well be a line feed; these sections are handed on as they are.
+_FREE = re.compile(r"data\.(eos|pad)_token|(data|training)\.\w+_kwargs|model\.from_config")
+
+
+def text_problems(raw: Any) -> Iterator[Problem]:
+    """What no text in the file may be. The texts themselves are not repeated: they may be keys."""
+    waiting: list[tuple[str, str | int, Any]] = [("", "", raw)]
+    while waiting:
+        path, name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(join_path(path, str(key)), str(key), item) for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            waiting += [(join_path(path, i), name, item) for i, item in enumerate(value)]
+        elif not isinstance(value, str) or _FREE.match(path):
+            continue
+        elif _SECRET_KEY.fullmatch(str(name)) or _SECRET.search(value):
+            yield Problem(path, f"holds a secret, or is meant to{_ELSEWHERE}")
+        elif any(unicodedata.category(char) == "Cc" for char in value):
+            yield Problem(path, "holds a control character, which no name and no path has")

@@ -1,0 +1,52 @@
+"""Whether the Python and the packages here are as new as this package says it needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+from hetero_framework.errors import UserError
+
+PACKAGE = "hetero-framework"
+LIBRARIES = ("torch", "transformers", "peft")
+"""Those whose version decides whether anything works at all."""
+
+
+def too_old() -> list[tuple[str, str, str]]:
+    """(name, versions needed, version here) of Python and of LIBRARIES where they are too old or
+    absent; nothing where this package is not installed but run from its sources."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        about = importlib.metadata.metadata(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = []
+    python = SpecifierSet(about["Requires-Python"] or "")
+    if not python.contains(platform.python_version(), prereleases=True):
+        found.append(("Python", str(python), platform.python_version()))
+    for needed in map(Requirement, about.get_all("Requires-Dist") or ()):
+        here = installed(needed.name) or "absent"
+        if needed.name in LIBRARIES and not (
+            here != "absent" and needed.specifier.contains(here, prereleases=True)
+        ):
+            found.append((needed.name, str(needed.specifier), here))
+    return found
+
+
+def check() -> None:
+    """Raise UserError, which names versions needed and found, where something is too old."""
+    if old := too_old():
+        listed = ", ".join(f"{name} {here} (needed: {needed})" for name, needed, here in old)
+        names = " ".join(f"'{name}{needed}'" for name, needed, _ in old if name != "Python")
+        upgrade = f"pip install --upgrade {names}" if names else "install a newer Python"
+        raise UserError(f"this is too old for hetero_framework: {listed}", hint=upgrade)
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

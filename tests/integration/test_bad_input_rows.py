@@ -1,0 +1,212 @@
+"""Every row of bad_inputs.py: the exit code, a message that names the file, key or worker and says
+what to do, in few lines, with nothing in it that could steer a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework import versions
+from hetero_framework.cli import main
+from hetero_framework.cluster import assembly, roles
+from tests.integration.bad_inputs import LOCAL, ROWS, Row
+from tests.samples import free_ports, save_llama, save_texts
+
+MOST_LINES = 5  # three and a hint, and for JSON the marked place
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("model"), layers=4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a model of its own and data; nothing but files may be left in it."""
+    shutil.copytree(model, tmp_path / "model")
+    save_texts(tmp_path / "good.jsonl", 6)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with changes; None takes a key out of a section."""
+    found = dict(base)
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            found[key] = merged(base[key], value)
+        else:
+            found[key] = value
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def configuration(changes: dict[str, Any]) -> dict[str, Any]:
+    base = {
+        "coordinator": {**LOCAL, "port": free_ports(1)[0]},
+        "workers": [],
+        "shard_plan": [{"id": "local", "start": 0, "end": 4}],
+        "model": {"name_or_path": "./model"},
+        "adapter": {"r": 2},
+        "data": {"train": "good.jsonl", "max_length": 64},
+        "training": {
+            "output_dir": "run",
+            "max_steps": 1,
+            "per_device_train_batch_size": 2,
+            "save_strategy": "no",
+            "report_to": "none",
+            "visualize": False,
+            "verify_architecture": False,
+        },
+    }
+    return merged(base, changes)
+
+
+def run(row: Row, folder: Path) -> int:
+    file = folder / "config.json"
+    text = json.dumps(configuration(row.config)) if row.text is None else row.text
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    row.prepare(folder)
+    try:
+        return main([row.command, "--config", str(file), *row.options])
+    except SystemExit as ended:  # of the command line's own reader
+        return int(str(ended.code))
+
+
+def is_harmless(text: str) -> bool:
+    return all(char.isprintable() or char in "\n\t" for char in text)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_bad_input(
+    row: Row, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if row.elsewhere:
+        monkeypatch.setattr(assembly, "local_worker_ids", lambda config: ())
+        monkeypatch.setattr(roles, "local_worker_ids", lambda config, identity: ())
+    code = run(row, folder)
+    captured = capsys.readouterr()
+    shown = captured.out + captured.err
+    assert code == row.code, shown
+    assert "Traceback" not in shown
+    assert "This is a bug" not in shown
+    message = shown
+    if code:
+        _, found, message = captured.err.rpartition("error: ")
+        assert found, shown
+        assert len(message.splitlines()) <= MOST_LINES, message
+        assert is_harmless(message), message
+        assert not (folder / "run" / "metrics.jsonl").exists()
+    for text in row.says:
+        assert re.search(text, message), shown
+
+
+def test_ids_are_numbers_of_the_table_and_unique() -> None:
+    ids = [row.id for row in ROWS]
+    assert len(set(ids)) == len(ids)
+    assert all(25 <= int(re.match(r"\d+", id)[0]) <= 110 for id in ids)  # type: ignore[index]
+
+
+ESCAPES = ["\x1b[2J", "\x07", "\r\nhetero: error: no", "\x9b1m", "\u202e", "$(touch x)", "%s{0}"]
+FIELDS = ["model.name_or_path", "data.train", "training.output_dir", "training.optim"]
+FIELDS += ["coordinator.device", "adapter.target_modules", "nonsense", "training.nonsense"]
+
+
+@pytest.mark.parametrize("text", ESCAPES, ids=ascii)
+@pytest.mark.parametrize("place", FIELDS)
+def test_no_text_of_the_file_steers_the_terminal_or_runs(
+    place: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, _, name = place.rpartition(".")
+    changes = {section: {name: text}} if section else {name: text}
+    code = run(Row("56", (), changes, command="check"), folder)
+    captured = capsys.readouterr()
+    assert is_harmless(captured.out + captured.err)
+    assert captured.err.count("hetero: error: ") == (code != 0)
+    assert "Traceback" not in captured.err
+    assert not (folder / "x").exists()
+
+
+# -- the screen, and versions ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def valid(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps(configuration({})))
+    return str(folder / "config.json")
+
+
+def test_97_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    assert "usage: hetero" in shown
+    assert "train" in shown
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the descriptors")
+@pytest.mark.parametrize("closed", ["| true", "1>&-", "1>&- 2>&-"])
+def test_102_a_process_whose_screen_is_gone(closed: str) -> None:
+    line = f'"$0" -m hetero_framework schema {closed}'
+    words = ["sh", "-c", line, sys.executable]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("closed", [("stdout",), ("stderr",), ("stdout", "stderr")])
+def test_102_closed_screens_are_no_error(
+    closed: tuple[str, ...], valid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in closed:
+        monkeypatch.setattr(sys, name, None)
+    try:
+        assert main(["check", "--config", valid]) == 0
+        assert main(["check", "--config", "none.json"]) == 2
+    finally:
+        for name in closed:
+            getattr(sys, name).close()
+
+
+@pytest.mark.parametrize("words", [["check"], ["check", "--json"], ["diagram", "--output", "-"]])
+def test_102_a_screen_of_one_column(
+    words: list[str],
+    valid: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    monkeypatch.setenv("LINES", "1")
+    assert main([*words, "--config", valid]) == 0
+    captured = capsys.readouterr()
+    assert captured.out
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("torch", "2.9.1"), ("transformers", "4.57.0"), ("Python", "3.9.7")]
+)
+def test_110_what_is_too_old_is_named_with_what_is_needed(
+    name: str,
+    version: str,
+    valid: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda n: version if n == name else real(n))
+    if name == "Python":
+        monkeypatch.setattr(platform, "python_version", lambda: version)
+    assert main(["check", "--config", valid]) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"too old .*: {name} {version} \(needed: >=\d", error), error
+    assert len(error.splitlines()) <= MOST_LINES
+    assert main(["schema"]) == 0
