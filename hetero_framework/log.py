@@ -25,6 +25,7 @@ EVENTS_FILE = "events.jsonl"
 MAX_LINE_BYTES = 1024
 MAX_PEER_LINES_PER_S = 10
 _MAX_TRACEBACK_LINES = 40
+_MAX_LISTED = 256
 _CUT = " ..."
 
 _package = logging.getLogger("hetero_framework")
@@ -169,6 +170,8 @@ class Events(logging.Handler):
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value[:_MAX_LISTED]]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int)) else one_line(str(value))

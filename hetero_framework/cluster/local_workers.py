@@ -22,6 +22,7 @@ from typing import IO
 
 import hetero_framework
 from hetero_framework import control
+from hetero_framework.cluster import kernel_word
 from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
@@ -65,9 +66,11 @@ class WorkerExit:
     worker_id: WorkerId
     code: int
     last_lines: tuple[str, ...]
+    why: str | None = None
 
     def __str__(self) -> str:
         text = f"worker {self.worker_id} ended with {describe_exit(self.code)}"
+        text += f" ({self.why})" if self.why else ""
         end = "; the end of its log:" if self.last_lines else ""
         return "\n    ".join([text + end, *self.last_lines])
 
@@ -131,7 +134,7 @@ class LocalWorkers:
         with log.open("ab") as output:
             begin = output.tell()
             process = spawner.spawn(worker_id, output)
-        self._children[worker_id] = _Child(process, log, begin)
+        self._children[worker_id] = _Child(process, log, begin, kernel_word.out_of_memory_kills())
 
     def report(self) -> None:
         """Say which processes were started: who starts them early has no log yet."""
@@ -150,7 +153,7 @@ class LocalWorkers:
     def exited(self) -> list[WorkerExit]:
         """The workers that ended by themselves, with the end of their logs."""
         return [
-            WorkerExit(worker_id, child.process.returncode, child.tail())
+            WorkerExit(worker_id, child.process.returncode, child.tail(), child.why())
             for worker_id, child in self._children.items()
             if child.process.poll() is not None
         ]
@@ -171,6 +174,13 @@ class _Child:
     process: subprocess.Popen[bytes]
     log: Path
     begin: int  # bytes of the log that earlier processes wrote
+    kills_before: int | None  # for memory, by the kernel
+
+    def why(self) -> str | None:
+        """What is known of an end by SIGKILL; None for other ends."""
+        if self.process.returncode != -getattr(signal, "SIGKILL", 9):
+            return None
+        return kernel_word.on_kill(self.process.pid, self.kills_before)
 
     def tail(self) -> tuple[str, ...]:
         """The last lines that this process wrote."""

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
-
-import torch
 
 from hetero_framework.config import Config, load_config
 from hetero_framework.data import load_tokenizer
 from hetero_framework.engine.loading import quiet_libraries
-from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.errors import CheckpointError
 from hetero_framework.models.export import OutputDirectory
 from hetero_framework.models.restore import finished_tensors
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
 from hetero_framework.trainer.outputs import write_result
+from hetero_framework.trainer.rescue import trained_weights
 from hetero_framework.trainer.run_checkpoint import adapter_settings
 
 
@@ -42,11 +39,7 @@ def export_checkpoint(
 
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
 
-    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
-        found = reader.read([f"{WEIGHTS}/{name}" for name in names])
-        return {name.removeprefix(f"{WEIGHTS}/"): tensor for name, tensor in found}
-
-    tensors = finished_tensors(config.model, config.base_dir, plan, read)
+    tensors = finished_tensors(config.model, config.base_dir, plan, trained_weights(reader))
     write_result(output, config, model_config, plan, load_tokenizer(config), tensors)
     return reader
 

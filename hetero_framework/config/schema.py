@@ -371,6 +371,9 @@ class TrainingConfig(Section):
     """A peer that is silent for this long is lost (heartbeats come every 2 s)."""
     max_skipped_steps: Annotated[int, with_unit("steps", ge=0)] = 5
     """Stop after more than this many steps in a row with a non-finite loss or gradient."""
+    max_skipped_share: Annotated[float, with_unit("share", ge=0, le=1)] = 0.01
+    """Stop also when more than this share of the run's steps, and more than max_skipped_steps, were
+    skipped so. Steps that only made the loss scale of fp16 smaller count for neither."""
     probe_longest_batch: bool = True
     """Before the first step, run the longest micro-batch of the run once, forward and backward, so
     that a lack of memory shows at once. It changes nothing else, and is left out where the first

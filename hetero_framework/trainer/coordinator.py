@@ -29,13 +29,14 @@ from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.trace_file import Timeline
-from hetero_framework.trainer import outputs, setup
+from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
+from hetero_framework.trainer.rescue import rescue_result
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints, check_identity
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.train_state import TrainState
@@ -337,10 +338,15 @@ class Coordinator:
 
     def finish(self) -> RunSummary:
         """Gather what was trained, write it, and say where everything is."""
-        if self._config.training.save_strategy != "no" and not self._checkpoints.has(self._state):
-            self._checkpoints.save(self._state)  # the result matters more than the checkpoint
-        result = self._export()
-        self._cluster.retrying(self._pipeline.drain_commits)
+        try:
+            saves = self._config.training.save_strategy != "no"
+            if saves and not self._checkpoints.has(self._state):
+                self._checkpoints.save(self._state)  # the result matters more than the checkpoint
+            result = self._export()
+        except errors.PeerLostError as lost:
+            result = rescue_result(self._parts, self._checkpoints, self._state, lost)
+        else:
+            self._cluster.retrying(self._pipeline.drain_commits)
         self._keep_spans()
         self._files.timeline.close()
         files = outputs.result_files(self._config, result, self._files.metrics.path)
@@ -375,28 +381,21 @@ class Coordinator:
         self, losses: list[float], reports: list[GradientReport], overflow: bool
     ) -> None:
         """Say where the first non-finite value arose. Raises NumericError if it keeps happening."""
-        step, in_a_row = self._state.step, self._state.skipped_in_a_row
+        step = self._state.step
         if overflow:
             said = "step %d: gradients overflow; step skipped, loss scale lowered to %g"
             skipped = log.event("step skipped", "loss scale lowered")
             _log.warning(said, step, self._state.loss_scale.value, extra=skipped)
             return
-        text = "a gradient is not finite"
-        if (where := first_nonfinite(losses, reports)) is not None:
-            stage = self._config.plan.stages[where[0]]
-            owner = "the coordinator" if stage.owner == "local" else f"worker {stage.owner}"
-            text = (
-                f"non-finite values in micro-batch {where[1]}, first out of stage {stage.index} "
-                f"({owner}, {stage.layers})"
-            )
-        skipped = log.event("step skipped", reason=text)
-        _log.warning("step %d: %s; step skipped", step, text, extra=skipped)
-        if in_a_row > self._config.training.max_skipped_steps:
-            raise errors.NumericError(
-                f"{in_a_row} steps in a row had non-finite losses or gradients; the last: {text}",
-                hint="lower training.learning_rate, look at the data of these steps, or use bf16 "
-                "instead of fp16; training.max_skipped_steps sets the limit",
-            )
+        order = self._data.order
+        where = skipped_step.find(
+            self._config.plan.stages, losses, reports, order.step_indices(step - 1)
+        )
+        skipped = log.event("step skipped", reason=str(where), **where.fields)
+        _log.warning("step %d: %s; step skipped", step, where, extra=skipped)
+        skipped_step.check_not_too_many(
+            self._state, self._data.total_steps, self._config.training, where
+        )
 
     def _stop_early(self) -> None:
         """A signal came: save, unless a person at the terminal says no, then leave in order."""
@@ -406,16 +405,6 @@ class Coordinator:
             if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
                 self._checkpoints.keep(self._state)
         raise errors.StoppedEarly(where, hint=self._checkpoints.advice())
-
-
-def first_nonfinite(losses: list[float], reports: list[GradientReport]) -> tuple[int, int] | None:
-    """(stage, micro-batch) where the first non-finite value of a step left a stage."""
-    found = [(k, stage) for stage, report in enumerate(reports) for k in report.nonfinite]
-    if not found:
-        bad = [k for k, loss in enumerate(losses) if not math.isfinite(loss)]
-        return (len(reports) - 1, bad[0]) if bad else None
-    micro_batch, stage = min(found)
-    return stage, micro_batch
 
 
 @contextmanager

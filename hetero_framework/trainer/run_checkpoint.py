@@ -82,6 +82,18 @@ class RunCheckpoints:
         """Whether the last checkpoint is of this step."""
         return self._last is not None and self._last[0] == state.step
 
+    def last(self) -> CheckpointReader | None:
+        """The last one of this run that is whole; None where there is none. Raises CheckpointError
+        where none can be read."""
+        if self._last is None:
+            return None
+        step, root = self._last
+        try:
+            return CheckpointStore(root).resolve(step)
+        except CheckpointError as error:
+            _log.warning("%s", error.message)
+            return CheckpointStore(root).resolve("latest")
+
     def restore(self, reader: CheckpointReader) -> TrainState:
         """Give every stage its part of a checkpoint that has passed `check_identity`.
 

@@ -14,8 +14,9 @@ class TrainState:
     """What goes on from step to step.
 
     `step` counts the steps done, skipped ones among them; `committed_steps` those that changed the
-    weights, which is the position in the learning-rate schedule. `skipped_in_a_row` leaves out
-    steps that only the loss scale made overflow. `tokens` are all that were trained on.
+    weights, which is the position in the learning-rate schedule. `skipped_in_a_row` and `skipped`,
+    in all, leave out steps that only the loss scale made overflow. `tokens` are all that were
+    trained on.
     """
 
     step: int = 0
@@ -23,6 +24,7 @@ class TrainState:
     skipped_in_a_row: int = 0
     tokens: int = 0
     loss_scale: LossScale = field(default_factory=LossScale)
+    skipped: int = 0
 
     def after_commit(self, tokens: int) -> TrainState:
         """The state after a step of `tokens` tokens that changed the weights."""
@@ -32,8 +34,9 @@ class TrainState:
     def after_skip(self, tokens: int, *, overflow: bool) -> TrainState:
         """The state after a step that left the weights alone. `overflow`: the loss scale was too
         large, which is no sign of anything wrong."""
-        in_a_row = self.skipped_in_a_row + (not overflow)
-        return replace(self._after(tokens, finite=False), skipped_in_a_row=in_a_row)
+        in_a_row, skipped = self.skipped_in_a_row + (not overflow), self.skipped + (not overflow)
+        done = self._after(tokens, finite=False)
+        return replace(done, skipped_in_a_row=in_a_row, skipped=skipped)
 
     def _after(self, tokens: int, *, finite: bool) -> TrainState:
         scale = self.loss_scale.after(finite=finite)
@@ -45,6 +48,7 @@ class TrainState:
             "step": self.step,
             "committed_steps": self.committed_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "skipped": self.skipped,
             "loss_scale": self.loss_scale.value,
             "loss_scale_good_steps": self.loss_scale.good_steps,
             "tokens": self.tokens,
@@ -55,4 +59,5 @@ class TrainState:
         """The TrainState that `state_dict` described, now or in an earlier version."""
         counts = ("step", "committed_steps", "skipped_in_a_row", "tokens")
         scale = LossScale(state["loss_scale"], state["loss_scale_good_steps"])
-        return cls(**{name: state[name] for name in counts}, loss_scale=scale)
+        skipped = state.get("skipped", 0)
+        return cls(**{name: state[name] for name in counts}, skipped=skipped, loss_scale=scale)

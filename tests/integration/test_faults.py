@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -35,6 +35,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
+from hetero_framework.trainer import outputs
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
@@ -475,6 +476,23 @@ def test_a_worker_that_is_killed_ends_the_run_and_it_resumes(make, whole, tmp_pa
     assert "--resume latest" in str(raised.value)
     assert raised.value.exit_code == 4
     train(make("run", [3]), resume="latest", progress=Notes())
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
+def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
+    make, whole, tmp_path, monkeypatch
+) -> None:
+    """The checkpoint of the last step is there by then; nothing else is asked of the exit code."""
+    notes, export = Notes(), outputs.export
+
+    def killed(*args: Any) -> Path:
+        with suppress(ProcessLookupError):
+            os.kill(pids(notes)[0], signal.SIGKILL)
+        return export(*args)
+
+    monkeypatch.setattr(outputs, "export", killed)
+    config = with_own_worker(make("run", [2, 4], training={"save_strategy": "epoch"}))
+    assert train(config, progress=notes).files["adapter"].is_dir()
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 

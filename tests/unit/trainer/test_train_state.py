@@ -39,7 +39,7 @@ def test_after_skip_holds_the_schedule_and_counts_what_the_scale_does_not_explai
     overflow: bool, in_a_row: int
 ) -> None:
     after = STATE.after_skip(100, overflow=overflow)
-    assert after == TrainState(8, 5, in_a_row, 1000, LossScale(512.0, 0))
+    assert after == TrainState(8, 5, in_a_row, 1000, LossScale(512.0, 0), int(not overflow))
 
 
 def test_an_earlier_state_is_untouched_by_later_steps() -> None:

@@ -1,0 +1,87 @@
+"""A step with values that are not finite: where the first one arose, in which samples, and when
+there have been too many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_framework.config import StageSpec, TrainingConfig
+from hetero_framework.engine.stage_api import GradientReport
+from hetero_framework.errors import NumericError
+from hetero_framework.trainer.train_state import TrainState
+
+_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first value of a step that was not finite: out of which stage, in which micro-batch (None
+    for a gradient, which is the sum of all), and that one's samples, by their number in the data.
+    """
+
+    stage: StageSpec
+    micro_batch: int | None
+    samples: tuple[int, ...]
+
+    def __str__(self) -> str:
+        owner = "the coordinator" if self.stage.owner == "local" else f"worker {self.stage.owner}"
+        place = f"stage {self.stage.index} ({owner}, {self.stage.layers})"
+        shown = ", ".join(map(str, self.samples[:_SHOWN]))
+        if len(self.samples) > _SHOWN:
+            shown += f" and {len(self.samples) - _SHOWN} more"
+        if self.micro_batch is None:
+            return f"non-finite gradients first in {place}, samples {shown}"
+        what = f"non-finite values in micro-batch {self.micro_batch}"
+        return f"{what}, first out of {place}, samples {shown}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """For events.jsonl."""
+        return {
+            "stage": self.stage.index,
+            "owner": self.stage.owner,
+            "micro_batch": self.micro_batch,
+            "samples": list(self.samples),
+        }
+
+
+def find(
+    stages: Sequence[StageSpec],
+    losses: Sequence[float],
+    reports: Sequence[GradientReport],
+    samples: Sequence[Iterable[int]],
+) -> NonFinite:
+    """Of a step that is not finite; `samples` are those of each micro-batch."""
+    found = [(k, stage) for stage, report in enumerate(reports) for k in report.nonfinite]
+    found += [(k, len(stages) - 1) for k, loss in enumerate(losses) if not math.isfinite(loss)]
+    if found:
+        micro_batch, stage = min(found)
+        return NonFinite(stages[stage], micro_batch, tuple(map(int, samples[micro_batch])))
+    everything = tuple(int(sample) for part in samples for sample in part)
+    # Backward goes from the last stage to the first.
+    bad = [k for k, report in enumerate(reports) if not bool(report.norms.isfinite().all())]
+    return NonFinite(stages[max(bad, default=0)], None, everything)
+
+
+def check_not_too_many(
+    state: TrainState, total_steps: int, training: TrainingConfig, last: NonFinite
+) -> None:
+    """Raise NumericError after too many skipped steps in a row, or in all."""
+    in_a_row, limit = state.skipped_in_a_row, training.max_skipped_steps
+    hint = (
+        "lower training.learning_rate, look at the data of these steps, or use bf16 instead of fp16"
+    )
+    if in_a_row > limit:
+        raise NumericError(
+            f"{in_a_row} steps in a row had non-finite losses or gradients; the last: {last}",
+            hint=f"{hint}; training.max_skipped_steps sets the limit",
+        )
+    if state.skipped > max(limit, training.max_skipped_share * total_steps):
+        raise NumericError(
+            f"{state.skipped} of the run's {total_steps:,} steps had non-finite losses or "
+            f"gradients; the last: {last}",
+            hint=f"{hint}; training.max_skipped_share sets the limit",
+        )

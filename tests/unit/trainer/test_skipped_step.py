@@ -1,0 +1,197 @@
+"""Values that are not finite: the step counts for nothing, the stage and the samples are named, and
+too many of them end the run. Real runs in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.config import Config, TrainingConfig
+from hetero_framework.data import TrainData
+from hetero_framework.engine.loss_scale import LossScale
+from hetero_framework.engine.stage import Stage
+from hetero_framework.engine.stage_api import GradientReport
+from hetero_framework.errors import NumericError
+from hetero_framework.trainer import skipped_step
+from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.train_state import TrainState
+from tests.unit.trainer.conftest import Alone
+
+STAGES = Config.from_dict(
+    {
+        "coordinator": {"hostname": "a", "ip": "127.0.0.1", "device": "cpu"},
+        "workers": [{"id": 1, "hostname": "b", "ip": "127.0.0.1", "port": 5, "device": "cpu"}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}],
+    }
+).plan.stages
+SAMPLES = [[4, 0], [7, 2], [3]]
+
+
+def report(*nonfinite: int, norm: float = 1.0) -> GradientReport:
+    return GradientReport(torch.tensor([1.0, norm]), nonfinite)
+
+
+@pytest.mark.parametrize(
+    ("losses", "reports", "stage", "micro_batch", "samples"),
+    [
+        ([1.0, 2.0, math.nan], [report(), report()], 1, 2, (3,)),
+        ([1.0, math.inf, 2.0], [report(1), report(1)], 0, 1, (7, 2)),
+        ([math.nan, math.nan, 1.0], [report(1), report(0, 1)], 1, 0, (4, 0)),
+        ([1.0] * 3, [report(norm=math.nan), report(norm=math.inf)], 1, None, (4, 0, 7, 2, 3)),
+        ([1.0] * 3, [report(norm=math.nan), report()], 0, None, (4, 0, 7, 2, 3)),
+    ],
+)
+def test_the_first_value_that_is_not_finite_is_found(
+    losses: list[float],
+    reports: list[GradientReport],
+    stage: int,
+    micro_batch: int | None,
+    samples: tuple[int, ...],
+) -> None:
+    found = skipped_step.find(STAGES, losses, reports, SAMPLES)
+    assert found == skipped_step.NonFinite(STAGES[stage], micro_batch, samples)
+    owner = ("the coordinator", "worker 1")[stage]
+    assert f"stage {stage} ({owner}, layers " in str(found)
+    assert str(found).endswith(f"samples {', '.join(map(str, samples))}")
+
+
+def test_many_samples_are_counted() -> None:
+    many = skipped_step.NonFinite(STAGES[0], None, tuple(range(40)))
+    assert str(many).endswith("14, 15 and 24 more")
+    assert len(many.fields["samples"]) == 40
+
+
+def after(kinds: str) -> TrainState:
+    """The state after steps: c committed, s skipped, o only an overflow of the loss scale."""
+    state = TrainState(loss_scale=LossScale(1024.0))
+    for kind in kinds:
+        state = state.after_commit(1) if kind == "c" else state.after_skip(1, overflow=kind == "o")
+    return state
+
+
+@pytest.mark.parametrize(
+    ("kinds", "total", "stops"),
+    [
+        ("s" * 5, 1000, None),
+        ("s" * 6, 1000, "6 steps in a row"),
+        ("os" * 5 + "o" * 20, 1000, None),
+        ("sc" * 10, 1000, None),
+        ("sc" * 11, 1000, "11 of the run's 1,000 steps"),
+        ("sc" * 11, 1100, None),
+        ("sc" * 5, 100, None),
+        ("sc" * 6, 100, "6 of the run's 100 steps"),
+        ("o" * 500, 1000, None),
+    ],
+)
+def test_too_many_in_a_row_or_in_all_end_the_run(kinds: str, total: int, stops: str | None) -> None:
+    where = skipped_step.NonFinite(STAGES[0], 0, (1,))
+    if stops is None:
+        skipped_step.check_not_too_many(after(kinds), total, TrainingConfig(), where)
+        return
+    with pytest.raises(NumericError, match=stops) as raised:
+        skipped_step.check_not_too_many(after(kinds), total, TrainingConfig(), where)
+    assert raised.value.exit_code == 5
+
+
+def metrics(config: Config) -> list[dict[str, Any]]:
+    text = (config.output_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def skips(config: Config) -> list[dict[str, Any]]:
+    text = (config.output_dir / "events.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [line for line in lines if line["what"] == "step skipped"]
+
+
+def norms_of(stage: Stage) -> list[float]:
+    return [float(p.detach().norm()) for _, p in stage._parameters]
+
+
+def test_f29_inf_in_a_stage_skips_the_step_and_names_its_samples(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    loss, weights = Stage._loss, []
+
+    def infinite(self: Stage, micro_batch: int, *args: Any) -> Any:
+        value = loss(self, micro_batch, *args)
+        if micro_batch == 0:
+            weights.append(norms_of(self))
+        return value * math.inf if (self._info.step, micro_batch) == (1, 1) else value
+
+    monkeypatch.setattr(Stage, "_loss", infinite)
+    training = {"train_sampling_strategy": "sequential", "probe_longest_batch": False}
+    config = alone(training=training)
+    assert train(config).steps == 4
+    assert [line.get("skipped", False) for line in metrics(config)] == [False, True, False, False]
+    assert weights[1] == weights[2]  # before and after the skipped step
+    assert weights[0] != weights[1]
+    assert weights[2] != weights[3]
+    (event,) = skips(config)
+    assert (event["stage"], event["owner"], event["micro_batch"]) == (0, "local", 1)
+    assert event["samples"] == [6, 7]
+    said = "step 2: non-finite values in micro-batch 1, first out of stage 0 (the coordinator, "
+    log = (config.output_dir / "logs" / "coordinator.log").read_text()
+    assert said in log
+    assert "samples 6, 7; step skipped" in log
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_f29_a_batch_without_a_label_skips_the_step_or_adds_nothing(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, everything: bool
+) -> None:
+    """The loss of no tokens is 0 / 0. Beside a micro-batch with labels it is a sum of nothing."""
+    make = TrainData.step_batches
+
+    def without_labels(self: TrainData, step: int) -> list[Any]:
+        batches = make(self, step)
+        for batch in batches[: None if everything else 1]:
+            if step == 1:
+                batch["labels"].fill_(-100)
+        return batches
+
+    monkeypatch.setattr(TrainData, "step_batches", without_labels)
+    config = alone(training={"train_sampling_strategy": "sequential"})
+    assert train(config).steps == 4
+    assert [event["samples"] for event in skips(config)] == ([[4, 5]] if everything else [])
+    assert [line["step"] for line in metrics(config) if line.get("skipped")] == [2] * everything
+
+
+def test_f29_a_run_that_only_overflows_its_loss_scale_goes_on(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With fp16 the first steps overflow until the scale fits; nothing is wrong then."""
+    scaled = Stage._scaled_backward
+
+    def overflow(self: Stage, value: Any) -> None:
+        scaled(self, value)
+        if self._info.loss_scale > 512:
+            self._parameters[0][1].grad.fill_(math.inf)
+
+    monkeypatch.setattr(Stage, "_scaled_backward", overflow)
+    config = alone(training={"fp16": True, "max_steps": 9, "max_skipped_steps": 0})
+    assert train(config).steps == 9
+    skipped = [line.get("skipped", False) for line in metrics(config)]
+    assert skipped == [True] * 7 + [False] * 2  # 65536 is halved seven times
+
+
+def test_f29_a_gradient_that_is_not_finite_names_its_stage(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = Stage.report_gradients
+
+    def infinite(self: Stage, *args: Any) -> GradientReport:
+        self._parameters[0][1].grad.fill_(math.nan)
+        return reported(self, *args)
+
+    monkeypatch.setattr(Stage, "report_gradients", infinite)
+    config = alone(training={"max_skipped_steps": 1})
+    with pytest.raises(NumericError, match="non-finite gradients first in stage 0") as raised:
+        train(config)
+    assert raised.value.exit_code == 5
+    assert all(event["stage"] == 0 and event["micro_batch"] is None for event in skips(config))
