@@ -14,8 +14,8 @@ PACKAGE = ROOT / "hetero_framework"
 PAGE = Path(__file__).with_name("architecture.md")
 # From the bottom up: imports point to earlier rooms only.
 ROOMS = (
-    *("core", "config", "data", "planner", "visualizer", "models", "engine", "profiling"),
-    *("cluster", "trainer", "commands"),
+    *("core", "config", "security", "data", "planner", "visualizer", "models", "engine"),
+    *("profiling", "cluster", "trainer", "commands"),
 )
 _BEGIN, _END = "<!-- generated: tree -->\n", "<!-- end -->"
 

@@ -88,7 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hetero",
         description="Train one language model over several machines.",
-        epilog="Exit codes: 0 done, 1 a bug, 2 what you can fix, 4 peers lost, 5 numeric,"
+        epilog="Exit codes: 0 done, 1 a bug, 2 what you can fix, 3 identity or keys,"
+        " 4 peers lost, 5 numeric,"
         " 6 memory or disk, 75 stopped early and resumable.",
     )
     parser.add_argument("--version", action="version", version=f"hetero {__version__}")
@@ -187,6 +188,11 @@ _IMPORT = _files(
     "run a Python file first that registers control messages (docs/extending.md)",
     dest="imports",
 )
+_KEYS = _option("--keys", metavar="DIR", help="default: hetero_keys beside the configuration")
+_ACCESS = (
+    _KEYS,
+    _flag("--insecure-plaintext", "no encryption, and nobody is asked who it is; on all machines"),
+)
 _JSON = _flag("--json", "print JSON")
 _WORKER_ID = _option("--worker-id", metavar="ID", help="which worker this process is")
 _OUTPUT_DIRECTORY = (
@@ -224,10 +230,28 @@ def _run_init(arguments: argparse.Namespace) -> int | None:
     answers = Answers(**{name: given[name] for name in names})
     output = Path(arguments.output)
     if not arguments.non_interactive:
-        return run_wizard(answers, output, force=arguments.force)
-    write_config(answers, output, force=arguments.force)
+        code = run_wizard(answers, output, force=arguments.force)
+        _prepare_keys(_load(argparse.Namespace(config=output)), output)
+        return code
+    config = write_config(answers, output, force=arguments.force)
     print(f"wrote {output}; next: hetero check --config {output}")
+    _prepare_keys(config, output)
     return 0
+
+
+def _prepare_keys(config: Any, output: Path) -> None:
+    """Where other machines take part, each needs a key."""
+    from hetero_framework.commands.keys import prepare_keys
+    from hetero_framework.core import addresses
+    from hetero_framework.security.keys import FOLDER, KeyDirectory
+
+    keys = KeyDirectory(output.absolute().parent / FOLDER)
+    made = prepare_keys(config, keys)
+    remote = [str(w.id) for w in config.planned_workers if not addresses.is_local_address(w.ip)]
+    if made:
+        print(f"made this cluster's authority and this machine's key: {keys.path}")
+    if remote:
+        print(f"invite the other machines: hetero invite {' '.join(remote)} --config {output}")
 
 
 @_command(
@@ -260,6 +284,7 @@ def _run_check(arguments: argparse.Namespace) -> None:
     _option("--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"),
     _option("--role", choices=("coordinator", "worker"), help=_ROLE),
     _WORKER_ID,
+    *_ACCESS,
     _IMPORT,
 )
 def _run_train(arguments: argparse.Namespace) -> int | None:
@@ -269,10 +294,11 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id)
     _import_files(arguments)
     if not role.is_coordinator:
-        return _serve(config, role.worker_ids, debug=arguments.debug)
+        return _serve(config, role.worker_ids, arguments)
     config.require("model", "data")
+    access = _access(config, "local", arguments)
     config.spare_base_model()
-    from hetero_framework.cluster.local_workers import LocalWorkers
+    from hetero_framework.cluster.local_workers import PROGRAM, LocalWorkers
     from hetero_framework.cluster.run_id import run_id_of
 
     workers = None
@@ -281,12 +307,21 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
             # They import torch while this process does; `train` says what is wrong with output_dir.
             with contextlib.suppress(OSError, errors.ResourceError):
                 run_id, ids = run_id_of(config.output_dir), role.worker_ids
-                workers = LocalWorkers(config, ids, debug=arguments.debug, run_id=run_id)
+                program = (*PROGRAM, *access.arguments(ids))
+                workers = LocalWorkers(
+                    config, ids, debug=arguments.debug, run_id=run_id, program=program
+                )
                 stack.enter_context(workers).start()
             _log.info("this is the coordinator; torch and transformers are loaded now")
             from hetero_framework.trainer.coordinator import train
 
-            train(config, resume=arguments.resume, debug=arguments.debug, workers=workers)
+            train(
+                config,
+                resume=arguments.resume,
+                debug=arguments.debug,
+                workers=workers,
+                access=access,
+            )
         except KeyboardInterrupt:  # while the libraries are imported, here and in the workers
             if workers is not None:
                 workers.stop(0.0)
@@ -303,6 +338,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     """,
     *_CONFIG,
     _WORKER_ID,
+    *_ACCESS,
     _flag("--keep", "wait for the next run after each"),
     _IMPORT,
     _option("--base-dir", help=argparse.SUPPRESS),
@@ -318,26 +354,38 @@ def _run_worker(arguments: argparse.Namespace) -> int | None:
     return _serve(
         config,
         role.worker_ids,
+        arguments,
         keep=arguments.keep,
-        debug=arguments.debug,
         supervised=arguments.supervised,
         run_id=arguments.run_id,
     )
 
 
+def _access(config: Any, process: int | str, arguments: argparse.Namespace) -> Any:
+    from hetero_framework.security.access import KeyOptions, access_of
+
+    directory = Path(arguments.keys) if arguments.keys is not None else None
+    return access_of(config, process, KeyOptions(directory, arguments.insecure_plaintext))
+
+
 def _serve(
     config: Any,
     worker_ids: Sequence[int | str],
+    arguments: argparse.Namespace,
     *,
     keep: bool = False,
-    debug: bool,
     supervised: bool = False,
     run_id: str | None = None,
 ) -> int:
+    access = _access(config, worker_ids[0], arguments)
     if not supervised:
+        from hetero_framework.cluster.local_workers import PROGRAM
         from hetero_framework.cluster.supervisor import run_workers
 
-        return run_workers(config, worker_ids, keep=keep, debug=debug)
+        for worker_id in worker_ids[1:]:
+            _access(config, worker_id, arguments)
+        program = (*PROGRAM, *access.arguments(worker_ids))
+        return run_workers(config, worker_ids, keep=keep, debug=arguments.debug, program=program)
     from hetero_framework.cluster.local_workers import watch_parent
     from hetero_framework.cluster.orders import Orders
     from hetero_framework.cluster.roles import threads_for
@@ -359,6 +407,7 @@ def _serve(
         logs=logs,
         run_id=run_id,
         orders=orders,
+        access=access,
     )
     return 0
 
@@ -399,6 +448,86 @@ def _run_resume(arguments: argparse.Namespace) -> None:
     from hetero_framework.commands.pause import resume
 
     print(resume(arguments.worker_id, arguments.address))
+
+
+@_command(
+    "print the line that makes another machine a worker, and wait until it has joined",
+    """
+    hetero invite 1
+    hetero invite 1 2 --config cluster.json
+    """,
+    _option("workers", metavar="ID", nargs="+", help="a worker of the configuration"),
+    *_CONFIG,
+    _KEYS,
+    _option("--port", type=_at_least(1), metavar="N", help="instead of the coordinator's"),
+)
+def _run_invite(arguments: argparse.Namespace) -> None:
+    config = _load(arguments)
+    from hetero_framework.commands.keys import invite
+
+    invite(config, Path(arguments.config), _keys(arguments), arguments.workers, arguments.port)
+
+
+@_command(
+    "make this machine a worker, with the line that `hetero invite` has printed",
+    "hetero join 192.168.1.10:9998 HT1-...",
+    _option("address", metavar="HOST:PORT", help="where `hetero invite` waits"),
+    _option("token", metavar="TOKEN", help="HT1-..."),
+    _option("--config", default=DEFAULT_CONFIG, metavar="FILE", help="where it is written"),
+    _KEYS,
+)
+def _run_join(arguments: argparse.Namespace) -> None:
+    from hetero_framework.commands.keys import join_cluster
+
+    file = Path(arguments.config)
+    joined = join_cluster(arguments.address, arguments.token, file, _keys(arguments))
+    more = "" if arguments.config == DEFAULT_CONFIG else f" --config {file}"
+    more += f" --keys {arguments.keys}" if arguments.keys else ""
+    print(f"this machine is {joined.identity}; {file} is here. Next: hetero train{more}")
+
+
+@_command(
+    "list, check, revoke or rotate the keys of this machine; export keys of workers as files",
+    """
+    hetero keys list
+    hetero keys check
+    hetero keys revoke 2
+    hetero keys rotate
+    hetero keys export 1 2 --output for-the-boxes
+    """,
+    _option("action", choices=("list", "check", "revoke", "rotate", "export")),
+    _option("workers", metavar="ID", nargs="*", help="for revoke, also coordinator; for export"),
+    *_CONFIG,
+    _KEYS,
+    _option("--output", metavar="DIR", help="for export: where worker-ID.pem are written"),
+)
+def _run_keys(arguments: argparse.Namespace) -> None:
+    from hetero_framework.commands import keys as command
+
+    action, keys, workers = arguments.action, _keys(arguments), arguments.workers
+    if (action == "revoke") != (len(workers) == 1) and action != "export":
+        raise UserError(f"hetero keys {action} takes {'one ID' if action == 'revoke' else 'no ID'}")
+    if (action == "export") != (arguments.output is not None):
+        raise UserError("--output DIR goes with hetero keys export, which needs it")
+    if action == "list":
+        print(printable(command.listing(keys)))
+    elif action == "revoke":
+        print(command.revoke(keys, workers[0]))
+    elif action == "rotate":
+        print(command.rotate(keys))
+    elif action == "check":
+        print(command.check(_load(arguments), keys))
+    else:
+        for file in command.export(_load(arguments), keys, workers, Path(arguments.output)):
+            print(f"wrote {file}; it belongs into hetero_keys on its machine (chmod 600)")
+
+
+def _keys(arguments: argparse.Namespace) -> Any:
+    """The key directory of a command."""
+    from hetero_framework.security.keys import FOLDER, KeyDirectory
+
+    beside = Path(arguments.config).absolute().parent / FOLDER
+    return KeyDirectory(Path(arguments.keys).absolute() if arguments.keys else beside)
 
 
 @_command(
@@ -457,6 +586,7 @@ def _run_diagram(arguments: argparse.Namespace) -> None:
         help="size of the messages that measure the links, in 10^6 bytes (default 8)",
     ),
     _option("--role", choices=("coordinator",), help=_ROLE),
+    *_ACCESS,
     _JSON,
 )
 def _run_bench(arguments: argparse.Namespace) -> None:
@@ -472,7 +602,9 @@ def _run_bench(arguments: argparse.Namespace) -> None:
         )
     from hetero_framework.commands.bench import bench, text
 
-    _report(arguments, bench(config, steps=arguments.steps, nbytes=arguments.mb * 10**6), text)
+    access, nbytes = _access(config, "local", arguments), arguments.mb * 10**6
+    found = bench(config, steps=arguments.steps, nbytes=nbytes, access=access)
+    _report(arguments, found, text)
 
 
 @_command(

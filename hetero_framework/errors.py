@@ -61,6 +61,12 @@ class NetworkError(UserError):
     """An address cannot be bound or a peer cannot be reached."""
 
 
+class IdentityError(NetworkError):
+    """A peer is not who it should be, or keys are missing, wrong or readable by others."""
+
+    exit_code = 3
+
+
 class ProtocolError(UserError):
     """The peer sent something that this version does not understand."""
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from hetero_framework import control, errors
-from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.cluster.local_workers import PROGRAM, LocalWorkers
 from hetero_framework.cluster.membership import Action, Event, Membership
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks
@@ -44,6 +44,7 @@ from hetero_framework.models.objective import objective_of
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner
+from hetero_framework.security.access import Access, access_of
 
 _log = logging.getLogger(__name__)
 
@@ -225,9 +226,10 @@ class Cluster:
         run_id: str | None = None,
         workers: LocalWorkers | None = None,
         reduce: Reduce = nothing_to_add,
+        access: Access | None = None,
     ) -> None:
         """`build` and `reduce` are for the stages here; `run_id` is a lasting one. `workers` are
-        those of this machine where they were started before."""
+        those of this machine where they were started before. `access` is for the links."""
         self._config = config
         self._build = build
         self._reduce = reduce
@@ -235,7 +237,14 @@ class Cluster:
         self.device = open_device(config.coordinator.device)
         torch.set_num_threads(threads_for(config, "local"))
         ids = local_worker_ids(config)
-        self._local = workers or LocalWorkers(config, ids, debug=debug, run_id=self.run_id)
+        access = access or access_of(config, "local")
+        self._local = workers or LocalWorkers(
+            config,
+            ids,
+            debug=debug,
+            run_id=self.run_id,
+            program=(*PROGRAM, *access.arguments(ids)),
+        )
         self._meter = ArrivalMeter(Recorder(config.training.timeline_steps))
         self._peers = WorkerLinks(
             config,
@@ -245,6 +254,7 @@ class Cluster:
             local=self._local,
             unpack=lambda message: unpack(message, self.device),
             watch=self._meter.watch,
+            access=access,
         )
         self._members = Membership(self._peers.workers)
         self._attempt = 0

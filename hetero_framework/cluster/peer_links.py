@@ -22,14 +22,16 @@ from hetero_framework.core.link import OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
+from hetero_framework.errors import HeteroError, IdentityError, NetworkError, PeerLostError
+from hetero_framework.security.access import LOOPBACK_ONLY, Access
 
 
 class PeerLinks:
     """A worker's links to other workers.
 
     `begin(stream, name, max_frame_bytes)` starts a connection that was dialled here; `tell` hears
-    what came of all that CONNECT asked for. `run_id` and `watch` belong to the run that is served.
+    what came of all that CONNECT asked for; `access` is for whom is dialled. `run_id` and `watch`
+    belong to the run that is served.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class PeerLinks:
         me: WorkerId,
         begin: Callable[[Stream, str, int], Connection],
         tell: Callable[[tuple[m.PeerResult, ...]], None],
+        access: Access = LOOPBACK_ONLY,
     ) -> None:
         self.run_id: str | None = None
         self.watch: Callable[[WorkerId], OnMoved] | None = None
         self._me = me
         self._begin = begin
         self._tell = tell
+        self._access = access
         self._lock = threading.Lock()
         self._peers: dict[WorkerId, Connection] = {}
         self._bytes_before = 0  # over links that are gone
@@ -74,11 +78,13 @@ class PeerLinks:
         """Why there is no link to this worker; None when there is one."""
         deadline = time.monotonic() + timeout_s
         worker = peer.id
+        name, secure = f"worker {worker}", partial(self._access.dialled, process=worker)
         try:
-            stream = connect(peer.ip, peer.port, timeout_s, who=f"worker {worker}", stop=stop)
+            self._access.check_address(peer.ip, name)
+            stream = connect(peer.ip, peer.port, timeout_s, who=name, stop=stop, secure=secure)
         except NetworkError as error:
             return error.message
-        connection = self._begin(stream, f"worker {worker}", max_frame_bytes)
+        connection = self._begin(stream, name, max_frame_bytes)
         hello = Message(m.PeerHello(self.run_id or "", worker, self._me, max_frame_bytes))
         problem = "it did not answer"
         try:
@@ -102,6 +108,11 @@ class PeerLinks:
             raise NetworkError("this worker serves another run, or none")
         if str(hello.worker_id) != str(self._me):
             raise NetworkError(f"this is worker {self._me}, not {hello.worker_id}")
+        identity = connection.identity
+        if identity is not None and identity.worker != str(hello.from_id):
+            raise IdentityError(
+                f"the certificate is that of {identity}, not worker {hello.from_id}"
+            )
         connection.link.max_frame_bytes = hello.max_frame_bytes
         connection.link.name = f"worker {hello.from_id}"  # who had connected was not known before
         self._add(hello.from_id, connection)

@@ -36,6 +36,7 @@ from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
+from hetero_framework.core.identity import Identity
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
@@ -52,11 +53,12 @@ from hetero_framework.errors import (
     ProtocolError,
     StoppedEarly,
 )
+from hetero_framework.security.access import Access, access_of
+from hetero_framework.security.door import Door
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 
 _log = logging.getLogger(__name__)
-_MAX_STRANGERS = 16
 _MAX_LINES = 100  # that wait for the coordinator
 _BUSY_HINT = "wait, stop that run, or start this worker again"
 # Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
@@ -159,19 +161,22 @@ def serve(
     logs: Path | None = None,
     run_id: str | None = None,
     orders: Orders | None = None,
+    access: Access | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
 
     Log lines go to standard error and to the coordinator, events to `logs`/events.jsonl. With
-    `run_id` no other run is served. In the main thread `orders`, signals among them, are told to
-    the coordinator, which may save the run's state before this worker ends.
+    `run_id` no other run is served. `access` says who may connect (default: by the keys that lie
+    beside the configuration). In the main thread `orders`, signals among them, are told to the
+    coordinator, which may save the run's state before this worker ends.
 
-    Raises NetworkError when the port is taken, DeviceError when the device is not there,
-    PeerLostError when a run was lost and nobody took it up again, StoppedEarly when it was told to
-    end, and the run's own error, which the coordinator has been told.
+    Raises NetworkError when the port is taken, IdentityError without keys where they are needed,
+    DeviceError when the device is not there, PeerLostError when a run was lost and nobody took it
+    up again, StoppedEarly when it was told to end, and the run's own error, which the coordinator
+    has been told.
     """
-    worker = Worker(config, worker_id, keep=keep, build=build, run_id=run_id)
+    worker = Worker(config, worker_id, keep=keep, build=build, run_id=run_id, access=access)
     to_coordinator = log.Lines(worker.show_to_coordinator)
     to_coordinator.addFilter(lambda record: not hasattr(record, "peer"))  # no stranger's words
     handlers: list[logging.Handler] = [log.Lines(log.to_stderr), to_coordinator]
@@ -198,9 +203,12 @@ class Worker:
         keep: bool,
         build: BuildStages,
         run_id: str | None = None,
+        access: Access | None = None,
     ) -> None:
         self._config = config
         self._entry = config.worker(worker_id)
+        access = access or access_of(config, worker_id)
+        self._door = Door(access, self._greet)
         self._only_run = run_id
         self._leave_by = math.inf
         self._told: str | None = None  # why it is to end
@@ -210,12 +218,12 @@ class Worker:
         self._device = open_device(self._entry.device)
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connection: Connection | None = None
-        self._strangers: set[Connection] = set()
         self._lines: deque[tuple[str, str]] = deque(maxlen=_MAX_LINES)
         self.peers = PeerLinks(
             self._entry.id,
             lambda stream, name, limit: self._begin(stream, name, limit, m.DIALLER),
             lambda results: self._later(self._send, Message(m.Connected(results))),
+            access,
         )
         self._run: _Run | None = None
         self._done = False
@@ -228,7 +236,7 @@ class Worker:
         _check_name(self._config, entry)
         listener = Listener(entry.ip, entry.port)
         acceptor = threading.Thread(
-            target=self._accept, args=(listener,), name="accept", daemon=True
+            target=self._door.run, args=(listener,), name="accept", daemon=True
         )
         acceptor.start()
         what, where = f"{self._device.name}, {self._device.label}", f"{entry.ip}:{entry.port}"
@@ -260,6 +268,7 @@ class Worker:
                     self._send(Message(m.Leaving(self._told)))
         finally:
             listener.close()
+            self._door.close()
             if self._connection is not None:
                 self._connection.close()
             self._forget_run()
@@ -422,29 +431,23 @@ class Worker:
 
     # -- connections ----------------------------------------------------------------------------
 
-    def _accept(self, listener: Listener) -> None:
-        while True:
-            try:
-                stream = listener.accept()
-            except NetworkError:
-                return  # the listener was closed
-            except OSError as error:
-                # No descriptors or memory, or the network's own trouble: it passes.
-                _log.warning("cannot accept a connection: %s", error)
-                time.sleep(timeouts.ACCEPT_PAUSE_S)
-                continue
-            # Nothing but a greeting, in time, makes a stranger matter.
-            if len(self._strangers) >= _MAX_STRANGERS:
-                stream.close()
-                continue
-            try:
-                name = f"coordinator {stream.peer}"
-                self._begin(stream, name, HANDSHAKE_MAX_FRAME_BYTES, None)
-            except (OSError, NetworkError, MemoryError):
-                stream.close()  # gone before it could be greeted, or no thread or memory for it
+    def _greet(self, stream: Stream, identity: Identity | None) -> None:
+        """Somebody has connected, and without keys has yet to say who it is."""
+        if identity is None:
+            name, role = f"coordinator {stream.peer}", None
+        elif identity.worker is None:
+            name, role = f"coordinator {stream.peer}", m.WORKER
+        else:
+            name, role = str(identity), m.LISTENER
+        self._begin(stream, name, HANDSHAKE_MAX_FRAME_BYTES, role, identity)
 
     def _begin(
-        self, stream: Stream, name: str, max_frame_bytes: int, role: str | None
+        self,
+        stream: Stream,
+        name: str,
+        max_frame_bytes: int,
+        role: str | None,
+        identity: Identity | None = None,
     ) -> Connection:
         """Start a connection; `role` is ours, None for one that has yet to say who it is."""
         connection = Connection(
@@ -458,13 +461,8 @@ class Worker:
             handshake_s=timeouts.STRANGER_S,
             pool=self._device.buffers(),
         )
-        if role is None:
-            self._strangers.add(connection)
-        try:
-            connection.start()
-        except (NetworkError, MemoryError):
-            self._strangers.discard(connection)
-            raise
+        connection.identity = identity
+        connection.start()
         return connection
 
     def _received(self, connection: Connection, message: Message) -> None:
@@ -484,7 +482,7 @@ class Worker:
         self._later(self._on_message, connection, message, arrival)
 
     def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
-        self._strangers.discard(connection)
+        self._door.gone(connection.stream)
         if (fault := connection.fault) is not None and (run := self._run) is not None:
             # An error of its own: the connection keeps the other one, and with a traceback stages.
             self.failed(run, ProtocolError(fault.message, hint=fault.hint))
@@ -543,7 +541,7 @@ class Worker:
             run.stages.flush()
         self._connection = connection
         connection.peer = m.COORDINATOR
-        self._strangers.discard(connection)
+        self._door.gone(connection.stream)
         self._gone_since = run.lost = None
         # More than half of the memory here would be a mistake, or meant badly.
         most = psutil.virtual_memory().total // 2
@@ -626,7 +624,7 @@ class Worker:
     def _on_peer_hello(self, connection: Connection, hello: m.PeerHello) -> None:
         try:
             self.peers.accept(connection, hello)
-            self._strangers.discard(connection)
+            self._door.gone(connection.stream)
         except HeteroError as error:
             self._refuse(connection, "peer", error.message, error.hint)
 

@@ -35,6 +35,7 @@ from hetero_framework.core.session import Phase
 from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId, WorkerLeaving
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 from hetero_framework.log import event, said_by
+from hetero_framework.security.access import LOOPBACK_ONLY, Access
 
 _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
@@ -71,6 +72,7 @@ class WorkerLinks:
         local: LocalWorkers | None = None,
         unpack: Callable[[Message], Any] = lambda message: None,
         watch: Callable[[WorkerId], OnMoved] | None = None,
+        access: Access = LOOPBACK_ONLY,
     ) -> None:
         """`local` are the workers that this process has started. `unpack` makes an Event's
         `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`."""
@@ -83,6 +85,7 @@ class WorkerLinks:
         self._local = local or LocalWorkers(config, ())
         self._unpack = unpack
         self._watch = watch
+        self._access = access
         self._direct: set[frozenset[WorkerId]] = set()
         self._back: set[frozenset[WorkerId]] = set()
         self._redials: dict[frozenset[WorkerId], _Redial] = {}
@@ -187,7 +190,10 @@ class WorkerLinks:
                 reason = "its process starts" if self._local.starts(worker.id) else reason
                 _log.info("waiting for %s at %s (%s; up to %.0f s more)", name, where, reason, left)
 
-        stream = connect(worker.ip, worker.port, timeout_s, on_retry, who=name, stop=self._stop)
+        secure, stop = partial(self._access.dialled, process=worker.id), self._stop
+        stream = connect(
+            worker.ip, worker.port, timeout_s, on_retry, who=name, stop=stop, secure=secure
+        )
         if self._stop.is_set():
             stream.close()
             raise NetworkError(f"{name}: the run ended while it was connecting")

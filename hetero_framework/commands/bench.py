@@ -26,6 +26,7 @@ from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
 from hetero_framework.planner.simulator import Profile, step_bound
 from hetero_framework.planner.tuning import tune
+from hetero_framework.security.access import Access
 from hetero_framework.trainer import setup
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.units import bit_rate, plural, seconds, share
@@ -39,7 +40,9 @@ _REQUEST = 1 << 31
 _WAYS = ("forward", "backward")
 
 
-def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20) -> dict[str, Any]:
+def bench(
+    config: Config, *, steps: int = 4, nbytes: int = 8 << 20, access: Access | None = None
+) -> dict[str, Any]:
     """Measure the machines of `config`; JSON types, times in seconds and sizes in bytes.
 
     `steps` training steps are computed (at least two; the first does not count). Messages of
@@ -52,7 +55,8 @@ def bench(config: Config, *, steps: int = 4, nbytes: int = 8 << 20) -> dict[str,
     # The workers' logs go into the folder; output_dir stays as it is.
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
         parts = setup.prepare(config.with_changes(training={"output_dir": folder}))
-        with Cluster(parts.config, max_frame_bytes=parts.max_frame_bytes) as cluster:
+        most = parts.max_frame_bytes
+        with Cluster(parts.config, max_frame_bytes=most, access=access) as cluster:
             facts = cluster.start()
             parts = setup.fit_devices(parts, facts)
             cluster.assemble(parts.config, parts.memory_limits)

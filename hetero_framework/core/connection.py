@@ -31,6 +31,7 @@ from typing import Any
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.identity import Identity
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import ROLES, Phase, Session, legal
@@ -74,8 +75,11 @@ class Connection:
         carrier: Callable[[Connection, Message], Link | None] | None = None,
         **options: Any,
     ) -> None:
+        self.stream = stream
         self.peer: WorkerId | None = None
         """Who the other end is, once it has been accepted."""
+        self.identity: Identity | None = None
+        """Who the other end is by its certificate, if it has shown one; set before `start`."""
         self.fault: ProtocolError | None = None
         """What a peer that we know did wrong; a new link would not mend it."""
         self._session = None if role is None else Session(role)

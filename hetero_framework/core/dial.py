@@ -11,9 +11,13 @@ import time
 from collections.abc import Callable
 
 from hetero_framework.core import addresses, timeouts
-from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.errors import NetworkError
 
+HANDSHAKE_HINT = (
+    "it runs an old version, without keys or with --insecure-plaintext, or another program has "
+    "this port"
+)
 REFUSED = "the machine answers, but nothing listens on that port"
 """The reason that `on_retry` is given when no process has the port."""
 
@@ -26,10 +30,12 @@ def connect(
     *,
     who: str = "the peer",
     stop: threading.Event | None = None,
-) -> PlainStream:
+    secure: Callable[[Stream], Stream] = lambda stream: stream,
+) -> Stream:
     """A connection to host:port, tried for `timeout_s` seconds, or until `stop` is set.
     `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
-    repeated. Raises NetworkError that says what to check."""
+    repeated. `secure` makes the stream to be used of the plain one; OSError from it is a failed
+    attempt. Raises NetworkError that says what to check, and what else `secure` raises."""
     stop = stop or threading.Event()
     started = time.monotonic()
     attempt = 0
@@ -37,9 +43,14 @@ def connect(
         attempt += 1
         elapsed = time.monotonic() - started
         try:
-            return _connect_once(host, port, min(10.0, max(0.1, timeout_s - elapsed)))
+            stream = _connect_once(host, port, min(10.0, max(0.1, timeout_s - elapsed)))
         except (OSError, UnicodeError) as error:
             reason, advice = _explain_connect(error, host, port)
+        else:
+            try:
+                return secure(stream)
+            except OSError as error:
+                reason, advice = error.strerror or str(error), HANDSHAKE_HINT
         elapsed = time.monotonic() - started
         pause = min(5.0, 0.1 * 1.6 ** min(attempt, 20)) * random.uniform(0.5, 1.0)
         if elapsed + pause >= timeout_s or stop.is_set():

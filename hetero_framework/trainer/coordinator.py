@@ -29,6 +29,7 @@ from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.trace_file import Timeline
+from hetero_framework.security.access import Access, access_of
 from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
@@ -74,14 +75,17 @@ def train(
     debug: bool = False,
     progress: Progress | None = None,
     workers: LocalWorkers | None = None,
+    access: Access | None = None,
 ) -> RunSummary:
     """Train as the coordinator, start to finish.
 
     `resume` is a step number or "latest"; it overrides `resume_step` of the configuration.
-    `workers` are those of this machine where they have been started before. Raises HeteroError
+    `workers` are those of this machine where they have been started before. `access` is for the
+    links to workers (default: by the keys that lie beside the configuration). Raises HeteroError
     of the kind that says what happened; whatever happens, no worker is left behind.
     """
     config.require("model", "data")
+    access = access or access_of(config, "local")
     check_optimizer(config.training)
     show, replicas = progress or Progress(), Single()
     events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
@@ -104,6 +108,7 @@ def train(
                 run_id=directories.run_id,
                 workers=workers,
                 reduce=replicas.reduce,
+                access=access,
             ) as cluster:
                 facts = cluster.start()
                 parts = setup.fit_devices(parts, facts)

@@ -27,6 +27,7 @@ from hetero_framework.errors import (
     StoppedEarly,
     UserError,
 )
+from hetero_framework.security.access import LOOPBACK_ONLY
 from tests.unit.timeline_samples import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -316,7 +317,8 @@ def test_train_runs_the_coordinator_with_the_options(
     options = ["--resume", "latest", "--output-dir", "here", "--set", "training.seed=7"]
     assert cli.main(["train", "--config", str(config_file), *options]) == 0
     workers, (config, given) = calls  # the workers are on their way before anything is imported
-    assert given == {"resume": "latest", "debug": False, "workers": workers}
+    access = {"access": LOOPBACK_ONLY}
+    assert given == {"resume": "latest", "debug": False, "workers": workers, **access}
     assert "torch and transformers are loaded now" in capsys.readouterr().err
     assert config.output_dir == tmp_path / "here"
     assert config.training.seed == 7
@@ -472,7 +474,9 @@ def test_bench_prints_json_and_nothing_else(
     assert captured.err == "measuring\n"
     assert cli.main(words) == 0
     assert capsys.readouterr().out == "a step: 0.5\n"
-    assert calls == [{"steps": 8, "nbytes": 32_000_000}, {"steps": 4, "nbytes": 8_000_000}]
+    access = {"access": LOOPBACK_ONLY}
+    first, second = {"steps": 8, "nbytes": 32_000_000}, {"steps": 4, "nbytes": 8_000_000}
+    assert calls == [first | access, second | access]
 
 
 def test_bench_is_for_the_coordinators_machine(

@@ -25,6 +25,7 @@ LAYERS = {
     "config": 3,
     "data": 4,
     "planner": 4,
+    "security": 4,
     "visualizer": 4,
     "models": 5,
     "profiling": 6,
@@ -41,7 +42,7 @@ PROGRAMS = sorted(
     for folder in (PACKAGE, ROOT / "examples", ROOT / "benchmarks", ROOT / "docs", ROOT / "tests")
     for file in folder.rglob("*.py")
 ) + [ROOT / "init_config.py"]
-SOCKETS = {"core/stream.py", "core/dial.py", "core/addresses.py"}
+SOCKETS = {"core/stream.py", "core/dial.py", "core/addresses.py", "core/tls.py"}
 UNPICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
@@ -129,7 +130,7 @@ def test_two_sides_do_not_import_each_other(one: str, other: str) -> None:
     assert len(seen) > 5
 
 
-def test_sockets_are_in_two_modules_only() -> None:
+def test_sockets_are_in_few_modules() -> None:
     users = {
         str(file.relative_to(PACKAGE).as_posix())
         for file in MODULES

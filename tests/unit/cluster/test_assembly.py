@@ -28,6 +28,7 @@ from hetero_framework.core.messages import (
 from hetero_framework.engine.hosts import Event, LinkLost, WorkerLeaving
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
+from hetero_framework.security.access import Plaintext
 
 PLAN = ["local", 1, 2, "local", 1, 2, 2]
 
@@ -115,7 +116,12 @@ class LocalStage:
 
 
 def started(links: Links, **training: Any) -> Cluster:
-    made = Cluster(config(**training), max_frame_bytes=1 << 20, build=lambda *args: [LocalStage()])
+    made = Cluster(
+        config(**training),
+        max_frame_bytes=1 << 20,
+        build=lambda *args: [LocalStage()],
+        access=Plaintext(everywhere=True),
+    )
     for worker in links.workers:
         made._members.on(worker, assembly.Event.DIAL)
     return made

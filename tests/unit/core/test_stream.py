@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hetero_framework.core import tls
+from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener, connect
+from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import PlainStream, Stream
+from tests.certificates import keys_of
 
 Pair = tuple[Stream, Stream]
 
@@ -28,9 +37,22 @@ def over_tcp() -> Pair:
         return near, listener.accept()
 
 
-@pytest.fixture(params=[over_a_socket_pair, over_tcp])
-def ends(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = request.param()
+def over_tls(folder: Path) -> Pair:
+    near, far = over_tcp()
+    keys = keys_of(folder, "local", 1)
+
+    def context(process: int | str, server: bool) -> Any:
+        return tls.context(keys.bundle(process), server=server)
+
+    accepted = in_background(lambda: tls.accept(far, context(1, True), lambda *_: None), "accept")
+    dialled = tls.dial(near, context("local", False), lambda *_: None, {}, "worker 1")
+    return dialled, accepted.result(10.0)[0]
+
+
+@pytest.fixture(params=["socket pair", "TCP", "TLS"])
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    kinds = {"socket pair": over_a_socket_pair, "TCP": over_tcp, "TLS": lambda: over_tls(tmp_path)}
+    pair = kinds[request.param]()
     for stream in pair:
         stream.set_tick(0.2)
     yield pair
@@ -95,6 +117,29 @@ def test_end_of_writes_is_the_end_for_the_reader_only(ends: Pair) -> None:
     assert ends[1].read(memoryview(bytearray(1))) == 0
     ends[1].write(views(b"answer"))
     assert read(ends[0], 6) == b"answer"
+
+
+def test_bytes_pass_whole_while_both_write_more_than_the_system_takes(ends: Pair) -> None:
+    """Each end writes 8 MB before it reads, in pieces that are tried first, from a second thread,
+    while the other reads slowly: what is left over of a piece goes out with the next one."""
+    whole = random.Random(0).randbytes(1 << 23)
+
+    def write(stream: Stream) -> None:
+        left = memoryview(whole)
+        for size in itertools.cycle((1, 2, 70_000, 300_000, 16_384, 5)):
+            piece = deque([left[: size // 2], left[size // 2 : size]])
+            piece = deque(filter(len, piece))
+            left = left[size:]
+            drop_sent(piece, stream.try_write(piece, 1 << 16) if piece else 0)
+            while piece:
+                drop_sent(piece, stream.write(piece))
+            if not left:
+                return
+
+    written = [in_background(partial(write, stream), "write") for stream in ends]
+    found = [in_background(partial(read, stream, len(whole)), "read") for stream in ends]
+    assert [future.result(60.0) == whole for future in found] == [True, True]
+    assert [future.result(60.0) for future in written] == [None, None]
 
 
 def test_stop_wakes_a_reader_in_another_thread(ends: Pair) -> None:

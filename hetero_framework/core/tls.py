@@ -1,0 +1,381 @@
+"""TLS 1.3 with certificates on both sides, as a `Stream` over a `PlainStream`.
+
+OpenSSL checks that the other side's certificate comes from this cluster's authority; what is in it
+is checked by the caller's `admit`, before a byte of the protocol is read. A connection reads in one
+thread and writes in others, and OpenSSL's object for it may be used by one at a time: it works on
+memory under a lock, and the socket is read and written outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import ssl
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.core import timeouts
+from hetero_framework.core.dial import HANDSHAKE_HINT
+from hetero_framework.core.identity import Identity
+from hetero_framework.core.send_queue import drop_sent
+from hetero_framework.core.stream import Stream
+from hetero_framework.errors import IdentityError
+
+ALPN = "hetero/1"
+_CIPHERTEXT_BYTES = 1 << 18
+_PLAIN_BYTES = 1 << 18
+"""So much is read from the socket, or encrypted, at a time."""
+_JOINED_BYTES = 1 << 14
+"""Buffers up to this size, the most that a record holds, are joined before they are encrypted."""
+_NOTE_BYTES = 1 << 16
+_LENGTH = struct.Struct(">I")
+_END = "-----END CERTIFICATE-----"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What OpenSSL has verified of the other side."""
+
+    identity: Identity
+    serial: int
+
+
+Admit = Callable[[Certificate, dict[str, Any]], "str | None"]
+"""Why a peer is not wanted that has this certificate and sent this note; None: it is."""
+
+
+def context(
+    bundle: Path, *, server: bool, alpn: str = ALPN, anonymous: bool = False
+) -> ssl.SSLContext:
+    """For connections of who has this key, its certificate and the authority's, in one PEM file;
+    `anonymous`: the other side need not show any. Raises IdentityError when they are damaged or do
+    not belong together, and OSError."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False  # the identity is a URI, which `admit` looks at
+    _settle(made, alpn)
+    if server:
+        made.num_tickets = 0
+    try:
+        authority = bundle.read_text(encoding="ascii").split(_END)[-2] + _END
+        made.load_cert_chain(bundle, password=_no_password)
+        made.load_verify_locations(cadata=authority)
+    except (ssl.SSLError, ValueError, IndexError) as error:
+        raise IdentityError(
+            f"{bundle} is damaged: {_reason(error) or error}",
+            hint="have this machine invited again: hetero invite ID on the coordinator",
+        ) from error
+    made.verify_mode = ssl.CERT_NONE if anonymous else ssl.CERT_REQUIRED
+    return made
+
+
+def joining_context(authority: str, alpn: str) -> ssl.SSLContext:
+    """For who has no key yet, and trusts this authority (PEM) alone."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False
+    _settle(made, alpn)
+    made.load_verify_locations(cadata=authority)
+    return made
+
+
+def _settle(made: ssl.SSLContext, alpn: str) -> None:
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.verify_flags |= ssl.VERIFY_X509_STRICT
+    made.set_alpn_protocols([alpn])
+
+
+def _no_password() -> str:
+    raise ValueError("its key is encrypted")
+
+
+def dial(
+    plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any], who: str
+) -> TlsStream:
+    """The encrypted stream to the side that was dialled, which has admitted us. Raises
+    IdentityError when one of the two does not want the other, and OSError for what may pass when it
+    is tried again; `plain` is closed then."""
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(plain.close)
+        stream = TlsStream(plain, made, server=False)
+        deadline = time.monotonic() + timeouts.STRANGER_S
+        with explained(who):
+            stream.shake_hands(deadline)
+            if (why := admit(stream.certificate(), {})) is not None:
+                raise IdentityError(f"{who} is not who it should be: {why}")
+            stream.send_note(note, deadline)
+            refused = stream.receive_note(deadline).get("refused")
+        if refused is not None:
+            raise IdentityError(f"{who} refused this machine: {refused}")
+        on_error.pop_all()
+        return stream
+
+
+def accept(plain: Stream, made: ssl.SSLContext, admit: Admit) -> tuple[TlsStream, Certificate]:
+    """The encrypted stream to who has dialled, and who that is; raises as `dial` does. Who has a
+    certificate of this cluster is told why it is not wanted; who has none gets a TLS alert."""
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(plain.close)
+        stream = TlsStream(plain, made, server=True)
+        deadline = time.monotonic() + timeouts.STRANGER_S
+        with explained("it"):
+            stream.shake_hands(deadline)
+            found = stream.certificate()
+            why = admit(found, stream.receive_note(deadline))
+            stream.send_note({} if why is None else {"refused": why}, deadline)
+        if why is not None:
+            raise IdentityError(why)
+        on_error.pop_all()
+        return stream, found
+
+
+_MEANINGS = {
+    # What is seen of a peer, by what OpenSSL calls it; "{}" is the peer.
+    "CERTIFICATE_VERIFY_FAILED": "{} has keys of another cluster, or a certificate of its own",
+    "TLSV1_ALERT_UNKNOWN_CA": "for {} this machine has keys of another cluster",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "{} shows no certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "{} wants a certificate, and this machine showed none",
+    "WRONG_VERSION_NUMBER": "{} does not speak TLS",
+    "HTTP_REQUEST": "{} does not speak TLS but HTTP",
+    "UNSUPPORTED_PROTOCOL": "{} does not speak TLS 1.3",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "{} does not speak TLS 1.3",
+    "NO_APPLICATION_PROTOCOL": "{} speaks TLS, but another protocol",
+}
+_INVITE = "have the machine with the wrong keys invited again: hetero invite ID on the coordinator"
+
+
+@contextlib.contextmanager
+def explained(who: str) -> Iterator[None]:
+    """What OpenSSL says of a peer, as IdentityError; what may pass, as OSError."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        meaning = _MEANINGS.get(_reason(error))
+        if meaning is None:
+            text = f"the TLS handshake failed ({_reason(error) or error})"
+            raise ConnectionAbortedError(errno.ECONNABORTED, text) from error
+        about_keys = "CERTIFICATE" in _reason(error) or "_CA" in _reason(error)
+        hint = _INVITE if about_keys else HANDSHAKE_HINT
+        raise IdentityError(meaning.format(who), hint=hint) from error
+    except (ConnectionResetError, BrokenPipeError) as error:
+        text = "it ended the connection in the handshake"
+        raise ConnectionResetError(errno.ECONNRESET, text) from error
+    except (ValueError, RecursionError) as error:  # JSON, too
+        raise IdentityError(f"{who} does not keep to the protocol: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    """OpenSSL's name for what happened."""
+    reason = getattr(error, "reason", None)
+    return str(reason or str(error).partition("SSL: ")[2].partition("]")[0])
+
+
+class TlsStream:
+    """An encrypted stream, which owns `plain` from now on. Use `dial` or `accept` to make one."""
+
+    def __init__(self, plain: Stream, made: ssl.SSLContext, *, server: bool, alpn: str = ALPN):
+        self._plain = plain
+        self._alpn = alpn
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._ssl = made.wrap_bio(self._in, self._out, server_side=server)
+        self._lock = threading.Lock()  # of the three above
+        self._received = memoryview(bytearray(_CIPHERTEXT_BYTES))
+        self._unsent: deque[memoryview] = deque()  # encrypted; the writing side's own
+        self._owed = 0  # bytes that are encrypted, but not reported as written
+
+    @property
+    def peer(self) -> str:
+        return self._plain.peer
+
+    def set_tick(self, seconds: float) -> None:
+        self._plain.set_tick(seconds)
+
+    # -- the handshake, before other threads know the stream --------------------------------------
+
+    def shake_hands(self, deadline: float) -> None:
+        """Raises OSError, of which `explain` knows what ssl.SSLError means; TimeoutError at the
+        time.monotonic() of `deadline`."""
+        while True:
+            try:
+                self._ssl.do_handshake()
+            except ssl.SSLWantReadError:
+                self._flush(deadline)
+                self._feed(deadline)
+                continue
+            except ssl.SSLError:
+                with contextlib.suppress(OSError):
+                    self._flush(deadline)  # the alert tells the other side why
+                raise
+            self._flush(deadline)
+            if self._ssl.selected_alpn_protocol() != self._alpn:
+                raise ssl.SSLError(1, "[SSL: NO_APPLICATION_PROTOCOL] it speaks another protocol")
+            return
+
+    def certificate(self) -> Certificate:
+        """The other side's. Raises IdentityError when it names no process of a cluster."""
+        found = self._ssl.getpeercert() or {}
+        names: Any = found.get("subjectAltName", ())
+        try:
+            [(kind, uri)] = names
+            if kind != "URI":
+                raise ValueError(f"its certificate names {kind} {uri!r}")
+            return Certificate(Identity.parse(uri), int(str(found["serialNumber"]), 16))
+        except ValueError as error:
+            raise IdentityError(f"{error}") from error
+
+    def send_note(self, note: dict[str, Any], deadline: float) -> None:
+        """Send JSON before anything else is sent."""
+        data = json.dumps(note).encode()
+        self._ssl.write(_LENGTH.pack(len(data)) + data)
+        self._flush(deadline)
+
+    def receive_note(self, deadline: float, most: int = _NOTE_BYTES) -> dict[str, Any]:
+        """What `send_note` sent, or ValueError. Raises OSError."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
+        if length > most:
+            raise ValueError(f"a note of {length} bytes is too long")
+        note = json.loads(self._exactly(length, deadline))
+        if not isinstance(note, dict):
+            raise ValueError("a note is a JSON object")
+        return note
+
+    def _exactly(self, count: int, deadline: float) -> bytes:
+        data = b""
+        while len(data) < count:
+            try:
+                more: Any = self._ssl.read(count - len(data))
+            except ssl.SSLWantReadError:
+                self._feed(deadline)
+                continue
+            data += more
+        return bytes(data)
+
+    def _feed(self, deadline: float) -> None:
+        while (count := self._plain.read(self._received)) is None:
+            _check(deadline)
+        if not count:
+            raise ConnectionResetError
+        _check(deadline)
+        self._in.write(self._received[:count])
+
+    def _flush(self, deadline: float) -> None:
+        while not self._send_unsent(self._plain.write):
+            _check(deadline)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def read(self, view: memoryview, fill: bool = False) -> int | None:
+        got = 0
+        while True:
+            got += self._decrypt(view[got:])
+            if got == len(view) or (got and not fill):
+                return got
+            count = self._plain.read(self._received)
+            if not count:
+                # An end without TLS's own word for it is one as well: frames have a length, and
+                # a run ends with a message.
+                return got or count
+            with self._lock:
+                self._in.write(self._received[:count])
+
+    def _decrypt(self, view: memoryview) -> int:
+        """Fill `view` from what has come, one record of at most 16 KiB at a time."""
+        got = 0
+        while got < len(view):
+            with self._lock:
+                try:
+                    count: Any = self._ssl.read(len(view) - got, view[got:])  # type: ignore[arg-type]
+                except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                    break
+                except ssl.SSLError as error:
+                    text = f"what came was changed on its way ({_reason(error)})"
+                    raise ConnectionError(text) from error
+            if not count:
+                break
+            got += count
+        return got
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def write(self, buffers: deque[memoryview]) -> int:
+        return self._write(buffers, _PLAIN_BYTES, self._plain.write)
+
+    def try_write(self, buffers: deque[memoryview], room: int) -> int:
+        # Of a single byte none could be held back.
+        if room < 2 or len(buffers[0]) < 2:
+            return 0
+        return self._write(
+            buffers, room, lambda pending: self._plain.try_write(pending, _CIPHERTEXT_BYTES)
+        )
+
+    def _write(
+        self, buffers: deque[memoryview], room: int, send: Callable[[deque[memoryview]], int]
+    ) -> int:
+        """What is encrypted has to go out before anything else. As long as not all of it has, one
+        byte less is reported as written, so that the caller comes back with the same frame."""
+        if not self._send_unsent(send):
+            return 0
+        done, self._owed = self._owed, 0
+        taken = self._encrypt(buffers, done, room)
+        if not self._send_unsent(send):
+            self._owed = 1
+        return done + taken - self._owed
+
+    def _encrypt(self, buffers: deque[memoryview], skipped: int, room: int) -> int:
+        """Encrypt what follows the first `skipped` bytes of `buffers`, at most `room` bytes."""
+        taken = 0
+        small: list[memoryview] = []
+        with self._lock:
+            for view in buffers:
+                part = view[skipped : skipped + room - taken]
+                skipped = max(0, skipped - len(view))
+                taken += len(part)
+                if len(part) <= _JOINED_BYTES:
+                    small.append(part)
+                else:
+                    self._encrypt_joined(small)
+                    self._ssl.write(part)
+                if taken == room:
+                    break
+            self._encrypt_joined(small)
+            if encrypted := self._out.read():
+                self._unsent.append(memoryview(encrypted))
+        return taken
+
+    def _encrypt_joined(self, small: list[memoryview]) -> None:
+        if joined := b"".join(small):
+            self._ssl.write(joined)
+        small.clear()
+
+    def _send_unsent(self, send: Callable[[deque[memoryview]], int]) -> bool:
+        """Whether all that is encrypted has been handed to the system."""
+        with self._lock:
+            if encrypted := self._out.read():  # of the handshake, or an answer of the reading side
+                self._unsent.append(memoryview(encrypted))
+        while self._unsent:
+            sent = send(self._unsent)
+            if not sent:
+                return False
+            drop_sent(self._unsent, sent)
+        return True
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def end_writes(self) -> None:
+        self._plain.end_writes()
+
+    def stop(self) -> None:
+        self._plain.stop()
+
+    def close(self) -> None:
+        self._plain.close()
+
+
+def _check(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(errno.ETIMEDOUT, "it did not complete the handshake in time")

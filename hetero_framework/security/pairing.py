@@ -1,0 +1,324 @@
+"""Pairing: a machine gets its key, and the configuration, with one pasted line.
+
+`hetero invite` prints a token, HT1-<hash of the authority>-<one-time secret>, and listens.
+`hetero join` connects, and then:
+
+1. The inviting side sends the authority's certificate, which is no secret.
+2. The joining side compares its hash with the token's. Nothing was sent before, and nothing is
+   sent where they differ.
+3. TLS, in which the inviting side shows the coordinator's certificate of that authority.
+4. The joining side makes a key, which never leaves it, and sends a signing request with an HMAC of
+   the secret over it.
+5. It gets its certificate, its worker's id and the configuration, and confirms.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import hmac
+import secrets
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hetero_framework.core import timeouts, tls
+from hetero_framework.core.dial import connect
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.identity import Identity
+from hetero_framework.core.send_queue import drop_sent
+from hetero_framework.core.stream import Stream
+from hetero_framework.core.tls import TlsStream
+from hetero_framework.errors import IdentityError
+from hetero_framework.security import authority as x509
+from hetero_framework.security.authority import Authority
+from hetero_framework.security.issuing import sign
+from hetero_framework.security.keys import KeyDirectory
+
+GOOD_FOR_S = 15 * 60.0
+MAX_WRONG = 5
+_ALPN = "hetero-join/1"
+_SECRET_BYTES = 16
+_LENGTH = struct.Struct(">I")
+_MAX_CERTIFICATE_BYTES = 4096
+_MAX_ANSWER_BYTES = 4 << 20
+_AGAIN = "have this machine invited again: hetero invite ID on the coordinator's machine"
+
+
+@dataclass(frozen=True)
+class Token:
+    """What the person carries from one machine to the other."""
+
+    authority: bytes  # SHA-256 of its certificate
+    secret: bytes
+
+    def __str__(self) -> str:
+        return f"HT1-{_text(self.authority)}-{_text(self.secret)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Token:
+        """Raises IdentityError."""
+        parts = text.strip().split("-")
+        with suppress(ValueError):
+            kind, authority, secret = parts
+            found = cls(_bytes(authority), _bytes(secret))
+            if (kind.upper(), len(found.authority), len(found.secret)) == ("HT1", 32, 16):
+                return found
+        raise IdentityError(
+            "this is no token of `hetero invite`, or not all of it",
+            hint="copy the whole line that `hetero invite` has printed",
+        )
+
+    def proof(self, request: bytes) -> str:
+        """That who sends this signing request knows the secret."""
+        message = b"hetero join 1\0" + self.authority + request
+        return hmac.new(self.secret, message, hashlib.sha256).hexdigest()
+
+
+def _text(data: bytes) -> str:
+    return base64.b32encode(data).decode().rstrip("=").lower()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b32decode(text.upper() + "=" * (-len(text) % 8))
+
+
+@dataclass
+class Invitation:
+    """Of one worker: good once, until `until` (time.monotonic()), for MAX_WRONG - 1 mistakes."""
+
+    worker: WorkerId
+    token: Token
+    until: float
+    wrong: int = 0
+    taken: bool = False
+    outcome: str | None = None  # why it is over
+
+    def over(self, now: float) -> str | None:
+        if self.outcome is None and not self.taken and now > self.until:
+            self.outcome = "it has expired"
+        return self.outcome
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The file that a machine gets with its key."""
+
+    name: str
+    text: str
+
+
+class Inviting:
+    """The inviting side: an `Access` that admits nobody, but hands out certificates."""
+
+    encrypts: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        keys: KeyDirectory,
+        authority: Authority,
+        workers: Iterable[WorkerId],
+        configuration: Configuration,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._keys = keys
+        self._authority = authority
+        self._configuration = configuration
+        self._clock = clock
+        self._lock = threading.Lock()
+        hashed, until = _hash(authority.certificate_der), clock() + GOOD_FOR_S
+        self.invitations = [
+            Invitation(worker, Token(hashed, secrets.token_bytes(_SECRET_BYTES)), until)
+            for worker in workers
+        ]
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody can join any more."""
+        return all(entry.over(self._clock()) for entry in self.invitations)
+
+    def check_address(self, host: str, what: str) -> None:
+        """It is said to the user who listens where."""
+
+    def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
+        return []
+
+    def dialled(self, stream: Stream, process: WorkerId) -> Stream:
+        raise AssertionError("nobody is dialled")
+
+    def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]:
+        """The whole conversation."""
+        try:
+            deadline = time.monotonic() + timeouts.STRANGER_S
+            der = self._authority.certificate_der
+            _write(stream, _LENGTH.pack(len(der)) + der, deadline)
+            made = tls.context(self._keys.bundle("local"), server=True, alpn=_ALPN, anonymous=True)
+            encrypted = TlsStream(stream, made, server=True, alpn=_ALPN)
+            with tls.explained("it"):
+                encrypted.shake_hands(deadline)
+                request, proof = _request(encrypted.receive_note(deadline))
+                invitation = self._take(request, proof)
+                if invitation is None:
+                    encrypted.send_note({"refused": _REFUSED}, deadline)
+                    raise IdentityError("the invitation is wrong, used or over")
+                self._hand_over(encrypted, invitation, request, deadline)
+            return encrypted, Identity.of(self._authority.cluster, invitation.worker)
+        except (OSError, IdentityError):
+            stream.close()
+            raise
+
+    def _take(self, request: bytes, proof: str) -> Invitation | None:
+        """The invitation that this proves to have; it is used from now on."""
+        with self._lock:
+            now = self._clock()
+            open_ones = [e for e in self.invitations if not (e.over(now) or e.taken)]
+            for entry in open_ones:
+                if hmac.compare_digest(entry.token.proof(request), proof):
+                    entry.taken = True
+                    return entry
+            for entry in open_ones:
+                entry.wrong += 1
+                if entry.wrong >= MAX_WRONG:
+                    entry.outcome = f"somebody tried {MAX_WRONG} wrong tokens"
+            return None
+
+    def _hand_over(
+        self, stream: TlsStream, invitation: Invitation, request: bytes, deadline: float
+    ) -> None:
+        outcome, worker = "somebody took it, but did not confirm", str(invitation.worker)
+        try:
+            with self._lock:  # the list of what was issued is one file
+                certificate = sign(self._keys, self._authority, invitation.worker, request)
+            answer = {
+                "worker": worker,
+                "certificate": certificate.decode(),
+                "authority": self._authority.certificate_pem.decode(),
+                "name": self._configuration.name,
+                "configuration": self._configuration.text,
+            }
+            stream.send_note(answer, deadline)
+            if stream.receive_note(deadline) != {"joined": worker}:
+                raise IdentityError(f"worker {worker} did not confirm that it has joined")
+            outcome = "used"
+        finally:
+            invitation.outcome = outcome
+
+
+_REFUSED = "no open invitation has this token: it is used, over or of another `hetero invite`"
+
+
+def _request(note: dict[str, Any]) -> tuple[bytes, str]:
+    """A signing request, not looked at yet, and its proof. Raises ValueError."""
+    request, proof = note.get("request"), note.get("proof")
+    if not isinstance(request, str) or not isinstance(proof, str) or not proof.isascii():
+        raise ValueError("a signing request was expected")
+    return base64.b64decode(request, validate=True), proof
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What the joining machine is from now on."""
+
+    identity: Identity
+    bundle: bytes
+    configuration: Configuration
+
+
+def join(
+    host: str, port: int, token: Token, keep: Callable[[Joined], None], timeout_s: float = 15.0
+) -> Joined:
+    """Have this machine become the worker it was invited as; `keep` writes what it got, before it
+    is confirmed. Raises IdentityError, and NetworkError when nobody is there."""
+
+    def secure(stream: Stream) -> Stream:
+        """Nothing is sent before the other side has shown the authority of the token."""
+        try:
+            deadline = time.monotonic() + timeouts.STRANGER_S
+            with tls.explained("the machine there"):
+                return _encrypted(stream, token, deadline)
+        except (OSError, IdentityError):
+            stream.close()
+            raise
+
+    stream = connect(host, port, timeout_s, who="the inviting machine", secure=secure)
+    assert isinstance(stream, TlsStream)
+    try:
+        with tls.explained("the machine there"):
+            return _ask(stream, token, keep)
+    except OSError as error:
+        text = f"the invitation was cut short: {error.strerror or error}"
+        raise IdentityError(text, hint=_AGAIN) from error
+    finally:
+        stream.close()
+
+
+def _encrypted(stream: Stream, token: Token, deadline: float) -> TlsStream:
+    (length,) = _LENGTH.unpack(_read(stream, _LENGTH.size, deadline))
+    der = b""
+    if length <= _MAX_CERTIFICATE_BYTES:
+        der = _read(stream, length, deadline)
+    if not hmac.compare_digest(_hash(der), token.authority):
+        raise IdentityError(
+            "what answers there is not the machine that made this token",
+            hint="check address and port; if they are right, somebody else answers in its place",
+        )
+    made = tls.joining_context(x509.pem_of(der), _ALPN)
+    encrypted = TlsStream(stream, made, server=False, alpn=_ALPN)
+    encrypted.shake_hands(deadline)
+    found = encrypted.certificate().identity
+    if found.worker is not None:
+        raise IdentityError(f"{found} answers there, and only the coordinator invites")
+    return encrypted
+
+
+def _ask(stream: TlsStream, token: Token, keep: Callable[[Joined], None]) -> Joined:
+    deadline = time.monotonic() + 2 * timeouts.STRANGER_S
+    key = x509.new_key()
+    request = x509.signing_request(key)
+    encoded = base64.b64encode(request).decode()
+    stream.send_note({"request": encoded, "proof": token.proof(request)}, deadline)
+    answer = stream.receive_note(deadline, _MAX_ANSWER_BYTES)
+    if (refused := answer.get("refused")) is not None:
+        raise IdentityError(f"not invited: {refused}", hint=_AGAIN)
+    names = ("worker", "certificate", "authority", "name", "configuration")
+    worker, certificate, authority, name, text = (str(answer.get(field)) for field in names)
+    identity = Identity.parse(Identity.of(stream.certificate().identity.cluster, worker).uri)
+    if _hash(x509.der_of(authority)) != token.authority:
+        raise ValueError("another authority than the token's")
+    bundle = x509.received_bundle(key, certificate, authority, identity)
+    joined = Joined(identity, bundle, Configuration(name, text))
+    keep(joined)
+    stream.send_note({"joined": worker}, deadline)
+    return joined
+
+
+def _hash(der: bytes) -> bytes:
+    return hashlib.sha256(der).digest()
+
+
+def _read(stream: Stream, count: int, deadline: float) -> bytes:
+    """Exactly `count` bytes of what is not encrypted yet."""
+    data = memoryview(bytearray(count))
+    got = 0
+    while got < count:
+        more = stream.read(data[got:])
+        if more == 0:
+            raise ConnectionResetError
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "it says nothing")
+        got += more or 0
+    return bytes(data)
+
+
+def _write(stream: Stream, data: bytes, deadline: float) -> None:
+    pending = deque([memoryview(data)])
+    while pending:
+        drop_sent(pending, stream.write(pending))
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "it takes nothing")

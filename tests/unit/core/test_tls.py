@@ -1,0 +1,247 @@
+"""Handshakes that must not succeed, and what each side is told. Wrong peers are made with Python's
+ssl module and with certificates of their own."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.core import timeouts, tls
+from hetero_framework.core.background import in_background
+from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.tls import Certificate, TlsStream
+from hetero_framework.errors import IdentityError
+from tests.certificates import keys_of
+
+WAIT_S = 20.0
+Peer = Callable[[socket.socket], Any]
+
+
+def admit_all(certificate: Certificate, note: dict[str, Any]) -> None:
+    return None
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Callable[..., ssl.SSLContext]:
+    def made(process: int | str, *, server: bool, of: str = "own") -> ssl.SSLContext:
+        keys = keys_of(tmp_path / f"{of}-{process}", process, of=of)
+        return tls.context(keys.bundle(process), server=server)
+
+    return made
+
+
+def accepting(near: socket.socket, made: ssl.SSLContext, admit: Any = admit_all) -> Future[Any]:
+    return in_background(lambda: tls.accept(PlainStream(near), made, admit), "accept")
+
+
+def refused_by_server(made: ssl.SSLContext, peer: Peer) -> BaseException | None:
+    """What the accepting side raises when `peer` does what it does."""
+    near, far = socket.socketpair()
+    far.settimeout(WAIT_S)
+    found = accepting(near, made)
+    with far:
+        peer(far)
+        error = found.exception(WAIT_S)
+        assert near.fileno() == -1  # closed
+        return error
+
+
+def test_both_sides_know_each_other(context: Any) -> None:
+    near, far = socket.socketpair()
+    seen: list[Any] = []
+
+    def admit(certificate: Certificate, note: dict[str, Any]) -> None:
+        seen.append((str(certificate.identity), note))
+
+    found = accepting(near, context(1, server=True), admit)
+    stream = tls.dial(
+        PlainStream(far), context("local", server=False), admit, {"revoked": ["a"]}, "worker 1"
+    )
+    accepted, certificate = found.result(WAIT_S)
+    assert seen == [("worker 1", {}), ("the coordinator", {"revoked": ["a"]})]
+    assert certificate.serial > 0
+    stream.write(deque([memoryview(b"hello")]))
+    view = memoryview(bytearray(5))
+    assert accepted.read(view, fill=True) == 5
+    assert bytes(view) == b"hello"
+    stream.close()
+    assert accepted.read(view) == 0
+    accepted.close()
+
+
+def test_who_is_not_admitted_is_told_why(context: Any) -> None:
+    near, far = socket.socketpair()
+    found = accepting(near, context(1, server=True), lambda *_: "it is Tuesday")
+    with pytest.raises(IdentityError, match="worker 1 refused this machine: it is Tuesday"):
+        tls.dial(PlainStream(far), context(2, server=False), admit_all, {}, "worker 1")
+    with pytest.raises(IdentityError, match="it is Tuesday"):
+        found.result(WAIT_S)
+
+
+def test_dialler_sends_nothing_to_who_is_not_who_it_should_be(context: Any) -> None:
+    near, far = socket.socketpair()
+    notes: list[Any] = []
+    found = accepting(near, context(1, server=True), lambda c, note: notes.append(note))
+    with pytest.raises(IdentityError, match="worker 2 is not who it should be: no"):
+        tls.dial(PlainStream(far), context("local", server=False), lambda *_: "no", {}, "worker 2")
+    with pytest.raises(OSError, match="ended the connection"):
+        found.result(WAIT_S)
+    assert notes == []
+
+
+def test_other_clusters_do_not_trust_each_other(context: Any) -> None:
+    near, far = socket.socketpair()
+    found = accepting(near, context(1, server=True))
+    foreign = context("local", server=False, of="other")
+    with pytest.raises(IdentityError, match="worker 1 has keys of another cluster"):
+        tls.dial(PlainStream(far), foreign, admit_all, {}, "worker 1")
+    with pytest.raises(IdentityError, match="for it this machine has keys of another cluster"):
+        found.result(WAIT_S)
+
+
+def stranger_context(**settings: Any) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_NONE
+    made.set_alpn_protocols([tls.ALPN])
+    for name, value in settings.items():
+        setattr(made, name, value)
+    return made
+
+
+def in_tls(made: ssl.SSLContext) -> Peer:
+    def peer(sock: socket.socket) -> None:
+        try:
+            with made.wrap_socket(sock) as wrapped:
+                wrapped.recv(1)
+        except OSError:
+            pass
+
+    return peer
+
+
+def with_keys_of(folder: Path, of: str) -> ssl.SSLContext:
+    made = stranger_context()
+    made.load_cert_chain(keys_of(folder, "local", of=of).bundle("local"))
+    return made
+
+
+def without_alpn(folder: Path) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_NONE
+    made.load_cert_chain(keys_of(folder, "local").bundle("local"))
+    return made
+
+
+STRANGERS: dict[str, tuple[Callable[[Path], Peer], str]] = {
+    "plaintext": (lambda _: lambda s: s.sendall(bytes(64)), "does not speak TLS"),
+    "text": (lambda _: lambda s: s.sendall(b"HELO there, this is mail\r\n"), "not speak TLS"),
+    "HTTP": (lambda _: lambda s: s.sendall(b"GET / HTTP/1.1\r\n\r\n"), "HTTP"),
+    "TLS 1.2": (
+        lambda _: in_tls(stranger_context(maximum_version=ssl.TLSVersion.TLSv1_2)),
+        "does not speak TLS 1.3",
+    ),
+    "no certificate": (lambda _: in_tls(stranger_context()), "shows no certificate"),
+    "other cluster": (lambda folder: in_tls(with_keys_of(folder, "other")), "another cluster"),
+    "other protocol": (lambda folder: in_tls(without_alpn(folder)), "another protocol"),
+    "hangs up": (lambda _: lambda s: s.shutdown(socket.SHUT_WR), "ended the connection"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_stranger_is_refused_with_the_reason(kind: str, tmp_path: Path, context: Any) -> None:
+    peer, reason = STRANGERS[kind]
+    error = refused_by_server(context(1, server=True), peer(tmp_path / "stranger"))
+    assert isinstance(error, OSError if kind == "hangs up" else IdentityError)
+    assert reason in str(error)
+
+
+def test_who_says_nothing_is_not_waited_for(context: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(timeouts, "STRANGER_S", 0.0)
+    error = refused_by_server(context(1, server=True), lambda sock: None)
+    assert isinstance(error, TimeoutError)
+
+
+@pytest.mark.parametrize("kind", ["text", "TLS 1.2", "no answer"])
+def test_dialler_says_what_it_met(kind: str, context: Any) -> None:
+    near, far = socket.socketpair()
+    near.settimeout(WAIT_S)
+
+    def serve() -> None:
+        with near:
+            if kind == "TLS 1.2":
+                made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                made.maximum_version = ssl.TLSVersion.TLSv1_2
+                made.wrap_socket(near, server_side=True)
+            near.recv(1)
+            if kind == "text":
+                near.sendall(b"220 mail ready, what do you want\r\n")
+                near.recv(1)
+
+    served = in_background(serve, "serve")
+    expected: dict[str, tuple[type[Exception], str]] = {
+        "text": (IdentityError, "worker 1 does not speak TLS"),
+        "TLS 1.2": (IdentityError, "worker 1 does not speak TLS 1.3"),
+        "no answer": (OSError, "handshake"),
+    }
+    error, words = expected[kind]
+    with pytest.raises(error, match=words):
+        tls.dial(PlainStream(far), context("local", server=False), admit_all, {}, "worker 1")
+    served.exception(WAIT_S)
+
+
+def pair_of_streams(context: Any) -> tuple[TlsStream, TlsStream, socket.socket, socket.socket]:
+    """Who dialled, who accepted, and their sockets."""
+    near, far = socket.socketpair()
+    found = accepting(near, context(1, server=True))
+    stream = tls.dial(PlainStream(far), context("local", server=False), admit_all, {}, "worker 1")
+    return stream, found.result(WAIT_S)[0], far, near
+
+
+def test_byte_that_was_changed_on_its_way_ends_the_stream(context: Any) -> None:
+    writer, reader, far, near = pair_of_streams(context)
+    writer.write(deque([memoryview(b"x" * 100)]))
+    record = bytearray(near.recv(4096))
+    record[50] ^= 1
+    # What the reader gets instead: over a second pair, since the first has been read.
+    one, other = socket.socketpair()
+    reader._plain = PlainStream(other)
+    one.sendall(record)
+    with pytest.raises(ConnectionError, match=r"changed on its way \(DECRYPTION_FAILED"):
+        reader.read(memoryview(bytearray(100)))
+    for sock in (one, other, far, near):
+        sock.close()
+
+
+def test_nothing_readable_is_sent(context: Any) -> None:
+    writer, reader, _, near = pair_of_streams(context)
+    secret = b"the quick brown fox jumps over it"
+    writer.write(deque([memoryview(secret)]))
+    sent = near.recv(4096)
+    assert len(sent) > len(secret)
+    assert not any(secret[at : at + 8] in sent for at in range(len(secret) - 8))
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "two keys", "empty"])
+def test_damaged_key_file_is_named(damage: str, tmp_path: Path) -> None:
+    keys = keys_of(tmp_path / "keys", 1, 2)
+    file = keys.bundle(1)
+    text = file.read_bytes()
+    _, rest = text.split(b"-----BEGIN CERT", 1)
+    other = keys.bundle(2).read_bytes().split(b"-----BEGIN CERT", 1)[0]
+    changed = {"cut": text[:300], "two keys": other + b"-----BEGIN CERT" + rest, "empty": b""}
+    file.write_bytes(changed[damage])
+    with pytest.raises(IdentityError, match=r"worker-1\.pem is damaged: .") as found:
+        tls.context(file, server=True)
+    assert found.value.exit_code == 3
+    assert "hetero invite" in str(found.value.hint)

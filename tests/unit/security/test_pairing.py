@@ -1,0 +1,219 @@
+"""One pasted line: what it gives to whom, and to nobody else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.core.background import in_background
+from hetero_framework.core.dial import Listener
+from hetero_framework.errors import IdentityError
+from hetero_framework.security import authority as x509
+from hetero_framework.security import issuing, pairing
+from hetero_framework.security.door import Door
+from hetero_framework.security.keys import KeyDirectory
+from hetero_framework.security.pairing import Configuration, Inviting, Joined, Token, join
+
+WAIT_S = 30.0
+CONFIGURATION = Configuration("cluster.json", '{"any": "text, also ünïcode"}')
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Host:
+    """The coordinator's machine while it waits for workers 1 and "two"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys = KeyDirectory(folder)
+        self.authority = issuing.ensure_authority(self.keys)[0]
+        self.clock = Clock()
+        self.inviting = Inviting(self.keys, self.authority, [1, "two"], CONFIGURATION, self.clock)
+        self.joined: list[str] = []
+        self.listener = Listener("127.0.0.1", 0)
+        self._door = Door(self.inviting, self._greet)
+        self._accepting = in_background(lambda: self._door.run(self.listener), "accept")
+
+    def _greet(self, stream: Any, identity: Any) -> None:
+        self._door.gone(stream)
+        stream.close()
+        self.joined.append(str(identity))
+
+    def token(self, number: int = 0) -> Token:
+        return self.inviting.invitations[number].token
+
+    def join(self, token: Token, keep: Callable[[Joined], None] = lambda joined: None) -> Joined:
+        return join("127.0.0.1", self.listener.port, token, keep)
+
+    def outcomes(self) -> list[str | None]:
+        return [entry.outcome for entry in self.inviting.invitations]
+
+    def close(self) -> None:
+        self._door.close()
+        self.listener.close()
+        self._accepting.result(WAIT_S)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    with closing(Host(tmp_path / "host")) as made:
+        yield made
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wrong(token: Token) -> Token:
+    return Token(token.authority, bytes(16))
+
+
+def test_token_is_read_as_it_is_printed() -> None:
+    token = Token(bytes(range(32)), bytes(range(16)))
+    text = str(token)
+    assert text.startswith("HT1-")
+    assert len(text) == 83
+    assert Token.parse(f" {text.upper()}\n") == token
+
+
+@pytest.mark.parametrize("text", ["", "HT1-a-b", "HT1", "HT2" + "-aa" * 2, "é", "HT1-\n-\n"])
+def test_other_texts_are_no_token(text: str) -> None:
+    with pytest.raises(IdentityError, match="no token"):
+        Token.parse(text)
+
+
+def test_machine_that_joins_gets_key_identity_and_configuration(host: Host, tmp_path: Path) -> None:
+    own = KeyDirectory(tmp_path / "box")
+
+    def keep(got: Joined) -> None:
+        own.write_bundle(got.identity, got.bundle)
+
+    joined = host.join(host.token(), keep)
+    assert joined.identity.worker == "1"
+    assert joined.configuration == CONFIGURATION
+    assert own.identity(1) == joined.identity
+    assert x509.bundle_problem(own.read("worker-1.pem"), joined.identity) is None
+    [coordinator, worker] = issuing.issued(host.keys)
+    assert (coordinator.process, worker.process) == ("local", "1")
+    assert int(worker.serial, 16) == x509.serial_of(own.read("worker-1.pem"))
+    # Its key was made there, and the host has never seen it.
+    private = own.read("worker-1.pem").split(b"-----END PRIVATE")[0][-120:]
+    assert not [file for file in host.keys.path.iterdir() if private in file.read_bytes()]
+    assert host.join(host.token(1)).identity.worker == "two"
+    wait_until(lambda: host.inviting.over)
+    assert host.outcomes() == ["used", "used"]
+    wait_until(lambda: host.joined == ["worker 1", "worker two"])
+
+
+def test_invitation_is_good_once(host: Host) -> None:
+    host.join(host.token())
+    with pytest.raises(IdentityError, match="used, over or of another"):
+        host.join(host.token())
+    assert len(issuing.issued(host.keys)) == 2
+
+
+def test_invitation_ends_after_15_minutes(host: Host) -> None:
+    host.clock.now += 15 * 60 + 1
+    with pytest.raises(IdentityError, match="used, over or of another"):
+        host.join(host.token())
+    assert host.inviting.over
+    assert len(issuing.issued(host.keys)) == 1
+
+
+def test_five_wrong_tries_end_the_invitations(host: Host) -> None:
+    for _ in range(5):
+        with pytest.raises(IdentityError, match="not invited"):
+            host.join(wrong(host.token()))
+    with pytest.raises(IdentityError, match="not invited"):
+        host.join(host.token())
+    assert host.outcomes() == ["somebody tried 5 wrong tokens"] * 2
+
+
+def test_four_wrong_tries_do_not(host: Host) -> None:
+    for _ in range(4):
+        with pytest.raises(IdentityError, match="not invited"):
+            host.join(wrong(host.token()))
+    assert host.join(host.token()).identity.worker == "1"
+
+
+def test_nothing_is_sent_to_who_is_not_the_authority_of_the_token(host: Host) -> None:
+    other = x509.Authority.make()
+    received: list[bytes] = []
+
+    def impostor(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(WAIT_S)
+            der = other.certificate_der
+            sock.sendall(struct.pack(">I", len(der)) + der)
+            received.append(sock.recv(1))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        served = in_background(lambda: impostor(listener), "impostor")
+        with pytest.raises(IdentityError, match="not the machine that made this token"):
+            join("127.0.0.1", listener.getsockname()[1], host.token(), lambda joined: None)
+        served.result(WAIT_S)
+    assert received == [b""]
+
+
+def test_worker_of_the_cluster_cannot_invite(host: Host, tmp_path: Path) -> None:
+    """It has a certificate of the right authority, but not the coordinator's."""
+    keys = KeyDirectory(tmp_path / "thief")
+    issued = issuing.issue_pem(host.keys, host.authority, 7)
+    keys.write("coordinator.pem", b"# \n" + issued)
+    host.inviting._keys = keys
+    with pytest.raises(IdentityError, match="worker 7 answers there"):
+        host.join(host.token())
+
+
+def test_machine_that_cannot_keep_what_it_got_does_not_confirm(host: Host) -> None:
+    def full(joined: Joined) -> None:
+        raise IdentityError("the disk is full")
+
+    with pytest.raises(IdentityError, match="the disk is full"):
+        host.join(host.token(), full)
+    assert host.joined == []
+    with pytest.raises(IdentityError, match="not invited"):
+        host.join(host.token())
+
+
+@pytest.mark.parametrize(
+    "request_", [{}, {"request": 3, "proof": ""}, {"request": "AAAA", "proof": "ü"}, "right proof"]
+)
+def test_request_that_is_none_gets_nothing(request_: Any, host: Host) -> None:
+    if request_ == "right proof":
+        request_ = {"request": "AAAA", "proof": host.token().proof(bytes(3))}
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_NONE
+    made.set_alpn_protocols([pairing._ALPN])
+    with socket.create_connection(("127.0.0.1", host.listener.port), WAIT_S) as sock:
+        (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
+        sock.recv(length, socket.MSG_WAITALL)
+        with made.wrap_socket(sock) as wrapped:
+            data = json.dumps(request_).encode()
+            wrapped.sendall(struct.pack(">I", len(data)) + data)
+            answer = b""
+            try:
+                while more := wrapped.recv(4096):
+                    answer += more
+            except OSError:
+                pass
+    assert b"CERTIFICATE" not in answer
+    assert len(issuing.issued(host.keys)) == 1
