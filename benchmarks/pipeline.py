@@ -118,7 +118,7 @@ class Product:
     ) -> None:
         """`verbose`: what the coordinator notes goes to the screen. `share`: see `Machines`.
         `checked`: frames carry a checksum."""
-        self._network = network
+        self.network = network
         self._load = load
         self._machines = Machines(share=share)
         self._workers = [
@@ -151,7 +151,7 @@ class Product:
 
     def run(self, engine: Engine, steps: int, timeout_s: float) -> Samples:
         """`steps` steps after those that warm up. Raises HeteroError when the run fails."""
-        config = make_config(self._network, self._load, engine)
+        config = make_config(self.network, self._load, engine)
         self._coordinator.send((config.to_dict(), steps, engine.leak_bytes))
         samples: Samples = self._coordinator.receive(timeout_s)
         return samples

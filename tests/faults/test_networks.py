@@ -1,0 +1,157 @@
+"""What networks do to a run: a cable that is pulled, a partition that heals, one direction lost, a
+slow link, lost packets, a process that stands still. The result is that of an undisturbed run.
+
+Nothing of it needs a new worker process. Times that are asserted are deadlines of the product with
+much room; the table has what was measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hetero_framework.config import TrainingConfig
+from tests.faults import networked
+from tests.faults.networked import Cluster, event_after, events
+from tests.integration.conftest import read_metrics
+from tests.integration.test_parity import assert_same, weights
+from tests.samples import save_llama, save_texts
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+
+LIVENESS_S = TrainingConfig().liveness_timeout_s
+ROOM_S = 10.0
+"""A busy machine may be so late to notice."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if problem := networked.needs():
+        pytest.skip(problem)
+    at = tmp_path_factory.mktemp("networks")
+    model = save_llama(at / "llama")
+    texts = save_texts(at / "texts.jsonl", 21)
+    with networked.machines(model, texts, at) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster) -> Path:
+    """The output of the run in one process."""
+    with cluster.run("whole", whole=True) as run:
+        run.finish()
+    return run.output
+
+
+@pytest.fixture(autouse=True)
+def healed(cluster: Cluster) -> Iterator[None]:
+    yield
+    cluster.heal()
+    for machine in range(3):
+        cluster.shape(machine, networked.NETWORK)
+
+
+def assert_exact(output: Path, whole: Path) -> None:
+    assert read_metrics(output) == read_metrics(whole)
+    assert_same(weights(output), weights(whole))
+
+
+def losses(output: Path) -> list[str]:
+    """The events of links that were lost."""
+    return [e["what"] for e in events(output) if "lost" in e["what"]]
+
+
+def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_costs_nothing_when_it_is_back(
+    cluster: Cluster, whole: Path, figure
+) -> None:
+    """Without a word from the network: neither end is told."""
+    with cluster.run("f10") as run:
+        run.after_step(3)
+        cut = time.time()
+        cluster.cut(1)
+        here = event_after(run.output, "worker lost", cut, LIVENESS_S + ROOM_S)
+        there = event_after(cluster.worker_logs(1), "coordinator lost", cut, LIVENESS_S + ROOM_S)
+        cluster.heal()
+        run.finish()
+    figure("F10 a pulled cable is noticed", f"{here:.1f} s and {there:.1f} s", "15 s, both ends")
+    assert max(here, there) <= LIVENESS_S + ROOM_S
+    assert_exact(run.output, whole)
+
+
+@pytest.mark.parametrize("way", ["to the worker", "from the worker"])
+def test_f12_a_lost_direction_is_as_good_as_both(
+    way: str, cluster: Cluster, whole: Path, figure
+) -> None:
+    ends = (0, 1) if way == "to the worker" else (1, 0)
+    with cluster.run(f"f12 {way}") as run:
+        run.after_step(3)
+        cut = time.time()
+        cluster.lose(*ends)
+        here = event_after(run.output, "worker lost", cut, 2 * LIVENESS_S + ROOM_S)
+        cluster.heal()
+        run.finish()
+    figure(f"F12 nothing passes {way}: noticed", f"{here:.1f} s", "15 s")
+    assert_exact(run.output, whole)
+
+
+def test_f11_a_partition_that_heals_is_only_a_delay(cluster: Cluster, whole: Path, figure) -> None:
+    with cluster.run("f11") as run:
+        run.after_step(3)
+        cluster.cut(1)
+        time.sleep(5.0)  # the fault itself
+        cluster.heal()
+        run.finish()
+    figure("F11 a partition of 5 s", f"{len(losses(run.output))} links lost", "0, bit-equal")
+    assert losses(run.output) == []
+    assert_exact(run.output, whole)
+
+
+def test_f13_a_slow_link_is_not_a_dead_one(cluster: Cluster, whole: Path, figure) -> None:
+    """A thousandth of what it was, so that a step takes many times as long."""
+    with cluster.run("f13") as run:
+        run.after_step(3)
+        began = time.monotonic()
+        cluster.shape(1, "100kbit", burst="4kb")
+        run.after_step(5)
+        took = (time.monotonic() - began) / 2
+        cluster.shape(1, networked.NETWORK)
+        run.finish()
+    reached = f"{len(losses(run.output))} links lost, {took:.1f} s per step"
+    figure("F13 a link slows down from 100 to 0.1 Mbit/s", reached, "0 lost, bit-equal")
+    assert losses(run.output) == []
+    assert_exact(run.output, whole)
+
+
+def test_f14_lost_packets_only_cost_time(cluster: Cluster, whole: Path, figure) -> None:
+    """A queue of two packets: what comes in a burst is lost."""
+    with cluster.run("f14") as run:
+        run.after_step(1)
+        for machine in (0, 1):
+            cluster.shape(machine, "8mbit", limit="4kb", burst="2kb")
+        run.finish()
+        dropped = cluster.dropped(0) + cluster.dropped(1)
+    figure("F14 lost packets", f"{dropped}, {len(losses(run.output))} links lost", "0 links lost")
+    assert dropped > 20
+    assert losses(run.output) == []
+    assert_exact(run.output, whole)
+
+
+def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(
+    cluster: Cluster, whole: Path, figure
+) -> None:
+    with cluster.run("f16") as run:
+        run.after_step(3)
+        coordinator = psutil.Process(run.child.pid)
+        before = coordinator.memory_info().rss
+        with cluster.stopped(2):
+            time.sleep(5.0)  # the fault itself
+        grown = (coordinator.memory_info().rss - before) / (1 << 20)
+        run.finish()
+    reached = f"{len(losses(run.output))} links lost, coordinator +{grown:.1f} MiB"
+    figure("F16, F33 a worker stands still for 5 s", reached, "0, memory flat")
+    assert losses(run.output) == []
+    assert_exact(run.output, whole)
