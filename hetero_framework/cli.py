@@ -282,6 +282,7 @@ def _run_check(arguments: argparse.Namespace) -> None:
     *_CONFIG,
     _option("--output-dir", metavar="DIR", help="instead of training.output_dir"),
     _option("--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"),
+    _flag("--fresh", "begin anew where an earlier run was cut short"),
     _option("--role", choices=("coordinator", "worker"), help=_ROLE),
     _WORKER_ID,
     *_ACCESS,
@@ -318,6 +319,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
             train(
                 config,
                 resume=arguments.resume,
+                fresh=arguments.fresh,
                 debug=arguments.debug,
                 workers=workers,
                 access=access,

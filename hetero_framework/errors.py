@@ -81,6 +81,12 @@ class PeerLostError(HeteroError):
     exit_code = 4
 
 
+class PeerAwayError(PeerLostError):
+    """A peer stayed away for longer than a run waits; the run can go on when it is back."""
+
+    exit_code = 75
+
+
 class NumericError(HeteroError):
     """Losses or gradients stayed non-finite."""
 

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ import torch
 
 from hetero_framework import control, errors
 from hetero_framework.cluster.local_workers import PROGRAM, LocalWorkers
-from hetero_framework.cluster.membership import Action, Event, Membership
+from hetero_framework.cluster.membership import Action, Event, Membership, State
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
@@ -31,7 +32,15 @@ from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.messages import Message
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
-from hetero_framework.engine.hosts import DirectLost, LinkLost, StepResults, WorkerId, WorkerLeaving
+from hetero_framework.engine.hosts import (
+    DirectLost,
+    LinkLost,
+    StagesLost,
+    StepResults,
+    StopWanted,
+    WorkerId,
+    WorkerLeaving,
+)
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
@@ -213,6 +222,49 @@ class Boundaries:
         )
 
 
+class _LoadedStages:
+    """What every stage said of itself when it was loaded, to be checked as one model."""
+
+    def __init__(self, config: Config, expected: Future[fingerprint.Fingerprint | None]) -> None:
+        self._config = config
+        self._expected = expected
+        self._fingerprints: dict[int, tuple[str, Mapping[str, str]]] = {}
+        self._trainable: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+
+    def note(
+        self,
+        process: str,
+        stage: int,
+        found: Mapping[str, str],
+        trainable: list[tuple[str, tuple[int, ...]]],
+    ) -> None:
+        """What a stage has read, and what is trained in it."""
+        self._fingerprints[stage], self._trainable[stage] = (process, found), trainable
+
+    def check(self, deadline: float) -> None:
+        """Raise UserError where the stages are not of the model that this machine has."""
+        if not wait_for([self._expected], deadline - time.monotonic()):
+            raise errors.UserError(
+                "this machine has not read the model's files in "
+                f"{self._config.training.load_timeout_s:.0f} s",
+                hint="their disk is slow or hangs; training.load_timeout_s sets this limit",
+            )
+        fingerprint.check_same_model(list(self._fingerprints.values()), self._expected.result())
+
+    @property
+    def trainable(self) -> Trainable:
+        return [self._trainable[spec.index] for spec in self._config.plan.stages]
+
+    @property
+    def needs(self) -> list[bool]:
+        """For each stage whether its input needs a gradient."""
+        return gradient_needs(self.trainable)
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint.summary(found for _, found in self._fingerprints.values())
+
+
 class Cluster:
     """The processes of one run; a context manager that ends them. `start`, then `assemble`."""
 
@@ -227,12 +279,15 @@ class Cluster:
         workers: LocalWorkers | None = None,
         reduce: Reduce = nothing_to_add,
         access: Access | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`build` and `reduce` are for the stages here; `run_id` is a lasting one. `workers` are
-        those of this machine where they were started before. `access` is for the links."""
+        those of this machine where they were started before. `access` is for the links;
+        `should_stop` ends the wait for a lost worker."""
         self._config = config
         self._build = build
         self._reduce = reduce
+        self._should_stop = should_stop
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         torch.set_num_threads(threads_for(config, "local"))
@@ -255,6 +310,7 @@ class Cluster:
             unpack=lambda message: unpack(message, self.device),
             watch=self._meter.watch,
             access=access,
+            should_stop=should_stop,
         )
         self._members = Membership(self._peers.workers)
         self._attempt = 0
@@ -303,52 +359,83 @@ class Cluster:
     def assemble(self, config: Config, memory_limits: tuple[int, ...] | None = None) -> Assembly:
         """Have all processes load their stages of `config`. Raises PeerLostError for a worker that
         is gone or exceeds `load_timeout_s`, and UserError where the files here do."""
-        self._config = config
-        for worker in self.workers:
+        if self._current is not None:
+            self._current.pipeline.close()
+            self._current = None
+        self._config, specs = config, config.plan.stages
+        for worker in self._members.those(State.READY):
             self._guard(worker, Event.PLANNED)
-        specs, expected = config.plan.stages, in_background(self._expected_weights, "fingerprint")
+        for worker in self._members.those(State.JOINING):
+            self._guard(worker, Event.PLANNED)
+        expected = in_background(self._expected_weights, "fingerprint")
         local = self._build(config, [s for s in specs if s.owner == "local"], self.device)
-        trainable = {stage.index: stage.trainable() for stage in local}
-        ready: dict[WorkerId, m.Ready] = {}
-        started: set[WorkerId] = set()
-        deadline = time.monotonic() + config.training.load_timeout_s
+        self._loaded = _LoadedStages(config, expected)
+        for stage in local:
+            self._loaded.note("the coordinator", stage.index, stage.fingerprint, stage.trainable())
+        self._load_workers()
+        for stage in local:
+            stage.input_requires_grad = self._loaded.needs[stage.index]
+        parts = Loaded(local, self._loaded.trainable, self._loaded.fingerprint)
+        self._current = Assembly(
+            config, self._peers, parts, self.device, self._meter, memory_limits, self._reduce
+        )
         while True:
             try:
-                self._await_ready(ready, deadline)
-                loaded = [("the coordinator", stage.fingerprint) for stage in local]
-                for worker, message in ready.items():
-                    for entry in message.stages:
-                        loaded.append((f"worker {worker}", entry.fingerprint))
-                        trainable[entry.index] = [(p.name, p.index) for p in entry.trainable]
-                if not wait_for([expected], deadline - time.monotonic()):
-                    raise errors.UserError(
-                        "this machine has not read the model's files in "
-                        f"{config.training.load_timeout_s:.0f} s",
-                        hint="their disk is slow or hangs; training.load_timeout_s sets this limit",
-                    )
-                fingerprint.check_same_model(loaded, expected.result())
-                needs = gradient_needs([trainable[spec.index] for spec in specs])
+                self.retrying(self.pipeline.share_tied_weight)
+                return self._current
+            except StagesLost:
+                self.rejoin()
+
+    def rejoin(self) -> None:
+        """After StagesLost: have whoever lost its stages load them again, in as many processes as
+        it takes, while the others wait with theirs. The state is then as each of them has it:
+        `Pipeline.rewind` follows. Raises PeerLostError for one that does not come back."""
+        while True:
+            with suppress(StagesLost):
+                self.retrying(self.pipeline.abort)  # the others need not go on with that step
+                break
+        absent = self._members.those(State.JOINING)
+        self._load_workers()
+        if self._loaded.fingerprint != self.assembly.fingerprint:
+            raise PeerLostError(
+                f"worker {', '.join(map(str, absent))} came back with other weights of the model",
+                hint="put the model's files there back as they were",
+            )
+        self._members.settled()
+
+    def _load_workers(self) -> None:
+        """Have all workers without stages load them, linked with each other and started."""
+        ready: dict[WorkerId, m.Ready] = {}
+        started: set[WorkerId] = set()
+        deadline = time.monotonic() + self._config.training.load_timeout_s
+        while True:
+            try:
+                for worker in self._members.those(State.JOINING):
+                    self._on(worker, Event.PLANNED, "")
+                loading = self._members.those(State.LOADING)
+                self._await_ready(loading, ready, deadline)
+                for worker in loading:
+                    for entry in ready[worker].stages:
+                        trainable = [(p.name, p.index) for p in entry.trainable]
+                        name = f"worker {worker}"
+                        self._loaded.note(name, entry.index, entry.fingerprint, trainable)
+                self._loaded.check(deadline)
                 self._connect_workers()
-                for worker in [w for w in self.workers if w not in started]:
-                    own = (spec.index for spec in specs if spec.owner == worker)
-                    self._peers.send(worker, Message(m.Start(tuple(k for k in own if needs[k]))))
+                for worker in [w for w in loading if w not in started]:
+                    own = (s.index for s in self._config.plan.stages if s.owner == worker)
+                    needing = tuple(k for k in own if self._loaded.needs[k])
+                    self._peers.send(worker, Message(m.Start(needing)))
                     started.add(worker)
                 break
             except LinkLost as lost:
                 ready.pop(lost.worker, None)
                 started.discard(lost.worker)
-                self.recover(lost)
-        for stage in local:
-            stage.input_requires_grad = needs[stage.index]
-        for worker in self.workers:
+                with suppress(StagesLost):  # one more that loads
+                    self.recover(lost)
+        for worker in loading:
             self._members.on(worker, Event.LOADED)
-        weights = fingerprint.summary(found for _, found in loaded)
-        parts = Loaded(local, [trainable[spec.index] for spec in specs], weights)
-        self._current = Assembly(
-            config, self._peers, parts, self.device, self._meter, memory_limits, self._reduce
-        )
-        self.retrying(self.pipeline.share_tied_weight)
-        return self._current
+            if self._current is not None:
+                self.pipeline.regain(worker)
 
     def _expected_weights(self) -> fingerprint.Fingerprint | None:
         """Of all weights, from this machine's files; None where it has not all of them."""
@@ -358,10 +445,14 @@ class Cluster:
         source = resolve_model_path(model.name_or_path, self._config.base_dir)
         return fingerprint.whole_fingerprint(source, model.revision)
 
-    def _await_ready(self, ready: dict[WorkerId, m.Ready], deadline: float) -> None:
-        """Gather READY of every worker."""
+    def _await_ready(
+        self, loading: list[WorkerId], ready: dict[WorkerId, m.Ready], deadline: float
+    ) -> None:
+        """Gather READY of these workers."""
         told = time.monotonic()
-        while waiting := [str(worker) for worker in self.workers if worker not in ready]:
+        while waiting := [str(worker) for worker in loading if worker not in ready]:
+            if self._current is not None and self._should_stop():
+                raise StopWanted
             event = self._peers.receive(timeouts.TICK_S)
             now = time.monotonic()
             if event is not None and event.message is not None:
@@ -464,8 +555,9 @@ class Cluster:
     def retrying(self, action: Callable[[], T]) -> T:
         """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. For a
         link between workers nobody waits. What `action` did before must do no harm when it is done
-        again: weights and optimizer must not have stepped. Raises PeerLostError when a worker or
-        its state is gone, and WorkerLeaving, with the attempt forgotten, when one will end."""
+        again: weights and optimizer must not have stepped. Raises PeerLostError when a worker is
+        gone, StagesLost when it is back in a new process, and WorkerLeaving, with the attempt
+        forgotten, when one will end."""
         broken = False
         while True:
             try:
@@ -517,6 +609,9 @@ class Cluster:
                 self._peers.send(worker, self._setup_message(worker))
             elif action is Action.REPEAT_COMMIT:
                 self.pipeline.repeat_commit(worker)
+            elif action is Action.REJOIN:
+                self.pipeline.lose(worker)
+                raise StagesLost(worker, why)
             elif action is Action.HAND_OVER:
                 self.pipeline.abort()
             else:
@@ -524,25 +619,20 @@ class Cluster:
                 self._give_up(worker, happened, why)
 
     def _dial(self, worker: WorkerId, why: str) -> None:
-        if (ended := self._local.exit_text(worker)) is not None:
-            self._on(worker, Event.GONE, f"worker {worker} is gone: {ended}")
-            return
-        lost = event("worker lost", "connecting again", worker=worker)
+        ended = self._local.exit_text(worker)
+        lost = event("worker lost", "connecting again", worker=worker, reason=ended or why)
         _log.warning("lost the link to worker %s (%s); connecting again", worker, why, extra=lost)
         try:
             has_stages = self._peers.reconnect(worker)
         except PeerLostError as gone:
-            self._on(worker, Event.GONE, gone.message)
-            return
-        self._on(worker, Event.BACK if has_stages else Event.FRESH, "")
-        _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
+            assert self._members.on(worker, Event.GONE) == (Action.GIVE_UP,)
+            raise type(gone)(gone.message, hint=self._advice(worker)) from gone
+        text = "is back" if has_stages else "is back in a new process"
+        _log.info("worker %s %s", worker, text, extra=event("worker back", worker=worker))
+        self._on(worker, Event.BACK if has_stages else Event.FRESH, ended or why)
 
     def _give_up(self, worker: WorkerId, happened: Event, why: str) -> None:
         """End the run. `train` adds to the advice how it goes on."""
-        if happened is Event.FRESH:
-            raise PeerLostError(
-                f"worker {worker} came back without its stages (it was started again?)"
-            )
         if happened is Event.LINK_LOST:
             raise PeerLostError(
                 f"the link to worker {worker} broke {self._members.losses(worker)} times in one "

@@ -23,11 +23,13 @@ from typing import IO
 import hetero_framework
 from hetero_framework import control
 from hetero_framework.cluster import kernel_word
+from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy, is_crash
 from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import PeerLostError, ResourceError
+from hetero_framework.log import event
 
 WorkerId = int | str
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
@@ -103,6 +105,8 @@ class LocalWorkers:
         self._debug = debug
         self._program = [*program, *(["--run-id", run_id] if run_id else [])]
         self._children: dict[WorkerId, _Child] = {}
+        self._policies = {worker_id: RestartPolicy() for worker_id in self._ids}
+        self._spawner: _Spawner | None = None
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -113,12 +117,41 @@ class LocalWorkers:
     def start(self) -> None:
         """Start the workers that are not there, or not any more. Raises ResourceError."""
         try:
-            spawner = _Spawner(self._config, self._program, debug=self._debug)
+            self._spawner = _Spawner(self._config, self._program, debug=self._debug)
             for worker_id in self._ids:
-                self._start(worker_id, spawner)
+                self._start(worker_id, self._spawner)
         except OSError as error:
             self.stop()
             raise ResourceError(f"cannot start the workers of this machine: {error}") from error
+
+    def revive(self, worker_id: WorkerId, stop: threading.Event) -> None:
+        """Start a worker again that was started here and has died; waits before the next try where
+        it dies again and again, or until `stop`. Raises PeerLostError when it has died too often or
+        ended for a reason that a new process would meet again."""
+        ended = next((e for e in self.exited() if e.worker_id == worker_id), None)
+        if ended is None:
+            return
+        pause_s = self._policies[worker_id].died(time.monotonic())
+        if not is_crash(ended.code) or pause_s is None:
+            too_often = "" if pause_s is not None else f"it died {MAX_DEATHS} times; "
+            raise PeerLostError(f"worker {worker_id} is gone: {too_often}{ended}")
+        stop.wait(pause_s)
+        assert self._spawner is not None  # of `start`
+        try:
+            self._start(worker_id, self._spawner)
+        except OSError as error:
+            raise ResourceError(f"cannot start worker {worker_id} again: {error}") from error
+        what = f"it ended with {describe_exit(ended.code)}"
+        said = event("worker restarted", worker=worker_id, reason=what)
+        _log.warning("worker %s: %s; started again", worker_id, what, extra=said)
+
+    def kill(self, worker_id: WorkerId) -> None:
+        """End a worker of this machine that does not answer, at once; `revive` starts it again."""
+        if (child := self._children.get(worker_id)) is not None:
+            _log.warning("worker %s does not answer; its process is killed", worker_id)
+            child.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                child.process.wait(timeouts.STOP_S)
 
     def _start(self, worker_id: WorkerId, spawner: _Spawner) -> None:
         running = self._children.get(worker_id)

@@ -1,7 +1,9 @@
 """Who takes part in a run, as a table: what happens to a worker, and what is to be done then.
 
 `TABLE[state, event]` is the following state and the actions, which `assembly.Cluster` carries out.
-A worker that is gone for good ends the run through one action, GIVE_UP, wherever it was noticed.
+A worker whose process died comes back as FRESH: it loads its stages again, and all go back to the
+last durable step (REJOIN). One that does not come back ends the run through one action, GIVE_UP,
+wherever it was noticed.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class Action(Enum):
     DIAL = "open its link again; FRESH, BACK or GONE follows"
     SET_UP = "send it the plan"
     REPEAT_COMMIT = "tell it again what it has not confirmed"
+    REJOIN = "go back to the last durable step, with a process that loads the stages anew"
     HAND_OVER = "stop the run while it still answers, so that nothing is lost"
     GIVE_UP = "end the run and say why"
 
@@ -66,12 +69,13 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (_S.LOADING, _E.FRESH): (_S.LOADING, (_A.SET_UP,)),
     (_S.LOADING, _E.BACK): (_S.LOADING, (_A.SET_UP,)),
     (_S.LOADING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.READY, _E.PLANNED): (_S.LOADING, (_A.SET_UP,)),  # all begin anew
     (_S.READY, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),
     (_S.READY, _E.LEAVING): (_S.LEFT, (_A.HAND_OVER,)),
     (_S.READY, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LOST, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),  # in the handshake
     (_S.LOST, _E.BACK): (_S.READY, (_A.REPEAT_COMMIT,)),
-    (_S.LOST, _E.FRESH): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LOST, _E.FRESH): (_S.JOINING, (_A.REJOIN,)),
     (_S.LOST, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LEFT, _E.LINK_LOST): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LEFT, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
@@ -104,6 +108,10 @@ class Membership:
                 event = Event.GONE
         self._states[worker], actions = TABLE[state, event]
         return actions
+
+    def those(self, state: State) -> list[WorkerId]:
+        """The workers in this state."""
+        return [worker for worker, found in self._states.items() if found is state]
 
     def settled(self) -> None:
         """A step, or what else was repeated for a lost link, is done."""

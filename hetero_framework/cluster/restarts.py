@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from hetero_framework.core import timeouts
 from hetero_framework.errors import HeteroError
 
 MAX_DEATHS = 5
-"""So many deaths within WINDOW_S are too many: something is wrong that a restart does not cure."""
-WINDOW_S = 600.0
-MAX_PAUSE_S = 60.0
+"""So many deaths within DEATHS_S are too many: a restart does not cure what is wrong."""
 
 
 def is_crash(code: int) -> bool:
@@ -21,7 +20,7 @@ def is_crash(code: int) -> bool:
 
 class RestartPolicy:
     """The deaths of one process. The first is followed by a restart at once, the next ones by
-    pauses of 1, 2, 4 ... 60 s, until it has lived for WINDOW_S without one."""
+    pauses of 1, 2, 4 ... 60 s, until it has lived for DEATHS_S without one."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
@@ -30,13 +29,17 @@ class RestartPolicy:
     def died(self, now_s: float) -> float | None:
         """Seconds to wait before it is started again; None when it has died too often. `now_s` is
         of any clock that does not go back."""
-        if not self._recent or now_s - self._recent[-1] > WINDOW_S:
+        if not self._recent or now_s - self._recent[-1] > timeouts.DEATHS_S:
             self._in_a_row = 0
-        while self._recent and now_s - self._recent[0] > WINDOW_S:
+        while self._recent and now_s - self._recent[0] > timeouts.DEATHS_S:
             self._recent.popleft()
         self._recent.append(now_s)
         self._in_a_row += 1
         if len(self._recent) >= MAX_DEATHS:
             return None
         # The exponent stays small: a process may die every few minutes for months.
-        return min(MAX_PAUSE_S, 2.0 ** min(self._in_a_row - 2, 6)) if self._in_a_row > 1 else 0.0
+        return (
+            min(timeouts.RESTART_PAUSE_S, 2.0 ** min(self._in_a_row - 2, 6))
+            if self._in_a_row > 1
+            else 0.0
+        )

@@ -2,7 +2,7 @@
 
 Kinds of threads: one accepts connections, the links' readers unpack and queue what arrives, one may
 send what has to be waited for, and the main thread, alone, touches the stages. When the
-coordinator's link breaks the stages stay as they are for `reconnect_timeout_s`, for that run alone.
+coordinator's link breaks the stages stay as they are for `rejoin_wait_s`, for that run alone.
 """
 
 from __future__ import annotations
@@ -404,6 +404,10 @@ class Worker:
                 self._send(messages.part_message(m.State, body.stage, body.kind, body.part, part))
             case m.LoadState():
                 self._on_load_state(message, body)
+            case m.Rewind():
+                found = self._host.rewind(body.step)
+                kept = tuple(m.KeptStage(*entry) for entry in found.digests.items())
+                self._send(Message(m.Rewound(kept)))
             case m.Control():
                 self._on_control(message, body)
             case m.Bye():
@@ -583,7 +587,7 @@ class Worker:
             self._report(refused)
             self._leave(stay=True)
             return
-        run = self._current.afresh(config.training.reconnect_timeout_s)
+        run = self._current.afresh(config.training.rejoin_wait_s)
         self._forget_run()
         self._run = run
         specs = [spec for spec in config.plan.stages if spec.index in setup.stages]
@@ -605,7 +609,13 @@ class Worker:
         run.meter = ArrivalMeter(Recorder(config.training.timeline_steps))
         run.owners = {spec.index: spec.owner for spec in config.plan.stages}
         run.stages = StageHost(
-            stages, config, self._device, run.meter, _Outlet(self, run), id=self._entry.id
+            stages,
+            config,
+            self._device,
+            run.meter,
+            _Outlet(self, run),
+            id=self._entry.id,
+            keeps_state=config.replicates,
         )
         self.peers.run_id, self.peers.watch = run.run_id, run.meter.watch
         if self._connection is not None:

@@ -32,8 +32,21 @@ from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.link import Clock, Link, LinkStats, OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
-from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, WorkerId, WorkerLeaving
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+from hetero_framework.engine.hosts import (
+    DirectLost,
+    Event,
+    LinkLost,
+    StopWanted,
+    WorkerId,
+    WorkerLeaving,
+)
+from hetero_framework.errors import (
+    HeteroError,
+    NetworkError,
+    PeerAwayError,
+    PeerLostError,
+    ProtocolError,
+)
 from hetero_framework.log import event, said_by
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
 
@@ -46,8 +59,18 @@ class _Busy(Exception):
     """The worker serves another run at present."""
 
 
+class _Refused(NetworkError):
+    """The worker will not serve this run."""
+
+
+class _Ended(NetworkError):
+    """The worker's process on this machine has ended."""
+
+
 class _Silent(NetworkError):
-    """Something accepts the connection and gives no answer, or hangs up."""
+    """Something accepts the connection and gives no answer, or hangs up; `is_deaf`: the former."""
+
+    is_deaf = False
 
 
 @dataclass
@@ -73,9 +96,11 @@ class WorkerLinks:
         unpack: Callable[[Message], Any] = lambda message: None,
         watch: Callable[[WorkerId], OnMoved] | None = None,
         access: Access = LOOPBACK_ONLY,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`local` are the workers that this process has started. `unpack` makes an Event's
-        `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`."""
+        `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`. `should_stop`
+        ends the wait for a lost worker."""
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
@@ -86,6 +111,7 @@ class WorkerLinks:
         self._unpack = unpack
         self._watch = watch
         self._access = access
+        self._should_stop = should_stop
         self._direct: set[frozenset[WorkerId]] = set()
         self._back: set[frozenset[WorkerId]] = set()
         self._redials: dict[frozenset[WorkerId], _Redial] = {}
@@ -137,23 +163,33 @@ class WorkerLinks:
         return {id: dialled.result() for id, dialled in self._dialling.items()}
 
     def reconnect(self, worker_id: WorkerId) -> bool:
-        """Dial a lost worker for `reconnect_timeout_s`; whether it has its stages still. Raises
-        PeerLostError when its process is gone or it does not come back in time."""
-        deadline = time.monotonic() + self._config.training.reconnect_timeout_s
+        """Dial a lost worker for `rejoin_wait_s`; whether it has its stages still. One of this
+        machine whose process ended, or does not answer, is started again. Raises PeerAwayError
+        when it does not come back in time, PeerLostError when it died too often, and StopWanted."""
+        deadline = time.monotonic() + self._config.training.rejoin_wait_s
         while True:
+            if self._should_stop():
+                raise StopWanted
+            self._local.revive(worker_id, self._stop)
             try:
                 left = max(0.1, deadline - time.monotonic())
                 welcome = self._open(self._workers[worker_id], left, again=True)
+                return bool(welcome.run_id == self._run_id)
+            except (ProtocolError, _Refused):
+                raise
             except (HeteroError, _Busy) as error:
                 # A process that is being killed may accept and reset; a moment later it has ended.
                 self._stop.wait(timeouts.ANSWER_TICK_S)
-                ended = self._local.exit_text(worker_id)
-                last = time.monotonic() > deadline or self._stop.is_set()
-                if isinstance(error, _Silent) and ended is None and not last:
-                    continue  # an outage may begin in the handshake too
-                text = ended or (error.message if isinstance(error, HeteroError) else str(error))
-                raise PeerLostError(f"worker {worker_id} does not come back: {text}") from error
-            return bool(welcome.run_id == self._run_id)
+                if isinstance(error, _Silent) and error.is_deaf:
+                    self._local.kill(worker_id)
+                if (
+                    time.monotonic() > deadline
+                    or self._stop.is_set()
+                    or not isinstance(error, (_Busy, _Ended, _Silent))  # dialled to the end
+                ):
+                    text = error.message if isinstance(error, HeteroError) else str(error)
+                    lost = f"worker {worker_id} does not come back: {text}"
+                    raise PeerAwayError(lost) from error
 
     def _open_when_free(self, worker: WorkerConfig) -> m.Welcome:
         """Open the link at the start of a run; wait for a worker that ends another one."""
@@ -180,15 +216,18 @@ class WorkerLinks:
 
         def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
             nonlocal told
+            if again and self._should_stop():
+                raise StopWanted
             ended = self._local.exit_text(worker.id)
             if ended is not None:
-                raise NetworkError(ended if again else f"{name} did not start: {ended}")
-            if again and reason == REFUSED and elapsed_s > timeouts.REFUSED_S:
-                raise NetworkError(f"nothing listens at {where} any more (its process ended)")
+                raise _Ended(ended if again else f"{name} did not start: {ended}")
             if not told and elapsed_s > timeouts.QUIET_S:
                 told, left = True, timeout_s - elapsed_s
-                reason = "its process starts" if self._local.starts(worker.id) else reason
+                starts = self._local.starts(worker.id)
+                reason = "its process starts" if starts else reason
                 _log.info("waiting for %s at %s (%s; up to %.0f s more)", name, where, reason, left)
+                if again and reason == REFUSED:
+                    _log.info("if nothing there starts it again: hetero train on its machine")
 
         secure, stop = partial(self._access.dialled, process=worker.id), self._stop
         stream = connect(
@@ -218,26 +257,30 @@ class WorkerLinks:
         connection.start()
         epoch = self._epochs[worker.id]
         hello = m.Hello(self._run_id, worker.id, self._process, epoch, self._max_frame_bytes)
-        hint, why, answer = None, "it accepts, but says nothing", None
+        hint, why, answer, broke = None, "it accepts, but says nothing", None, False
+        patience_s = timeouts.REHANDSHAKE_S if again else timeouts.HANDSHAKE_S
         failpoints.hit("join")
         try:
-            answer = connection.ask(Message(hello), timeouts.HANDSHAKE_S, self._stop)
+            answer = connection.ask(Message(hello), patience_s, self._stop)
         except HeteroError as error:
             hint, why = (error.hint if isinstance(error, ProtocolError) else None), error.message
+            broke = True
         if answer is None:
             connection.close(drain_s=0)
-            raise _Silent(
+            silent = _Silent(
                 f"what answers at {where} is no worker that works: {why}",
                 hint=hint
                 or "is it another program that has this port? Else look at the worker's own "
                 "screen or log",
             )
+            silent.is_deaf = not broke
+            raise silent
         said = answer.body
         if isinstance(said, m.Reject):
             connection.close()
             if said.code == "busy":
                 raise _Busy(said.message)
-            kind = ProtocolError if said.code == "protocol" else NetworkError
+            kind = ProtocolError if said.code == "protocol" else _Refused
             raise kind(f"{name} refused: {said.message}", hint=said.hint)
         return answer.expect(m.Welcome)
 

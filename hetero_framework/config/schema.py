@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -46,6 +47,8 @@ from hetero_framework.config.section import (
 )
 from hetero_framework.config.texts import text_problems
 from hetero_framework.errors import ConfigError, PlanError
+
+_log = logging.getLogger(__name__)
 
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
@@ -362,12 +365,16 @@ class TrainingConfig(Section):
     """How long the coordinator tries to reach all workers."""
     load_timeout_s: Seconds = 3600.0
     """Longest time in which the workers may load their stages, downloads included."""
-    reconnect_timeout_s: Seconds = 300.0
-    """Longest outage of a worker's link that a run survives: the coordinator dials for so long, and
-    the worker keeps its stages for it."""
+    rejoin_wait_s: Seconds = 600.0
+    """Longest outage of a worker that a run survives: the coordinator waits so long for its link or
+    its process to come back, and a worker keeps its stages so long for the coordinator."""
+    replicate_steps: Literal["auto"] | Annotated[int, with_unit("steps", ge=0)] = "auto"
+    """Adapters and their optimizer are copied to the coordinator every so many steps; a worker that
+    dies costs no more steps than these. "auto": as often as costs at most 5 % of the time. 0: never
+    (a lost worker costs the steps since the last checkpoint). All weights are never copied."""
     step_timeout_s: Seconds = 600.0
     """Longest wait for a stage in a step before the run is given up."""
-    liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3)] = 30.0
+    liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3)] = 15.0
     """A peer that is silent for this long is lost (heartbeats come every 2 s)."""
     max_skipped_steps: Annotated[int, with_unit("steps", ge=0)] = 5
     """Stop after more than this many steps in a row with a non-finite loss or gradient."""
@@ -384,6 +391,15 @@ class TrainingConfig(Section):
     verify_architecture: bool = True
     """Before training, cut a tiny random model of the same architecture as the plan does, compare
     it with the whole, and refuse when they differ."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_names(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "reconnect_timeout_s" in values:
+            _log.warning("training.reconnect_timeout_s is called rejoin_wait_s now")
+            values = {"rejoin_wait_s": values["reconnect_timeout_s"]} | values
+            values.pop("reconnect_timeout_s")
+        return values
 
     @field_validator("log_level")
     @classmethod
@@ -565,6 +581,11 @@ class Config(Section):
     def result_dir(self) -> Path:
         """Where the finished artefact goes: an adapter, or a whole model."""
         return self.output_dir / ("model" if self.adapter is None else "adapter")
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the trained state is copied to the coordinator between checkpoints."""
+        return self.adapter is not None and self.training.replicate_steps != 0
 
     @property
     def checkpoints(self) -> Path:

@@ -10,7 +10,7 @@ What happens, in order, when a link breaks:
 2. `lost(connection, reason)` is called once, in the reader thread, after the last message. Whoever
    waits in `ask` gets the reason. A frame that was being relayed from here becomes void behind it.
 3. Worker (`_on_lost`): stages and attempt stay as they are until the coordinator says more, for
-   `reconnect_timeout_s`. A lost link between workers is told with PEER_LOST.
+   `rejoin_wait_s`. A lost link between workers is told with PEER_LOST.
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
    between workers. Out of memory in a reader is raised as it is.
 5. `Cluster.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a

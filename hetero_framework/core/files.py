@@ -39,10 +39,11 @@ def write_file(path: Path, content: bytes) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def replace_directory(new: Path, target: Path, old: Path) -> None:
+def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = True) -> None:
     """Give the complete directory `new` the name `target`. What stands there is called `old` for a
     moment and then deleted. Raises OSError and leaves both as they were where that fails; a process
-    that is killed in between leaves `old` for `put_back`."""
+    that is killed in between leaves `old` for `put_back`. Not `lasting`: a power cut may undo it.
+    """
     replaced = target.exists()
     if replaced:
         rename(target, old)
@@ -51,7 +52,8 @@ def replace_directory(new: Path, target: Path, old: Path) -> None:
     except OSError:
         put_back(target, old)
         raise
-    sync_directory(target.parent)
+    if lasting:
+        sync_directory(target.parent)
     if replaced:
         shutil.rmtree(old, ignore_errors=True)
 

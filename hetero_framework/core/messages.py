@@ -452,6 +452,30 @@ class StateLoaded(Body):
     part: int
 
 
+@_message(34, COORDINATOR)
+class Rewind(Body):
+    """Coordinator to worker: the run goes on after the commit of `step` (null: before the first),
+    since another worker lost its stages. Stages whose state after that commit is kept here take it
+    over; for the others LOAD_STATE follows. Answered by REWOUND."""
+
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStage:
+    """A stage that took over what was kept of it, and the digest of that."""
+
+    index: int
+    digest: str
+
+
+@_message(35, WORKER)
+class Rewound(Body):
+    """Worker to coordinator, answers REWIND: the stages whose state was kept here."""
+
+    stages: tuple[KeptStage, ...]
+
+
 # ---------------------------------------------------------------------------------------- links
 
 

@@ -39,7 +39,7 @@ class Phase(Enum):
 _ANYTIME = (m.Error, m.Heartbeat)
 _AFTER_WELCOME = (m.Log, m.Control, m.PeerLost, m.Leaving, m.Connect, m.Connected)
 _READING = (m.StateRequest, m.State, m.StateLoaded)
-_STATE = (*_READING, m.LoadState)
+_STATE = (*_READING, m.LoadState, m.Rewind, m.Rewound)
 _BOUNDARY = (m.Forward, m.Backward)
 _DATA = (m.Inputs, *_BOUNDARY)
 _STEP_RESULTS = (*_READING, *_DATA, m.Loss, m.BackwardDone, m.Committed)

@@ -14,7 +14,7 @@ EXIT_TICK_S = 0.05
 
 HEARTBEAT_S = 2.0
 """A link that was silent for so long says that it is alive."""
-LIVENESS_S = 30.0
+LIVENESS_S = 15.0
 """A peer that was silent for so long is gone, unless the configuration says otherwise."""
 SEND_S = 600.0
 """A peer that takes nothing for so long while bytes wait for it is gone."""
@@ -23,6 +23,8 @@ DRAIN_S = 5.0
 
 HANDSHAKE_S = 60.0
 """Whoever was dialled has so long for its first answer; it may be in a long computation."""
+REHANDSHAKE_S = 15.0
+"""The same after a lost link: who has been there answers from a thread that does not compute."""
 STRANGER_S = 10.0
 """Whoever connects has so long to say who it is."""
 ACCEPT_PAUSE_S = 0.2
@@ -31,8 +33,6 @@ QUIET_S = 3.0
 """The user hears of a worker that has not answered for so long."""
 BUSY_PAUSE_S = 1.0
 """Pause before a worker that serves another run is asked again."""
-REFUSED_S = 5.0
-"""A process that lost its link still listens; refusals for so long mean that it has ended."""
 DIRECT_DIAL_S = 5.0
 """A worker has so long to reach another worker."""
 REDIAL_S = 60.0
@@ -44,6 +44,10 @@ HAND_OVER_S = 18.0
 """A worker that was told to end still serves its coordinator for so long."""
 RELEASE_S = 22.0
 """A worker that was told to end has ended by then, in the middle of a computation if need be."""
+DEATHS_S = 600.0
+"""A process may die only so often within such a time; then it is not started again."""
+RESTART_PAUSE_S = 60.0
+"""Longest pause before a process that keeps dying is started again."""
 EXIT_S = 10.0
 """A process has so long to end in order before it is killed."""
 STOP_S = 2.0

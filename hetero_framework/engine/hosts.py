@@ -39,6 +39,19 @@ class DirectLost(Exception):
         self.reason = reason
 
 
+class StagesLost(Exception):
+    """A worker is back in a new process, without its stages: the run goes back to what is kept."""
+
+    def __init__(self, worker: WorkerId, reason: str) -> None:
+        super().__init__(f"worker {worker}: {reason}")
+        self.worker = worker
+        self.reason = reason
+
+
+class StopWanted(Exception):
+    """The run was asked to end while it waited for a worker."""
+
+
 class WorkerLeaving(StoppedEarly):
     """A worker was told to end, and still answers: what it holds can be saved."""
 
@@ -111,6 +124,10 @@ class Host(Protocol):
         """Over a new link: order again what is not known to be done."""
         return
 
+    def forget_commit(self) -> None:
+        """What is not known to be done no longer matters: the run goes back."""
+        return
+
     def abort(self) -> bool:
         """Forget the attempt; asked again until True. Then nothing of it is on its way."""
 
@@ -122,6 +139,15 @@ class Host(Protocol):
         self, stage: int, kind: StateKind, number: int, step: int | None
     ) -> api.StatePart | None:
         """A part of a stage's state after `step`; in ascending order. The caller releases it."""
+
+    def rewind(self, step: int | None) -> api.Rewound | None:
+        """The run goes on after the commit of `step`. The stages take over what is kept of it; the
+        others' state is given with `load_state`. Asked again until not None."""
+
+    def renew(self) -> None:
+        """Its process is another one now and has loaded the stages: what was known of the former
+        one's state is void."""
+        return
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         """Have a stage take over a part of its state; asked again until True."""

@@ -42,6 +42,14 @@ class StageStatistics(StageFigures):
         return self.forward_s + self.backward_s
 
 
+@dataclass(frozen=True)
+class HeldState:
+    """The state of one stage after some commit, in memory here."""
+
+    parts: Sequence[api.StatePart]
+    digest: str
+
+
 class Pipeline:
     """All stages of the model as one thing that can run a step."""
 
@@ -65,6 +73,7 @@ class Pipeline:
         self._step_timeout_s = step_timeout_s
         self._max_in_flight = 1
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
+        self._absent: set[WorkerId] = set()
         self._committed: int | None = None
         self._snapshot: tuple[_StateReader, Callable[[int, int, api.StatePart], None]] | None = None
         # As their last reports said: seconds there and back by pairs of workers that have a link,
@@ -173,10 +182,23 @@ class Pipeline:
         while waiting := [host for host in self._hosts if not host.is_committed()]:
             self._wait(lambda: f"the commit of {', '.join(map(_name, waiting))}")
 
+    def lose(self, worker: WorkerId) -> None:
+        """A worker's process is gone and its stages with it; until `regain` nothing is asked of the
+        one that replaces it. What others have not confirmed no longer matters."""
+        self._absent.add(worker)
+        for host in self._hosts:
+            host.forget_commit()
+
+    def regain(self, worker: WorkerId) -> None:
+        """Its stages are loaded again, in a new process."""
+        self._absent.discard(worker)
+        next(host for host in self._hosts if host.id == worker).renew()
+
     def abort(self) -> None:
         """Forget the step everywhere; weights stay. When it returns, nothing sent before is on its
         way. After LinkLost it may be called again."""
-        waiting = [host for host in self._hosts if not host.abort()]  # all at once
+        present = [host for host in self._hosts if host.id not in self._absent]
+        waiting = [host for host in present if not host.abort()]  # all at once
         for host in waiting:
             self.until(host.abort, f"{_name(host)} to forget the step")
 
@@ -223,6 +245,28 @@ class Pipeline:
         if not reader.is_done:
             self._snapshot = snapshot
         return True
+
+    @property
+    def committed(self) -> int | None:
+        """The step of the last commit; None before the first. A state is known by it."""
+        return self._committed
+
+    def rewind(self, step: int | None, state: Mapping[int, HeldState]) -> list[int]:
+        """Go back to the state after the commit of `step`, which `state` holds by stage: a process
+        that has kept the very same takes its own. The stages that were sent theirs."""
+        self._snapshot, self._committed = None, step
+        answers = {host.id: host.rewind(step) for host in self._hosts}  # all at once
+        digests: dict[int, str] = {}
+        for host in self._hosts:
+            found = answers[host.id]
+            if found is None:
+                found = self.until(partial(host.rewind, step), f"{_name(host)} to go back")
+            digests.update(found.digests)
+        sent = [k for k, held in state.items() if digests.get(k) != held.digest]
+        for stage in sent:
+            self.load_state(stage, "checkpoint", state[stage].parts)
+        self.share_tied_weight()
+        return sent
 
     def load_state(self, stage: int, kind: LoadKind, parts: Iterable[api.StatePart]) -> None:
         """Have a stage take over its parts of a "checkpoint", an "adapter" or a "tied" weight."""

@@ -84,6 +84,9 @@ class RemoteHost(Host):
         if self._commit is not None:
             self._links.send(self.id, self._commit)
 
+    def forget_commit(self) -> None:
+        self._commit, self._commit_step = None, -1
+
     def abort(self) -> bool:
         question = Message(m.Abort(self._info.step, self._info.attempt))
         if self._ask(question, m.Aborted, lambda body: True) is None:
@@ -119,6 +122,21 @@ class RemoteHost(Host):
         if found is not None and kind == "checkpoint":
             self._kept = (step,)
         return found
+
+    def rewind(self, step: int | None) -> api.Rewound | None:
+        message = self._ask(Message(m.Rewind(step)), m.Rewound, lambda body: True)
+        if message is None:
+            return None
+        self._kept = None
+        return api.Rewound({kept.index: kept.digest for kept in message.expect(m.Rewound).stages})
+
+    def renew(self) -> None:
+        for message in self._answers.values():
+            message.release()
+        self._answers.clear()
+        self._questions.clear()
+        self._norms = self._kept = None
+        self.forget_commit()
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         asked = stage, number

@@ -197,10 +197,10 @@ class Stage:
         """(name, position in the whole model) of each parameter, in the order of `norms`."""
         return [(name, self._shard.parameter_index(name)) for name, _ in self._parameters]
 
-    def snapshot(self) -> StateSnapshot:
+    def snapshot(self, *, lasting: bool = False) -> StateSnapshot:
         """Trainable weights and optimizer state, keyed "weights/<parameter>" and
         "optimizer/<key>/<parameter>". `keep` it before the next commit."""
-        return StateSnapshot(self._checkpoint_entries(), self._device)
+        return StateSnapshot(self._checkpoint_entries(), self._device, lasting=lasting)
 
     def export(self) -> Iterator[StatePart]:
         """Tensors as the finished artefact names them, in parts."""

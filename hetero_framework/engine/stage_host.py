@@ -22,6 +22,7 @@ from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, inputs_in, move_in
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.hosts import BatchInputs, Host
+from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ProtocolError
 
 Reduce = Callable[[api.StepInfo, Sequence[api.StageInterface]], bool]
@@ -48,8 +49,10 @@ class StageHost(Host):
         *,
         id: WorkerId = "local",
         reduce: Reduce = nothing_to_add,
+        keeps_state: bool = False,
     ) -> None:
-        """A worker's outlet gets losses as numbers; this process's own may still be tensors."""
+        """A worker's outlet gets losses as numbers; this process's own may still be tensors. With
+        `keeps_state` the last snapshot stays in memory, for `rewind`."""
         self.id = id
         self.stages = list(stages)
         self.indexes = [stage.index for stage in stages]
@@ -58,6 +61,7 @@ class StageHost(Host):
         self._device = device
         self._meter = meter
         self._reduce = reduce
+        self._keeps_state = keeps_state
         self._io = BoundaryIO(
             device,
             config.wire,
@@ -175,7 +179,7 @@ class StageHost(Host):
         if self.last_step != step:
             news = f"step {self.last_step} is committed"
             raise ProtocolError(f"the state after step {step} is gone: {news}")
-        self._snapshots = {stage.index: stage.snapshot() for stage in self.stages}
+        self._snapshots = {s.index: s.snapshot(lasting=self._keeps_state) for s in self.stages}
         self._snapshot_step = step
 
     def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> api.StatePart:
@@ -186,7 +190,8 @@ class StageHost(Host):
         self.snapshot(step)
         if number == 0 and self.last_step == step:
             # Read from the start again: nothing has changed since.
-            self._snapshots[stage] = self._executor.stage(stage).snapshot()
+            live = self._executor.stage(stage)
+            self._snapshots[stage] = live.snapshot(lasting=self._keeps_state)
         return self._snapshots[stage].part(number)
 
     def _export_part(self, stage: int, number: int) -> api.StatePart:
@@ -197,9 +202,20 @@ class StageHost(Host):
         self._exported = (stage, number)
         return next(self._export)
 
+    def rewind(self, step: int | None) -> api.Rewound:
+        kept = self._snapshots if self._keeps_state and self._snapshot_step == step else {}
+        self._snapshots, self.last_step = kept, step
+        digests = {}
+        for index, snapshot in kept.items():
+            for part in snapshot.parts():
+                self._executor.stage(index).load_state("checkpoint", part)
+            digests[index] = digest(snapshot.parts())
+        return api.Rewound(digests)
+
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         failpoints.hit("load-state")
-        self._snapshots = {}
+        if kind != "tied":
+            self._snapshots = {}
         self._executor.stage(stage).load_state(kind, part)
         return True
 

@@ -7,12 +7,15 @@ memory for one part, and nothing at the commit (docs/decisions.md has the times)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import xxhash
 
 from hetero_framework.core.devices import Device
+from hetero_framework.core.tensors import to_wire
 from hetero_framework.engine.stage_api import StatePart, Tensors
 from hetero_framework.errors import ProtocolError
 
@@ -23,20 +26,29 @@ Entry = tuple[str, torch.Tensor, dict[str, Any]]  # name, tensor, values that ar
 class StateSnapshot:
     """The parts of one stage's state, for reading in ascending order, the last one repeatedly."""
 
-    def __init__(self, entries: Iterable[Entry], device: Device) -> None:
-        """`entries` hold the live tensors; `keep` must be called before they change."""
+    def __init__(self, entries: Iterable[Entry], device: Device, *, lasting: bool = False) -> None:
+        """`entries` hold the live tensors; `keep` must be called before they change. A `lasting`
+        snapshot keeps what has been read, for `parts`."""
         self._device = device
+        self._lasting = lasting
         self._live = dict(enumerate(in_parts(entries)))
         self._kept: dict[int, StatePart] = {}
 
     def part(self, number: int) -> StatePart:
         """A part in memory of its own. Raises ProtocolError for one that is not there any more."""
-        for done in [k for k in self._live if k < number]:
+        for done in [k for k in self._live if k < number and not self._lasting]:
             del self._live[done]
             self._kept.pop(done, None)
         if number not in self._live:
             raise ProtocolError(f"state part {number} was asked for out of order")
-        return self._kept.get(number) or self._copied(self._live[number])
+        part = self._kept.get(number) or self._copied(self._live[number])
+        if self._lasting:
+            self._kept[number] = part
+        return part
+
+    def parts(self) -> Iterator[StatePart]:
+        """All parts of a lasting snapshot, in order."""
+        yield from (self.part(number) for number in self._live)
 
     def keep(self) -> None:
         """Copy what has not been read: the live tensors are about to change."""
@@ -50,6 +62,19 @@ class StateSnapshot:
             host = self._device.to_host(tensor)
             tensors[name] = host.clone() if host.data_ptr() == tensor.data_ptr() else host
         return StatePart(tensors, part.values, part.last)
+
+
+def digest(parts: Iterable[StatePart]) -> str:
+    """Of names, bytes and values, in their order: two processes tell by it that they hold the same
+    state. It guards against mistakes, not against malice (XXH3, 128 bits)."""
+    found = xxhash.xxh3_128()
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            wire = to_wire(tensor)
+            found.update(f"{name} {wire.dtype} {list(wire.shape)}\n".encode())
+            found.update(wire.data)
+        found.update(json.dumps(part.values, sort_keys=True).encode())
+    return found.hexdigest()
 
 
 def in_parts(entries: Iterable[Entry]) -> Iterator[StatePart]:

@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hetero_framework._version import __version__
+from hetero_framework.config import Config
 from hetero_framework.core import failpoints
 from hetero_framework.core.files import (
     put_back,
@@ -63,12 +64,24 @@ class RefusedCheckpoint(CheckpointError):
 class CheckpointStore:
     """The checkpoints of one run; what it does to them unasked is logged.
 
-    `save_total_limit` >= 1 is how many complete ones are kept (None: all).
+    `save_total_limit` >= 1 is how many complete ones are kept (None: all). Those that are not
+    `lasting` outlive the process, but not a power cut: nobody waits for the disk.
     """
 
-    def __init__(self, root: str | os.PathLike[str], save_total_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        save_total_limit: int | None = None,
+        *,
+        lasting: bool = True,
+    ) -> None:
         self.root = Path(root)
         self.save_total_limit = save_total_limit
+        self.lasting = lasting
+
+    def remove(self) -> None:
+        """Delete all of them, and the directory."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
     @contextmanager
     def begin(self, step: int) -> Iterator[CheckpointWriter]:
@@ -209,6 +222,11 @@ class CheckpointStore:
                 _log.warning("could not delete the old checkpoint %s: %s", directory, error)
 
 
+def durable_store(config: Config) -> CheckpointStore:
+    """Where a run's durable step lies (trainer/durable.py), for the process that continues it."""
+    return CheckpointStore(config.output_dir / ".durable", 1, lasting=False)
+
+
 class CheckpointWriter:
     """One checkpoint being written."""
 
@@ -227,7 +245,8 @@ class CheckpointWriter:
         path = self._directory / f"stage-{stage_index}.{part}.safetensors"
         with self._writing(path, sum(tensor.nbytes for tensor in tensors.values())):
             save_file(_separate(tensors), path)
-            sync_file(path)
+            if self._store.lasting:
+                sync_file(path)
             self._files.append(
                 {
                     "name": path.name,
@@ -255,12 +274,14 @@ class CheckpointWriter:
         with self._writing(path, len(text)):
             path.touch(0o600)
             path.write_text(text, encoding="utf-8", newline="\n")
-            sync_file(path)
-            sync_directory(self._directory)
+            if self._store.lasting:
+                sync_file(path)
+                sync_directory(self._directory)
             if final.is_symlink() or (final.exists() and not final.is_dir()):
                 raise _in_the_way(final)
             # The moment of truth: one rename. A checkpoint of the same step steps aside first.
-            replace_directory(self._directory, final, final.with_name(f"{final.name}.old"))
+            old = final.with_name(f"{final.name}.old")
+            replace_directory(self._directory, final, old, lasting=self._store.lasting)
         self._store.rotate(self._step)
         return final
 

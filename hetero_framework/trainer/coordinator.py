@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from hetero_framework.config import Config, interval
 from hetero_framework.core import failpoints
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
-from hetero_framework.engine.hosts import WorkerLeaving
+from hetero_framework.engine.hosts import StagesLost, StopWanted, WorkerId, WorkerLeaving
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule, check_optimizer
 from hetero_framework.engine.pipeline import StageStatistics
@@ -38,12 +39,17 @@ from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
 from hetero_framework.trainer.rescue import rescue_result
-from hetero_framework.trainer.run_checkpoint import RunCheckpoints, check_identity
+from hetero_framework.trainer.run_checkpoint import RunCheckpoints, newest_state, same_run
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.train_state import TrainState
+from hetero_framework.units import plural
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3
+_MAX_DEATHS = 3
+"""So often one worker may die at the same step,"""
+_MAX_RESTARTS = 5
+"""and so often workers may die there in all."""
 _EXPORT_PAUSES_S = (1.0, 5.0, 15.0, 30.0)
 _log = logging.getLogger(__name__)
 
@@ -72,6 +78,7 @@ def train(
     config: Config,
     *,
     resume: int | str | None = None,
+    fresh: bool = False,
     debug: bool = False,
     progress: Progress | None = None,
     workers: LocalWorkers | None = None,
@@ -79,7 +86,8 @@ def train(
 ) -> RunSummary:
     """Train as the coordinator, start to finish.
 
-    `resume` is a step number or "latest"; it overrides `resume_step` of the configuration.
+    `resume` is a step number or "latest"; it overrides `resume_step` of the configuration. Without
+    it a run of this `output_dir` that was cut short goes on from its newest state, unless `fresh`.
     `workers` are those of this machine where they have been started before. `access` is for the
     links to workers (default: by the keys that lie beside the configuration). Raises HeteroError
     of the kind that says what happened; whatever happens, no worker is left behind.
@@ -95,12 +103,13 @@ def train(
     log_of_run = _log_of_run(config, show, events)
     with StopRequest() as stop, directories, log_of_run, failpoints.armed("coordinator"):
         try:
-            checkpoint = store.resolve(resume) if resume is not None else None
+            goes_on = resume is None and not fresh and directories.is_unfinished
+            checkpoint = newest_state(config, store, "latest" if goes_on else resume, goes_on)
             if checkpoint is None:
                 directories.check_fresh()
             parts = setup.prepare(config)
             if checkpoint is not None:
-                check_identity(checkpoint, parts.resolved, parts.data.fingerprint)
+                checkpoint = same_run(checkpoint, parts, must=not goes_on)
             with Cluster(
                 parts.config,
                 max_frame_bytes=parts.max_frame_bytes,
@@ -109,6 +118,7 @@ def train(
                 workers=workers,
                 reduce=replicas.reduce,
                 access=access,
+                should_stop=lambda: stop.requested is not None,
             ) as cluster:
                 facts = cluster.start()
                 parts = setup.fit_devices(parts, facts)
@@ -151,7 +161,6 @@ class Coordinator:
         self._config = config = parts.config
         self._data: TrainData = parts.data
         self._cluster = cluster
-        self._pipeline = cluster.pipeline
         self._files = files
         self._checkpoints = files.checkpoints
         self._progress = progress
@@ -162,39 +171,57 @@ class Coordinator:
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(parts.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
+        self._first_step = 0
         self._losses: list[float] = []
+        self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
 
     def run(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> RunSummary:
         """The whole run, from a checkpoint or from the beginning."""
         try:
             self.start(checkpoint, facts)
             with self._stop.waiting():
-                training = self._config.training
-                probe_longest_batch(self._cluster, self._data, training, self._state)
-                self._steps()
-                return self.finish()
+                probed = False
+                while True:
+                    try:
+                        if not probed:
+                            self._probe_memory()
+                            probed = True
+                        self._steps()
+                        return self.finish()
+                    except StagesLost as lost:
+                        self._go_back(lost)
         except WorkerLeaving as leaving:
             if self._state.step > 0:
                 self._checkpoints.keep(self._state)  # while it still answers
             hint = self._checkpoints.advice(leaving)
             raise errors.StoppedEarly(leaving.message, hint=hint) from leaving
+        except StopWanted:
+            self._checkpoints.keep_newest()
+            where = f"stopped by {self._stop.requested} while a worker was away"
+            raise errors.StoppedEarly(where, hint=self._checkpoints.advice()) from None
         except errors.PeerLostError as error:
             # What broke is the cluster's to say; how to go on depends on what has been saved.
+            self._checkpoints.keep_newest()
             hint = self._checkpoints.advice(error)
-            raise errors.PeerLostError(error.message, hint=hint) from error
+            raise type(error)(error.message, hint=hint) from error
+        finally:
+            self._checkpoints.close()
 
     def start(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> None:
         """Take up a checkpoint or begin afresh, and show what will run where."""
         if checkpoint is not None:
-            self._state = self._checkpoints.restore(checkpoint)
-            self._files.directories.tidy()
             self._files.directories.own_checkpoints()
-            self._files.directories.set_later_aside(self._state.step)
+            self._files.directories.set_later_aside(checkpoint.step)
         else:
             self._files.directories.tidy()
             self._files.directories.set_aside()
-            self._cluster.retrying(lambda: setup.load_initial_adapter(self._parts, self._pipeline))
-        warn_of_a_small_disk(self._parts, self._files.directories.store, self._state.step)
+        self._files.directories.mark_unfinished()
+        self._state = self._take_up(checkpoint)
+        self._first_step = self._state.step
+        if checkpoint is not None:
+            self._files.directories.tidy()
+        else:
+            warn_of_a_small_disk(self._parts, self._files.directories.store, self._state.step)
         self._files.metrics.resume(self._state.step)
         outputs.draw_diagram(self._parts, facts, self._cluster.assembly.direct)
         step, total, stages = self._state.step, self._data.total_steps, self._config.plan.stages
@@ -205,6 +232,69 @@ class Coordinator:
         what = "run started" if checkpoint is None else "run resumed"
         run_id = self._cluster.run_id
         _log.info("", extra=log.event(what, step=step, run_id=run_id, total_steps=total))
+
+    def _take_up(self, checkpoint: CheckpointReader | None) -> TrainState:
+        """Give every stage the state that the run begins with."""
+        while True:
+            try:
+                if checkpoint is not None:
+                    state = self._checkpoints.restore(checkpoint)
+                else:
+                    self._cluster.retrying(self._load_initial_adapter)
+                    state = TrainState(
+                        loss_scale=LossScale.for_training(self._config.training.fp16)
+                    )
+                self._checkpoints.begin(state)
+                return state
+            except StagesLost as lost:
+                self._note_death(lost)
+                self._cluster.rejoin()
+
+    def _load_initial_adapter(self) -> None:
+        setup.load_initial_adapter(self._parts, self._cluster.pipeline)
+
+    def _probe_memory(self) -> None:
+        training = self._config.training
+        probe_longest_batch(self._cluster, self._data, training, self._state)
+
+    def _go_back(self, lost: StagesLost) -> None:
+        """A worker is back in a new process: all stages return to the newest state that is kept."""
+        reached = self._state.step
+        while True:
+            self._note_death(lost)
+            try:
+                self._cluster.rejoin()
+                state = self._checkpoints.rewind()
+                if state is None:  # nothing is kept: everybody begins again
+                    self._cluster.assemble(self._config, self._parts.memory_limits)
+                    state = self._take_up(None)
+                break
+            except StagesLost as again:
+                lost = again
+        self._state = state
+        del self._losses[max(0, state.step - self._first_step) :]
+        self._files.metrics.resume(state.step)
+        log.set_step(state.step)
+        back = log.event("went back", worker=lost.worker, to_step=state.step, from_step=reached)
+        text = "training goes on after step %d with worker %s (repeats %s)"
+        repeated = plural(reached - state.step, "step")
+        _log.info(text, state.step, lost.worker, repeated, extra=back)
+
+    def _note_death(self, lost: StagesLost) -> None:
+        """Raise PeerLostError when the step that is under way has killed workers too often."""
+        step = self._state.step
+        self._deaths[lost.worker, step] += 1
+        of_step = sum(n for (_, at), n in self._deaths.items() if at == step)
+        if self._deaths[lost.worker, step] < _MAX_DEATHS and of_step < _MAX_RESTARTS:
+            return
+        batches = self._data.order.step_indices(step) if step < self._data.total_steps else []
+        samples = ", ".join(str(int(k)) for batch in batches for k in batch)
+        raise errors.PeerLostError(
+            f"step {step + 1} has ended a worker {of_step} times, the last time worker "
+            f"{lost.worker}: {lost.reason}",
+            hint=f"look at that worker's log, and at the samples of the step: {samples[:500]} "
+            "(numbers from 0 in the training data)",
+        )
 
     def _steps(self) -> None:
         """All steps that are left, with what comes between them."""
@@ -250,11 +340,11 @@ class Coordinator:
         # The decision. Once it says yes the step counts, whatever breaks from here on.
         if self._replicas.should_commit(math.isfinite(loss) and bool(norm.isfinite())):
             factor = clip_factor(norm, self._config.training.max_grad_norm)
-            self._pipeline.commit(rate, factor, self._cluster.recover)
+            self._cluster.pipeline.commit(rate, factor, self._cluster.recover)
             self._state = state.after_commit(tokens)
             self._replicas.after_commit(self._state.step)
         else:
-            self._cluster.retrying(self._pipeline.abort)
+            self._cluster.retrying(self._cluster.pipeline.abort)
             overflow = state.loss_scale.explains(losses)
             self._state = state.after_skip(tokens, overflow=overflow)
             self._note_skip(losses, reports, overflow)
@@ -279,6 +369,7 @@ class Coordinator:
         line["stages"] = stage_lines(specs, stages, *moved)
         self._files.metrics.write(line)
         self._progress.step(line)
+        self._checkpoints.after_step(self._state, seconds)
 
     def _gradients(
         self, batches: list[MicroBatch], num_items: int
@@ -286,8 +377,9 @@ class Coordinator:
         """Everything before the decision; may be repeated, since it changes no weight."""
         step, scale = self._state.step, self._state.loss_scale.value
         self._cluster.begin(step, len(batches), train=True, num_items=num_items, loss_scale=scale)
+        pipeline = self._cluster.pipeline
         try:
-            return self._pipeline.run(batches), *self._pipeline.report_gradients()
+            return pipeline.run(batches), *pipeline.report_gradients()
         except errors.OutOfMemory as error:
             largest = max(batches, key=lambda batch: batch["input_ids"].numel())
             what = f"step {step + 1}, whose largest micro-batch has"
@@ -312,12 +404,12 @@ class Coordinator:
 
         def losses() -> list[float]:
             self._cluster.begin(self._state.step, len(batches), train=False, num_items=1)
-            return self._pipeline.run(LazyBatches(len(batches), batch))
+            return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
 
         try:
             total = math.fsum(self._cluster.retrying(losses))
         except _Interrupted:
-            self._cluster.retrying(self._pipeline.abort)
+            self._cluster.retrying(self._cluster.pipeline.abort)
             _log.warning("the evaluation is cut short; a resumed run does not repeat it")
             return
         tokens = sum(items)
@@ -349,11 +441,14 @@ class Coordinator:
                 self._checkpoints.save(self._state)  # the result matters more than the checkpoint
             result = self._export()
         except errors.PeerLostError as lost:
+            self._checkpoints.keep_newest()
             result = rescue_result(self._parts, self._checkpoints, self._state, lost)
         else:
-            self._cluster.retrying(self._pipeline.drain_commits)
+            self._cluster.retrying(self._cluster.pipeline.drain_commits)
         self._keep_spans()
         self._files.timeline.close()
+        self._checkpoints.finished()
+        self._files.directories.mark_finished()
         files = outputs.result_files(self._config, result, self._files.metrics.path)
         self._progress.close(files)
         _log.info("", extra=log.event("run finished", step=self._state.step))
@@ -364,7 +459,7 @@ class Coordinator:
         written, the work exists in memory only, and both are tried again."""
         for pause_s in (*_EXPORT_PAUSES_S, None):
             try:
-                return self._cluster.retrying(lambda: outputs.export(self._parts, self._pipeline))
+                return self._cluster.retrying(self._write_result)
             except (OSError, errors.UserError, errors.ResourceError) as error:
                 known = errors.as_hetero_error(error)
                 problem = known or errors.ResourceError(f"cannot write: {error}")
@@ -375,11 +470,14 @@ class Coordinator:
         message = f"the result could not be written: {problem.message}"
         raise type(problem)(message, hint=self._checkpoints.advice(problem))
 
+    def _write_result(self) -> Path:
+        return outputs.export(self._parts, self._cluster.pipeline)
+
     def _keep_spans(self) -> None:
         """Add what was recorded to the timeline. A worker's part of a step comes with its next
         answer, so the last step's comes at the end."""
         offsets = self._cluster.clock_offsets()
-        for owner, spans in self._pipeline.take_spans().items():
+        for owner, spans in self._cluster.pipeline.take_spans().items():
             self._files.timeline.add(owner, spans, offsets.get(owner, 0.0))
 
     def _note_skip(

@@ -44,7 +44,7 @@ class MetricsWriter:
         self, output_dir: Path, *, logging_dir: Path | None = None, run_id: str = ""
     ) -> None:
         self.path = output_dir / METRICS_FILE
-        self._logging_dir = logging_dir
+        self._logging_dir, self._board_dir = logging_dir, logging_dir
         self._run_id = run_id
         self._bytes: int | None = None  # of complete lines, once one was written
         self._num_lost = 0
@@ -64,7 +64,11 @@ class MetricsWriter:
 
         The file is replaced in one rename. Raises DataError for a line that is not one of ours.
         """
-        self._resumed_step = step
+        self._resumed_step, self._bytes = step, None
+        if self._board is not None:  # a new one hides the steps that are repeated
+            with _tolerated("TensorBoard events"):
+                self._board.close()
+            self._board, self._logging_dir = None, self._board_dir
         try:
             lines = self.path.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:

@@ -32,7 +32,7 @@ from hetero_framework.models.export import OutputDirectory, write_adapter, write
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
-from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.setup import Facts, Prepared
 from hetero_framework.visualizer.diagram import DiagramDetails, draw
@@ -40,6 +40,7 @@ from hetero_framework.visualizer.diagram import DiagramDetails, draw
 _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"
 HOLDER_FILE = ".lock.json"  # beside the lock: Windows lets nobody read a locked file
+UNFINISHED_FILE = ".unfinished"
 _HINTS = {
     "training.output_dir": "choose another one: --output-dir DIR",
     "checkpoint_dir": "set checkpoint_dir to a directory that can be written, or to null",
@@ -56,6 +57,7 @@ class RunDirectories:
     def __init__(self, config: Config, store: CheckpointStore) -> None:
         self._config = config
         self.store = store
+        self._durable = durable_store(config)
         self._output = config.output_dir
         self._locks = contextlib.ExitStack()
         self.run_id = ""
@@ -98,6 +100,21 @@ class RunDirectories:
         wanted = self._config.training.report_to == "tensorboard"
         return self._config.logging_dir if wanted else None
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a run of this `output_dir` has begun and not come to its end."""
+        return (self._output / UNFINISHED_FILE).exists()
+
+    def mark_unfinished(self) -> None:
+        """From now on the same command continues this run."""
+        with _tolerating(self._output):
+            (self._output / UNFINISHED_FILE).touch()
+
+    def mark_finished(self) -> None:
+        """The next run here begins afresh."""
+        with _tolerating(self._output):
+            (self._output / UNFINISHED_FILE).unlink(missing_ok=True)
+
     def check_fresh(self) -> None:
         """Raise ConfigError if a run that starts afresh would write among another's checkpoints."""
         directory = self._config.checkpoints
@@ -115,6 +132,7 @@ class RunDirectories:
         of another run is touched."""
         self.check_fresh()
         old = {path: Path("checkpoints", path.name) for path in self.store.paths()}
+        old |= {path: Path("durable", path.name) for path in self._durable.paths()}
         old |= {path: Path("tensorboard", path.name) for path in self._events()}
         for name in (METRICS_FILE, EVENTS_FILE):
             if (self._output / name).exists():
@@ -133,9 +151,15 @@ class RunDirectories:
 
     def set_later_aside(self, step: int) -> None:
         """Move the checkpoints after `step` aside: the run goes on from there, maybe otherwise."""
-        later = [f"step_{n}" for n in self.store.complete_steps() if n > step]
+        stores = {self.store: Path(), self._durable: Path("durable")}
+        later = {
+            store.root / f"step_{n}": place / f"step_{n}"
+            for store, place in stores.items()
+            for n in store.complete_steps()
+            if n > step
+        }
         if later:
-            target = self._move({self._config.checkpoints / n: Path(n) for n in later})
+            target = self._move(later)
             _log.info("moved the checkpoints after step %d to %s", step, target)
 
     def own_checkpoints(self) -> None:
@@ -170,6 +194,15 @@ class RunDirectories:
                 hint="choose another training.output_dir",
             ) from error
         return target
+
+
+@contextlib.contextmanager
+def _tolerating(directory: Path) -> Iterator[None]:
+    """A mark that cannot be written is no reason to end a run."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("cannot write into %s: %s", directory, error.strerror)
 
 
 def _owner(directory: Path) -> dict[str, str] | None:

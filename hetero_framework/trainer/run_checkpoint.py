@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ import transformers
 from hetero_framework._version import __version__
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.config import Config
+from hetero_framework.engine.pipeline import HeldState
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 from hetero_framework.log import event
-from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
+from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore, durable_store
+from hetero_framework.trainer.durable import DurableSteps, write_stages
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
@@ -61,8 +63,50 @@ class RunCheckpoints:
         self._cluster = cluster
         self._parts = parts
         self._last: tuple[int, Path] | None = None  # its step and its store's directory
+        replicates = parts.config.replicates
+        self._durable = DurableSteps(parts.config, cluster, self.manifest) if replicates else None
         self.failures = 0
         """Checkpoints that could not be written since the last one that was."""
+
+    def begin(self, state: TrainState) -> None:
+        """The run begins or goes on at `state`, which all stages have. Raises StagesLost."""
+        if (durable := self._durable) is not None:
+            self._cluster.retrying(lambda: durable.take(state))
+
+    def after_step(self, state: TrainState, seconds: float) -> None:
+        """A step that took so long is done."""
+        if (durable := self._durable) is not None:
+            self._cluster.retrying(lambda: durable.after_step(state, seconds))
+
+    def rewind(self) -> TrainState | None:
+        """Have all stages go back to the newest state that is kept; None where there is none.
+        Raises StagesLost."""
+        if self._durable is not None:
+            return self._cluster.retrying(self._durable.rewind)
+        if self._last is None:
+            return None
+        step, root = self._last
+        self._cluster.retrying(lambda: self._cluster.pipeline.rewind(None, {}))
+        return self.restore(CheckpointStore(root).open(step))
+
+    def keep_newest(self) -> None:
+        """A worker does not come back: make a checkpoint of the newest state that is here."""
+        newest = self._durable.newest if self._durable is not None else None
+        if newest is None or (self._last is not None and self._last[0] >= newest.state.step):
+            return
+        with contextlib.suppress(ResourceError):
+            self._write_parts(self._store, newest.state, newest.stages)
+            self._last = newest.state.step, self._store.root
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._durable is not None:
+            self._durable.close()
+
+    def finished(self) -> None:
+        """The run has its result: what was kept for going on is of no use any more."""
+        if self._durable is not None:
+            self._durable.remove()
 
     def save(self, state: TrainState) -> ResourceError | None:
         """Gather every stage's state into `step_<n>`; say where it is, or return why not."""
@@ -101,7 +145,8 @@ class RunCheckpoints:
         other weights than those that are loaded now.
         """
         state = self._cluster.retrying(lambda: self._load(reader))
-        self._last = state.step, self._store.root
+        if reader.directory.parent == self._store.root:
+            self._last = state.step, self._store.root
         total = self._parts.data.total_steps
         if state.step > total:
             said = "checkpoint %d lies beyond the %d steps of this run: nothing is left to train"
@@ -115,7 +160,8 @@ class RunCheckpoints:
         else:
             step, root = self._last
             elsewhere = f" --set checkpoint_dir={root}" if root != self._store.root else ""
-            go_on = f"continue after step {step} with --resume latest{elsewhere}"
+            same = "" if elsewhere else "the same command or with "
+            go_on = f"continue after step {step} with {same}--resume latest{elsewhere}"
         return ". Then ".join(filter(None, [error.hint if error else None, go_on]))
 
     def _save(self, store: CheckpointStore, state: TrainState) -> ResourceError | None:
@@ -128,13 +174,17 @@ class RunCheckpoints:
             _log.warning(said, state.step, error.message, extra=failed)
             return error
         self.failures = 0
+        if path is None:
+            return None  # it has been said
         self._last = state.step, store.root
         _log.info("checkpoint: %s", path, extra=event("checkpoint written", step=state.step))
         return None
 
-    def _write(self, store: CheckpointStore, state: TrainState) -> Path:
-        resolved, config = self._parts.resolved, self._parts.config
-        settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
+    def _write(self, store: CheckpointStore, state: TrainState) -> Path | None:
+        """The checkpoint of what the stages have now; None where it is not finite."""
+        if self._durable is not None:
+            stages = self._durable.take(state, write=False)
+            return self._write_parts(store, state, stages) if stages is not None else None
         values: dict[str, Any] = {}
         with store.begin(state.step) as writer:
 
@@ -145,20 +195,31 @@ class RunCheckpoints:
 
             self._cluster.pipeline.snapshot(take)
             self._cluster.pipeline.finish_snapshot()
-            manifest = {
-                "identity": identity(resolved, self._parts.data.fingerprint),
-                "base": self._cluster.assembly.fingerprint,
-                "config": settings,
-                "position": state.state_dict(),
-                "plan": [entry.model_dump(mode="json") for entry in config.shard_plan],
-                "values": values,
-                "versions": {
-                    "hetero_framework": __version__,
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                },
-            }
-            return writer.commit(manifest)
+            return writer.commit(self.manifest(state, values))
+
+    def _write_parts(
+        self, store: CheckpointStore, state: TrainState, stages: Mapping[int, HeldState]
+    ) -> Path:
+        with store.begin(state.step) as writer:
+            return write_stages(writer, stages, lambda values: self.manifest(state, values))
+
+    def manifest(self, state: TrainState, values: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint of `state` says beside its tensors; `values` are the stages'."""
+        resolved, config = self._parts.resolved, self._parts.config
+        settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
+        return {
+            "identity": identity(resolved, self._parts.data.fingerprint),
+            "base": self._cluster.assembly.fingerprint,
+            "config": settings,
+            "position": state.state_dict(),
+            "plan": [entry.model_dump(mode="json") for entry in config.shard_plan],
+            "values": values,
+            "versions": {
+                "hetero_framework": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
 
     def _load(self, reader: CheckpointReader) -> TrainState:
         assembly, pipeline = self._cluster.assembly, self._cluster.pipeline
@@ -207,6 +268,44 @@ def _check_content(
             f"{reader.directory} --output DIR, then name DIR in model.name_or_path (an adapter: "
             "in adapter.init_from)",
         )
+
+
+def newest_state(
+    config: Config, store: CheckpointStore, which: int | str | None, may_lack: bool
+) -> CheckpointReader | None:
+    """The state that `which` means: that of a step, the newest of "latest", durable steps among
+    them, None for None. With `may_lack` None also where there is none at all. Raises
+    CheckpointError; what is damaged is passed over for "latest" alone."""
+    if which != "latest":
+        return store.resolve(which) if which is not None else None
+    durable = durable_store(config)
+    steps, saved = durable.complete_steps(), store.complete_steps()
+    if may_lack and not steps and not store.paths():
+        return None
+    if steps and steps[-1] > max(saved, default=-1):
+        try:
+            return durable.resolve(steps[-1])
+        except CheckpointError as error:
+            if not saved:
+                raise
+            _log.warning("%s; looking at the checkpoints", error.message)
+    return store.resolve("latest")
+
+
+def same_run(reader: CheckpointReader, parts: Prepared, *, must: bool) -> CheckpointReader | None:
+    """`reader`, if it is of a run with these settings; else CheckpointError, or None without
+    `must`."""
+    try:
+        check_identity(reader, parts.resolved, parts.data.fingerprint)
+    except CheckpointError as error:
+        if must:
+            raise
+        _log.warning("the run that was cut short here is another one (%s)", error.message)
+        return None
+    what = "the run that was cut short here goes on after step %d (--fresh begins anew)"
+    if not must:
+        _log.info(what, reader.step)
+    return reader
 
 
 def identity(resolved: Resolved, data_fingerprint: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hetero_framework.core.messages import (
     Setup,
     Start,
 )
-from hetero_framework.engine.hosts import Event, LinkLost, WorkerLeaving
+from hetero_framework.engine.hosts import Event, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
 from hetero_framework.security.access import Plaintext
@@ -97,9 +97,16 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Links:
 class FakePipeline:
     def __init__(self) -> None:
         self.repeated: list[Any] = []
+        self.asked: list[tuple[str, Any]] = []
 
     def share_tied_weight(self) -> None: ...
     def abort(self) -> None: ...
+    def lose(self, worker: Any) -> None:
+        self.asked.append(("lose", worker))
+
+    def regain(self, worker: Any) -> None:
+        self.asked.append(("regain", worker))
+
     def close(self) -> None: ...
     def repeat_commit(self, worker: Any) -> None:
         self.repeated.append(worker)
@@ -195,16 +202,21 @@ def test_worker_that_comes_back_is_told_of_the_commit_again(links: Links) -> Non
 
 
 @pytest.mark.usefixtures("one_plan")
-def test_worker_without_its_stages_ends_the_run_and_others_are_told_that_it_failed(
+def test_worker_without_its_stages_sends_the_run_back_and_is_asked_nothing_meanwhile(
     links: Links,
 ) -> None:
     cluster = started(links)
     links.events = [ready(1), ready(2)]
     cluster.assemble(config())
-    with pytest.raises(PeerLostError, match="came back without its stages") as raised:
+    with pytest.raises(StagesLost) as raised:
         cluster.recover(LinkLost(1, "reset"))
-    cluster.__exit__(PeerLostError, raised.value, None)
-    assert links.sent[-1] == ("all", "ERROR")
+    assert raised.value.worker == 1
+    links.sent.clear()
+    links.events = [ready(1)]
+    cluster.rejoin()
+    assert links.sent == [(1, "SETUP"), (1, "START")]
+    assert cluster.pipeline.asked == [("lose", 1), ("regain", 1)]  # type: ignore[attr-defined]
+    assert cluster._members.those(State.READY) == [1, 2]
 
 
 def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it() -> None:

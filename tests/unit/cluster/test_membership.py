@@ -52,11 +52,18 @@ def test_worker_that_comes_back_with_its_stages_goes_on() -> None:
     assert members._states[1] is State.READY
 
 
-@pytest.mark.parametrize("event", [Event.FRESH, Event.GONE])
-def test_worker_whose_stages_are_gone_ends_the_run(event: Event) -> None:
+def test_worker_that_comes_back_in_a_new_process_joins_again() -> None:
     members = ready()
     members.on(1, Event.LINK_LOST)
-    assert members.on(1, event) == (Action.GIVE_UP,)
+    assert members.on(1, Event.FRESH) == (Action.REJOIN,)
+    assert members.those(State.JOINING) == [1]
+    assert members.on(1, Event.PLANNED) == (Action.SET_UP,)
+
+
+def test_worker_that_does_not_come_back_ends_the_run() -> None:
+    members = ready()
+    members.on(1, Event.LINK_LOST)
+    assert members.on(1, Event.GONE) == (Action.GIVE_UP,)
     assert members._states[1] is State.LEFT
 
 

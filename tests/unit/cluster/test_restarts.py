@@ -4,7 +4,8 @@ from itertools import accumulate
 
 import pytest
 
-from hetero_framework.cluster.restarts import MAX_DEATHS, WINDOW_S, RestartPolicy
+from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy
+from hetero_framework.core.timeouts import DEATHS_S
 
 
 def pauses(*deaths_s: float) -> list[float | None]:
@@ -16,7 +17,7 @@ def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer() -> None:
     assert pauses(100.0, 101.0, 103.0, 106.0) == [0.0, 1.0, 2.0, 4.0]
 
 
-@pytest.mark.parametrize("between_s", [0.0, 1.0, WINDOW_S / (MAX_DEATHS - 1)])
+@pytest.mark.parametrize("between_s", [0.0, 1.0, DEATHS_S / (MAX_DEATHS - 1)])
 def test_five_deaths_within_ten_minutes_are_too_many(between_s: float) -> None:
     found = pauses(*(7.0 + between_s * k for k in range(5)))
     assert None not in found[:4]
@@ -34,5 +35,5 @@ def test_rarer_deaths_are_never_too_many_and_their_pauses_end_at_a_minute() -> N
 
 
 def test_ten_minutes_without_a_death_begin_anew() -> None:
-    times = accumulate([0.0, 1.0, 1.0, WINDOW_S + 1.0, 1.0])
+    times = accumulate([0.0, 1.0, 1.0, DEATHS_S + 1.0, 1.0])
     assert pauses(*times) == [0.0, 1.0, 2.0, 0.0, 1.0]

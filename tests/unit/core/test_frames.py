@@ -90,6 +90,8 @@ def examples() -> dict[str, Message]:
             [tensor("uint8", 0), tensor("float64", 1)],
         ),
         (m.StateLoaded(1, 0), []),
+        (m.Rewind(4), []),
+        (m.Rewound((m.KeptStage(1, "0f"),)), []),
         (m.Heartbeat(pong=0.5, at=1.5), []),
         (m.Bye("done"), []),
         (m.Control("x", [1, -2, None, {"k": 2.5}, b"raw"]), [tensor("int8", 2)]),
@@ -385,7 +387,8 @@ def test_session_of_a_whole_run_is_legal() -> None:
     steps = (
         "STEP INPUTS FORWARD LOSS BACKWARD_DONE BACKWARD GRADIENT_NORMS COMMIT COMMITTED "
         "STEP INPUTS FORWARD ABORT ABORTED STEP GRADIENT_NORMS ABORT ABORTED "
-        "STATE_REQUEST STATE LOAD_STATE STATE_LOADED PEER_LOST LEAVING CONTROL LOG HEARTBEAT BYE"
+        "STATE_REQUEST STATE REWIND REWOUND LOAD_STATE STATE_LOADED "
+        "PEER_LOST LEAVING CONTROL LOG HEARTBEAT BYE"
     )
     coordinator, _ = walk(UP + steps)
     assert coordinator.phase is Phase.CLOSED

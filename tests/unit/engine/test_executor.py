@@ -91,7 +91,7 @@ class FakeStage:
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return []
 
-    def snapshot(self) -> StateSnapshot:
+    def snapshot(self, *, lasting: bool = False) -> StateSnapshot:
         return StateSnapshot([], open_device("cpu"))
 
     def export(self) -> Iterator[StatePart]:

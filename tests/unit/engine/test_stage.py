@@ -179,7 +179,7 @@ class RemoteStage:
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._trainable
 
-    def snapshot(self) -> RemoteSnapshot:
+    def snapshot(self, *, lasting: bool = False) -> RemoteSnapshot:
         snapshot = RemoteSnapshot(self._part, self._last_step)
         snapshot.part(0)  # from here on the worker keeps it
         return snapshot

@@ -217,13 +217,13 @@ def test_evaluation_keeps_no_batch_that_is_done(
     run = Coordinator.evaluate
 
     def evaluate(self: Coordinator) -> None:
-        feed = self._pipeline._feed  # the oracle: when a batch is made, how many went in
+        feed = self._cluster.pipeline._feed  # the oracle: when a batch is made, how many went in
 
         def feeding(index: int, inputs: Any) -> None:
             finished.append(len(made))
             feed(index, inputs)
 
-        monkeypatch.setattr(self._pipeline, "_feed", feeding)
+        monkeypatch.setattr(self._cluster.pipeline, "_feed", feeding)
         run(self)
 
     monkeypatch.setattr(Coordinator, "evaluate", evaluate)

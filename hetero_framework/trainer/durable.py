@@ -1,0 +1,233 @@
+"""The step that a run can go back to, whatever dies: its state, copied here while training goes on.
+
+Every so many steps the trained weights and optimizer of all stages come to the coordinator, between
+the tasks of the next steps (`Pipeline.snapshot`). When all of it is here, finite and hashed, that
+step is durable and replaces the one before. It is also written to `output_dir/.durable`, without
+waiting for the disk, so that it outlives this process; only a power cut costs more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.config import Config
+from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.engine.pipeline import HeldState
+from hetero_framework.engine.stage_api import StatePart
+from hetero_framework.engine.state_snapshot import digest
+from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.log import event
+from hetero_framework.trainer.checkpoint import CheckpointWriter, durable_store
+from hetero_framework.trainer.train_state import TrainState
+
+SHARE = 0.05
+"""Of the time that copying may take; see `interval_steps`."""
+MAX_STEPS = 100
+MAX_WORK_S = 300.0
+_FIRST_STEPS = 3
+_SEAL_S = 600.0
+_log = logging.getLogger(__name__)
+
+
+def interval_steps(copy_s: float, step_s: float) -> int:
+    """Steps from one copy to the next: the fewest that keep copying, which takes `copy_s` when
+    nothing else happens, within SHARE of the time; but a failure repeats at most MAX_STEPS steps
+    and MAX_WORK_S seconds of work, even where that costs more."""
+    wanted = math.ceil(copy_s / (SHARE * step_s))
+    return max(1, min(wanted, MAX_STEPS, int(MAX_WORK_S / step_s)))
+
+
+@dataclass(frozen=True)
+class DurableStep:
+    """A step's whole state. `committed` is the last commit before it, by which hosts know it."""
+
+    state: TrainState
+    committed: int | None
+    stages: Mapping[int, HeldState]
+
+
+@dataclass
+class _Gathering:
+    """A state that is being copied."""
+
+    state: TrainState
+    committed: int | None
+    write: bool
+    parts: dict[int, list[StatePart]] = field(default_factory=dict)
+
+
+class DurableSteps:
+    """The durable step of one run. `after_step` in the training thread keeps it fresh."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        manifest: Callable[[TrainState, dict[str, Any]], dict[str, Any]],
+    ) -> None:
+        """`manifest(state, values)` is what a checkpoint says beside its tensors."""
+        self._every = config.training.replicate_steps
+        self._num_stages = len(config.plan.stages)
+        self._cluster = cluster
+        self._manifest = manifest
+        self._store = durable_store(config)
+        self._newest: DurableStep | None = None
+        self._gathering: _Gathering | None = None
+        self._sealing: Future[DurableStep | None] | None = None
+        self._begun_step = 0
+        self._copy_s: float | None = None
+        self._step_s: deque[float] = deque(maxlen=20)
+        self._told: int | None = None
+
+    @property
+    def newest(self) -> DurableStep | None:
+        """The durable step, once what has arrived of a later one has been looked at."""
+        if self._sealing is not None:
+            wait_for([self._sealing], _SEAL_S)
+            self._take_sealed()
+        return self._newest
+
+    def take(self, state: TrainState, *, write: bool = True) -> Mapping[int, HeldState] | None:
+        """Copy the state as it is now, and wait for it; None where it is not finite. Without
+        `write` it stays in memory. Raises LinkLost: do it again."""
+        newest = self.newest
+        if newest is None or newest.state != state:
+            began = time.monotonic()
+            self._begin(state, write=write)
+            self._cluster.pipeline.finish_snapshot()
+            self._copy_s = time.monotonic() - began
+            newest = self.newest
+        return newest.stages if newest is not None and newest.state == state else None
+
+    def after_step(self, state: TrainState, seconds: float) -> None:
+        """A step that took so long is done. Raises LinkLost."""
+        self._take_sealed()
+        if not self._step_s:
+            # With the optimizer's state, which the first commit makes, its size is known.
+            self.take(state)
+        self._step_s.append(seconds)
+        if self._gathering is None and state.step - self._begun_step >= self._interval():
+            self._begin(state)
+
+    def rewind(self) -> TrainState | None:
+        """Have every stage go back to the durable step; None where there is none yet. Raises
+        LinkLost and StagesLost, and CheckpointError for a copy that has changed."""
+        if (step := self.newest) is None:
+            return None
+        self._gathering, self._begun_step = None, step.state.step
+        for stage, held in step.stages.items():
+            if digest(held.parts) != held.digest:
+                raise CheckpointError(
+                    f"the copy of stage {stage} after step {step.state.step} was damaged in memory",
+                    hint="test this machine's memory; --resume latest continues from a checkpoint",
+                )
+        self._cluster.pipeline.rewind(step.committed, step.stages)
+        return step.state
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._sealing is not None:
+            wait_for([self._sealing], _SEAL_S)
+
+    def remove(self) -> None:
+        """The run is finished: nobody goes on from here."""
+        self.close()
+        self._store.remove()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _interval(self) -> int:
+        if self._every != "auto":
+            return self._every
+        if len(self._step_s) < _FIRST_STEPS or self._copy_s is None:
+            return MAX_STEPS
+        step_s = statistics.median(self._step_s)
+        steps = interval_steps(self._copy_s, step_s)
+        if self._told is None or not self._told / 2 <= steps <= self._told * 2:
+            self._told = steps
+            share = self._copy_s / (steps * step_s)
+            more = f", which takes up to {share:.0%} of the time" if share > 2 * SHARE else ""
+            text = "a failure repeats at most %d steps, about %.0f s%s"
+            chosen = event("durable steps", steps=steps, copy_s=round(self._copy_s, 3))
+            _log.info(text, steps, steps * step_s, more, extra=chosen)
+        return steps
+
+    def _begin(self, state: TrainState, *, write: bool = True) -> None:
+        pipeline = self._cluster.pipeline
+        self._gathering = _Gathering(state, pipeline.committed, write)
+        self._begun_step = state.step
+        pipeline.snapshot(self._arrived)
+
+    def _arrived(self, stage: int, number: int, part: StatePart) -> None:
+        gathering = self._gathering
+        assert gathering is not None
+        # Its tensors are valid during this call alone.
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in part.tensors.items()}
+        parts = gathering.parts.setdefault(stage, [])
+        del parts[number:]  # read again over a new link
+        parts.append(StatePart(tensors, dict(part.values), part.last))
+        ended = [k for k, found in gathering.parts.items() if found[-1].last]
+        if len(ended) == self._num_stages:
+            self._gathering = None
+            self._take_sealed(wait_s=_SEAL_S)
+            self._sealing = in_background(lambda: self._seal(gathering), "durable step")
+
+    def _seal(self, gathering: _Gathering) -> DurableStep | None:
+        """In a thread of its own: the durable step, written; None where it is not fit to be one."""
+        state = gathering.state
+        for stage, parts in sorted(gathering.parts.items()):
+            for part in parts:
+                for name, tensor in part.tensors.items():
+                    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                        bad = event("state not finite", "kept the one before", step=state.step)
+                        text = "%s of stage %d is not finite after step %d; that is not kept"
+                        _log.warning(text, name, stage, state.step, extra=bad)
+                        return None
+        stages = {k: HeldState(parts, digest(parts)) for k, parts in gathering.parts.items()}
+        if gathering.write:
+            self._write(state, stages)
+        return DurableStep(state, gathering.committed, stages)
+
+    def _write(self, state: TrainState, stages: Mapping[int, HeldState]) -> None:
+        try:
+            with self._store.begin(state.step) as writer:
+                write_stages(writer, stages, lambda values: self._manifest(state, values))
+        except ResourceError as error:
+            failed = event("durable step not written", "it is in memory", step=state.step)
+            text = "the state after step %d is in memory only: %s"
+            _log.warning(text, state.step, error.message, extra=failed)
+
+    def _take_sealed(self, wait_s: float = 0.0) -> None:
+        if self._sealing is None or not wait_for([self._sealing], wait_s):
+            return
+        sealed, self._sealing = self._sealing.result(), None
+        if sealed is not None:
+            self._newest = sealed
+            _log.debug("step %d is durable", sealed.state.step)
+
+
+def write_stages(
+    writer: CheckpointWriter,
+    stages: Mapping[int, HeldState],
+    manifest: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Path:
+    """Write a state that is in memory as a checkpoint; `manifest` gets its plain values."""
+    values: dict[str, Any] = {}
+    for stage, held in sorted(stages.items()):
+        for number, part in enumerate(held.parts):
+            if part.tensors:
+                writer.add(stage, number, dict(part.tensors))
+            values.update(part.values)
+    return writer.commit(manifest(values))

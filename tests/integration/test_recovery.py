@@ -1,0 +1,86 @@
+"""Processes that die in a run and come back: the result is the undisturbed run's, to the last bit.
+
+The workers are this machine's own, which the coordinator starts, and starts again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import TRAINING, Notes, read_metrics
+from tests.integration.test_parity import LORA, assert_same, weights
+from tests.samples import free_ports
+
+pytestmark = [pytest.mark.usefixtures("nothing_left")]
+
+SETTINGS = {**TRAINING, "verify_architecture": False, "replicate_steps": 2, "max_steps": 9}
+
+
+def configuration(output: Path, llama: Path, texts: Path, **training: Any) -> Config:
+    ports = free_ports(3)
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    return Config.from_dict(
+        {
+            "coordinator": {**machine, "port": ports[0]},
+            "workers": [{**machine, "id": i, "port": ports[i]} for i in (1, 2)],
+            "shard_plan": [
+                {"id": "local", "start": 0, "end": 2},
+                {"id": 1, "start": 2, "end": 4},
+                {"id": 2, "start": 4, "end": 6},
+            ],
+            "model": {"name_or_path": str(llama)},
+            "data": {"train": str(texts), "max_length": 64},
+            "adapter": LORA,
+            "training": {**SETTINGS, "output_dir": str(output), **training},
+        }
+    )
+
+
+class Killer(Notes):
+    """Kills worker processes after steps: `at[step]` are the workers that die then, once."""
+
+    def __init__(self, at: Mapping[int, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.at = dict(at)
+
+    def pid(self, worker: int) -> int:
+        pattern = rf"worker {worker}: .*as process (\d+)"
+        found = (re.search(pattern, line) for line in self.lines)
+        return int([match[1] for match in found if match][-1])
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        super().step(metrics)
+        for worker in self.at.pop(metrics["step"], ()):
+            os.kill(self.pid(worker), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def whole(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run, in one process."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    config = configuration(output, llama, texts).to_dict()
+    config |= {"workers": [], "shard_plan": [{"id": "local", "start": 0, "end": 6}]}
+    train(Config.from_dict(config))
+    return output
+
+
+@pytest.mark.parametrize("at", [{1: (1,)}, {4: (2,)}, {5: (1, 2)}, {3: (1,), 7: (2,)}], ids=str)
+def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
+    at: dict[int, tuple[int, ...]], llama: Path, texts: Path, tmp_path: Path, whole: Path
+) -> None:
+    notes = Killer(at)
+    summary = train(configuration(tmp_path / "run", llama, texts), progress=notes)
+    assert summary.steps == 9
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+    assert_same(weights(tmp_path / "run"), weights(whole))
+    assert [line for line in notes.lines if "training goes on after step" in line]
+    print("\n".join(notes.lines))
