@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -41,10 +45,18 @@ def write_file(path: Path, content: bytes) -> None:
 
 def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = True) -> None:
     """Give the complete directory `new` the name `target`. What stands there is called `old` for a
-    moment and then deleted. Raises OSError and leaves both as they were where that fails; a process
-    that is killed in between leaves `old` for `put_back`. Not `lasting`: a power cut may undo it.
-    """
+    moment and then deleted. Raises OSError and leaves both as they were where that fails. Linux
+    exchanges the two at once; elsewhere a process that is killed in between leaves `old` for
+    `put_back`. Not `lasting`: a power cut may undo it."""
     replaced = target.exists()
+    if replaced and _exchange(new, target):
+        with contextlib.suppress(OSError):
+            rename(new, old)  # nobody shall take it for the new one
+        if lasting:
+            sync_directory(target.parent)
+        for replaced_one in (old, new):
+            discard(replaced_one)
+        return
     if replaced:
         rename(target, old)
     try:
@@ -55,7 +67,29 @@ def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = Tru
     if lasting:
         sync_directory(target.parent)
     if replaced:
-        shutil.rmtree(old, ignore_errors=True)
+        discard(old)
+
+
+def discard(directory: Path) -> None:
+    """Delete a directory that nobody needs, as far as that can be done."""
+    with contextlib.suppress(OSError):  # of closing it, which `ignore_errors` does not ignore
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Give each the other's name, in one moment; False where the system cannot. Raises OSError."""
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    here, names = ctypes.c_int(-100), [os.fsencode(path.absolute()) for path in (one, other)]
+    if libc.renameat2(here, names[0], here, names[1], ctypes.c_uint(2)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # an old kernel, a network disk
+        return False
+    raise OSError(code, os.strerror(code), str(one))
 
 
 def put_back(target: Path, old: Path) -> bool:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,13 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_framework._version import __version__
-from hetero_framework.core.files import put_back, replace_directory, sync_file
+from hetero_framework.core.files import (
+    discard,
+    put_back,
+    replace_directory,
+    sync_directory,
+    sync_file,
+)
 from hetero_framework.errors import CheckpointError, ResourceError
 from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
 from hetero_framework.models.tiny import meta_model, model_class
@@ -254,24 +260,29 @@ class OutputDirectory:
     def writing(self) -> Iterator[Path]:
         """A folder that becomes the directory when the block ends, and vanishes when it raises.
         Raises CheckpointError also for a file that is not ours; ResourceError for the disk."""
-        self.check()
         try:
+            self.check()
             if put_back(self.path, self._old):
                 _log.warning("put %s back: its replacement was interrupted", self.path)
             for left_over in (self._partial, self._old):
-                shutil.rmtree(left_over, ignore_errors=True)
+                discard(left_over)
             self._partial.mkdir(parents=True)
             yield self._partial
             self._finish()
         except (OSError, SafetensorError) as error:
-            complete = (self._partial / EXPORT_LIST).exists()
             raise ResourceError(
                 f"cannot write {self.path}: {error}",
-                hint=f"{self._partial} is complete; rename it" if complete else None,
+                hint=f"{self._partial} is complete; rename it" if self._is_complete() else None,
             ) from error
         finally:
-            if not (self._partial / EXPORT_LIST).exists():
-                shutil.rmtree(self._partial, ignore_errors=True)
+            if not self._is_complete():
+                discard(self._partial)
+
+    def _is_complete(self) -> bool:
+        """Whether everything but the last rename is done."""
+        with suppress(OSError):  # a disk that does not say
+            return (self._partial / EXPORT_LIST).exists()
+        return False
 
     def _finish(self) -> None:
         files = sorted(path.name for path in self._partial.iterdir())
@@ -285,6 +296,8 @@ class OutputDirectory:
         listed.write_text(text, encoding="utf-8")
         sync_file(listed)
         listed.rename(self._partial / EXPORT_LIST)
+        for folder in (*filter(Path.is_dir, self._partial.rglob("*")), self._partial):
+            sync_directory(folder)
         replace_directory(self._partial, self.path, self._old)
 
     def _present(self) -> list[str]:

@@ -16,11 +16,11 @@ from tests.faults.syscalls import unsupported
 HERE = Path(__file__).parents[2]
 
 
-def sweep(every: int) -> dict[str, dict[str, Any]]:
+def sweep(every: int, program: str = "tests.faults.checkpoint_sweep") -> dict[str, dict[str, Any]]:
     """Counts by case. In a process of its own, which forks: this one has threads."""
     if problem := unsupported():
         pytest.skip(problem)
-    command = [sys.executable, "-m", "tests.faults.checkpoint_sweep", str(every)]
+    command = [sys.executable, "-m", program, str(every)]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,30 @@ def test_replaced_directory_is_the_new_one_and_the_old_is_gone(tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges names")
+def test_on_linux_there_is_no_moment_without_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = folder(tmp_path / "x", "old")
+    replace = os.replace
+
+    def watched(source: Path, aim: Path) -> None:
+        replace(source, aim)
+        assert (target / "file").read_text() == "new"
+
+    monkeypatch.setattr(os, "replace", watched)
+    replace_directory(folder(tmp_path / "new", "new"), target, tmp_path / "x.old")
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges names")
+def test_an_exchange_that_the_disk_refuses_changes_nothing(tmp_path: Path) -> None:
+    target = folder(tmp_path / "x", "old")
+    with pytest.raises(OSError, match="No such file"):
+        replace_directory(tmp_path / "new", target, tmp_path / "x.old")
+    assert (target / "file").read_text() == "old"
+
+
 def test_replacement_that_fails_puts_the_old_back_and_keeps_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +114,7 @@ def test_replacement_that_fails_puts_the_old_back_and_keeps_the_new(
         replace(source, aim)
 
     monkeypatch.setattr(os, "replace", refuse_new)
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)  # as outside Linux
     with pytest.raises(OSError, match="Input/output"):
         replace_directory(new, target, tmp_path / "x.old")
     assert (target / "file").read_text() == "old"
