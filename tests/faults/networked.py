@@ -20,10 +20,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,15 @@ from benchmarks.network import Network, can_make_namespaces, open_network
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.engine.loading import load_stages
+from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 from tests.integration.test_parity import LORA
 
 NETWORK = "100mbit"
 PATIENCE_S = 240.0
+BOUNDS = (0, 2, 4, 6)
+ACCESS = Plaintext(everywhere=True)
 TRAINING = {
     "num_train_epochs": 4,
     "per_device_train_batch_size": 2,
@@ -73,7 +77,7 @@ class Tell(Progress):
 
 def coordinate(connection: Connection, raw: dict[str, Any]) -> None:
     """The coordinator's process."""
-    train(Config.from_dict(raw), progress=Tell(connection))
+    train(Config.from_dict(raw), progress=Tell(connection), access=ACCESS)
     connection.send(("done", None))
 
 
@@ -83,7 +87,8 @@ def work(connection: Connection, raw: dict[str, Any], worker: int, logs: str) ->
     folder.mkdir(parents=True)
     with (folder / "said.log").open("wb", buffering=0) as said:
         os.dup2(said.fileno(), sys.stderr.fileno())
-    serve(Config.from_dict(raw), worker, build=load_stages, keep=True, logs=folder)
+    config = Config.from_dict(raw)
+    serve(config, worker, build=load_stages, keep=True, logs=folder, access=ACCESS)
 
 
 @dataclass
@@ -133,7 +138,14 @@ def event_after(directory: Path, what: str, at: float, within_s: float) -> float
 class Cluster:
     """The machines of a network, with workers that serve one run after the other."""
 
-    def __init__(self, network: Network, started: Machines, base: dict[str, Any], at: Path) -> None:
+    def __init__(
+        self,
+        network: Network,
+        started: Machines,
+        base: dict[str, Any],
+        at: Path,
+        bounds: Sequence[int],
+    ) -> None:
         self.network = network
         self.at = at
         self._machines = started
@@ -146,14 +158,20 @@ class Cluster:
             "coordinator": entries[0],
             "workers": [{**entry, "id": k} for k, entry in enumerate(entries) if k],
         }
-        layers = [0, 2, 4, 6]
+        self._layers = bounds[-1]
         self._plan = [
-            {"id": k or "local", "start": layers[k], "end": layers[k + 1]} for k in range(3)
+            {"id": k or "local", "start": start, "end": end}
+            for k, (start, end) in enumerate(pairwise(bounds))
         ]
         self.workers = [
             started.start(place, work, self.config("worker"), k, str(self.worker_logs(k)))
             for k, place in enumerate(network.places[1:], start=1)
         ]
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' processes."""
+        return [worker.pid for worker in self.workers]
 
     def worker_logs(self, worker: int) -> Path:
         return self.at / f"worker-{worker}"
@@ -163,7 +181,7 @@ class Cluster:
     ) -> dict[str, Any]:
         alone = {
             "coordinator": self._entries["coordinator"],
-            "shard_plan": [{"id": "local", "start": 0, "end": 6}],
+            "shard_plan": [{"id": "local", "start": 0, "end": self._layers}],
         }
         cut = {**self._entries, "shard_plan": self._plan, "links": links}
         settings = {**TRAINING, "output_dir": str(self.at / name), **training}
@@ -212,11 +230,11 @@ class Cluster:
     @contextmanager
     def stopped(self, worker: int) -> Iterator[None]:
         """Within the block its process does nothing at all."""
-        os.kill(self.workers[worker - 1].pid, signal.SIGSTOP)
+        os.kill(self.pids[worker - 1], signal.SIGSTOP)
         try:
             yield
         finally:
-            os.kill(self.workers[worker - 1].pid, signal.SIGCONT)
+            os.kill(self.pids[worker - 1], signal.SIGCONT)
 
     def _address(self, machine: int) -> str:
         return self.network.places[machine].address
@@ -228,13 +246,15 @@ class Cluster:
 
 
 @contextmanager
-def machines(model: Path, texts: Path, at: Path) -> Iterator[Cluster]:
-    """A coordinator's machine and two workers', which listen."""
+def machines(
+    model: Path, texts: Path, at: Path, network: str = NETWORK, bounds: Sequence[int] = BOUNDS
+) -> Iterator[Cluster]:
+    """A coordinator's machine and workers', which listen; `bounds` are those of their layers."""
     base = {
         "model": {"name_or_path": str(model)},
         "data": {"train": str(texts), "max_length": 64},
         "adapter": LORA,
     }
     with ExitStack() as stack:
-        network = stack.enter_context(open_network(NETWORK, 3))
-        yield Cluster(network, stack.enter_context(Machines()), base, at)
+        places = stack.enter_context(open_network(network, len(bounds) - 1))
+        yield Cluster(places, stack.enter_context(Machines()), base, at, bounds)
