@@ -220,8 +220,7 @@ class Coordinator:
         self._first_step = self._state.step
         if checkpoint is not None:
             self._files.directories.tidy()
-        else:
-            warn_of_a_small_disk(self._parts, self._files.directories.store, self._state.step)
+        warn_of_a_small_disk(self._parts, self._files.directories.store, self._state.step)
         self._files.metrics.resume(self._state.step)
         outputs.draw_diagram(self._parts, facts, self._cluster.assembly.direct)
         step, total, stages = self._state.step, self._data.total_steps, self._config.plan.stages

@@ -70,7 +70,8 @@ def test_an_older_checkpoint_makes_a_result_that_says_so_and_the_run_fails(
     text = str(raised.value)
     assert raised.value.exit_code == 4
     assert f"{config.result_dir} is made of the checkpoint of step 2 of 3" in text
-    assert "start it again. Then continue after step 2 with --resume latest" in text
+    assert "start it again. Then continue after step 2 with " in text
+    assert "--resume latest" in text
     assert (config.result_dir / "model.safetensors").is_file()
 
 
