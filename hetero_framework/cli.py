@@ -765,14 +765,32 @@ def _run_export(arguments: argparse.Namespace) -> None:
 
 
 @_command(
-    "devices, versions, and what this machine can do",
-    "hetero doctor\nhetero doctor --json",
+    "devices, versions, and what this machine can do; with --config, what would stop a run",
+    """
+    hetero doctor
+    hetero doctor --config hetero_config.json
+    hetero doctor --config hetero_config.json --worker-id 2 --json
+    """,
+    _option(
+        "--config",
+        metavar="FILE",
+        help="say what is wrong with this configuration's machines, seen from here, and what to do",
+    ),
+    _WORKER_ID,
     _JSON,
 )
-def _run_doctor(arguments: argparse.Namespace) -> None:
-    from hetero_framework.commands.doctor import examine, text
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    if arguments.config is None:
+        from hetero_framework.commands.doctor import examine, text
 
-    _report(arguments, examine(), text)
+        _report(arguments, examine(), text)
+        return 0
+    config = _load(arguments)
+    from hetero_framework.commands import diagnosis
+
+    found = diagnosis.diagnose(config, worker_id=arguments.worker_id)
+    _report(arguments, found, diagnosis.text)
+    return UserError.exit_code if found["findings"] else 0
 
 
 @_command(

@@ -11,6 +11,7 @@ import functools
 import ipaddress
 import socket
 import sys
+from contextlib import suppress
 
 import psutil
 
@@ -40,7 +41,7 @@ def is_local_address(host: str) -> bool:
         if address.is_loopback or address.is_unspecified:
             return True
         return any(address == parsed(own) for own in local_addresses())
-    return is_local_hostname(host) or any(map(is_local_address, _resolve(host)))
+    return is_local_hostname(host) or any(map(is_local_address, resolve(host)))
 
 
 def is_local_hostname(name: str) -> bool:
@@ -57,7 +58,7 @@ def is_loopback(host: str) -> bool:
 
 def is_loopback_by_name(host: str) -> bool:
     """Whether `host` is a name that this machine takes for itself alone; "localhost" says so."""
-    found = _resolve(host) if parsed(host) is None and host.lower() not in _LOOPBACK_NAMES else ()
+    found = resolve(host) if parsed(host) is None and host.lower() not in _LOOPBACK_NAMES else ()
     return bool(found) and all(is_loopback(address) for address in found)
 
 
@@ -96,9 +97,38 @@ def parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _resolve(name: str) -> tuple[str, ...]:
+def resolve(name: str) -> tuple[str, ...]:
+    """The addresses of a name as this machine knows them; none for one that is not known here."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:  # unknown here: then it is not this machine
+    except (OSError, UnicodeError):  # unknown here: then it is not this machine
         return ()
     return tuple(str(entry[4][0]) for entry in found)
+
+
+def port_holder(port: int) -> str | None:
+    """The program of this machine that listens on a port; None where the system does not tell."""
+    with suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN:
+                return f"{psutil.Process(found.pid).name()} (process {found.pid})"
+    return None
+
+
+def local_networks() -> list[ipaddress.IPv4Network]:
+    """The IPv4 networks of this machine's interfaces, loopback left out."""
+    found: dict[ipaddress.IPv4Network, None] = {}
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family == socket.AF_INET and entry.netmask and not is_loopback(entry.address):
+                interface = ipaddress.IPv4Interface(f"{entry.address}/{entry.netmask}")
+                found[interface.network] = None
+    return list(found)
+
+
+def in_none(host: str, networks: list[ipaddress.IPv4Network]) -> bool:
+    """Whether `host` is a private IPv4 address outside of all these networks."""
+    address = parsed(host)
+    if not isinstance(address, ipaddress.IPv4Address) or not address.is_private or not networks:
+        return False
+    return not any(address in network for network in networks)

@@ -517,7 +517,7 @@ def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: boo
 def test_own_name_that_means_loopback_is_refused_where_the_coordinator_is_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(addresses, "_resolve", lambda name: ("127.0.1.1",))
+    monkeypatch.setattr(addresses, "resolve", lambda name: ("127.0.1.1",))
     monkeypatch.setattr(addresses, "primary_address", lambda: "192.168.1.20")
     raw: dict[str, Any] = {
         "coordinator": {"ip": "192.0.2.1", "port": 1},

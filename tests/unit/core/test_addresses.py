@@ -75,11 +75,11 @@ def test_name_that_resolves_elsewhere_or_nowhere_is_not_local(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[name], 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    addresses._resolve.cache_clear()
+    addresses.resolve.cache_clear()
     assert not addresses.is_local_address("other-box")
     assert not addresses.is_local_address("nobody")
     assert addresses.is_local_address("alias-of-me")
-    addresses._resolve.cache_clear()
+    addresses.resolve.cache_clear()
 
 
 def test_loopback_only_addresses() -> None:

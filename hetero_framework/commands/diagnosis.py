@@ -1,0 +1,507 @@
+"""`hetero doctor --config`: what would keep a run of this configuration from working, seen from
+this machine, and what to do about it.
+
+Each check is a function of a `View` that yields findings; `CHECKS` lists them. The coordinator's
+machine asks the workers that are up and lets them go again; a worker that serves a run is left
+alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from transformers import PretrainedConfig
+
+from hetero_framework import control, versions
+from hetero_framework.cluster import about, link_probe
+from hetero_framework.cluster.roles import Role, decide_role, machine_of
+from hetero_framework.cluster.worker_links import WorkerLinks
+from hetero_framework.config import Config, Machine, WorkerConfig, process_name
+from hetero_framework.core import addresses, failpoints, timeouts
+from hetero_framework.core import messages as m
+from hetero_framework.core.background import in_background
+from hetero_framework.core.devices import open_device
+from hetero_framework.core.dial import connect
+from hetero_framework.core.messages import Message
+from hetero_framework.data.sources import find_sources
+from hetero_framework.engine.hosts import LinkLost
+from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError
+from hetero_framework.models.introspect import introspect
+from hetero_framework.models.memory import StageMemory, estimate_memory
+from hetero_framework.models.quantization import stored_quantization
+from hetero_framework.models.shard import load_model_config
+from hetero_framework.units import bit_rate, seconds, size
+
+WorkerId = int | str
+
+_DIAL_S = 4.0
+_ANSWER_S = 20.0
+_PROBE_BYTES = 1 << 20
+_SLOW_BITS_PER_S = 100e6
+_SLOW_ROUND_TRIP_S = 0.05
+_CLOCK_S = 10.0
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and what to do about it; `check` is the name of what found it."""
+
+    check: str
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A worker as it was found: what it said, or why it said nothing."""
+
+    problem: HeteroError | None = None
+    busy: str | None = None
+    welcome: m.Welcome | None = None
+    facts: dict[str, Any] | None = None
+    speed: link_probe.LinkSpeed | None = None
+    clock_s: float = 0.0  # its clock less ours
+
+
+class View:
+    """A configuration as this machine sees it; whatever takes time is found out once."""
+
+    def __init__(self, config: Config, role: Role | None) -> None:
+        self.config = config
+        self.role = role
+        self.notes: list[str] = []
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.role is not None and self.role.is_coordinator
+
+    @property
+    def own(self) -> tuple[WorkerId, ...]:
+        """The processes of this machine."""
+        if self.role is None:
+            return ()
+        return (*("local",) * self.role.is_coordinator, *self.role.worker_ids)
+
+    @property
+    def entries(self) -> list[tuple[WorkerId, Machine]]:
+        """All processes that take part."""
+        workers = [(worker.id, worker) for worker in self.config.planned_workers]
+        return [("local", self.config.coordinator), *workers]
+
+    @property
+    def remote_workers(self) -> list[WorkerConfig]:
+        return [worker for worker in self.config.planned_workers if worker.id not in self.own]
+
+    @cached_property
+    def model(self) -> PretrainedConfig | UserError | None:
+        """The model's configuration, or why there is none; None without a `model` section."""
+        if self.config.model is None:
+            return None
+        try:
+            return load_model_config(self.config.model, self.config.base_dir)
+        except UserError as error:
+            return error
+
+    @cached_property
+    def memory(self) -> list[StageMemory]:
+        """What each stage needs; empty where the model cannot be read."""
+        if not isinstance(self.model, PretrainedConfig):
+            return []
+        try:
+            return estimate_memory(self.config, self.model)
+        except UserError:
+            return []
+
+    @cached_property
+    def workers(self) -> dict[WorkerId, Asked]:
+        """What the workers of other machines say, all asked at once."""
+        ask = ask_worker if self.is_coordinator else knock
+        asked = {
+            worker.id: in_background(partial(ask, self.config, worker), "ask")
+            for worker in self.remote_workers
+        }
+        deadline = time.monotonic() + 2 * (_DIAL_S + timeouts.HANDSHAKE_S) + _ANSWER_S
+        found = {}
+        for id, future in asked.items():
+            try:
+                found[id] = future.result(max(0.1, deadline - time.monotonic()))
+            except TimeoutError:
+                found[id] = Asked(NetworkError(f"worker {id} does not answer in time"))
+        return found
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+def knock(config: Config, worker: WorkerConfig) -> Asked:
+    """Whether anything listens at a worker's address."""
+    try:
+        connect(worker.ip, worker.port, _DIAL_S, who=f"worker {worker.id}").close()
+    except HeteroError as error:
+        return Asked(error)
+    return Asked()
+
+
+def ask_worker(config: Config, worker: WorkerConfig) -> Asked:
+    """Greet a worker as a run would, ask what it is, measure its link, and let it go."""
+    if (asked := knock(config, worker)).problem is not None:
+        return asked
+    plan = [{"id": "local", "start": 0, "end": 1}, {"id": worker.id, "start": 1, "end": 2}]
+    alone = config.with_changes(
+        workers=[worker.model_dump(mode="json")],
+        shard_plan=plan,
+        training={"connect_timeout_s": _DIAL_S, "liveness_timeout_s": _DIAL_S},
+    )
+    links = WorkerLinks(alone, secrets.token_hex(8), 16 * _PROBE_BYTES)
+    said = m.Error("UserError", "hetero doctor has looked at it", None)
+    try:
+        welcome = links.connect_all()[worker.id]
+        ask = partial(_answer, links, worker.id)
+        began = time.time()
+        answer = ask(control.request(1, about.ABOUT, None))
+        trip_s = time.time() - began
+        facts = control.result(answer)
+        answer.release()
+        clock_s = facts["clock"] - began - trip_s / 2
+        return Asked(None, None, welcome, facts, link_probe.measure(ask, _PROBE_BYTES), clock_s)
+    except NetworkError as error:
+        busy = " refused: it " in error.message
+        return Asked(busy=error.message) if busy else Asked(error)
+    except HeteroError as error:
+        return Asked(error)
+    except (LinkLost, KeyError, TypeError) as error:
+        return Asked(PeerLostError(f"worker {worker.id} gave no answer ({error})"))
+    finally:
+        links.close(Message(said), timeouts.STOP_S)
+
+
+def _answer(links: WorkerLinks, worker: WorkerId, question: Message) -> Message:
+    links.send(worker, question)
+    deadline = time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline:
+        event = links.receive(timeouts.ANSWER_TICK_S)
+        if event is not None and event.message is not None:
+            if isinstance(event.message.body, m.Control):
+                return event.message
+            event.message.release()
+    raise PeerLostError(f"worker {worker} has not answered in {_ANSWER_S:.0f} s")
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+Found = Iterator[tuple[str, str]]
+
+
+def version(view: View) -> Found:
+    for name, needed, here in versions.too_old():
+        yield f"{name} {here} is here, {name} {needed} is needed", "install the newer one"
+    here = about.facts()["versions"]
+    for id, asked in view.workers.items():
+        there = (asked.facts or {}).get("versions", {})
+        for name in here:
+            if asked.facts is not None and _release(there.get(name)) != _release(here[name]):
+                yield (
+                    f"worker {id} has {name} {there.get(name)}, this machine {here[name]}",
+                    "install the same version on both; results are equal to the bit only then",
+                )
+
+
+def _release(text: Any) -> str:
+    return str(text).partition("+")[0]
+
+
+def role(view: View) -> Found:
+    if view.role is None:
+        yield (
+            "nothing in the configuration names this machine",
+            "correct hostname or ip of its entry, or start it with --role or --worker-id",
+        )
+
+
+def names(view: View) -> Found:
+    """DNS, also the name that a machine takes for itself alone (Debian's 127.0.1.1)."""
+    alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
+    for id, machine in view.entries:
+        if addresses.parsed(machine.ip) is not None:
+            continue
+        if not addresses.resolve(machine.ip):
+            yield (
+                f"the name {machine.ip!r} of {process_name(id)} is not known here",
+                "check the spelling, or give the machine's IP address",
+            )
+        elif id in view.own and not alone and addresses.is_loopback_by_name(machine.ip):
+            yield (
+                f"the name {machine.ip!r} of {process_name(id)} is a loopback address on this"
+                " machine, which no other one can reach",
+                f"give its ip as {addresses.primary_address()}, or correct /etc/hosts",
+            )
+
+
+def own_address(view: View) -> Found:
+    for id, machine in view.entries:
+        if id in view.own and not addresses.is_local_address(machine.ip):
+            yield (
+                f"{process_name(id)} is on this machine, which does not have its address"
+                f" {machine.ip}",
+                f"give its ip as one of {', '.join(addresses.local_addresses()[:6])}",
+            )
+
+
+def port(view: View) -> Found:
+    """Ports of this machine that something else has."""
+    for id in view.own:
+        if id == "local":
+            continue
+        worker = view.config.worker(id)
+        local = addresses.is_local_address(worker.ip)
+        if not local or addresses.port_is_free(worker.ip, worker.port):
+            continue
+        asked = ask_worker(view.config, worker)
+        if asked.problem is not None:
+            holder = addresses.port_holder(worker.port) or "another program"
+            yield (
+                f"port {worker.port} of worker {id} is used by {holder}, which is no worker",
+                f'stop it, or change "port" of worker {id} on all machines',
+            )
+
+
+def reach(view: View) -> Found:
+    """Refused, no answer and no route are three things."""
+    for id, asked in view.workers.items():
+        if asked.busy is not None:
+            view.notes.append(asked.busy)
+        if asked.problem is None:
+            continue
+        machine = view.config.worker(id)
+        away = "no route" in asked.problem.message or "no answer" in asked.problem.message
+        networks = addresses.local_networks()
+        if away and addresses.in_none(machine.ip, networks):
+            yield (
+                f"{asked.problem.message}; this machine is in {', '.join(map(str, networks))} only",
+                f"put both into one network, or give the address of worker {id} in this one",
+            )
+        else:
+            yield asked.problem.message, asked.problem.hint or "look at its screen or log"
+
+
+def clock(view: View) -> Found:
+    for id, asked in view.workers.items():
+        if asked.facts is not None and abs(asked.clock_s) > _CLOCK_S:
+            way = "ahead of" if asked.clock_s > 0 else "behind"
+            yield (
+                f"the clock of worker {id} is {seconds(abs(asked.clock_s))} {way} this machine's",
+                "set both by the network (timedatectl set-ntp true); logs cannot be compared else",
+            )
+
+
+def link(view: View) -> Found:
+    for id, asked in view.workers.items():
+        if (speed := asked.speed) is None:
+            continue
+        slowest = min(speed.up_bytes_per_s, speed.down_bytes_per_s)
+        if 8 * slowest < _SLOW_BITS_PER_S or speed.round_trip_s > _SLOW_ROUND_TRIP_S:
+            yield (
+                f"the link to worker {id} is slow: {bit_rate(slowest)}, round trip"
+                f" {seconds(speed.round_trip_s)}",
+                'take a cable instead of Wi-Fi, or set wire to "bf16" or "int8"; hetero bench tells'
+                " what a step takes",
+            )
+
+
+def model(view: View) -> Found:
+    found = view.model
+    try:
+        if isinstance(found, PretrainedConfig):
+            view.config.plan.covers(introspect(found).num_layers)
+    except UserError as error:
+        found = error
+    if isinstance(found, UserError):
+        yield found.message, found.hint or "correct model.name_or_path or shard_plan"
+
+
+def data(view: View) -> Found:
+    if not view.is_coordinator or view.config.data is None:
+        return
+    for spec in (view.config.data.train, view.config.data.eval or ()):
+        try:
+            if spec:
+                find_sources(spec, view.config.base_dir)
+        except UserError as error:
+            yield error.message, error.hint or "correct data.train or data.eval"
+
+
+def memory(view: View) -> Found:
+    for id, machine in view.entries:
+        needed = sum(stage.total for stage in view.memory if stage.stage.owner == id)
+        if id in view.own:
+            try:
+                free = open_device(machine.device).memory().free
+            except UserError as error:
+                yield f"{process_name(id)}: {error.message}", error.hint or "correct its device"
+                continue
+        elif id in view.workers and (said := view.workers[id].welcome) is not None:
+            free = said.memory_free
+        else:
+            continue
+        if needed > free:
+            yield (
+                f"{process_name(id)} needs about {size(needed)}, its device has {size(free)} free",
+                "give it fewer layers, lower per_device_train_batch_size or data.max_length, or set"
+                ' training.gradient_checkpointing to "auto"',
+            )
+
+
+def four_bit(view: View) -> Found:
+    settings = view.config.model
+    if settings is None or not isinstance(view.model, PretrainedConfig):
+        return
+    if settings.quantization is None and stored_quantization(view.model) is None:
+        return
+    for id in view.own:
+        with suppress(UserError):
+            device = open_device(view.config.machine(id).device)
+            if not (support := device.four_bit()):
+                yield (
+                    f"{process_name(id)}: {device.name} cannot hold quantised weights:"
+                    f" {support.reason}",
+                    'use the full-precision model with "quantization": null, or move its layers',
+                )
+
+
+def disk(view: View) -> Found:
+    """Two checkpoints on the coordinator; the weights where a hub model is not there yet."""
+    state = sum(stage.gradients + stage.optimizer for stage in view.memory)
+    if view.is_coordinator and view.config.training.save_strategy != "no":
+        free = about.free_bytes(view.config.checkpoints)
+        if free is not None and free < 2 * state:
+            yield (
+                f"two checkpoints need {size(2 * state)}, {size(free)} are free in"
+                f" {view.config.checkpoints}",
+                "free some, or set checkpoint_dir to another disk",
+            )
+    if _commit(view) is not None or not _is_on_hub(view.config):
+        return
+    for id, _ in view.entries:
+        weights = sum(stage.weights for stage in view.memory if stage.stage.owner == id)
+        asked = view.workers.get(id) if id not in view.own else None
+        room = (asked.facts or {}).get("cache_free") if asked is not None else None
+        if id in view.own:
+            room = about.free_bytes(about.model_cache())
+        if room is not None and room < weights:
+            yield (
+                f"the weights of {process_name(id)} need {size(weights)}, {size(room)} are free"
+                " where models are kept",
+                "free some, or set HF_HOME to another disk",
+            )
+
+
+def _is_on_hub(config: Config) -> bool:
+    name = config.model.name_or_path if config.model is not None else None
+    return name is not None and not config.path(name).is_dir()
+
+
+def _commit(view: View) -> str | None:
+    """The commit of a hub model that is on this machine."""
+    if not _is_on_hub(view.config):
+        return None
+    assert view.config.model is not None
+    from transformers.utils.hub import cached_file
+
+    with suppress(OSError, ValueError):
+        name, revision = view.config.model.name_or_path, view.config.model.revision
+        found = cached_file(str(name), "config.json", revision=revision, local_files_only=True)
+        return next(filter(_COMMIT.fullmatch, Path(str(found)).parts), None)
+    return None
+
+
+def revision(view: View) -> Found:
+    """A note: what a branch of the hub holds may change between two runs."""
+    settings = view.config.model
+    if _is_on_hub(view.config) and not _COMMIT.fullmatch(str(settings and settings.revision)):
+        commit = _commit(view)
+        pin = f'set model.revision to "{commit}"' if commit else "set model.revision to a commit"
+        view.notes.append(f"the model is read from a branch of the hub, which may change: {pin}")
+    yield from ()
+
+
+def graphviz(view: View) -> Found:
+    training = view.config.training
+    drawn = training.visualize and training.visualization_format != "mmd"
+    if view.is_coordinator and drawn and shutil.which("dot") is None:
+        yield (
+            "Graphviz is not installed: there is no program dot, so no diagram is drawn",
+            'install the package graphviz, or set training.visualization_format to "mmd"',
+        )
+
+
+def directory(view: View) -> Found:
+    if not view.is_coordinator:
+        return
+    for folder in dict.fromkeys((view.config.output_dir, view.config.checkpoints)):
+        lock = folder / ".lock"
+        if not lock.is_file():
+            continue
+        try:
+            FileLock(lock).acquire(timeout=0).lock.release()
+        except Timeout:
+            yield f"a run is writing into {folder}", "wait for it, or choose another output_dir"
+        except OSError as error:
+            yield f"cannot lock {folder}: {error.strerror}", "make it writable, or choose another"
+
+
+def failpoint(view: View) -> Found:
+    places = ["this machine"] if os.environ.get(failpoints.VARIABLE) else []
+    asked = view.workers.items()
+    places += [f"worker {id}" for id, a in asked if a.facts is not None and a.facts["failpoint"]]
+    for place in places:
+        yield f"{failpoints.VARIABLE} is set on {place}: faults are made there", "unset it there"
+
+
+CHECKS: tuple[Callable[[View], Found], ...] = (
+    *(version, role, names, own_address, port, reach, clock, link, model, data, memory),
+    *(four_bit, disk, revision, graphviz, directory, failpoint),
+)
+
+
+def diagnose(config: Config, *, worker_id: WorkerId | None = None) -> dict[str, Any]:
+    """All findings, as JSON types; `worker_id` says which worker this machine is."""
+    view = View(config, _role(config, worker_id))
+    findings = [Finding(check.__name__, *found) for check in CHECKS for found in check(view)]
+    own = " and ".join(map(process_name, view.own))
+    return {
+        "this_machine": own or "nothing in this configuration",
+        "findings": [asdict(finding) for finding in findings],
+        "notes": view.notes,
+    }
+
+
+def _role(config: Config, worker_id: WorkerId | None) -> Role | None:
+    try:
+        return decide_role(config, worker_id=worker_id)
+    except ConfigError:
+        return None
+
+
+def text(found: dict[str, Any]) -> str:
+    """Two lines for each finding: what is wrong, what to do."""
+    lines = [f"this machine is {found['this_machine']}"]
+    for finding in found["findings"]:
+        lines += [f"wrong: {_line(finding['what'])}", f"    do: {_line(finding['fix'])}"]
+    lines += [f"note: {_line(note)}" for note in found["notes"]]
+    return "\n".join(lines if found["findings"] else [*lines, "nothing is wrong"])
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,311 @@
+"""What `hetero doctor --config` finds, each check with the real thing where there can be one."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from hetero_framework import cli, versions
+from hetero_framework.cluster import about
+from hetero_framework.cluster.link_probe import LinkSpeed
+from hetero_framework.cluster.roles import Role
+from hetero_framework.commands import diagnosis
+from hetero_framework.commands.diagnosis import Asked, View
+from hetero_framework.config import Config
+from hetero_framework.core import addresses, failpoints
+from hetero_framework.core.devices import Device, Memory, Support
+from hetero_framework.errors import NetworkError
+from tests.samples import free_ports
+
+TINY = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 320}
+
+
+def view(tmp_path: Path, role: Role | None = None, **sections: Any) -> View:
+    """The coordinator's; its one worker counts as another machine's."""
+    machine = {"ip": "127.0.0.1", "device": "cpu"}
+    worker = {**machine, "id": 1, "port": free_ports(1)[0], **sections.pop("worker", {})}
+    coordinator = {**machine, **sections.pop("coordinator", {})}
+    training = {"visualize": False, "output_dir": "run", **sections.pop("training", {})}
+    plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}]
+    fields = {"coordinator": coordinator, "workers": [worker], "shard_plan": plan}
+    fields |= {"training": training, "model": {"from_config": TINY, "tokenizer": "t"}}
+    config = Config.from_dict({**fields, **sections}, tmp_path)
+    return View(config, role or Role(True, ()))
+
+
+def asked(made: View, **said: Any) -> View:
+    """As if worker 1 had been asked."""
+    made.__dict__["workers"] = {1: Asked(**said)}
+    return made
+
+
+def found(check: Callable[[View], diagnosis.Found], made: View) -> list[str]:
+    return [f"{what} -> {fix}" for what, fix in check(made)]
+
+
+@contextlib.contextmanager
+def listening(answer: bytes = b"") -> Iterator[int]:
+    """A program at a port that is no worker."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = listener.accept()[0]
+                    connection.sendall(answer)
+                    connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_nothing_is_wrong(tmp_path: Path) -> None:
+    made = asked(view(tmp_path))
+    assert [found(check, made) for check in diagnosis.CHECKS] == [[]] * len(diagnosis.CHECKS)
+
+
+# -- machines and names ---------------------------------------------------------------------------
+
+
+def test_machine_without_a_role(tmp_path: Path) -> None:
+    made = view(tmp_path)
+    made.role = None
+    assert "names this machine" in found(diagnosis.role, made)[0]
+
+
+def test_name_that_nobody_knows(tmp_path: Path) -> None:
+    (line,) = found(diagnosis.names, view(tmp_path, worker={"ip": "far.invalid"}))
+    assert line.startswith("the name 'far.invalid' of worker 1 is not known here")
+
+
+def test_own_name_that_is_a_loopback_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "resolve", lambda name: ("127.0.1.1",))
+    own = {"ip": "desk.lan", "hostname": "desk"}
+    made = view(tmp_path, coordinator=own, worker={"ip": "192.0.2.7"})
+    (line,) = found(diagnosis.names, made)
+    assert "'desk.lan' of coordinator is a loopback address" in line
+    assert "/etc/hosts" in line
+
+
+def test_address_that_this_machine_does_not_have(tmp_path: Path) -> None:
+    (line,) = found(diagnosis.own_address, view(tmp_path, coordinator={"ip": "198.51.100.7"}))
+    assert "does not have its address 198.51.100.7" in line
+    assert "127.0.0.1" in line
+
+
+def test_port_of_a_worker_here_that_another_program_has(tmp_path: Path) -> None:
+    with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        made = view(tmp_path, Role(True, (1,)), worker={"port": port})
+        (line,) = found(diagnosis.port, made)
+    assert f"port {port} of worker 1 is used by" in line
+    assert str(os.getpid()) in line or "another program" in line
+
+
+# -- reaching the others --------------------------------------------------------------------------
+
+
+def test_port_that_nobody_listens_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "_DIAL_S", 0.5)
+    for made in (view(tmp_path), view(tmp_path, Role(False, (2,)))):
+        (line,) = found(diagnosis.reach, made)
+        assert "nothing listens on that port" in line
+        assert "-> start the worker there" in line
+
+
+def test_port_of_another_program(tmp_path: Path) -> None:
+    with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        (line,) = found(diagnosis.reach, view(tmp_path, worker={"port": port}))
+    assert "is no worker that works" in line
+
+
+def test_address_of_another_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = [ipaddress.IPv4Network("192.168.1.0/24")]
+    monkeypatch.setattr(addresses, "local_networks", lambda: networks)
+    error = NetworkError("cannot reach worker 1 at 10.9.0.7:1: no answer", hint="the firewall")
+    made = asked(view(tmp_path, worker={"ip": "10.9.0.7"}), problem=error)
+    (line,) = found(diagnosis.reach, made)
+    assert "this machine is in 192.168.1.0/24 only" in line
+    made = asked(view(tmp_path, worker={"ip": "192.168.1.9"}), problem=error)
+    assert found(diagnosis.reach, made)[0].endswith("-> the firewall")
+
+
+def test_worker_that_is_busy_is_only_noted(tmp_path: Path) -> None:
+    made = asked(view(tmp_path), busy="it works for the run of desk")
+    assert found(diagnosis.reach, made) == []
+    assert made.notes == ["it works for the run of desk"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"torch": "2.0.0"}, "worker 1 has torch 2.0.0, this machine"),
+        ({"transformers": None}, "worker 1 has transformers None, this machine"),
+    ],
+)
+def test_other_versions(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    facts = about.facts()
+    same = {**facts, "versions": {**facts["versions"], "torch": f"{facts['versions']['torch']}+x"}}
+    assert found(diagnosis.version, asked(view(tmp_path), facts=facts)) == []
+    del same["versions"]["torch"]
+    facts["versions"].update(changes)
+    (line,) = found(diagnosis.version, asked(view(tmp_path), facts=facts))
+    assert line.startswith(said)
+
+
+def test_versions_that_are_too_old_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "too_old", lambda: [("torch", ">=2.11", "2.9")])
+    assert (
+        "torch 2.9 is here, torch >=2.11 is needed"
+        in found(diagnosis.version, asked(view(tmp_path)))[0]
+    )
+
+
+@pytest.mark.parametrize(("seconds", "way"), [(60.0, "ahead of"), (-60.0, "behind")])
+def test_clock(seconds: float, way: str, tmp_path: Path) -> None:
+    made = asked(view(tmp_path), facts=about.facts(), clock_s=seconds)
+    assert way in found(diagnosis.clock, made)[0]
+    assert found(diagnosis.clock, asked(view(tmp_path), facts=about.facts(), clock_s=1.0)) == []
+
+
+@pytest.mark.parametrize("speed", [LinkSpeed(0.001, 1e6, 1e9), LinkSpeed(0.2, 1e9, 1e9)])
+def test_slow_link(speed: LinkSpeed, tmp_path: Path) -> None:
+    assert "is slow" in found(diagnosis.link, asked(view(tmp_path), speed=speed))[0]
+    fast = LinkSpeed(0.001, 1e9, 1e9)
+    assert found(diagnosis.link, asked(view(tmp_path), speed=fast)) == []
+
+
+# -- what is here ---------------------------------------------------------------------------------
+
+
+def test_model_and_data_that_are_not_here(tmp_path: Path) -> None:
+    made = view(tmp_path, model={"name_or_path": "./none"}, data={"train": "none.jsonl"})
+    assert "no model directory" in found(diagnosis.model, made)[0]
+    assert "data file not found: none.jsonl" in found(diagnosis.data, made)[0]
+    large = {"from_config": {**TINY, "num_hidden_layers": 9}, "tokenizer": "t"}
+    assert "the model has 9" in found(diagnosis.model, view(tmp_path, model=large))[0]
+
+
+def test_memory_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "memory", lambda self: Memory(1 << 10, 1 << 10))
+    (line,) = found(diagnosis.memory, asked(view(tmp_path)))
+    assert "coordinator needs about" in line
+    assert "1.00 KiB free" in line
+    welcome = SimpleNamespace(memory_free=1)
+    lines = found(diagnosis.memory, asked(view(tmp_path), welcome=welcome))
+    assert "worker 1 needs about" in lines[1]
+    absent = view(tmp_path, coordinator={"device": "cuda:77"})
+    assert "cuda:77" in found(diagnosis.memory, asked(absent))[0]
+
+
+def test_four_bits_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "four_bit", lambda self: Support(False, "bitsandbytes is absent"))
+    made = view(tmp_path)
+    assert found(diagnosis.four_bit, made) == []
+    made.model.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # type: ignore[union-attr]
+    assert (
+        "cannot hold quantised weights: bitsandbytes is absent"
+        in found(diagnosis.four_bit, made)[0]
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a small disk")
+def test_disk_without_room_for_two_checkpoints(tmp_path: Path) -> None:
+    small = tmp_path / "run"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("no mounts here")
+    try:
+        (line,) = found(diagnosis.disk, asked(view(tmp_path)))
+        kept = {"save_strategy": "no"}
+        assert found(diagnosis.disk, asked(view(tmp_path, training=kept))) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert "two checkpoints need" in line
+    assert "64.0 KiB are free" in line
+
+
+def test_room_for_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = asked(view(tmp_path, training={"save_strategy": "no"}), facts={"cache_free": 1})
+    made.memory  # noqa: B018 - of the model that is here
+    made.config = made.config.with_changes(model={"name_or_path": "a/b", "from_config": None})
+    (line,) = found(diagnosis.disk, made)
+    assert "the weights of worker 1 need" in line
+    assert found(diagnosis.revision, made) == []
+    assert "read from a branch of the hub" in made.notes[0]
+
+
+def test_commit_of_a_hub_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789" * 4
+    file = tmp_path / "snapshots" / commit / "config.json"
+    monkeypatch.setattr("transformers.utils.hub.cached_file", lambda *_, **__: str(file))
+    made = view(tmp_path, model={"name_or_path": "a/b"})
+    assert found(diagnosis.revision, made) == []
+    assert f'set model.revision to "{commit}"' in made.notes[0]
+    made = view(tmp_path, model={"name_or_path": "a/b", "revision": commit})
+    assert found(diagnosis.revision, made) == [] == made.notes
+
+
+def test_program_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    drawn = {"visualize": True}
+    assert "no program dot" in found(diagnosis.graphviz, view(tmp_path, training=drawn))[0]
+    text = {"visualize": True, "visualization_format": "mmd"}
+    assert found(diagnosis.graphviz, view(tmp_path, training=text)) == []
+
+
+def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"):
+        assert "a run is writing into" in found(diagnosis.directory, view(tmp_path))[0]
+    assert found(diagnosis.directory, view(tmp_path)) == []
+
+
+def test_failpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failpoints.VARIABLE, "step")
+    lines = found(diagnosis.failpoint, asked(view(tmp_path), facts=about.facts()))
+    assert [line.partition(":")[0] for line in lines] == [
+        "HETERO_FAILPOINT is set on this machine",
+        "HETERO_FAILPOINT is set on worker 1",
+    ]
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_command_says_two_lines_for_each_and_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = view(tmp_path, data={"train": "none\u202e.jsonl"}, worker={"ip": "127.0.0.1"})
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(made.config.to_dict()))
+    assert cli.main(["doctor", "--config", str(file)]) == 2
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "this machine is coordinator and worker 1"
+    assert shown[1] == "wrong: data file not found: none\\u202e.jsonl"
+    assert shown[2].startswith("    do: looked at ")
+    assert cli.main(["doctor", "--config", str(file), "--json"]) == 2
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["check"] == "data"
+    file.write_text(json.dumps({**made.config.to_dict(), "data": None}))
+    assert cli.main(["doctor", "--config", str(file)]) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
