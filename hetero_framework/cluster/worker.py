@@ -580,8 +580,8 @@ class Worker:
     # -- a run ----------------------------------------------------------------------------------
 
     def _on_setup(self, setup: m.Setup) -> None:
-        config = Config.from_dict(setup.config, self._config.base_dir)
         try:
+            config = Config.from_dict(setup.config, self._config.base_dir)
             check_permitted(config, self._config, self._entry)
         except ConfigError as refused:
             _log.error("refused: %s", refused.message)
