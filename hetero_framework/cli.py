@@ -364,10 +364,16 @@ def _run_worker(arguments: argparse.Namespace) -> int | None:
 
 
 def _access(config: Any, process: int | str, arguments: argparse.Namespace) -> Any:
-    from hetero_framework.security.access import KeyOptions, access_of
+    from hetero_framework.security.access import access_of
+
+    return access_of(config, process, _key_options(arguments))
+
+
+def _key_options(arguments: argparse.Namespace) -> Any:
+    from hetero_framework.security.access import KeyOptions
 
     directory = Path(arguments.keys) if arguments.keys is not None else None
-    return access_of(config, process, KeyOptions(directory, arguments.insecure_plaintext))
+    return KeyOptions(directory, arguments.insecure_plaintext)
 
 
 def _serve(
@@ -777,6 +783,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
         help="say what is wrong with this configuration's machines, seen from here, and what to do",
     ),
     _WORKER_ID,
+    *_ACCESS,
     _JSON,
 )
 def _run_doctor(arguments: argparse.Namespace) -> int:
@@ -788,7 +795,8 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     from hetero_framework.commands import diagnosis
 
-    found = diagnosis.diagnose(config, worker_id=arguments.worker_id)
+    options = _key_options(arguments)
+    found = diagnosis.diagnose(config, worker_id=arguments.worker_id, options=options)
     _report(arguments, found, diagnosis.text)
     return UserError.exit_code if found["findings"] else 0
 

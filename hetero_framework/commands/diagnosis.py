@@ -27,6 +27,7 @@ from hetero_framework import control, versions
 from hetero_framework.cluster import about, link_probe
 from hetero_framework.cluster.roles import Role, decide_role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
+from hetero_framework.commands.keys import check as check_keys
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -41,6 +42,7 @@ from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import StageMemory, estimate_memory
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import load_model_config
+from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of
 from hetero_framework.units import bit_rate, seconds, size
 
 WorkerId = int | str
@@ -78,10 +80,13 @@ class Asked:
 class View:
     """A configuration as this machine sees it; whatever takes time is found out once."""
 
-    def __init__(self, config: Config, role: Role | None) -> None:
+    def __init__(
+        self, config: Config, role: Role | None, options: KeyOptions | None = None
+    ) -> None:
         self.config = config
         self.role = role
         self.notes: list[str] = []
+        self._options = options
 
     @property
     def is_coordinator(self) -> bool:
@@ -103,6 +108,14 @@ class View:
     @property
     def remote_workers(self) -> list[WorkerConfig]:
         return [worker for worker in self.config.planned_workers if worker.id not in self.own]
+
+    @cached_property
+    def access(self) -> Access | UserError:
+        """What a run here would show on its connections, or why it could not."""
+        try:
+            return access_of(self.config, (*self.own, "local")[0], self._options)
+        except UserError as error:
+            return error
 
     @cached_property
     def model(self) -> PretrainedConfig | UserError | None:
@@ -127,9 +140,8 @@ class View:
     @cached_property
     def workers(self) -> dict[WorkerId, Asked]:
         """What the workers of other machines say, all asked at once."""
-        ask = ask_worker if self.is_coordinator else knock
         asked = {
-            worker.id: in_background(partial(ask, self.config, worker), "ask")
+            worker.id: in_background(partial(ask_worker, self, worker), "ask")
             for worker in self.remote_workers
         }
         deadline = time.monotonic() + 2 * (_DIAL_S + timeouts.HANDSHAKE_S) + _ANSWER_S
@@ -145,7 +157,7 @@ class View:
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def knock(config: Config, worker: WorkerConfig) -> Asked:
+def knock(worker: WorkerConfig) -> Asked:
     """Whether anything listens at a worker's address."""
     try:
         connect(worker.ip, worker.port, _DIAL_S, who=f"worker {worker.id}").close()
@@ -154,9 +166,12 @@ def knock(config: Config, worker: WorkerConfig) -> Asked:
     return Asked()
 
 
-def ask_worker(config: Config, worker: WorkerConfig) -> Asked:
-    """Greet a worker as a run would, ask what it is, measure its link, and let it go."""
-    if (asked := knock(config, worker)).problem is not None:
+def ask_worker(view: View, worker: WorkerConfig) -> Asked:
+    """Greet a worker as a run would, ask what it is, measure its link, and let it go. Who is not
+    the coordinator, or has no key for it, only knocks."""
+    config, access = view.config, view.access
+    asked = knock(worker)
+    if asked.problem is not None or not view.is_coordinator or isinstance(access, UserError):
         return asked
     plan = [{"id": "local", "start": 0, "end": 1}, {"id": worker.id, "start": 1, "end": 2}]
     alone = config.with_changes(
@@ -164,7 +179,7 @@ def ask_worker(config: Config, worker: WorkerConfig) -> Asked:
         shard_plan=plan,
         training={"connect_timeout_s": _DIAL_S, "liveness_timeout_s": _DIAL_S},
     )
-    links = WorkerLinks(alone, secrets.token_hex(8), 16 * _PROBE_BYTES)
+    links = WorkerLinks(alone, secrets.token_hex(8), 16 * _PROBE_BYTES, access=access)
     said = m.Error("UserError", "hetero doctor has looked at it", None)
     try:
         welcome = links.connect_all()[worker.id]
@@ -259,6 +274,16 @@ def own_address(view: View) -> Found:
             )
 
 
+def keys(view: View) -> Found:
+    try:
+        if isinstance(view.access, UserError):
+            raise view.access
+        if isinstance(view.access, Keyed):
+            check_keys(view.config, view.access.keys)
+    except UserError as error:
+        yield error.message, error.hint or "hetero keys check says more"
+
+
 def port(view: View) -> Found:
     """Ports of this machine that something else has."""
     for id in view.own:
@@ -268,9 +293,11 @@ def port(view: View) -> Found:
         local = addresses.is_local_address(worker.ip)
         if not local or addresses.port_is_free(worker.ip, worker.port):
             continue
-        asked = ask_worker(view.config, worker)
-        if asked.problem is not None:
-            holder = addresses.port_holder(worker.port) or "another program"
+        asked = ask_worker(view, worker)
+        holder = addresses.port_holder(worker.port) or "another program"
+        if not view.is_coordinator:
+            view.notes.append(f"port {worker.port} of worker {id} is used by {holder}")
+        elif asked.problem is not None:
             yield (
                 f"port {worker.port} of worker {id} is used by {holder}, which is no worker",
                 f'stop it, or change "port" of worker {id} on all machines',
@@ -470,14 +497,16 @@ def failpoint(view: View) -> Found:
 
 
 CHECKS: tuple[Callable[[View], Found], ...] = (
-    *(version, role, names, own_address, port, reach, clock, link, model, data, memory),
+    *(version, role, names, own_address, keys, port, reach, clock, link, model, data, memory),
     *(four_bit, disk, revision, graphviz, directory, failpoint),
 )
 
 
-def diagnose(config: Config, *, worker_id: WorkerId | None = None) -> dict[str, Any]:
+def diagnose(
+    config: Config, *, worker_id: WorkerId | None = None, options: KeyOptions | None = None
+) -> dict[str, Any]:
     """All findings, as JSON types; `worker_id` says which worker this machine is."""
-    view = View(config, _role(config, worker_id))
+    view = View(config, _role(config, worker_id), options)
     findings = [Finding(check.__name__, *found) for check in CHECKS for found in check(view)]
     own = " and ".join(map(process_name, view.own))
     return {

@@ -27,6 +27,7 @@ from hetero_framework.config import Config
 from hetero_framework.core import addresses, failpoints
 from hetero_framework.core.devices import Device, Memory, Support
 from hetero_framework.errors import NetworkError
+from hetero_framework.security.access import KeyOptions
 from tests.samples import free_ports
 
 TINY = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 320}
@@ -112,10 +113,25 @@ def test_address_that_this_machine_does_not_have(tmp_path: Path) -> None:
     assert "127.0.0.1" in line
 
 
+def test_keys(tmp_path: Path) -> None:
+    far = view(tmp_path, worker={"ip": "192.0.2.7"})
+    (line,) = found(diagnosis.keys, far)
+    assert "192.0.2.7, where others reach it, and there is no key for that here" in line
+    assert "hetero invite" in line
+    far._options = KeyOptions(insecure=True)
+    del far.__dict__["access"]
+    assert found(diagnosis.keys, far) == []
+    absent = View(far.config, far.role, KeyOptions(tmp_path / "none"))
+    assert "there is no " in found(diagnosis.keys, absent)[0]
+
+
 def test_port_of_a_worker_here_that_another_program_has(tmp_path: Path) -> None:
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         made = view(tmp_path, Role(True, (1,)), worker={"port": port})
         (line,) = found(diagnosis.port, made)
+        there = view(tmp_path, Role(False, (1,)), worker={"port": port})
+        assert found(diagnosis.port, there) == []
+        assert f"port {port} of worker 1 is used by" in there.notes[0]
     assert f"port {port} of worker 1 is used by" in line
     assert str(os.getpid()) in line or "another program" in line
 
@@ -125,7 +141,7 @@ def test_port_of_a_worker_here_that_another_program_has(tmp_path: Path) -> None:
 
 def test_port_that_nobody_listens_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "_DIAL_S", 0.5)
-    for made in (view(tmp_path), view(tmp_path, Role(False, (2,)))):
+    for made in (view(tmp_path), view(tmp_path, Role(False, ()))):
         (line,) = found(diagnosis.reach, made)
         assert "nothing listens on that port" in line
         assert "-> start the worker there" in line
