@@ -40,6 +40,7 @@ class Faults:
     flip_at: int | None = None  # invert the lowest bit of the byte at this offset
     blackhole: bool = False  # pass nothing on, and let nobody know
     seen: int = 0
+    kept: bytearray | None = None  # a copy of what is passed on
 
 
 @dataclass
@@ -94,7 +95,9 @@ class FaultProxy:
     `cuts` happen one after the other, each at the first fitting frame after the one before it.
     """
 
-    def __init__(self, target: tuple[str, int]) -> None:
+    def __init__(self, target: tuple[str, int], *, follows_frames: bool = True) -> None:
+        """`follows_frames`: `cuts` can be used; not where the frames cannot be read."""
+        self._follows_frames = follows_frames
         self.up = Faults()
         self.down = Faults()
         self.cuts: deque[FrameCut] = deque()
@@ -188,6 +191,8 @@ class FaultProxy:
                     return
 
     def _next_cut(self, name: str, frames: _Frames, data: bytes) -> int | None:
+        if not self._follows_frames:
+            return None
         cut = self.cuts[0] if self.cuts and self.cuts[0].direction == name else None
         # A type that no frame has: follow the frames, cut nothing.
         number, where = (cut.kind.spec.number, cut.where) if cut else (0, "before")
@@ -220,6 +225,8 @@ class FaultProxy:
                     end(sink)
                     end(source)
                     return False
+            if faults.kept is not None:
+                faults.kept += piece
             if not self._send(sink, piece):
                 return False
             faults.seen += len(piece)

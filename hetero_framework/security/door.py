@@ -57,8 +57,9 @@ class _Stranger:
     def group(self) -> str:
         """Its address without the port; of IPv6 the network, for one machine has all addresses."""
         address = addresses.parsed(self.peer.rpartition(":")[0])
-        if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
-            return str(IPv6Network((int(address), 64), strict=False))
+        if isinstance(address, IPv6Address):
+            plain = address.ipv4_mapped
+            return str(plain or IPv6Network((int(address), 64), strict=False))
         return str(address)
 
 
