@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -47,6 +48,7 @@ from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import Tensors
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.planner.simulator import Profile, step_bound
+from hetero_framework.security.access import Access, KeyOptions, Plaintext, access_of
 
 _START_S = 120.0
 _SLOWEST = 20.0
@@ -115,9 +117,11 @@ class Product:
         verbose: bool = False,
         share: bool = True,
         checked: bool = True,
+        keys: str | None = None,
     ) -> None:
         """`verbose`: what the coordinator notes goes to the screen. `share`: see `Machines`.
-        `checked`: frames carry a checksum."""
+        `checked`: frames carry a checksum. `keys`: a directory with keys of all of them; without,
+        nothing is encrypted."""
         self.network = network
         self._load = load
         self._machines = Machines(share=share)
@@ -129,11 +133,12 @@ class Product:
                 k,
                 load,
                 checked,
+                keys,
             )
             for k, place in enumerate(network.places[1:], start=1)
         ]
         self._coordinator = self._machines.start(
-            network.places[0], coordinate, load, network.counters, verbose, checked
+            network.places[0], coordinate, load, network.counters, verbose, checked, keys
         )
 
     @property
@@ -208,14 +213,27 @@ def do_without_checksums() -> None:
     link.Hasher = send_queue.Hasher = _NoHasher  # type: ignore[attr-defined]
 
 
+def access(config: Config, process: int | str, keys: str | None) -> Access:
+    """With keys TLS, without them plaintext on any address."""
+    if keys is None:
+        return Plaintext(everywhere=True)
+    return access_of(config, process, KeyOptions(Path(keys)))
+
+
 def work(
-    connection: Connection, config: dict[str, Any], worker: int, load: Load, checked: bool
+    connection: Connection,
+    config: dict[str, Any],
+    worker: int,
+    load: Load,
+    checked: bool,
+    keys: str | None = None,
 ) -> None:
     """A worker process: serves one run after the other until it is ended."""
     if not checked:
         do_without_checksums()
     logging.getLogger("hetero_framework").addHandler(_FirstLine(connection))
-    serve(Config.from_dict(config), worker, build=load.build, keep=True)
+    made = Config.from_dict(config)
+    serve(made, worker, build=load.build, keep=True, access=access(made, worker, keys))
 
 
 class _FirstLine(logging.Handler):
@@ -232,7 +250,12 @@ class _FirstLine(logging.Handler):
 
 
 def coordinate(
-    connection: Connection, load: Load, counters: Counters, verbose: bool, checked: bool
+    connection: Connection,
+    load: Load,
+    counters: Counters,
+    verbose: bool,
+    checked: bool,
+    keys: str | None = None,
 ) -> None:
     """The coordinator's process: one run after the other, as it is told."""
     if not checked:
@@ -246,6 +269,7 @@ def coordinate(
             config,
             max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
             build=load.build,
+            access=access(config, "local", keys),
         ) as cluster:
             cluster.start()
             cluster.assemble(config)
