@@ -1,0 +1,125 @@
+"""`hetero invite`, `join`, `keys` and the key making of `init`, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework import cli
+from hetero_framework.commands.keys import invite, join_cluster
+from hetero_framework.config import load_config
+from hetero_framework.core.background import in_background
+from hetero_framework.errors import IdentityError, UserError
+from hetero_framework.security.keys import KeyDirectory
+from tests.samples import free_ports
+
+WAIT_S = 60.0
+
+
+def configuration(folder: Path) -> Path:
+    raw: dict[str, Any] = {
+        "coordinator": {"ip": "127.0.0.1", "port": free_ports(1)[0]},
+        "workers": [{"id": 1, "ip": "192.0.2.7"}, {"id": "two", "ip": "192.0.2.8"}],
+        "shard_plan": [
+            {"id": "local", "start": 0, "end": 1},
+            {"id": 1, "start": 1, "end": 2},
+            {"id": "two", "start": 2, "end": 3},
+        ],
+    }
+    folder.mkdir()
+    file = folder / "hetero_config.json"
+    file.write_text(json.dumps(raw))
+    return file
+
+
+def test_line_that_invite_prints_makes_a_machine_a_worker(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    file = configuration(tmp_path / "coordinator")
+    keys, said = KeyDirectory(file.parent / "hetero_keys"), queue.SimpleQueue[str]()
+    inviting = in_background(
+        lambda: invite(load_config(file), file, keys, ["1", "two", "1"], say=said.put), "invite"
+    )
+    for worker in ("1", "two"):
+        hetero, join, address, token = said.get(timeout=WAIT_S).split()
+        assert (hetero, join) == ("hetero", "join")
+        box = tmp_path / f"box-{worker}"
+        box.mkdir()
+        own = box / "hetero_config.json"
+        own.write_text("{}" if worker == "1" else file.read_text())
+        joined = join_cluster(address, token, own, KeyDirectory(box / "hetero_keys"))
+        assert joined.identity.worker == worker
+        assert own.read_text() == file.read_text()
+        assert (box / "hetero_config.json.before").exists() == (worker == "1")
+        assert cli.main(["keys", "check", "--config", str(own)]) == 0
+    inviting.result(WAIT_S)
+    assert any("worker two has joined from 127.0.0.1:" in line for line in logged)
+
+
+def test_worker_that_is_not_in_the_file_cannot_be_invited(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "coordinator")
+    keys = KeyDirectory(file.parent / "hetero_keys")
+    with pytest.raises(UserError, match=r"has no worker 3 \(workers: 1, two\)"):
+        invite(load_config(file), file, keys, ["3"])
+    assert not keys.path.exists()
+
+
+def test_address_without_a_port_and_half_a_token_are_said(tmp_path: Path) -> None:
+    keys = KeyDirectory(tmp_path / "keys")
+    token = f"HT1-{'a' * 52}-{'a' * 26}"
+    with pytest.raises(UserError, match="has no port"):
+        join_cluster("127.0.0.1", token, tmp_path / "c.json", keys)
+    with pytest.raises(IdentityError, match="not all of it"):
+        join_cluster("127.0.0.1:9998", token[:60], tmp_path / "c.json", keys)
+
+
+def test_keys_are_exported_listed_revoked_and_rotated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = configuration(tmp_path / "coordinator")
+
+    def hetero(*words: str) -> str:
+        code = cli.main(["keys", *words, "--config", str(file)])
+        captured = capsys.readouterr()
+        return f"{code} {captured.out}{captured.err}"
+
+    assert "there are no keys in" in hetero("check")
+    out = tmp_path / "out"
+    assert hetero("export", "--output", str(out)).startswith("0 wrote")
+    assert sorted(f.name for f in out.iterdir()) == ["worker-1.pem", "worker-two.pem"]
+    assert "worker two: good" in hetero("list")
+    assert "worker two: 1 revoked" in hetero("revoke", "two")
+    assert "worker two: revoked" in hetero("list")
+    assert hetero("revoke", "two").startswith("3 ")
+    before = (file.parent / "hetero_keys" / "coordinator.pem").read_bytes()
+    assert "the coordinator has a new key" in hetero("revoke", "coordinator")
+    assert (file.parent / "hetero_keys" / "coordinator.pem").read_bytes() != before
+    assert "all good" in hetero("check")
+    assert "hetero invite 1 two" in hetero("rotate")
+    for wrong in (["revoke"], ["list", "1"], ["export", "1"], ["check", "--output", "x"]):
+        assert hetero(*wrong).startswith("2 "), wrong
+
+
+def test_init_makes_keys_where_other_machines_take_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init(folder: str, *words: str) -> str:
+        output = tmp_path / folder / "c.json"
+        output.parent.mkdir()
+        options = ["--non-interactive", "--model", "org/m", "--layers", "4", "--output"]
+        assert cli.main(["init", *options, str(output), *words]) == 0
+        return capsys.readouterr().out
+
+    own = ["--coordinator", "127.0.0.1:9998:cpu"]
+    assert "hetero invite 1 --config" in init("far", *own, "--worker", "192.0.2.7")
+    names = {file.name for file in (tmp_path / "far" / "hetero_keys").iterdir()}
+    assert names == {"authority.pem", "coordinator.pem", "issued.json"}
+    assert "invite" not in init("near", *own, "--worker", "127.0.0.1:9001")
+    assert not (tmp_path / "near" / "hetero_keys").exists()
+    # Another machine is to be the coordinator: it makes the keys.
+    init("elsewhere", "--coordinator", "192.0.2.9:9998", "--worker", "192.0.2.7")
+    assert not (tmp_path / "elsewhere" / "hetero_keys").exists()
