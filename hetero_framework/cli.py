@@ -301,9 +301,10 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     config.spare_base_model()
     from hetero_framework.cluster.local_workers import PROGRAM, LocalWorkers
     from hetero_framework.cluster.run_id import run_id_of
+    from hetero_framework.trainer.signals import StopRequest
 
     workers = None
-    with contextlib.ExitStack() as stack:
+    with StopRequest() as stop, contextlib.ExitStack() as stack:
         try:
             # They import torch while this process does; `train` says what is wrong with output_dir.
             with contextlib.suppress(OSError, errors.ResourceError):
@@ -327,7 +328,8 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
         except KeyboardInterrupt:  # while the libraries are imported, here and in the workers
             if workers is not None:
                 workers.stop(0.0)
-            raise StoppedEarly("stopped before the run began") from None
+            name = stop.requested or "Ctrl-C"
+            raise StoppedEarly(f"stopped by {name} before the run began") from None
     return 0
 
 

@@ -40,6 +40,10 @@ REDIAL_S = 60.0
 
 COORDINATOR_S = 1800.0
 """A worker without --keep waits so long for its coordinator to be started again."""
+STEP_END_S = 12.0
+"""A step that is under way when the run is told to stop has so long to end; then it is given up."""
+STOP_PATIENCE_S = 6.0
+"""A run that was told to stop waits so long for a worker from which nothing comes."""
 HAND_OVER_S = 18.0
 """A worker that was told to end still serves its coordinator for so long."""
 RELEASE_S = 22.0

@@ -82,6 +82,13 @@ class Pipeline:
         self.direct_bytes: dict[WorkerId, int] = {}
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
+        self.check: Callable[[], None] = lambda: None
+        """Called between two tasks and while something is waited for; what it raises ends that."""
+
+    @property
+    def idle_s(self) -> float:
+        """How long nothing has moved, as of the present wait."""
+        return time.monotonic() - self._last_progress
 
     def close(self) -> None:
         """End the hosts' threads."""
@@ -114,6 +121,7 @@ class Pipeline:
 
         self._last_progress = time.monotonic()
         while not self._results.is_complete(len(batches)):
+            self.check()
             while self._receive(0):
                 self._last_progress = time.monotonic()
             entering = admission.next(self._results.num_finished)
@@ -305,6 +313,7 @@ class Pipeline:
 
     def _wait(self, waiting_for: Callable[[], str]) -> None:
         """Wait for the next event. Raises PeerLostError after `step_timeout_s` without any."""
+        self.check()
         if self._receive(_POLL_S):
             self._last_progress = time.monotonic()
         elif time.monotonic() - self._last_progress > self._step_timeout_s:

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hetero_framework import control, errors, log
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, interval
-from hetero_framework.core import failpoints
+from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import StagesLost, StopWanted, WorkerId, WorkerLeaving
@@ -174,6 +174,7 @@ class Coordinator:
         self._first_step = 0
         self._losses: list[float] = []
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
+        self._may_last_s = math.inf
 
     def run(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> RunSummary:
         """The whole run, from a checkpoint or from the beginning."""
@@ -195,9 +196,10 @@ class Coordinator:
                 self._checkpoints.keep(self._state)  # while it still answers
             hint = self._checkpoints.advice(leaving)
             raise errors.StoppedEarly(leaving.message, hint=hint) from leaving
-        except StopWanted:
+        except (StopWanted, _Interrupted) as cut:
             self._checkpoints.keep_newest()
-            where = f"stopped by {self._stop.requested} while a worker was away"
+            why = "was away" if isinstance(cut, StopWanted) else "did not answer"
+            where = f"stopped by {self._stop.requested} while a worker {why}"
             raise errors.StoppedEarly(where, hint=self._checkpoints.advice()) from None
         except errors.PeerLostError as error:
             # What broke is the cluster's to say; how to go on depends on what has been saved.
@@ -303,9 +305,15 @@ class Coordinator:
         if has_eval and training.eval_on_start and self._state.step == 0:
             self.evaluate()
         while self._state.step < total:
+            self._cluster.pipeline.check = self._heed_stop
             if self._stop.requested is not None:
                 self._stop_early()
-            self.train_step()
+            try:
+                self.train_step()
+            except _Interrupted:
+                self._cluster.retrying(lambda: self._cluster.pipeline.abort())
+                _log.warning("the step under way was given up; it is repeated when the run goes on")
+                self._stop_early()
             control.step_done(self._state.step, self._cluster)
             # As the Trainer: evaluated at the end, too. What is saved then is finish()'s business.
             at_end = self._state.step == total and training.evaluation == "steps"
@@ -330,7 +338,8 @@ class Coordinator:
         tokens = sum(map(token_count, batches))
         num_items = self._replicas.num_items(self._count_items(batches))
 
-        computed = self._cluster.retrying(lambda: self._gradients(batches, num_items))
+        with self._ending_within(timeouts.STEP_END_S):
+            computed = self._cluster.retrying(lambda: self._gradients(batches, num_items))
         losses, reports, stages = computed
         loss = math.fsum(losses)
         norm = self._order.global_norm(reports)
@@ -395,8 +404,6 @@ class Coordinator:
         started = time.perf_counter()
 
         def batch(index: int) -> MicroBatch:
-            if self._stop.requested is not None:
-                raise _Interrupted
             made = batches[index]
             items[index] = self._objective.num_predictions([made])
             return made
@@ -406,7 +413,8 @@ class Coordinator:
             return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
 
         try:
-            total = math.fsum(self._cluster.retrying(losses))
+            with self._ending_within(0.0):
+                total = math.fsum(self._cluster.retrying(losses))
         except _Interrupted:
             self._cluster.retrying(self._cluster.pipeline.abort)
             _log.warning("the evaluation is cut short; a resumed run does not repeat it")
@@ -434,11 +442,15 @@ class Coordinator:
 
     def finish(self) -> RunSummary:
         """Gather what was trained, write it, and say where everything is."""
+        self._cluster.pipeline.check = self._heed_stop
         try:
             saves = self._config.training.save_strategy != "no"
             if saves and not self._checkpoints.has(self._state):
                 self._checkpoints.save(self._state)  # the result matters more than the checkpoint
-            result = self._export()
+            with self._ending_within(timeouts.STEP_END_S):
+                result = self._export()
+        except _Interrupted:
+            self._stop_early()
         except errors.PeerLostError as lost:
             self._checkpoints.keep_newest()
             result = rescue_result(self._parts, self._checkpoints, self._state, lost)
@@ -499,7 +511,24 @@ class Coordinator:
             self._state, self._data.total_steps, self._config.training, where
         )
 
-    def _stop_early(self) -> None:
+    @contextmanager
+    def _ending_within(self, seconds: float) -> Iterator[None]:
+        """What is done within the block is given up so long after a request to stop."""
+        self._may_last_s = seconds
+        try:
+            yield
+        finally:
+            self._may_last_s = math.inf
+
+    def _heed_stop(self) -> None:
+        """The pipeline's `check`: after a request to stop some things may not last, and nobody is
+        waited for from whom nothing comes. Whatever is cut short has changed no weight."""
+        waited_s, idle_s = self._stop.waited_s, self._cluster.pipeline.idle_s
+        is_silent = idle_s > timeouts.STOP_PATIENCE_S < waited_s and math.isinf(self._may_last_s)
+        if self._stop.requested is not None and (waited_s >= self._may_last_s or is_silent):
+            raise _Interrupted
+
+    def _stop_early(self) -> NoReturn:
         """A signal came: save, unless a person at the terminal says no, then leave in order."""
         where = f"stopped by {self._stop.requested} after step {self._state.step}"
         if self._state.step > 0 and not self._checkpoints.has(self._state):
@@ -526,7 +555,7 @@ def _log_of_run(config: Config, progress: Progress, events: log.Events) -> Itera
 
 
 class _Interrupted(Exception):
-    """An evaluation was ended by a request to stop."""
+    """A request to stop has cut something short."""
 
 
 __all__ = ["Coordinator", "RunSummary", "train"]

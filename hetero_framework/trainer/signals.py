@@ -29,6 +29,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._since = 0.0
         self._waiting = False
         self._asking = False
         self._previous: dict[int, Any] = {}
@@ -59,6 +60,11 @@ class StopRequest:
         finally:
             self._waiting = False
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the first request; 0 without one."""
+        return time.monotonic() - self._since if self.requested is not None else 0.0
+
     def wait(self, seconds: float) -> None:
         """Sleep so long, or until a stop is requested."""
         deadline = time.monotonic() + seconds
@@ -82,6 +88,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         name, before = signal.Signals(number).name, self.requested
+        self._since = self._since if before is not None else time.monotonic()
         self.requested = name
         # SIGTERM after Ctrl-C is the first of its kind: it takes the question back.
         is_first = before is None or (before == "SIGINT" and name != "SIGINT")
