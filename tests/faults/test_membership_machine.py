@@ -1,0 +1,23 @@
+"""Random lives of a run's workers against the table of `Membership`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.faults.membership_machine import World
+
+QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+
+def test_random_lives_of_workers() -> None:
+    run_state_machine_as_test(World, settings=settings(max_examples=30, **QUIET))
+
+
+@pytest.mark.faults
+def test_many_random_lives_of_workers(figure) -> None:
+    runs = 200
+    long = settings(max_examples=runs, stateful_step_count=100, **QUIET)
+    run_state_machine_as_test(World, settings=long)
+    figure("random lives of workers", f"{runs} runs of 100 events", "200 runs, all foreseen")
