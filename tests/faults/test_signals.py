@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.integration.test_parity import LORA
@@ -107,6 +108,10 @@ class Site:
         """The same command at first and later."""
         return self.serve("coordinator", "train", "--role", "coordinator", failpoint=failpoint)
 
+    def worker(self, *options: str, failpoint: str | None = None) -> subprocess.Popen:
+        """A supervisor."""
+        return self.serve("worker", "worker", *options, failpoint=failpoint)
+
     def serve(self, name: str, *command: str, failpoint: str | None) -> subprocess.Popen:
         return self.start(name, *command, "--config", str(self.file), failpoint=failpoint)
 
@@ -186,3 +191,27 @@ def test_coordinator_is_stopped(
     assert code == 75, site.said()
     assert "Traceback" not in site.said()
     assert finished(site) == whole
+
+
+def test_a_paused_worker_frees_its_machine_and_the_run_is_finished_later(
+    made: Any, whole: bytes, figure: Any
+) -> None:
+    site: Site = made("pause")
+    failpoint = "worker-1/forward@3:sleep:2"
+    supervisor = site.worker("--keep", failpoint=failpoint)
+    site.await_text("worker 1 listens on")
+    coordinator = site.coordinator()
+    site.await_text(f"{failpoint} fires")
+    (child,) = psutil.Process(supervisor.pid).children()
+    began = time.monotonic()
+    assert site.start("pause", "pause", "1").wait(WAIT_S) == 0, site.said()
+    figure("hetero pause in a step", f"{time.monotonic() - began:.1f} s", "as soon as it can")
+    assert not child.is_running()
+    assert "worker 1 is paused: its process has ended" in site.said()
+    assert "paused by its owner" in site.said()
+    assert supervisor.poll() is None
+    assert site.start("resume", "resume", "1").wait(WAIT_S) == 0, site.said()
+    if coordinator.wait(WAIT_S) != 0:
+        assert coordinator.returncode == 75, site.said()
+        assert site.coordinator().wait(WAIT_S) == 0, site.said()
+    assert site.weights() == whole
