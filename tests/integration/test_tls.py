@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -307,3 +307,14 @@ def test_who_was_not_invited_gets_nothing_and_disturbs_nothing(
         "(hetero keys revoke)",
         "worker as coordinator": "0 bytes",
     }
+
+
+def test_500_idle_connections_do_not_keep_the_coordinator_out(
+    cluster: Cluster, undisturbed: list[tuple]
+) -> None:
+    """They come from the coordinator's own address, and none of them says a word."""
+    address = ("127.0.0.1", cluster.ports[0])
+    with ExitStack() as held:
+        for _ in range(500):
+            held.enter_context(socket.create_connection(address, WAIT_S))
+        assert cluster.train("crowded")[0] == undisturbed
