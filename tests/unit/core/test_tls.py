@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,30 @@ def test_byte_that_was_changed_on_its_way_ends_the_stream(context: Any) -> None:
         reader.read(memoryview(bytearray(100)))
     for sock in (one, other, far, near):
         sock.close()
+
+
+def test_last_byte_counts_as_written_when_all_that_was_encrypted_is_sent(context: Any) -> None:
+    """Else the end of a frame could stay behind on an idle link."""
+    writer, reader, _, _ = pair_of_streams(context)
+    plain, room = writer._plain, 50
+
+    def narrow(buffers: deque[memoryview], most: int = 0) -> int:
+        nonlocal room
+        count = plain.write(deque([buffers[0][:room]])) if room else 0
+        room -= count
+        return count
+
+    writer._plain = SimpleNamespace(write=narrow, try_write=narrow)  # type: ignore[assignment]
+    data = memoryview(bytes(range(250)) * 4)
+    assert writer.try_write(deque([data]), 1 << 16) == 999
+    assert writer.write(deque([data[999:]])) == 0
+    room = 1 << 16
+    assert writer.write(deque([data[999:]])) == 1
+    view = memoryview(bytearray(1000))
+    assert reader.read(view, fill=True) == 1000
+    assert view == data
+    plain.close()
+    reader.close()
 
 
 def test_nothing_readable_is_sent(context: Any) -> None:
