@@ -8,6 +8,7 @@ membership.py's table.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from hetero_framework import control, errors
+from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.local_workers import PROGRAM, LocalWorkers
 from hetero_framework.cluster.membership import Action, Event, Membership, State
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
@@ -36,6 +38,7 @@ from hetero_framework.engine.hosts import (
     DirectLost,
     LinkLost,
     StagesLost,
+    Stalled,
     StepResults,
     StopWanted,
     WorkerId,
@@ -403,6 +406,20 @@ class Cluster:
             )
         self._members.settled()
 
+    def part_with(self, leaving: WorkerLeaving) -> None:
+        """Let a worker go that leaves, its state being saved, and wait for it to come back; then
+        `rejoin`. One that its owner has paused is waited for without end. Raises PeerAwayError,
+        PeerLostError and StopWanted."""
+        worker = leaving.worker
+        self.pipeline.lose(worker)
+        self._peers.let_go(worker, Message(m.Bye("what was here is saved")))
+        self._members.on(worker, Event.DIAL)
+        text = "worker %s left (%s); the run waits for it. Ctrl-C stops with all that is done"
+        _log.warning(text, worker, leaving.reason)
+        has_stages = self._peers.reconnect(worker, math.inf if leaving.is_paused else None)
+        self._members.on(worker, Event.BACK if has_stages else Event.FRESH)
+        _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
+
     def _load_workers(self) -> None:
         """Have all workers without stages load them, linked with each other and started."""
         ready: dict[WorkerId, m.Ready] = {}
@@ -575,6 +592,9 @@ class Cluster:
                 leaving.hint = self._advice(leaving.worker)
                 self._guard(leaving.worker, Event.LEAVING, leaving.message)
                 raise
+            except Stalled as stalled:
+                broken = True
+                self._end_hanging(str(stalled))
             except DirectLost as lost:
                 broken = True
                 self._peers.drop_direct(lost.pair)
@@ -587,6 +607,30 @@ class Cluster:
             else:
                 self._members.settled()
                 return result
+
+    def _end_hanging(self, stalled: str) -> None:
+        """End the workers whose main thread answers nothing; others start them again. Raises
+        PeerLostError where all of them answer, or where the same happens again."""
+        questions = {}
+        for worker in self.workers:
+            self._requests += 1
+            questions[worker] = control.request(self._requests, link_probe.ALIVE, None)
+        answering: set[WorkerId] = set()
+        with suppress(LinkLost):  # what `retrying` does next finds it again
+            answering = self.pipeline.answering(questions, timeouts.ALIVE_S)
+        hanging = [worker for worker in self.workers if worker not in answering]
+        if not hanging:
+            raise PeerLostError(
+                f"{stalled}; every worker answers",
+                hint="it may be far slower than planned: training.step_timeout_s sets this limit",
+            )
+        for worker in hanging:
+            gone = event("worker hangs", "ended", worker=worker, reason=stalled)
+            text = "%s; worker %s answers nothing and is ended"
+            _log.warning(text, stalled, worker, extra=gone)
+            if not self._local.kill(worker):
+                with suppress(LinkLost):
+                    self._peers.send(worker, Message(m.Quit(stalled)))
 
     def recover(self, lost: LinkLost) -> None:
         """Have a worker take part again whose link broke. Raises PeerLostError."""

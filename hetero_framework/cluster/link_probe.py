@@ -22,6 +22,8 @@ from hetero_framework.core.messages import Control, Message
 from hetero_framework.errors import HeteroError, NetworkError
 
 SINK, SOURCE, PEER = "hetero.sink", "hetero.source", "hetero.peer"
+ALIVE = "hetero.alive"
+"""Nobody needs to know it: whatever the answer says, a thread gave one."""
 _TRIPS = 20
 _ROUNDS = 5
 MOST_BYTES = 1 << 30

@@ -28,7 +28,7 @@ from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.files import write_file
-from hetero_framework.errors import PeerLostError, ResourceError
+from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly
 from hetero_framework.log import event
 
 WorkerId = int | str
@@ -132,7 +132,8 @@ class LocalWorkers:
         if ended is None:
             return
         pause_s = self._policies[worker_id].died(time.monotonic())
-        if not is_crash(ended.code) or pause_s is None:
+        in_order = ended.code in (0, StoppedEarly.exit_code)  # it was told to, on this machine
+        if not (in_order or is_crash(ended.code)) or pause_s is None:
             too_often = "" if pause_s is not None else f"it died {MAX_DEATHS} times; "
             raise PeerLostError(f"worker {worker_id} is gone: {too_often}{ended}")
         stop.wait(pause_s)
@@ -145,13 +146,16 @@ class LocalWorkers:
         said = event("worker restarted", worker=worker_id, reason=what)
         _log.warning("worker %s: %s; started again", worker_id, what, extra=said)
 
-    def kill(self, worker_id: WorkerId) -> None:
-        """End a worker of this machine that does not answer, at once; `revive` starts it again."""
-        if (child := self._children.get(worker_id)) is not None:
-            _log.warning("worker %s does not answer; its process is killed", worker_id)
-            child.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
-                child.process.wait(timeouts.STOP_S)
+    def kill(self, worker_id: WorkerId) -> bool:
+        """End a worker that does not answer, at once, if it was started here; whether it was.
+        `revive` starts it again."""
+        if (child := self._children.get(worker_id)) is None:
+            return False
+        _log.warning("worker %s does not answer; its process is killed", worker_id)
+        child.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+            child.process.wait(timeouts.STOP_S)
+        return True
 
     def _start(self, worker_id: WorkerId, spawner: _Spawner) -> None:
         running = self._children.get(worker_id)

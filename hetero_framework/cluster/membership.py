@@ -77,7 +77,7 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (_S.LOST, _E.BACK): (_S.READY, (_A.REPEAT_COMMIT,)),
     (_S.LOST, _E.FRESH): (_S.JOINING, (_A.REJOIN,)),
     (_S.LOST, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.LEFT, _E.LINK_LOST): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LEFT, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),  # before its state was handed over
     (_S.LEFT, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LEFT, _E.LEAVING): (_S.LEFT, (_A.HAND_OVER,)),
     # One that takes its place begins as it began.

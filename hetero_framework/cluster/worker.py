@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -476,6 +477,10 @@ class Worker:
         if isinstance(body, m.Hello):
             self._on_hello(connection, body)
             return
+        if isinstance(body, m.Quit):
+            if connection is self._connection:
+                end_process(body.reason)
+            return
         try:
             arrival = unpack(message, self._device)
         except ProtocolError:
@@ -744,6 +749,12 @@ class Worker:
         """Tell the coordinator why this worker ends."""
         with suppress(HeteroError, LinkGone):
             self._send(Message(m.Error(type(error).__name__, error.message, error.hint)))
+
+
+def end_process(reason: str) -> None:
+    """At once: the main thread does not come back from what it does."""
+    _log.error("the coordinator has this process ended: %s", reason)
+    os._exit(HeteroError.exit_code)
 
 
 class LinkGone(Exception):

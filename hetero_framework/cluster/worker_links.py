@@ -162,11 +162,20 @@ class WorkerLinks:
             )
         return {id: dialled.result() for id, dialled in self._dialling.items()}
 
-    def reconnect(self, worker_id: WorkerId) -> bool:
-        """Dial a lost worker for `rejoin_wait_s`; whether it has its stages still. One of this
-        machine whose process ended, or does not answer, is started again. Raises PeerAwayError
-        when it does not come back in time, PeerLostError when it died too often, and StopWanted."""
-        deadline = time.monotonic() + self._config.training.rejoin_wait_s
+    def let_go(self, worker_id: WorkerId, goodbye: Message) -> None:
+        """Say goodbye to a worker that leaves, and close its link."""
+        connection = self._wires.pop(worker_id, None)
+        if connection is not None:
+            with suppress(HeteroError):
+                connection.send(goodbye)
+            connection.close(timeouts.STOP_S)
+
+    def reconnect(self, worker_id: WorkerId, wait_s: float | None = None) -> bool:
+        """Dial a lost worker for `rejoin_wait_s`, or `wait_s`; whether it has its stages still. One
+        of this machine whose process ended, or does not answer, is started again. Raises
+        PeerAwayError when it does not come back in time, PeerLostError when it died too often, and
+        StopWanted."""
+        deadline = time.monotonic() + (wait_s or self._config.training.rejoin_wait_s)
         while True:
             if self._should_stop():
                 raise StopWanted
@@ -225,7 +234,8 @@ class WorkerLinks:
                 told, left = True, timeout_s - elapsed_s
                 starts = self._local.starts(worker.id)
                 reason = "its process starts" if starts else reason
-                _log.info("waiting for %s at %s (%s; up to %.0f s more)", name, where, reason, left)
+                longest = f"; up to {left:.0f} s more" if left < math.inf else ""
+                _log.info("waiting for %s at %s (%s%s)", name, where, reason, longest)
                 if again and reason == REFUSED:
                     _log.info("if nothing there starts it again: hetero train on its machine")
 

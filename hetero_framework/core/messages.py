@@ -571,6 +571,14 @@ class Leaving(Body):
     reason: str
 
 
+@_message(66, COORDINATOR)
+class Quit(Body):
+    """Coordinator to worker: you answer nothing any more; end this process at once, so that another
+    one can take its place. Obeyed by the thread that reads. No answer."""
+
+    reason: str
+
+
 class OtherVersion(Body):
     """In place of a received greeting of another protocol version, which may have other fields."""
 

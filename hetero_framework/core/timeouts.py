@@ -25,6 +25,8 @@ HANDSHAKE_S = 60.0
 """Whoever was dialled has so long for its first answer; it may be in a long computation."""
 REHANDSHAKE_S = 15.0
 """The same after a lost link: who has been there answers from a thread that does not compute."""
+ALIVE_S = 10.0
+"""A process that does nothing in a step has so long to answer a question; else it hangs."""
 STRANGER_S = 10.0
 """Whoever connects has so long to say who it is."""
 ACCEPT_PAUSE_S = 0.2

@@ -48,6 +48,10 @@ class StagesLost(Exception):
         self.reason = reason
 
 
+class Stalled(Exception):
+    """Nothing has moved for too long in a step; the text says what was waited for."""
+
+
 class StopWanted(Exception):
     """The run was asked to end while it waited for a worker."""
 
@@ -58,6 +62,12 @@ class WorkerLeaving(StoppedEarly):
     def __init__(self, worker: WorkerId, reason: str) -> None:
         super().__init__(f"worker {worker} is leaving: {reason}")
         self.worker = worker
+        self.reason = reason
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its owner paused it, and will let it go on."""
+        return self.reason.startswith("paused")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ host does elsewhere arrives over `Links`.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +17,23 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import Commit, LoadKind, StageFigures, StateKind
+from hetero_framework.core.messages import Commit, LoadKind, Message, StageFigures, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine import stage_api as api
-from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
-from hetero_framework.errors import PeerLostError
+from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, Stalled, StepResults
+from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.planner.readiness import Admission
 
 if TYPE_CHECKING:
     from hetero_framework.models.objective import CausalLM  # imports transformers
 
 _POLL_S = 0.5
+_ANSWER_S = 0.1
+_KNOWN_STEPS = 3
+_PATIENCE = 10.0
+"""Times the median step without anything moving, and it hangs,"""
+_LEAST_PATIENCE_S = 60.0
+"""but not before so many seconds."""
 _FIGURES = [field.name for field in dataclasses.fields(StageFigures)]
 T = TypeVar("T")
 Part = tuple[int, int, api.StatePart]  # stage, part number, part
@@ -74,6 +82,7 @@ class Pipeline:
         self._max_in_flight = 1
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._absent: set[WorkerId] = set()
+        self._step_s: deque[float] = deque(maxlen=20)
         self._committed: int | None = None
         self._snapshot: tuple[_StateReader, Callable[[int, int, api.StatePart], None]] | None = None
         # As their last reports said: seconds there and back by pairs of workers that have a link,
@@ -111,7 +120,7 @@ class Pipeline:
 
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
         """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
-        when a link breaks, PeerLostError when nothing moves any more."""
+        when a link breaks, Stalled when nothing moves any more."""
         admission = Admission(len(batches), self._max_in_flight)
         first = self._hosts[0]
 
@@ -153,12 +162,13 @@ class Pipeline:
             shares = [g.tied_gradient for g in report.gradients.values()]
             tied = next((share for share in shares if share is not None), tied)
         seconds = time.perf_counter() - self._began
-        statistics = {}
+        self._step_s.append(seconds)
+        found: dict[int, StageStatistics] = {}
         for k, f in sorted(figures.items()):
             wait_s = max(0.0, seconds - f.forward_s - f.backward_s)
             taken = {name: getattr(f, name) for name in _FIGURES}
-            statistics[k] = StageStatistics(**taken, wait_s=wait_s)
-        return [gradients[spec.index] for spec in self._stages], statistics
+            found[k] = StageStatistics(**taken, wait_s=wait_s)
+        return [gradients[spec.index] for spec in self._stages], found
 
     def commit(
         self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
@@ -200,6 +210,7 @@ class Pipeline:
     def regain(self, worker: WorkerId) -> None:
         """Its stages are loaded again, in a new process."""
         self._absent.discard(worker)
+        self._step_s.clear()  # its first step may take longer
         next(host for host in self._hosts if host.id == worker).renew()
 
     def abort(self) -> None:
@@ -312,17 +323,36 @@ class Pipeline:
         return True
 
     def _wait(self, waiting_for: Callable[[], str]) -> None:
-        """Wait for the next event. Raises PeerLostError after `step_timeout_s` without any."""
+        """Wait for the next event. Raises Stalled when none has come for longer than any step
+        takes."""
         self.check()
         if self._receive(_POLL_S):
             self._last_progress = time.monotonic()
-        elif time.monotonic() - self._last_progress > self._step_timeout_s:
-            raise PeerLostError(
-                f"nothing has moved for {self._step_timeout_s:.0f} s in step "
-                f"{self._info.step + 1}; waiting for {waiting_for()}",
-                hint="a worker hangs or is far slower than planned: look at its screen; "
-                "training.step_timeout_s sets this limit",
+        elif time.monotonic() - self._last_progress > self._patience_s:
+            raise Stalled(
+                f"nothing has moved for {self._patience_s:.0f} s in step {self._info.step + 1}; "
+                f"waiting for {waiting_for()}"
             )
+
+    @property
+    def _patience_s(self) -> float:
+        """`step_timeout_s`; less where the steps so far were far quicker."""
+        if len(self._step_s) < _KNOWN_STEPS:
+            return self._step_timeout_s
+        longest = _PATIENCE * statistics.median(self._step_s)
+        return min(self._step_timeout_s, max(_LEAST_PATIENCE_S, longest))
+
+    def answering(self, questions: Mapping[WorkerId, Message], timeout_s: float) -> set[WorkerId]:
+        """Those whose main thread answers a CONTROL request in time. Raises LinkLost."""
+        deadline, left = time.monotonic() + timeout_s, dict(questions)
+        hosts = {host.id: host for host in self._hosts if isinstance(host, RemoteHost)}
+        while left and time.monotonic() < deadline:
+            for worker in list(left):
+                if (answer := hosts[worker].answer(left[worker])) is not None:
+                    answer.release()
+                    del left[worker]
+            self._receive(_ANSWER_S)
+        return set(questions) - set(left)
 
 
 class _StateReader:

@@ -189,8 +189,8 @@ class Coordinator:
                             probed = True
                         self._steps()
                         return self.finish()
-                    except StagesLost as lost:
-                        self._go_back(lost)
+                    except (StagesLost, WorkerLeaving) as trouble:
+                        self._go_back(trouble)
         except WorkerLeaving as leaving:
             if self._state.step > 0:
                 self._checkpoints.keep(self._state)  # while it still answers
@@ -258,28 +258,37 @@ class Coordinator:
         training = self._config.training
         probe_longest_batch(self._cluster, self._data, training, self._state)
 
-    def _go_back(self, lost: StagesLost) -> None:
-        """A worker is back in a new process: all stages return to the newest state that is kept."""
+    def _go_back(self, trouble: StagesLost | WorkerLeaving) -> None:
+        """A worker's process is another one, or will be: all stages return to the newest state that
+        is kept. One that leaves hands its state over first, so that nothing is repeated."""
         reached = self._state.step
-        while True:
-            self._note_death(lost)
+        if isinstance(trouble, WorkerLeaving):
             try:
+                self._checkpoints.hand_over(self._state)
+            except (StagesLost, WorkerLeaving) as worse:
+                trouble = worse  # what there is of it is not the state of one step
+        while True:
+            try:
+                if isinstance(trouble, WorkerLeaving):
+                    self._cluster.part_with(trouble)
+                else:
+                    self._note_death(trouble)
                 self._cluster.rejoin()
                 state = self._checkpoints.rewind()
                 if state is None:  # nothing is kept: everybody begins again
                     self._cluster.assemble(self._config, self._parts.memory_limits)
                     state = self._take_up(None)
                 break
-            except StagesLost as again:
-                lost = again
+            except (StagesLost, WorkerLeaving) as again:
+                trouble = again
         self._state = state
         del self._losses[max(0, state.step - self._first_step) :]
         self._files.metrics.resume(state.step)
         log.set_step(state.step)
-        back = log.event("went back", worker=lost.worker, to_step=state.step, from_step=reached)
+        back = log.event("went back", worker=trouble.worker, to_step=state.step, from_step=reached)
         text = "training goes on after step %d with worker %s (repeats %s)"
         repeated = plural(reached - state.step, "step")
-        _log.info(text, state.step, lost.worker, repeated, extra=back)
+        _log.info(text, state.step, trouble.worker, repeated, extra=back)
 
     def _note_death(self, lost: StagesLost) -> None:
         """Raise PeerLostError when the step that is under way has killed workers too often."""

@@ -78,6 +78,13 @@ class RunCheckpoints:
         if (durable := self._durable) is not None:
             self._cluster.retrying(lambda: durable.after_step(state, seconds))
 
+    def hand_over(self, state: TrainState) -> None:
+        """A worker leaves: keep what the stages have now. Raises StagesLost and WorkerLeaving."""
+        if (durable := self._durable) is not None:
+            self._cluster.retrying(lambda: durable.take(state))
+        elif state.step > 0:
+            self.keep(state)
+
     def rewind(self) -> TrainState | None:
         """Have all stages go back to the newest state that is kept; None where there is none.
         Raises StagesLost."""

@@ -186,13 +186,27 @@ def read_metrics(output: Path) -> list[tuple]:
 @pytest.fixture
 def nothing_left(pool: Pool) -> Iterator[None]:
     """No test may leave a thread, a socket or a child behind, or end a worker of the pool."""
+    with leaving_nothing():
+        yield
+        pool.check()
+
+
+@pytest.fixture
+def nothing_left_here() -> Iterator[None]:
+    """The same where the pool is not needed."""
+    with leaving_nothing():
+        yield
+
+
+@contextlib.contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Within the block no thread, socket or child may be left behind."""
     me = psutil.Process()
     before = (threads(), sockets(me), children(me))
     yield
     deadline = time.monotonic() + 5
     while (threads(), sockets(me), children(me)) != before and time.monotonic() < deadline:
         time.sleep(0.05)  # nothing announces that a socket or a process is gone
-    pool.check()
     assert threads() == before[0]
     assert sockets(me) == before[1]
     assert children(me) == before[2]

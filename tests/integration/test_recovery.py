@@ -5,9 +5,12 @@ The workers are this machine's own, which the coordinator starts, and starts aga
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,14 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
+from hetero_framework.core import timeouts
+from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import TRAINING, Notes, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.samples import free_ports
 
-pytestmark = [pytest.mark.usefixtures("nothing_left")]
+pytestmark = [pytest.mark.usefixtures("nothing_left_here")]
 
 SETTINGS = {**TRAINING, "verify_architecture": False, "replicate_steps": 2, "max_steps": 9}
 
@@ -83,4 +88,47 @@ def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
     assert read_metrics(tmp_path / "run") == read_metrics(whole)
     assert_same(weights(tmp_path / "run"), weights(whole))
     assert [line for line in notes.lines if "training goes on after step" in line]
-    print("\n".join(notes.lines))
+
+
+def test_a_stage_that_hangs_is_killed_and_the_result_is_the_same(
+    llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats go on; only the thread that computes does not come back."""
+    monkeypatch.setenv("HETERO_FAILPOINT", "worker-2/forward@4:sleep:600")
+    monkeypatch.setenv("HETERO_FAILPOINT_ONCE", str(tmp_path))
+    monkeypatch.setattr(timeouts, "ALIVE_S", 1.0)
+    notes = Killer({})
+    train(configuration(tmp_path / "run", llama, texts, step_timeout_s=3.0), progress=notes)
+    assert any("worker 2 answers nothing and is ended" in line for line in notes.lines)
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+    assert_same(weights(tmp_path / "run"), weights(whole))
+
+
+def test_a_step_that_kills_its_worker_each_time_ends_the_run_and_names_its_samples(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/backward@3")
+    config = configuration(tmp_path / "run", llama, texts, replicate_steps=1)
+    with pytest.raises(PeerLostError, match="step 3 has ended a worker 3 times") as raised:
+        train(config, progress=Notes())
+    assert "samples of the step: " in str(raised.value.hint)
+    assert raised.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    "point", ["forward@5", "commit-done@5", "optimizer-half@5", "state-part@6"]
+)
+def test_a_coordinator_that_is_killed_goes_on_with_the_same_command(
+    point: str, llama: Path, texts: Path, tmp_path: Path, whole: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(configuration(tmp_path / "run", llama, texts).to_dict()))
+    command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)]
+    environment = {**os.environ, "HETERO_FAILPOINT": f"coordinator/{point}"}
+    killed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "the run that was cut short here goes on after step" in again.stdout + again.stderr
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+    assert_same(weights(tmp_path / "run"), weights(whole))

@@ -98,6 +98,10 @@ class FakePipeline:
     def __init__(self) -> None:
         self.repeated: list[Any] = []
         self.asked: list[tuple[str, Any]] = []
+        self.alive = {1, 2}
+
+    def answering(self, questions: Any, timeout_s: float) -> set[Any]:
+        return self.alive
 
     def share_tied_weight(self) -> None: ...
     def abort(self) -> None: ...
@@ -217,6 +221,43 @@ def test_worker_without_its_stages_sends_the_run_back_and_is_asked_nothing_meanw
     assert links.sent == [(1, "SETUP"), (1, "START")]
     assert cluster.pipeline.asked == [("lose", 1), ("regain", 1)]  # type: ignore[attr-defined]
     assert cluster._members.those(State.READY) == [1, 2]
+
+
+class Killer:
+    """`LocalWorkers` of which one is ours."""
+
+    def __init__(self) -> None:
+        self.killed: list[Any] = []
+
+    def kill(self, worker: Any) -> bool:
+        self.killed.append(worker)
+        return bool(worker == 1)
+
+
+@pytest.mark.usefixtures("one_plan")
+@pytest.mark.parametrize("hanging", [{1}, {2}, {1, 2}])
+def test_workers_that_answer_nothing_are_ended_where_they_are(
+    hanging: set[int], links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    cluster.assemble(config())
+    killer = Killer()
+    monkeypatch.setattr(cluster, "_local", killer)
+    cluster.pipeline.alive = {1, 2} - hanging  # type: ignore[attr-defined]
+    links.sent.clear()
+    cluster._end_hanging("nothing has moved")
+    assert killer.killed == sorted(hanging)
+    assert links.sent == [(2, "QUIT")] * (2 in hanging)
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_step_that_stands_still_though_all_workers_answer_ends_the_run(links: Links) -> None:
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    cluster.assemble(config())
+    with pytest.raises(PeerLostError, match="nothing has moved; every worker answers"):
+        cluster._end_hanging("nothing has moved")
 
 
 def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it() -> None:

@@ -101,6 +101,7 @@ def examples() -> dict[str, Message]:
         (m.PeerWelcome(**versions), []),
         (m.PeerLost("box", "connection reset"), []),
         (m.Leaving("SIGTERM"), []),
+        (m.Quit("it hangs"), []),
     ]
     return {body.spec.name: Message(body, tensors) for body, tensors in made}
 

@@ -29,7 +29,7 @@ from hetero_framework.core.messages import (
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
-from hetero_framework.engine.hosts import Event, LinkLost, StepResults
+from hetero_framework.engine.hosts import Event, LinkLost, Stalled, StepResults
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import (
@@ -41,7 +41,7 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.stage_api import Loss as StageLoss
 from hetero_framework.engine.stage_host import StageHost
-from hetero_framework.errors import HeteroError, PeerLostError
+from hetero_framework.errors import HeteroError
 from hetero_framework.models.objective import CausalLM
 from tests.samples import boundary_message
 from tests.unit.engine.test_executor import FakeStage
@@ -230,7 +230,7 @@ def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> N
     step(pipeline, following)
     pipeline.commit(1e-3, 0.5, no_recovery)
     worker.confirm(INFO)
-    with pytest.raises(PeerLostError, match="waiting for the commit of worker 7"):
+    with pytest.raises(Stalled, match="waiting for the commit of worker 7"):
         pipeline.drain_commits()
     worker.confirm(following)
     pipeline.drain_commits()
@@ -271,7 +271,7 @@ def test_abort_forgets_what_was_reported() -> None:
     pipeline.abort()
     assert stage.calls[-1] == ("abort",)
     assert len(worker.kinds(Abort)) == 1
-    with pytest.raises(PeerLostError, match="waiting for gradient norms of worker 7"):
+    with pytest.raises(Stalled, match="waiting for gradient norms of worker 7"):
         pipeline.report_gradients()
 
 
@@ -279,7 +279,7 @@ def test_run_in_which_nothing_moves_says_what_is_open() -> None:
     pipeline, worker, _ = make(step_timeout_s=-1.0)
     worker.answers = False
     pipeline.begin(INFO, SCHEDULE, 2)
-    with pytest.raises(PeerLostError, match="in step 1; waiting for losses of micro-batches 0, 1"):
+    with pytest.raises(Stalled, match="in step 1; waiting for losses of micro-batches 0, 1"):
         pipeline.run(BATCHES)
 
 
