@@ -28,7 +28,8 @@ class State(Enum):
     LOADING = "it loads its stages; nothing is lost with it"
     READY = "its stages take part"
     LOST = "its link is gone; its stages wait for it as long as an outage may last"
-    LEFT = "it takes no part any more, or is about to"
+    LEAVING = "it will end soon, and still answers"
+    LEFT = "it takes no part any more"
 
 
 class Event(Enum):
@@ -71,15 +72,18 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (_S.LOADING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.READY, _E.PLANNED): (_S.LOADING, (_A.SET_UP,)),  # all begin anew
     (_S.READY, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),
-    (_S.READY, _E.LEAVING): (_S.LEFT, (_A.HAND_OVER,)),
+    (_S.READY, _E.LEAVING): (_S.LEAVING, (_A.HAND_OVER,)),
     (_S.READY, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LOST, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),  # in the handshake
     (_S.LOST, _E.BACK): (_S.READY, (_A.REPEAT_COMMIT,)),
     (_S.LOST, _E.FRESH): (_S.JOINING, (_A.REJOIN,)),
     (_S.LOST, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.LEFT, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),  # before its state was handed over
+    (_S.LEAVING, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),  # before its state was handed over
+    (_S.LEAVING, _E.LEAVING): (_S.LEAVING, (_A.HAND_OVER,)),
+    (_S.LEAVING, _E.DIAL): (_S.JOINING, ()),  # it was let go, and is waited for
+    (_S.LEAVING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
+    (_S.LEFT, _E.LINK_LOST): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LEFT, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.LEFT, _E.LEAVING): (_S.LEFT, (_A.HAND_OVER,)),
     # One that takes its place begins as it began.
     (_S.LEFT, _E.DIAL): (_S.JOINING, ()),
 }

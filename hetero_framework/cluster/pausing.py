@@ -19,11 +19,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from hetero_framework.core import timeouts
 from hetero_framework.core.cache import cache_directory
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import UserError
-
-_LOCK_S = 2.0  # `hetero pause` holds a lock for a moment when it looks whether anybody else does
 
 
 class State(Enum):
@@ -64,7 +63,7 @@ class Desk:
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            self._lock.acquire(timeout=_LOCK_S)
+            self._lock.acquire(timeout=timeouts.LOCK_S)
         except Timeout:
             other = self.worker()
             who = f"process {other.pid}" if other is not None else "another process"
