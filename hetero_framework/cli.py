@@ -422,6 +422,43 @@ def _serve(
     return 0
 
 
+@_command(
+    "train twice, the second time with processes of this machine killed, and compare the results",
+    """
+    hetero chaos --config cluster.json
+    hetero chaos --steps 40 --kills 6 --seed 3 --output-dir runs/chaos
+    """,
+    *_CONFIG,
+    _option("--output-dir", metavar="DIR", default="runs/chaos", help="default: runs/chaos"),
+    _option("--steps", type=int, default=20, help="of each of the two runs (default: 20)"),
+    _option("--kills", type=int, default=4, help="processes to kill (default: 4)"),
+    _option("--seed", type=int, default=0, help="says who is killed after which step"),
+    _JSON,
+)
+def _run_chaos(arguments: argparse.Namespace) -> int:
+    directory = Path(arguments.output_dir)
+    arguments.output_dir = None  # of the two runs, not of the configuration
+    config = _load(arguments)
+    config.require("model", "data")
+    from dataclasses import asdict
+
+    from hetero_framework.commands.chaos import chaos, text
+
+    options = ["--config", arguments.config]
+    for setting in arguments.set:
+        options += ["--set", setting]
+    verdict = chaos(
+        config,
+        directory,
+        steps=arguments.steps,
+        kills=arguments.kills,
+        seed=arguments.seed,
+        options=options,
+    )
+    _report(arguments, asdict(verdict), text)
+    return 0 if verdict.same else HeteroError.exit_code
+
+
 _PAUSE_OPTIONS = (
     _option("worker_id", metavar="ID", help="the worker, as the configuration names it"),
     _option(

@@ -317,6 +317,8 @@ class WorkerLinks:
         fails; why not, where both do. Raises LinkLost."""
         # One link for a pair that meets twice: each end would close its own of two that cross.
         wanted = list({frozenset(pair): pair for pair in pairs}.values())
+        for pair in wanted:
+            self._redials.pop(frozenset(pair), None)  # now, and not some time between steps
         problems: dict[frozenset[WorkerId], list[str]] = {}
         for ordered in (wanted, [(b, a) for a, b in wanted]):
             left = [(a, b) for a, b in ordered if frozenset((a, b)) not in self._direct]

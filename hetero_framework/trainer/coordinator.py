@@ -171,7 +171,7 @@ class Coordinator:
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(parts.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
-        self._first_step = 0
+        self._first_step, self._has_begun = 0, False
         self._losses: list[float] = []
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
         self._may_last_s = math.inf
@@ -181,12 +181,8 @@ class Coordinator:
         try:
             self.start(checkpoint, facts)
             with self._stop.waiting():
-                probed = False
                 while True:
                     try:
-                        if not probed:
-                            self._probe_memory()
-                            probed = True
                         self._steps()
                         return self.finish()
                     except (StagesLost, WorkerLeaving) as trouble:
@@ -254,10 +250,6 @@ class Coordinator:
     def _load_initial_adapter(self) -> None:
         setup.load_initial_adapter(self._parts, self._cluster.pipeline)
 
-    def _probe_memory(self) -> None:
-        training = self._config.training
-        probe_longest_batch(self._cluster, self._data, training, self._state)
-
     def _go_back(self, trouble: StagesLost | WorkerLeaving) -> None:
         """A worker's process is another one, or will be: all stages return to the newest state that
         is kept. One that leaves hands its state over first, so that nothing is repeated."""
@@ -311,8 +303,11 @@ class Coordinator:
         training, total = self._config.training, self._data.total_steps
         has_eval = self._data.num_eval_examples > 0
         eval_steps = training.eval_steps or training.logging_steps
-        if has_eval and training.eval_on_start and self._state.step == 0:
-            self.evaluate()
+        if not self._has_begun:  # else the run went back to its beginning
+            probe_longest_batch(self._cluster, self._data, training, self._state)
+            if has_eval and training.eval_on_start and self._state.step == 0:
+                self.evaluate()
+            self._has_begun = True
         while self._state.step < total:
             self._cluster.pipeline.check = self._heed_stop
             if self._stop.requested is not None:
