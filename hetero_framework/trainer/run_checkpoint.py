@@ -89,7 +89,9 @@ class RunCheckpoints:
         """Have all stages go back to the newest state that is kept; None where there is none.
         Raises StagesLost."""
         if self._durable is not None:
-            return self._cluster.retrying(self._durable.rewind)
+            state = self._cluster.retrying(self._durable.rewind)
+            if state is not None:
+                return state
         if self._last is None:
             return None
         step, root = self._last
