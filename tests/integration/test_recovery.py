@@ -78,7 +78,11 @@ def whole(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return output
 
 
-@pytest.mark.parametrize("at", [{1: (1,)}, {4: (2,)}, {5: (1, 2)}, {3: (1,), 7: (2,)}], ids=str)
+LONG = pytest.mark.faults
+KILLS = [{5: (1, 2)}, *(pytest.param(at, marks=LONG) for at in ({1: (1,)}, {3: (1,), 7: (2,)}))]
+
+
+@pytest.mark.parametrize("at", KILLS, ids=str)
 def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
     at: dict[int, tuple[int, ...]], llama: Path, texts: Path, tmp_path: Path, whole: Path
 ) -> None:
