@@ -246,7 +246,8 @@ def test_a_worker_that_does_not_listen(run, monkeypatch) -> None:
 
 
 def test_a_worker_whose_name_is_not_known(run) -> None:
-    run(with_workers(FAR, 9999, training={"connect_timeout_s": 1.0})).expect(
+    far = with_workers(FAR, 9999, training={"connect_timeout_s": 1.0})
+    run(far, "--insecure-plaintext").expect(
         2, r"cannot reach worker 1 at far\.invalid:9999", "check the spelling|firewall"
     )
 
