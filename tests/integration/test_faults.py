@@ -489,18 +489,18 @@ def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
     ("number", "shown"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
 )
 def test_a_worker_that_is_told_to_end_hands_over_and_nothing_is_repeated(
-    make, whole, tmp_path
+    number, shown, make, whole, tmp_path
 ) -> None:
-    """SIGTERM, as of a machine that shuts down; here it is started again at once."""
+    """As on a machine that shuts down; here it is started again at once."""
 
     class Terminate(SignalAt):
         def act(self) -> None:
-            os.kill(pids(self)[0], signal.SIGTERM)
+            os.kill(pids(self)[0], number)
 
     notes = Terminate(4)
     config = make("run", [2, 4], training={"rejoin_wait_s": 60.0})
     train(with_own_worker(config), progress=notes)
-    assert any("worker 1 left (" in line for line in notes.lines)
+    assert any("worker 1 left (" in line and shown in line for line in notes.lines)
     assert any("(repeats 0 steps)" in line for line in notes.lines)
     assert_equal_runs(tmp_path / "run", whole("lora"))
 

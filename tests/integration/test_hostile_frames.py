@@ -32,6 +32,7 @@ from tests.integration.test_parity import LORA, assert_same, weights
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
 MOST_GROWN_BYTES = 20 << 20
+HELD_STEP = 5
 PACE_S = 0.06
 """Between two connections; whom an address sends more often is not let in."""
 HELLO = {
@@ -128,7 +129,7 @@ class Stranger(threading.Thread):
         self.port, self.worker = port, worker
         self.grown_bytes = 0
         self.answers: dict[str, bytes] = {}
-        self.going = threading.Event()
+        self.going, self.refused = threading.Event(), threading.Event()
 
     def run(self) -> None:
         assert self.going.wait(240)
@@ -139,6 +140,7 @@ class Stranger(threading.Thread):
         for name, (data, _, _) in REFUSED.items():
             time.sleep(PACE_S)
             self.answers[name] = answer(self.port, data, half_close=False)
+        self.refused.set()
         silent = struct.pack(">QI", 65_000, 64_000)
         self.answers[SLOW] = answer(self.port, silent, half_close=False)
         self.grown_bytes = self.worker.memory_info().rss - before
@@ -154,6 +156,8 @@ class Begins(Notes):
     def step(self, metrics: Any) -> None:
         super().step(metrics)
         self.stranger.going.set()
+        if metrics["step"] == HELD_STEP:
+            self.stranger.refused.wait(240)  # a run that is over would refuse nobody
 
 
 def test_hostile_bytes_are_refused_and_a_run_beside_them_keeps_its_result(

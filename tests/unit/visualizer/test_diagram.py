@@ -62,12 +62,10 @@ NASTY_NAMES = [
     "a;b#35;c",
     "%% comment %%{init: {}}%%",
     "-->|x|",
-    "new\nline\ttab",
     "\\n\\l\\\\",
     "机器-µ-ß",
     "1. item",
     "subgraph",
-    "\x00\x1b[31m",
     "   ",
     "😀",
 ]
