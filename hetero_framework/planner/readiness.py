@@ -58,6 +58,16 @@ BACKWARD_FIRST = Policy(-1e9, 1.0, 0.0, 1.0, 0.0)
 device as fast as any."""
 
 
+class _Lane:
+    """The tasks of one kind of one stage: they run in ascending order."""
+
+    __slots__ = ("arrived", "started")
+
+    def __init__(self) -> None:
+        self.arrived: set[int] = set()
+        self.started = 0
+
+
 class Readiness:
     """The tasks of one device in one step.
 
@@ -71,24 +81,33 @@ class Readiness:
         self._limits = in_flight_limits
         self._policy = policy
         self._num_devices = num_devices
-        self._arrived: set[Task] = set()
-        self._started = {(kind, k): 0 for kind in (FORWARD, BACKWARD) for k in in_flight_limits}
+        self._forward = {k: _Lane() for k in in_flight_limits}
+        self._backward = {k: _Lane() for k in in_flight_limits}
         self._in_flight = dict.fromkeys(in_flight_limits, 0)
         self._peak = dict.fromkeys(in_flight_limits, 0)
 
     def arrived(self, task: Task) -> None:
         """Everything that a task needs has come."""
-        self._arrived.add(task)
+        self._lane(task).arrived.add(task.micro_batch)
 
     def next(self) -> Task | None:
         """The task to run now, None when nothing may run."""
-        ready = filter(self._may_run, self._arrived)
-        return min(ready, key=lambda task: self._policy.key(task, self._num_devices), default=None)
+        ready = []
+        for stage, lane in self._backward.items():
+            if lane.started in lane.arrived:
+                ready.append(Task(BACKWARD, stage, lane.started))
+        for stage, lane in self._forward.items():
+            if lane.started in lane.arrived and self._in_flight[stage] < self._limits[stage]:
+                ready.append(Task(FORWARD, stage, lane.started))
+        if len(ready) < 2:
+            return ready[0] if ready else None
+        return min(ready, key=lambda task: self._policy.key(task, self._num_devices))
 
     def start(self, task: Task, *, stores: bool) -> None:
         """A task begins; with `stores` it is a forward that is kept until `release`."""
-        self._arrived.remove(task)
-        self._started[task.kind, task.stage] += 1
+        lane = self._lane(task)
+        lane.arrived.remove(task.micro_batch)
+        lane.started += 1
         if stores:
             count = self._in_flight[task.stage] = self._in_flight[task.stage] + 1
             self._peak[task.stage] = max(self._peak[task.stage], count)
@@ -99,17 +118,14 @@ class Readiness:
 
     def started(self, kind: str, stage: int) -> int:
         """How many tasks of this kind a stage has begun."""
-        return self._started[kind, stage]
+        return (self._forward if kind == FORWARD else self._backward)[stage].started
 
     def peak_in_flight(self, stage: int) -> int:
         """The largest number of forwards that a stage has stored at once."""
         return self._peak[stage]
 
-    def _may_run(self, task: Task) -> bool:
-        kind, stage = task.kind, task.stage
-        if task.micro_batch != self._started[kind, stage]:
-            return False
-        return kind == BACKWARD or self._in_flight[stage] < self._limits[stage]
+    def _lane(self, task: Task) -> _Lane:
+        return (self._forward if task.kind == FORWARD else self._backward)[task.stage]
 
 
 class Admission:

@@ -9,8 +9,11 @@ Units: seconds. p stages, m micro-batches, F and B the forward and backward time
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hetero_framework.planner.readiness import (
@@ -22,6 +25,9 @@ from hetero_framework.planner.readiness import (
     Readiness,
     Task,
 )
+
+Nic = tuple[int, str]
+"""A device's network, "in" or "out"."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Profile:
         wire_s = sum(self.edge_s(k, kind) for k in range(len(self.edges)) for kind in kinds)
         return sum(self.forward_s) + sum(self.backward_s) + wire_s
 
-    def nics(self, stage: int, kind: str) -> tuple[tuple[int, str], ...]:
+    def nics(self, stage: int, kind: str) -> tuple[Nic, ...]:
         """The NICs that a tensor passes on the edge after `stage`."""
         sender, receiver = self.devices[stage], self.devices[stage + 1]
         if sender == receiver:
@@ -104,7 +110,25 @@ class Profile:
         return ((sender, "out"), *middle, (receiver, "in"))  # type: ignore[arg-type]
 
 
-def step_bound(profile: Profile, micro_batches: int) -> float:
+class _Use:
+    """What occupies a device or a NIC: seconds per micro-batch, the earliest moment that it can
+    have something to do, and the least time from its last work to the end of the step."""
+
+    __slots__ = ("head_s", "tail_s", "work_s")
+
+    def __init__(self) -> None:
+        self.work_s = 0.0
+        self.head_s = self.tail_s = math.inf
+
+    def add(self, work_s: float, head_s: float, tail_s: float) -> None:
+        self.work_s += work_s
+        self.head_s = min(self.head_s, head_s)
+        self.tail_s = min(self.tail_s, tail_s)
+
+
+def step_bound(
+    profile: Profile, micro_batches: int, in_flight_limits: Sequence[int] | None = None
+) -> float:
     """Least seconds of a step under any schedule.
 
     For each device and each NIC: the earliest moment that it can have something to do, all its
@@ -112,36 +136,38 @@ def step_bound(profile: Profile, micro_batches: int) -> float:
     one micro-batch through everything. For equal stages and free transfers that is
     (m + p - 1)(F + B), which 1F1B reaches, and with v stages per device
     m(F + B) + (p - 1)(F + B) / v (Narayanan et al. 2021, section 2.2).
+
+    With `in_flight_limits`: a stage that stores at most h forwards begins one only when the h-th
+    before it has come back, so it sends the last one off after (m - 1) // h ways there and back.
     """
+    if not micro_batches:
+        return 0.0
     p = profile.num_stages
-    reach = [0.0] * p  # earliest start of a stage's first forward
-    leave = [0.0] * p  # from the end of a stage's last backward to the end of the step
-    for stage in range(1, p):
-        before = stage - 1
-        reach[stage] = reach[before] + profile.forward_s[before] + profile.edge_s(before, FORWARD)
-        leave[stage] = leave[before] + profile.backward_s[before] + profile.edge_s(before, BACKWARD)
-    # What occupies each device and NIC: seconds per micro-batch, earliest start, least time after.
-    uses: dict[Any, list[tuple[float, float, float]]] = {}
-    for stage, device in enumerate(profile.devices):
-        work = profile.forward_s[stage] + profile.backward_s[stage]
-        uses.setdefault(device, []).append((work, reach[stage], leave[stage]))
     path = profile.path_s
-    for stage, edge in enumerate(profile.edges):
-        there = reach[stage] + profile.forward_s[stage]
-        back = profile.edge_s(stage, BACKWARD) + profile.backward_s[stage] + leave[stage]
-        use = (edge.forward_s, there, path - there - edge.forward_s)
+    uses: dict[Any, _Use] = {}
+    bound = path
+    # Earliest start of the stage's first forward; from the end of its last backward to the end.
+    reach = leave = 0.0
+    for stage, device in enumerate(profile.devices):
+        forward_s, backward_s = profile.forward_s[stage], profile.backward_s[stage]
+        uses.setdefault(device, _Use()).add(forward_s + backward_s, reach, leave)
+        if in_flight_limits is not None and stage < p - 1:
+            ways = (micro_batches - 1) // in_flight_limits[stage]
+            bound = max(bound, path + ways * (path - reach - leave))
+        if stage == p - 1:
+            break
+        edge = profile.edges[stage]
+        there, back = reach + forward_s, leave + backward_s
+        reach = there + profile.edge_s(stage, FORWARD)
+        leave = back + profile.edge_s(stage, BACKWARD)
         for nic in profile.nics(stage, FORWARD):
-            uses.setdefault(nic, []).append(use)
-        use = (edge.backward_s, path - back, back - edge.backward_s)
+            tail = path - there - edge.forward_s
+            uses.setdefault(nic, _Use()).add(edge.forward_s, there, tail)
         for nic in profile.nics(stage, BACKWARD):
-            uses.setdefault(nic, []).append(use)
-    bounds = [
-        min(head for _, head, _ in own)
-        + micro_batches * sum(work for work, *_ in own)
-        + min(tail for *_, tail in own)
-        for own in uses.values()
-    ]
-    return max([path, *bounds]) if micro_batches else 0.0
+            tail = leave - edge.backward_s
+            uses.setdefault(nic, _Use()).add(edge.backward_s, path - leave, tail)
+    ends = (use.head_s + micro_batches * use.work_s + use.tail_s for use in uses.values())
+    return max(bound, *ends)
 
 
 @dataclass(frozen=True)
@@ -168,7 +194,7 @@ def simulate(
     `in_flight_limits[k]` is how many forwards stage k may store (default: `max_in_flight`). With
     `spread` each task and transfer takes up to that share more or less, always the same. The last
     stage does forward and backward of a micro-batch as one task, as the real one does. A tensor
-    passes all its NICs at once, when the last is free. Raises ValueError for a limit below one.
+    passes all its NICs at once. Raises ValueError for a limit below one.
     """
     if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
         raise ValueError("an in-flight limit smaller than one micro-batch never starts")
@@ -178,11 +204,75 @@ def simulate(
         limits.setdefault(device, {})[stage] = limit
     readiness = {device: Readiness(own, policy, len(limits)) for device, own in limits.items()}
     admission = Admission(micro_batches, max_in_flight)
-    return _Simulator(profile, micro_batches, admission, readiness, spread).run()
+    nics = _Nics(profile)
+    return _Simulator(profile, micro_batches, admission, readiness, nics, spread).run()
+
+
+class _Lane:
+    """The tensors of one direction of one edge, oldest first, that wait for their NICs.
+
+    `turn` says when its last one went, as the number of all tensors before; negative before that.
+    """
+
+    __slots__ = ("latency_s", "nics", "seconds", "turn", "waiting")
+
+    def __init__(self, nics: tuple[Nic, ...], seconds: float, latency_s: float, turn: int) -> None:
+        self.nics = nics
+        self.seconds = seconds
+        self.latency_s = latency_s
+        self.turn = turn
+        self.waiting: deque[Task] = deque()
+
+
+class _Nics:
+    """The NICs of all devices: each carries one tensor at a time.
+
+    A NIC chooses its next tensor when it becomes free, not when one is ready. Edges and directions
+    take turns: of the tensors whose NICs are all free, that whose lane has waited longest since
+    its last one. What is small (losses, control) passes at once and is not simulated.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._busy: set[Nic] = set()
+        self._turn = 0
+        self._lanes: dict[tuple[str, int], _Lane] = {}  # by kind and stage of the receiving task
+        self._users: dict[Nic, list[_Lane]] = {}
+        for k, edge in enumerate(profile.edges):
+            ways = ((BACKWARD, k, edge.backward_s), (FORWARD, k + 1, edge.forward_s))
+            for kind, receiver, seconds in ways:
+                if nics := profile.nics(k, kind):
+                    first_turn = len(self._lanes) - 2 * len(profile.edges)
+                    lane = _Lane(nics, seconds, edge.latency_s, first_turn)
+                    self._lanes[kind, receiver] = lane
+                    for nic in nics:
+                        self._users.setdefault(nic, []).append(lane)
+
+    def lane(self, task: Task) -> _Lane | None:
+        """The lane of a task's tensor, None between two stages of one device."""
+        return self._lanes.get((task.kind, task.stage))
+
+    def can_cross(self, lane: _Lane) -> bool:
+        return self._busy.isdisjoint(lane.nics)
+
+    def take(self, lane: _Lane) -> Task:
+        """The lane's first tensor begins to cross."""
+        self._busy.update(lane.nics)
+        lane.turn = self._turn
+        self._turn += 1
+        return lane.waiting.popleft()
+
+    def release(self, lane: _Lane) -> list[_Lane]:
+        """A tensor has crossed: the lanes that may have waited for its NICs, in turn."""
+        self._busy.difference_update(lane.nics)
+        waiting = {user for nic in lane.nics for user in self._users[nic] if user.waiting}
+        return sorted(waiting, key=_turn)
+
+
+_turn = attrgetter("turn")
 
 
 class _Simulator:
-    """One simulation: an event queue of tensors that arrive and tasks that end."""
+    """One simulation: an event queue of tensors that cross and arrive, and of tasks that end."""
 
     def __init__(
         self,
@@ -190,17 +280,19 @@ class _Simulator:
         micro_batches: int,
         admission: Admission,
         readiness: Mapping[int, Readiness],  # of each device
+        nics: _Nics,
         spread: float,
     ) -> None:
         self._profile = profile
         self._m = micro_batches
         self._admission = admission
         self._readiness = readiness
+        self._nics = nics
         self._spread = spread
+        self._last = profile.num_stages - 1
         self._idle = dict.fromkeys(readiness, True)
         self._busy_s = dict.fromkeys(readiness, 0.0)
-        self._nic_free: dict[tuple[int, str], float] = {}
-        self._events: list[tuple[float, int, str, Task]] = []
+        self._events: list[tuple[float, int, Callable[[float, Task], None], Task]] = []
         self._serial = self._finished = 0
 
     def run(self) -> Simulation:
@@ -208,21 +300,15 @@ class _Simulator:
         self._admit()
         self._start(now, devices[0])
         while self._finished < self._m:
-            now, _, what, task = heapq.heappop(self._events)
-            device = devices[task.stage]
-            if what == "arrived":
-                self._readiness[device].arrived(task)
-            else:
-                self._idle[device] = True
-                self._ended(now, task)
-            self._start(now, device)
+            now, _, happens, task = heapq.heappop(self._events)
+            happens(now, task)
         busy = tuple(busy_s / now if now else 0.0 for busy_s in self._busy_s.values())
         peaks = tuple(self._readiness[d].peak_in_flight(k) for k, d in enumerate(devices))
         return Simulation(now, busy, peaks)
 
-    def _post(self, at: float, what: str, task: Task) -> None:
+    def _post(self, at: float, happens: Callable[[float, Task], None], task: Task) -> None:
         self._serial += 1
-        heapq.heappush(self._events, (at, self._serial, what, task))
+        heapq.heappush(self._events, (at, self._serial, happens, task))
 
     def _admit(self) -> None:
         while (micro_batch := self._admission.next(self._finished)) is not None:
@@ -230,29 +316,52 @@ class _Simulator:
             self._readiness[self._profile.devices[0]].arrived(Task(FORWARD, 0, micro_batch))
 
     def _ended(self, now: float, task: Task) -> None:
-        stage, k = task.stage, task.micro_batch
-        if task.kind == FORWARD and stage < self._profile.num_stages - 1:
-            self._send(now, Task(FORWARD, stage + 1, k), stage)
-            return
-        self._readiness[self._profile.devices[stage]].release(stage)
-        if stage > 0:
-            self._send(now, Task(BACKWARD, stage - 1, k), stage - 1)
+        """A task's work is done."""
+        kind, stage, k = task
+        device = self._profile.devices[stage]
+        self._idle[device] = True
+        if kind == FORWARD and stage < self._last:
+            self._send(now, Task(FORWARD, stage + 1, k))
         else:
-            self._finished += 1
-            self._admit()
+            self._readiness[device].release(stage)
+            if stage > 0:
+                self._send(now, Task(BACKWARD, stage - 1, k))
+            else:
+                self._finished += 1
+                self._admit()
+        self._start(now, device)
 
-    def _send(self, now: float, task: Task, stage: int) -> None:
-        """Send a task's tensor over the edge after `stage`."""
-        nics = self._profile.nics(stage, task.kind)
-        if not nics:
-            self._readiness[self._profile.devices[stage]].arrived(task)
+    def _send(self, now: float, task: Task) -> None:
+        """Pass a task its tensor: at once on the same device, else when its NICs are free."""
+        lane = self._nics.lane(task)
+        if lane is None:
+            self._readiness[self._profile.devices[task.stage]].arrived(task)
             return
-        edge = self._profile.edges[stage]
-        seconds = edge.forward_s if task.kind == FORWARD else edge.backward_s
-        seconds *= self._factor(task, 1)
-        end = max([now, *(self._nic_free.get(nic, 0.0) for nic in nics)]) + seconds
-        self._nic_free.update(dict.fromkeys(nics, end))
-        self._post(end + edge.latency_s, "arrived", task)
+        lane.waiting.append(task)
+        if self._nics.can_cross(lane):
+            self._cross(now, lane)
+
+    def _cross(self, now: float, lane: _Lane) -> None:
+        task = self._nics.take(lane)
+        end = now + lane.seconds * self._factor(task, 1)
+        self._post(end, self._crossed, task)
+
+    def _crossed(self, now: float, task: Task) -> None:
+        """A tensor's last byte has left its NICs."""
+        lane = self._nics.lane(task)
+        assert lane is not None
+        if lane.latency_s:
+            self._post(now + lane.latency_s, self._arrived, task)
+        else:
+            self._arrived(now, task)
+        for other in self._nics.release(lane):
+            if self._nics.can_cross(other):
+                self._cross(now, other)
+
+    def _arrived(self, now: float, task: Task) -> None:
+        device = self._profile.devices[task.stage]
+        self._readiness[device].arrived(task)
+        self._start(now, device)
 
     def _start(self, now: float, device: int) -> None:
         task = self._readiness[device].next() if self._idle[device] else None
@@ -261,12 +370,12 @@ class _Simulator:
         self._readiness[device].start(task, stores=task.kind == FORWARD)
         stage, profile = task.stage, self._profile
         cost = profile.backward_s[stage] if task.kind == BACKWARD else profile.forward_s[stage]
-        if task.kind == FORWARD and stage == profile.num_stages - 1:
+        if task.kind == FORWARD and stage == self._last:
             cost += profile.backward_s[stage]
         cost *= self._factor(task, 0)
         self._busy_s[device] += cost
         self._idle[device] = False
-        self._post(now + cost, "ended", task)
+        self._post(now + cost, self._ended, task)
 
     def _factor(self, task: Task, salt: int) -> float:
         if not self._spread:

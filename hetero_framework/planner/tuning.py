@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
-from hetero_framework.planner.simulator import Profile, Simulation, simulate
+from hetero_framework.planner.simulator import Profile, Simulation, simulate, step_bound
 
 PORTFOLIO = (
     BACKWARD_FIRST,
@@ -32,14 +32,17 @@ class TunedSchedule:
 
     @cached_property
     def forecast(self) -> Simulation:
-        """The step, simulated whole."""
-        return simulate(
+        """The step, simulated whole; never less than its bound, as sums rounded in another order
+        may be."""
+        simulated = simulate(
             self.profile,
             self.micro_batches,
             self.max_in_flight,
             policy=self.policy,
             in_flight_limits=self.in_flight_limits,
         )
+        bound = step_bound(self.profile, self.micro_batches, self.in_flight_limits)
+        return replace(simulated, seconds=max(simulated.seconds, bound))
 
 
 _GOOD_ENOUGH = 1.005

@@ -706,7 +706,9 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
             replace(TRAIN, micro_batches=m),
             StepSchedule(schedule.in_flight_limits, schedule.policy),
         )
-    nic_free: dict[tuple[int, str], float] = {}
+    lanes = [lane for k in range(p - 1) for lane in ((BACKWARD, k), (FORWARD, k + 1))]
+    waiting: dict[tuple[str, int], list[int]] = {lane: [] for lane in lanes}
+    busy_nics: set[tuple[int, str]] = set()
     events: list[tuple[float, int, str, Any]] = []
     numbers = itertools.count()
     idle = dict.fromkeys(devices, True)
@@ -721,15 +723,34 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
             for stage in stages:
                 executors[profile.devices[stage.index]][0].put_inputs(stage.index, k, INPUTS)
 
+    def nics_of(kind: str, stage: int) -> tuple[tuple[int, str], ...]:
+        return profile.nics(stage - 1 if kind == FORWARD else stage, kind)
+
     def send(now: float, kind: str, stage: int, k: int) -> None:
-        edge_index = stage - 1 if kind == FORWARD else stage
-        nics, edge = profile.nics(edge_index, kind), profile.edges[edge_index]
-        if nics:
-            seconds = edge.forward_s if kind == FORWARD else edge.backward_s
-            now = max([now, *(nic_free.get(nic, 0.0) for nic in nics)]) + seconds
-            nic_free.update(dict.fromkeys(nics, now))
-            now += edge.latency_s
-        at(now, kind, (stage, k))
+        if nics_of(kind, stage):
+            waiting[kind, stage].append(k)
+            cross(now)
+        else:
+            at(now, kind, (stage, k))
+
+    def cross(now: float) -> None:
+        """Whatever finds its NICs free crosses, and goes to the end of the line."""
+        for lane in list(lanes):
+            (kind, stage), nics = lane, nics_of(*lane)
+            if waiting[lane] and busy_nics.isdisjoint(nics):
+                busy_nics.update(nics)
+                lanes.remove(lane)
+                lanes.append(lane)
+                edge = profile.edges[stage - 1 if kind == FORWARD else stage]
+                seconds = edge.forward_s if kind == FORWARD else edge.backward_s
+                at(now + seconds, "crossed", (lane, edge.latency_s, waiting[lane].pop(0)))
+
+    def arrive(now: float, kind: str, stage: int, k: int) -> None:
+        device = profile.devices[stage]
+        executor, _ = executors[device]
+        put = executor.put_hidden if kind == FORWARD else executor.put_gradient
+        put(stage, k, Arrival(torch.zeros(1, 2, 3)))
+        start(now, device)
 
     def start(now: float, device: int) -> None:
         executor, sent = executors[device]
@@ -760,13 +781,17 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
                 elif name == "finished":
                     finished += 1
                     admit()
+            start(now, device)
+        elif what == "crossed":
+            lane, latency_s, k = subject
+            if latency_s:
+                at(now + latency_s, lane[0], (lane[1], k))
+            else:
+                arrive(now, *lane, k)
+            busy_nics.difference_update(nics_of(*lane))
+            cross(now)
         else:
-            stage_index, k = subject
-            device = profile.devices[stage_index]
-            executor, _ = executors[device]
-            put = executor.put_hidden if what == FORWARD else executor.put_gradient
-            put(stage_index, k, Arrival(torch.zeros(1, 2, 3)))
-        start(now, device)
+            arrive(now, what, *subject)
     return ran.tasks
 
 

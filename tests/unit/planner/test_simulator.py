@@ -99,6 +99,17 @@ def test_bound_of_relayed_boundaries_counts_them_at_the_relay() -> None:
     assert simulate(relayed, m, 8).seconds >= step_bound(relayed, m)
 
 
+def test_bound_of_a_stage_that_stores_few_waits_for_them_to_come_back() -> None:
+    """Two at a time there and back: 5 in groups of 2, 2 and 1, and only the last group's way to the
+    end counts twice."""
+    profile = Profile.of([1, 4, 2], [2, 6, 3], edges=[Edge(7, 11, 1), Edge(13, 17, 2)])
+    path = 18 + (7 + 11 + 2) + (13 + 17 + 4)
+    assert step_bound(profile, 5, [2, 9, 9]) == path + 2 * path
+    of_the_second = path - (1 + 8) - (2 + 12)
+    assert step_bound(profile, 5, [9, 1, 9]) == path + 4 * of_the_second
+    assert step_bound(profile, 5, [9, 9, 1]) == step_bound(profile, 5)
+
+
 # ---- the simulator against closed forms
 
 
@@ -184,6 +195,15 @@ def test_simulate_refuses_what_lets_nothing_in(
         simulate(equal(2), 1, max_in_flight, in_flight_limits=in_flight_limits)
 
 
+def test_simulate_a_nic_chooses_when_it_becomes_free() -> None:
+    """And both directions take turns. Where NICs were booked in the order in which tensors became
+    ready, no limits were better than 1.08 times the bound."""
+    gigabit_s = 16.8e6 / 119.6e6
+    profile = equal(4, 0.1, 0.1, Edge(gigabit_s, gigabit_s))
+    simulated = simulate(profile, 16, 9, in_flight_limits=(9, 8, 7, 6))
+    assert simulated.seconds <= 1.03 * step_bound(profile, 16)
+
+
 # ---- properties of the simulator
 
 
@@ -216,6 +236,17 @@ def test_simulate_never_beats_the_bound(
     assert (
         simulate(profile, m, max_in_flight, policy=policy).seconds >= step_bound(profile, m) - 1e-9
     )
+
+
+@SIMULATIONS
+@given(profiles(), st.integers(0, 30), st.data())
+def test_simulate_never_beats_the_bound_of_its_limits(
+    profile: Profile, m: int, data: st.DataObject
+) -> None:
+    p = profile.num_stages
+    limits = data.draw(st.lists(st.integers(1, 6), min_size=p, max_size=p))
+    simulated = simulate(profile, m, max(1, m), in_flight_limits=limits)
+    assert simulated.seconds >= step_bound(profile, m, limits) - 1e-9
 
 
 @SIMULATIONS

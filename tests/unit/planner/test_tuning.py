@@ -39,6 +39,25 @@ def test_tune_reaches_the_bound_of_a_slow_link() -> None:
     assert tune(profile, 16).forecast.seconds <= 1.005 * 1314.42
 
 
+@pytest.mark.parametrize(
+    ("megabytes", "f", "b", "most"),
+    [(16.8, 0.1, 0.1, 1.03), (4.0, 0.02, 0.04, 1.06), (8.4, 0.03, 0.06, 1.02)],
+)
+def test_tune_keeps_full_links_busy(megabytes: float, f: float, b: float, most: float) -> None:
+    """Four stages on 1 Gbit/s: activations and gradients together take longer than the devices."""
+    wire_s = megabytes * 1e6 / 119.6e6
+    profile = equal(4, f, b, Edge(wire_s, wire_s))
+    assert tune(profile, 16).forecast.seconds <= most * step_bound(profile, 16)
+
+
+def test_forecast_of_a_long_step_is_not_below_its_bound() -> None:
+    """Not even by the rounding of thousands of sums."""
+    for k in range(20):
+        profile = Profile.of([0.1 + k / 7, 0.3], [0.2, 0.1 + k / 9], edges=[Edge(k / 90, 0.1)])
+        forecast = tune(profile, 300).forecast
+        assert forecast.seconds >= step_bound(profile, 300)
+
+
 def test_tune_sends_more_on_the_way_over_a_long_line() -> None:
     near, far = equal(2), equal(2, edge=Edge(latency_s=300))
     assert tune(near, 64).max_in_flight <= 6
