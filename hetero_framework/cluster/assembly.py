@@ -45,6 +45,7 @@ from hetero_framework.engine.hosts import (
     WorkerLeaving,
 )
 from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.out_of_memory import Attempt, StepOutOfMemory
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
@@ -571,11 +572,13 @@ class Cluster:
 
     def retrying(self, action: Callable[[], T]) -> T:
         """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. For a
-        link between workers nobody waits. What `action` did before must do no harm when it is done
-        again: weights and optimizer must not have stepped. Raises PeerLostError when a worker is
-        gone, StagesLost when it is back in a new process, and WorkerLeaving, with the attempt
+        link between workers nobody waits. After a lack of memory it is done again once. What
+        `action` did before must do no harm when it is done again: weights and optimizer must not
+        have stepped. Raises PeerLostError when a worker is gone, StagesLost when it is back in a
+        new process, OutOfMemory when memory runs out again, and WorkerLeaving, with the attempt
         forgotten, when one will end."""
         broken = False
+        short: set[Attempt | None] = set()  # attempts in which memory ran out, in any process
         while True:
             try:
                 if broken:
@@ -595,6 +598,14 @@ class Cluster:
             except Stalled as stalled:
                 broken = True
                 self._end_hanging(str(stalled))
+            except StepOutOfMemory as error:
+                broken = True
+                short.add(error.attempt)
+                if len(short) > 1:
+                    raise
+                text = "%s; the step is given up everywhere and done again, once"
+                lack = event("memory ran out", "step repeated", worker=error.worker)
+                _log.warning(text, error.message, extra=lack)
             except DirectLost as lost:
                 broken = True
                 self._peers.drop_direct(lost.pair)

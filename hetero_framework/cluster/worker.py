@@ -45,6 +45,7 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
+from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import (
@@ -248,6 +249,10 @@ class Worker:
                 try:
                     self._turn()
                     continue
+                except StepOutOfMemory as error:
+                    # Not in the handler, as below.
+                    self._later(self._on_step_out_of_memory, self._run, error.copied())
+                    continue
                 except Exception as error:
                     # Whatever it is, the coordinator hears of it before this process may end.
                     text = f"{type(error).__name__}: {error}"
@@ -347,6 +352,16 @@ class Worker:
     def _raise_of(self, run: _Run, error: Exception) -> None:
         if run is self._run:
             raise error
+
+    def _on_step_out_of_memory(self, run: _Run, error: StepOutOfMemory) -> None:
+        """Give the attempt up here; the coordinator has it aborted everywhere."""
+        if run is not self._run or run.stages is None or error.attempt is None:
+            return
+        if run.stages.is_running(*error.attempt):
+            run.stages.abort()
+        lack = log.event("memory ran out", "attempt given up", reason=error.message)
+        _log.info("", extra=lack)
+        self._send(Message(m.StepFailed(*error.attempt, error.message, error.hint)))
 
     def _on_told_to_end(self, reason: str) -> None:
         _log.info("%s; the coordinator may save its state first", reason)

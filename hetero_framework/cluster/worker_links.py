@@ -40,6 +40,7 @@ from hetero_framework.engine.hosts import (
     WorkerId,
     WorkerLeaving,
 )
+from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -410,7 +411,8 @@ class WorkerLinks:
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event, or None after `timeout_s`. Raises the worker's own error when it reports
-        one, LinkLost when its link broke, and DirectLost when a link between workers did."""
+        one, StepOutOfMemory when its attempt failed for that, LinkLost when its link broke, and
+        DirectLost when a link between workers did."""
         while True:
             try:
                 event = self._inbox.get(timeout_s > 0, timeout_s)
@@ -440,6 +442,11 @@ class WorkerLinks:
             if lost.pair in self._direct:
                 raise lost
             return None  # the other end has told it already
+        if isinstance(body, m.StepFailed):
+            if self._is_current(body):
+                text = f"worker {event.worker}: {body.message}"
+                raise StepOutOfMemory.of(self._current, text, body.hint, event.worker)
+            return None
         if isinstance(body, m.Leaving):
             raise WorkerLeaving(event.worker, body.reason)
         if isinstance(body, m.Connected):
@@ -499,7 +506,7 @@ class WorkerLinks:
     def _is_for_us(self, body: m.Boundary) -> bool:
         return self._is_current(body) and body.stage not in self._owners
 
-    def _is_current(self, body: m.Boundary) -> bool:
+    def _is_current(self, body: m.OfStep) -> bool:
         return (body.step, body.attempt) == self._current
 
     def _closed(self, connection: Connection, reason: HeteroError | None) -> None:

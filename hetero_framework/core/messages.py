@@ -400,6 +400,15 @@ class Aborted(OfStep):
     """Worker to coordinator, answers ABORT: weights and optimizer are as before the attempt."""
 
 
+@_message(26, WORKER)
+class StepFailed(OfStep):
+    """Worker to coordinator: memory ran out in this attempt, which the worker has given up; no
+    weight is changed. Answered by ABORT. The coordinator has the step done again, once."""
+
+    message: str
+    hint: str | None = None
+
+
 # ---------------------------------------------------------------------------------------- state
 
 

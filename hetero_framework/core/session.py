@@ -37,7 +37,8 @@ class Phase(Enum):
 
 
 _ANYTIME = (m.Error, m.Heartbeat)
-_AFTER_WELCOME = (m.Log, m.Control, m.PeerLost, m.Leaving, m.Connect, m.Connected, m.Quit)
+_TROUBLE = (m.PeerLost, m.StepFailed, m.Leaving)
+_AFTER_WELCOME = (m.Log, m.Control, *_TROUBLE, m.Connect, m.Connected, m.Quit)
 _READING = (m.StateRequest, m.State, m.StateLoaded)
 _STATE = (*_READING, m.LoadState, m.Rewind, m.Rewound)
 _BOUNDARY = (m.Forward, m.Backward)

@@ -25,6 +25,7 @@ from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, t
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.executor import failed
+from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo, Tensors
 from hetero_framework.errors import PeerLostError, ProtocolError
 
@@ -55,7 +56,7 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     """The tensors of INPUTS, FORWARD or BACKWARD (None for other messages), for `move_in`.
 
     For reader threads. Gives the message's buffer back where it can. Raises ProtocolError for a
-    codec that does not exist or does not fit, ResourceError (with the stage) for lack of memory.
+    codec that does not exist or does not fit, StepOutOfMemory for lack of memory.
     """
     try:
         return _unpack(message, Device() if device.one_thread else device)
@@ -63,7 +64,7 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
         body = message.body
         assert isinstance(body, (Inputs, Boundary))
         where = f"stage {body.stage}, {message.name} of micro-batch {body.micro_batch}"
-        raise failed(where, error, device) from error
+        raise failed(where, error, device, (body.step, body.attempt)) from error
 
 
 def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
@@ -163,10 +164,10 @@ class BoundaryIO:
             parts = codec.encode(tensor_BSD) if codec is not None and here else [tensor_BSD]
             event = self._device.record_event(*parts)
             later = None if here else codec
-            self._sender.submit(lambda: self._copy_and_post(body, parts, event, later))
+            self._submit(body, lambda: self._copy_and_post(body, parts, event, later))
         elif codec is not None:
             encode = codec.encode
-            self._sender.submit(lambda: self._outlet.post(_message(body, encode(tensor_BSD))))
+            self._submit(body, lambda: self._outlet.post(_message(body, encode(tensor_BSD))))
         else:
             self._outlet.post(_message(body, [tensor_BSD]))
 
@@ -195,6 +196,16 @@ class BoundaryIO:
 
     def close(self) -> None:
         self._sender.close()
+
+    def _submit(self, body: Boundary, job: Callable[[], None]) -> None:
+        """Have the sender thread do what is needed to send this."""
+
+        def explained() -> None:
+            where = f"{body.spec.name} of micro-batch {body.micro_batch} to stage {body.stage}"
+            with explaining(where, self._device, (body.step, body.attempt)):
+                job()
+
+        self._sender.submit(explained)
 
     def _copy_and_post(
         self, body: Boundary, parts: list[torch.Tensor], event: DeviceEvent, codec: Codec | None

@@ -17,7 +17,7 @@ from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import Backward, Boundary, Forward, StageFigures
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import stage_api as api
-from hetero_framework.engine.out_of_memory import explained
+from hetero_framework.engine.out_of_memory import Attempt, explained
 from hetero_framework.errors import HeteroError, as_hetero_error, is_out_of_memory
 from hetero_framework.planner.readiness import BACKWARD, BACKWARD_FIRST, FORWARD, Readiness, Task
 
@@ -32,10 +32,10 @@ class Outbox(Protocol):
     def finished(self, info: api.StepInfo, micro_batch: int) -> None: ...
 
 
-def failed(where: str, cause: Exception, device: Device) -> HeteroError:
-    """The error for the user when a stage's work raised: where, and out of memory or a bug."""
+def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> HeteroError:
+    """The error for the user when a stage's work raised: where, and StepOutOfMemory or a bug."""
     if is_out_of_memory(cause):
-        return explained(where, cause, device)
+        return explained(where, cause, device, attempt)
     if (known := as_hetero_error(cause)) is not None:
         return type(known)(f"{where}: {known.message}", hint=known.hint)
     return HeteroError(f"{where}: {type(cause).__name__}: {cause}")
@@ -148,11 +148,11 @@ class Executor:
         began = self._device.record_event()
         try:
             send = self._backward(lane, k) if task.kind == BACKWARD else self._forward(lane, k)
+            self._tasks.append((task, began, self._device.record_event()))
+            send()  # what is sent may have to be coded on the device
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
-            where = f"stage {task.stage}, {task.kind} of micro-batch {k}"
-            raise failed(where, error, self._device) from error
-        self._tasks.append((task, began, self._device.record_event()))
-        send()
+            where, info = f"stage {task.stage}, {task.kind} of micro-batch {k}", self._step
+            raise failed(where, error, self._device, (info.step, info.attempt)) from error
         return True
 
     def commit(self, stage: api.StageInterface, learning_rate: float, grad_scale: float) -> None:

@@ -1,11 +1,14 @@
-"""What is said when a device's memory runs out in a step: how much was needed, and of how much."""
+"""A lack of memory in a step: which attempt it ended, how much was needed, and of how much."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hetero_framework.core.devices import Device
-from hetero_framework.errors import OutOfMemory
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.errors import OutOfMemory, is_out_of_memory
 from hetero_framework.units import size
 
 _UNITS = {"bytes": 1, "B": 1} | {
@@ -16,15 +19,55 @@ _UNITS = {"bytes": 1, "B": 1} | {
 _TRIED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) (bytes|[KMGT]?i?B)\b", re.IGNORECASE)
 
 
-def explained(where: str, error: BaseException, device: Device) -> OutOfMemory:
-    """The error for the user: `where` it happened, what was needed there, as far as it is known."""
+Attempt = tuple[int, int]  # step, number of the attempt
+
+
+class StepOutOfMemory(OutOfMemory):
+    """Memory ran out in an attempt at a step, in the process of `worker`. No weight has changed, so
+    the step may be done again."""
+
+    attempt: Attempt | None = None
+    worker: WorkerId = "local"
+
+    @classmethod
+    def of(
+        cls, attempt: Attempt | None, message: str, hint: str | None, worker: WorkerId = "local"
+    ) -> StepOutOfMemory:
+        made = cls(message, hint=hint)
+        made.attempt, made.worker = attempt, worker
+        return made
+
+    def copied(self) -> StepOutOfMemory:
+        """Itself without its traceback, which holds the tensors of the attempt."""
+        return self.of(self.attempt, self.message, self.hint, self.worker)
+
+
+@contextmanager
+def explaining(where: str, device: Device, attempt: Attempt | None = None) -> Iterator[None]:
+    """Within the block a lack of memory is raised as `explained` says it."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explained(where, error, device, attempt) from error
+
+
+def explained(
+    where: str, error: BaseException, device: Device, attempt: Attempt | None = None
+) -> OutOfMemory:
+    """The error for the user: `where` it happened, what was needed there, as far as it is known.
+    With `attempt` a StepOutOfMemory."""
     text = " ".join(str(error).split()) or type(error).__name__
     said = text if len(text) <= 200 else f"{text[:200]} ..."
-    return OutOfMemory(
-        f"{where}: memory ran out{_numbers(text, device)}: {said}",
-        hint="give this machine fewer layers, or lower per_device_train_batch_size or"
-        " data.max_length; `hetero check` shows what each stage needs",
+    message = f"{where}: memory ran out{_numbers(text, device)}: {said}"
+    hint = (
+        "give this machine fewer layers, or lower per_device_train_batch_size or data.max_length; "
+        "`hetero check` shows what each stage needs"
     )
+    if attempt is None:
+        return OutOfMemory(message, hint=hint)
+    return StepOutOfMemory.of(attempt, message, hint)
 
 
 def tried_bytes(text: str) -> int | None:

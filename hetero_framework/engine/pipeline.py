@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _ANSWER_S = 0.1
 _KNOWN_STEPS = 3
+_NO_ATTEMPT = -1
 _PATIENCE = 10.0
 """Times the median step without anything moving, and it hangs,"""
 _LEAST_PATIENCE_S = 60.0
@@ -216,6 +217,7 @@ class Pipeline:
     def abort(self) -> None:
         """Forget the step everywhere; weights stay. When it returns, nothing sent before is on its
         way. After LinkLost it may be called again."""
+        self._links.expect(self._info.step, _NO_ATTEMPT)
         present = [host for host in self._hosts if host.id not in self._absent]
         waiting = [host for host in present if not host.abort()]  # all at once
         for host in waiting:

@@ -6,6 +6,7 @@ One thread uses a `StageHost`. What leaves the stages goes to its `Outlet`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, inputs_in, move_in
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.hosts import BatchInputs, Host
+from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ProtocolError
 
@@ -37,7 +39,8 @@ def nothing_to_add(info: api.StepInfo, stages: Sequence[api.StageInterface]) -> 
 
 class StageHost(Host):
     """A `Host` whose stages are in this process. `last_step` is the last one committed here (None:
-    none yet), `schedule` that of the last step that began."""
+    none yet), `schedule` that of the last step that began. Raises StepOutOfMemory while nothing is
+    decided: the attempt may be aborted and done again. In a commit it is OutOfMemory, and final."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class StageHost(Host):
         num_devices = len({spec.owner for spec in config.plan.stages})
         self._executor = Executor(stages, device, meter.recorder, self._io, num_devices=num_devices)
         self._last_attempt = -1
+        self._began: tuple[int, bool] | None = None
         self._reported = False
         self._early: list[tuple[Message, Any]] = []
         self._snapshots: dict[int, api.Snapshot] = {}
@@ -87,16 +91,21 @@ class StageHost(Host):
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
-        failpoints.hit("step")
-        self._device.reset_peak_memory()
-        self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
-        self._executor.begin(info, schedule)
+        with explaining("begin of a step", self._device, (info.step, info.attempt)):
+            failpoints.hit("step")
+            self._device.reset_peak_memory()
+            self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
+            self._executor.begin(info, schedule)
+        if self._began == (info.step, info.train):
+            self._device.empty_cache()  # done again, maybe for a lack of memory in some process
+        self._began = info.step, info.train
         early, self._early = self._early, []
         for message, arrival in early:
             self.data(message, arrival)
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
-        inputs = inputs_in(self._device, {name: batch.tensors[name] for name in names})
+        with self._explaining(f"stage {stage}, inputs of micro-batch {micro_batch}"):
+            inputs = inputs_in(self._device, {name: batch.tensors[name] for name in names})
         self._executor.put_inputs(stage, micro_batch, inputs)
 
     def has_inputs(self, stage: int) -> bool:
@@ -111,10 +120,13 @@ class StageHost(Host):
         if body.attempt > (info.attempt if info is not None else self._last_attempt):
             self._early.append((message, arrival))
             return
-        if not self._is_current(body.step, body.attempt):
+        if not self.is_running(body.step, body.attempt):
             message.release()
             return
-        here: Any = move_in(self._device, arrival)
+        with self._explaining(
+            f"stage {body.stage}, {message.name} of micro-batch {body.micro_batch}"
+        ):
+            here: Any = move_in(self._device, arrival)
         if isinstance(body, m.Inputs):
             executor.put_inputs(body.stage, body.micro_batch, here)
         elif isinstance(body, m.Forward):
@@ -131,30 +143,32 @@ class StageHost(Host):
             return None
         if not self._reduce(info, self.stages):
             return None
-        failpoints.hit("norms")
         self._reported = True
         self._io.flush()
         gradients: dict[int, api.GradientReport] = {}
-        # From the back: where head and embedding are both here, the head's share is known first.
-        for stage in reversed(self.stages):
-            report = stage.report_gradients(tied_gradient if stage.is_first else None)
-            if report.tied_gradient is not None:
-                tied_gradient = report.tied_gradient
-            gradients[stage.index] = report
+        with self._explaining("norms of the gradients"):
+            failpoints.hit("norms")
+            # From the back: where head and embedding are both here, its share is known first.
+            for stage in reversed(self.stages):
+                report = stage.report_gradients(tied_gradient if stage.is_first else None)
+                if report.tied_gradient is not None:
+                    tied_gradient = report.tied_gradient
+                gradients[stage.index] = report
         return api.HostReport({k: gradients[k] for k in self.indexes}, self._figures())
 
     def commit(self, order: m.Commit, tied_weight: Tensor | None = None) -> Tensor | None:
         """Changes nothing when repeated. Raises ProtocolError where the gradients are not here."""
         if self.last_step == order.step:
             return None
-        if not self._is_current(order.step, order.attempt):
+        if not self.is_running(order.step, order.attempt):
             asked = f"COMMIT of step {order.step}, attempt {order.attempt}"
             raise ProtocolError(f"{asked}, whose gradients are not here")
         failpoints.hit("commit")
         for snapshot in self._snapshots.values():
             snapshot.keep()
         for stage in self.stages:
-            self._executor.commit(stage, order.learning_rate, order.grad_scale)
+            with explaining(f"stage {stage.index}, step of the optimizer", self._device):
+                self._executor.commit(stage, order.learning_rate, order.grad_scale)
         self.last_step = order.step
         own = self.tied_weight()
         tied = own if own is not None else tied_weight
@@ -244,6 +258,13 @@ class StageHost(Host):
             for index, figures in self._executor.statistics().items()
         }
 
-    def _is_current(self, step: int, attempt: int) -> bool:
+    def _explaining(self, where: str) -> AbstractContextManager[None]:
+        """Of the attempt that runs, if one does."""
+        info = self._executor.info
+        attempt = None if info is None else (info.step, info.attempt)
+        return explaining(where, self._device, attempt)
+
+    def is_running(self, step: int, attempt: int) -> bool:
+        """Whether this attempt has begun here and is not forgotten."""
         info = self._executor.info
         return info is not None and (step, attempt) == (info.step, info.attempt)

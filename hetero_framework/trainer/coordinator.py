@@ -343,7 +343,12 @@ class Coordinator:
         num_items = self._replicas.num_items(self._count_items(batches))
 
         with self._ending_within(timeouts.STEP_END_S):
-            computed = self._cluster.retrying(lambda: self._gradients(batches, num_items))
+            try:
+                computed = self._cluster.retrying(lambda: self._gradients(batches, num_items))
+            except errors.OutOfMemory as error:
+                largest = max(batches, key=lambda batch: batch["input_ids"].numel())
+                what = f"step {state.step + 1}, whose largest micro-batch has"
+                raise advised(error, largest, self._config.training, what) from error
         losses, reports, stages = computed
         loss = math.fsum(losses)
         norm = self._order.global_norm(reports)
@@ -390,12 +395,7 @@ class Coordinator:
         step, scale = self._state.step, self._state.loss_scale.value
         self._cluster.begin(step, len(batches), train=True, num_items=num_items, loss_scale=scale)
         pipeline = self._cluster.pipeline
-        try:
-            return pipeline.run(batches), *pipeline.report_gradients()
-        except errors.OutOfMemory as error:
-            largest = max(batches, key=lambda batch: batch["input_ids"].numel())
-            what = f"step {step + 1}, whose largest micro-batch has"
-            raise advised(error, largest, self._config.training, what) from error
+        return pipeline.run(batches), *pipeline.report_gradients()
 
     def evaluate(self) -> None:
         """Mean token loss and perplexity over the evaluation data, through the same pipeline.

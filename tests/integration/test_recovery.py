@@ -19,7 +19,7 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
-from hetero_framework.errors import PeerLostError
+from hetero_framework.errors import OutOfMemory, PeerLostError
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import TRAINING, Notes, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
@@ -117,6 +117,52 @@ def test_a_step_that_kills_its_worker_each_time_ends_the_run_and_names_its_sampl
         train(config, progress=Notes())
     assert "samples of the step: " in str(raised.value.hint)
     assert raised.value.exit_code == 4
+
+
+def test_f30_a_lack_of_memory_in_any_process_has_its_step_done_again_with_the_same_result(
+    llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all its shapes. Nobody ends, no link breaks, and no step but those is repeated."""
+    lacks = {
+        2: ("worker-1", "forward@2:oom:host"),
+        3: ("coordinator", "backward@3:oom:cpu"),
+        5: ("worker-2", "backward-done@5:oom:mps"),
+        7: ("worker-1", "norms@7:oom:device"),
+    }
+    points = [f"{process}/{point}" for process, point in lacks.values()]
+    monkeypatch.setenv("HETERO_FAILPOINT", ",".join(points))
+    train(configuration(tmp_path / "run", llama, texts), progress=Notes())
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+    assert_same(weights(tmp_path / "run"), weights(whole))
+    text = (tmp_path / "run" / "events.jsonl").read_text()
+    events = [json.loads(line) for line in text.splitlines()]
+    told = [e for e in events if e["what"] == "memory ran out"]
+    names = {"coordinator": "local", "worker-1": 1, "worker-2": 2}
+    assert [(e["step"], e["worker"]) for e in told] == [
+        (step, names[process]) for step, (process, _) in lacks.items()
+    ]
+    assert {e["action"] for e in told} == {"step repeated"}
+    assert [e["what"] for e in events].count("step repeated") == len(lacks)
+    assert not [e for e in events if e["what"] in ("worker lost", "went back")]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        ("forward@4:oom:host,worker-1/forward@4:oom:host", "step 4, whose largest micro-batch has"),
+        ("optimizer-half@4:oom:host", "stage 1, step of the optimizer"),
+    ],
+)
+def test_f30_memory_that_runs_out_again_or_in_a_commit_ends_the_run(
+    points: str, said: str, llama: Path, texts: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HETERO_FAILPOINT", f"worker-1/{points}")
+    with pytest.raises(OutOfMemory, match=said) as raised:
+        train(configuration(tmp_path / "run", llama, texts), progress=Notes())
+    assert raised.value.exit_code == 6
+    assert "memory ran out on cpu" in raised.value.message
+    assert "fewer layers" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from hetero_framework.core.messages import (
     Start,
 )
 from hetero_framework.engine.hosts import Event, LinkLost, StagesLost, WorkerLeaving
+from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
 from hetero_framework.security.access import Plaintext
@@ -293,6 +294,35 @@ def test_worker_that_leaves_is_an_event_of_the_run(
     left = next(event for event in found if event["what"] == "worker left")
     assert left["worker"] == 2
     assert "SIGTERM" in left["reason"]
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_step_whose_memory_ran_out_is_done_again_once(
+    links: Links, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    cluster.assemble(config())
+    fates: list[StepOutOfMemory | None] = []
+
+    def action() -> str:
+        if (fate := fates.pop(0)) is not None:
+            raise fate
+        return "done"
+
+    def lack(attempt: int) -> StepOutOfMemory:
+        return StepOutOfMemory.of((3, attempt), "worker 2: memory ran out", None, worker=2)
+
+    fates[:] = [lack(1), lack(1), None]  # two processes said so of one attempt
+    with caplog.at_level(logging.INFO, "hetero_framework"):
+        assert cluster.retrying(action) == "done"
+    found = [record.event for record in caplog.records if hasattr(record, "event")]
+    told = [e for e in found if e["what"] == "memory ran out"]
+    assert {(e["worker"], e["action"]) for e in told} == {(2, "step repeated")}
+    fates[:] = [lack(2), lack(3), None]
+    with pytest.raises(StepOutOfMemory):
+        cluster.retrying(action)
+    assert fates == [None]
 
 
 def test_boundaries_know_what_a_direct_link_may_serve() -> None:

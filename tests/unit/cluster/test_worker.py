@@ -46,10 +46,13 @@ from hetero_framework.core.messages import (
     Reject,
     Setup,
     Start,
+    StepFailed,
     Welcome,
 )
 from hetero_framework.core.session import Phase
-from hetero_framework.engine.stage_api import GradientReport, StepInfo
+from hetero_framework.engine.messages import step_message
+from hetero_framework.engine.out_of_memory import StepOutOfMemory
+from hetero_framework.engine.stage_api import GradientReport, StepInfo, StepSchedule
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -393,6 +396,37 @@ def test_failure_to_take_a_message_in_is_told_as_it_is(
     error = coordinator.expect(Error)
     assert error.kind == "OutOfMemory"
     assert "memory ran out" in error.message
+
+
+def test_attempt_whose_memory_ran_out_is_told_and_the_worker_stays(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a reader thread, as on a GPU; also of an attempt whose STEP another worker heard first."""
+
+    def unpack(message: Message, device: Device) -> Any:
+        if isinstance(message.body, Inputs):
+            of = message.body.step, message.body.attempt
+            raise StepOutOfMemory.of(of, "stage 1: memory ran out", "fewer layers")
+        return real(message, device)
+
+    real = worker_module.unpack
+    monkeypatch.setattr(worker_module, "unpack", unpack)
+    served = serve()
+    coordinator = served.dial().set_up()
+    schedule = StepSchedule((1, 1))
+    for attempt in (1, 2):
+        info = StepInfo(step=0, attempt=attempt, train=True, micro_batches=1, num_items=1)
+        coordinator.link.send(step_message(info, schedule))
+        for of in (attempt, attempt + 5):
+            coordinator.send(Inputs(0, of, 1, 0, (), {"attention_mask": (1, 2)}))
+            failed = StepFailed(0, of, "stage 1: memory ran out", "fewer layers")
+            assert coordinator.expect(StepFailed) == failed
+        coordinator.send(Abort(0, attempt))
+        assert coordinator.expect(Aborted) == Aborted(0, attempt)
+    assert not served.is_free
+    coordinator.send(Bye("the run is over"))
+    assert served.ended()
+    assert served.error is None
 
 
 @pytest.mark.parametrize("size", [1, 2**27])

@@ -13,7 +13,9 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
-from hetero_framework.core.messages import Connected, Message, PeerResult
+from hetero_framework.core.messages import Connected, Message, PeerResult, StepFailed
+from hetero_framework.engine.hosts import Event
+from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ResourceError
 from tests.samples import free_ports
 
@@ -153,6 +155,21 @@ def test_memory_that_ran_out_in_a_reader_is_raised_as_that() -> None:
     made._closed(SimpleNamespace(peer=1), ResourceError("memory ran out"))  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match="memory ran out"):
         made.receive(0)
+
+
+def test_attempt_that_failed_at_a_worker_is_raised_while_it_is_the_present_one() -> None:
+    made, link = links(), object()
+    made._wires[1] = link  # type: ignore[assignment]
+    made.expect(4, 8)
+    for attempt in (7, 8, 8):
+        failed = Message(StepFailed(4, attempt, "stage 1, forward: memory ran out", "fewer layers"))
+        made._inbox.put(Event(1, link, failed))
+    with pytest.raises(StepOutOfMemory, match=r"^worker 1: stage 1, forward: ") as caught:
+        made.receive(0)
+    assert (caught.value.attempt, caught.value.worker) == ((4, 8), 1)
+    assert caught.value.hint == "fewer layers"
+    made.expect(4, -1)  # it is aborted
+    assert made.receive(0) is None
 
 
 def connected(other: int, problem: str | None = None) -> Connected:

@@ -83,6 +83,7 @@ def examples() -> dict[str, Message]:
         (m.Committed(*STEP, ({"kind": "forward", "began": 0.25},)), []),
         (m.Abort(*STEP), []),
         (m.Aborted(*STEP), []),
+        (m.StepFailed(*STEP, "memory ran out", "fewer layers"), []),
         (m.StateRequest(1, "checkpoint", 0), []),
         (m.State(1, "export", 0, True, ("a", "b"), {}), [tensor("float16", 2), tensor("bool")]),
         (
@@ -388,6 +389,7 @@ def test_session_of_a_whole_run_is_legal() -> None:
     steps = (
         "STEP INPUTS FORWARD LOSS BACKWARD_DONE BACKWARD GRADIENT_NORMS COMMIT COMMITTED "
         "STEP INPUTS FORWARD ABORT ABORTED STEP GRADIENT_NORMS ABORT ABORTED "
+        "STEP INPUTS STEP_FAILED ABORT ABORTED STEP ABORT STEP_FAILED ABORTED "
         "STATE_REQUEST STATE REWIND REWOUND LOAD_STATE STATE_LOADED "
         "PEER_LOST LEAVING CONTROL LOG HEARTBEAT BYE"
     )
@@ -514,6 +516,7 @@ def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
         (UP + "STEP", "LOAD_STATE", WORKER),
         (UP, "STEP", COORDINATOR),  # a worker may not command
         (UP, "PEER_HELLO", WORKER),
+        (UP + "STEP", "STEP_FAILED", WORKER),
         (UP + "BYE", "STEP", WORKER),
     ],
 )

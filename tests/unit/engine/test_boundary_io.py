@@ -35,8 +35,9 @@ from hetero_framework.engine.boundary_io import (
     move_in,
     unpack,
 )
+from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo
-from hetero_framework.errors import PeerLostError, ProtocolError, ResourceError
+from hetero_framework.errors import PeerLostError, ProtocolError
 from tests.samples import boundary_message
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
 
@@ -203,8 +204,9 @@ def test_unpack_without_memory_is_no_fault_of_the_link(cause: Exception) -> None
             raise cause
 
     message = Received(boundary_message(Forward, INFO, 2, 1, hidden())).message
-    with pytest.raises(ResourceError, match="stage 2, FORWARD of micro-batch 1"):
+    with pytest.raises(StepOutOfMemory, match="stage 2, FORWARD of micro-batch 1") as caught:
         unpack(message, Full())
+    assert caught.value.attempt == (INFO.step, INFO.attempt)
 
 
 # ---- the sender
@@ -488,6 +490,22 @@ def test_boundary_io_tells_what_went_wrong_while_sending(opened: Any) -> None:
     io.flush()
     assert [str(error) for error in wire.failures] == ["larger than agreed"]
     assert wire.left == [("FORWARD", 2, 1)]
+
+
+def test_what_cannot_be_coded_for_lack_of_memory_names_its_attempt(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(type(CODECS["int8"]), "encode", encode)
+    io, wire = opened(open_device("cpu"), activations="int8")
+    io.send(Forward(3, 1, 2, 0), hidden())
+    io.flush()
+    [error] = wire.failures
+    assert isinstance(error, StepOutOfMemory)
+    assert error.attempt == (3, 1)
+    assert error.message.startswith("FORWARD of micro-batch 0 to stage 2: memory ran out")
 
 
 def test_boundary_io_closes_its_thread(opened: Any) -> None:

@@ -14,6 +14,7 @@ from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.messages import Boundary, Forward, StageFigures
 from hetero_framework.core.trace import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
 from hetero_framework.engine.executor import Executor
+from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import (
     Arrival,
     GradientReport,
@@ -24,7 +25,7 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
-from hetero_framework.errors import HeteroError, ModelError, ResourceError
+from hetero_framework.errors import HeteroError, ModelError
 from hetero_framework.planner import simulator
 from hetero_framework.planner.readiness import Admission, Policy, Readiness, Task
 from hetero_framework.planner.simulator import Edge, Profile, simulate
@@ -508,8 +509,8 @@ def test_evaluation_ends_with_the_loss_of_the_last_stage() -> None:
     [
         (ValueError("odd shape"), HeteroError, "ValueError: odd shape"),
         (KeyError("missing"), HeteroError, "KeyError: 'missing'"),
-        (MemoryError(), ResourceError, "memory"),
-        (torch.OutOfMemoryError("CUDA out of memory"), ResourceError, "memory"),
+        (MemoryError(), StepOutOfMemory, "memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), StepOutOfMemory, "memory"),
     ],
 )
 def test_failure_says_which_stage_and_which_micro_batch(
@@ -524,6 +525,7 @@ def test_failure_says_which_stage_and_which_micro_batch(
         executor.run_next()
     assert text in caught.value.message
     assert caught.value.__cause__ is cause
+    assert getattr(caught.value, "attempt", (3, 0)) == (TRAIN.step, TRAIN.attempt)
 
 
 def test_failure_that_speaks_to_the_user_is_left_alone() -> None:

@@ -83,7 +83,9 @@ class Worker:
         self.breaks: Exception | None = None
         self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
 
-    def expect(self, step: int, attempt: int) -> None: ...
+    def expect(self, step: int, attempt: int) -> None:
+        self.expected = step, attempt
+
     def ping(self, worker: int) -> None: ...
     def generation(self, worker: int) -> object:
         return self
@@ -268,7 +270,9 @@ def test_abort_forgets_what_was_reported() -> None:
     pipeline, worker, stage = make(step_timeout_s=-1.0)
     pipeline.begin(INFO, SCHEDULE, 3)
     pipeline.run(BATCHES)
+    assert worker.expected == (INFO.step, INFO.attempt)
     pipeline.abort()
+    assert worker.expected == (INFO.step, -1)
     assert stage.calls[-1] == ("abort",)
     assert len(worker.kinds(Abort)) == 1
     with pytest.raises(Stalled, match="waiting for gradient norms of worker 7"):

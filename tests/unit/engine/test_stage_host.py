@@ -12,6 +12,7 @@ from hetero_framework.core.messages import Commit, Forward, Message
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, Done, inputs_in
 from hetero_framework.engine.hosts import BatchInputs, StepResults
+from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import (
     Arrival,
     Loss,
@@ -21,7 +22,7 @@ from hetero_framework.engine.stage_api import (
     StepSchedule,
 )
 from hetero_framework.engine.stage_host import StageHost
-from hetero_framework.errors import ProtocolError
+from hetero_framework.errors import OutOfMemory, ProtocolError
 from hetero_framework.models.partition import ranges_between
 from hetero_framework.models.shard import build_shard
 from hetero_framework.models.tiny import tiny_config
@@ -148,6 +149,44 @@ def test_commit_is_done_once_and_only_where_the_gradients_are(host: StageHost) -
     [stage] = host.stages
     assert [call[0] for call in stage.calls].count("commit") == 1  # type: ignore[attr-defined]
     assert host.last_step == 0
+
+
+def test_lack_of_memory_names_the_attempt_until_the_step_is_decided(
+    host: StageHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise MemoryError
+
+    [stage] = host.stages
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "begin", full)
+        with pytest.raises(StepOutOfMemory, match="begin of a step") as early:
+            host.begin(INFO, SCHEDULE)
+    assert early.value.attempt == (0, 1)
+    take_step(host, replace(INFO, attempt=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "report_gradients", full)
+        with pytest.raises(StepOutOfMemory, match="norms of the gradients") as caught:
+            host.report()
+    assert caught.value.attempt == (0, 2)
+    take_step(host, replace(INFO, attempt=3))
+    assert host.report() is not None
+    monkeypatch.setattr(stage, "commit", full)
+    with pytest.raises(OutOfMemory, match="stage 1, step of the optimizer") as final:
+        host.commit(Commit(0, 3, 1e-3, 1.0))
+    assert not isinstance(final.value, StepOutOfMemory)
+
+
+def test_step_that_begins_again_gives_unused_memory_back_first(
+    host: StageHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(host._device, "empty_cache", lambda: freed.append(1))
+    for step, train in ((0, True), (1, False), (1, True), (2, True)):
+        host.begin(replace(INFO, step=step, train=train), SCHEDULE)
+    assert freed == []
+    host.begin(replace(INFO, step=2, attempt=2), SCHEDULE)
+    assert freed == [1]
 
 
 def test_snapshot_is_of_the_last_step_or_of_one_that_it_keeps(host: StageHost) -> None:

@@ -150,3 +150,30 @@ def test_f30_a_lack_of_memory_comes_before_the_first_step_with_numbers(
     assert "it needs at least 23.0 GiB of 22.0 GiB" in text
     assert "try per_device_train_batch_size 1 with gradient_accumulation_steps 4" in text
     assert not (config.output_dir / "metrics.jsonl").exists()
+
+
+def test_f30_a_later_lack_of_memory_has_the_step_done_again_with_the_same_result(
+    late: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, short = late("plain"), late("short", probe_longest_batch=False)
+    train(plain)
+    short_of_memory(monkeypatch, SHAPES["CPU"], tokens=30, times=1)
+    train(short)
+    assert numbers(short) == numbers(plain)
+    one, other = (load_file(c.result_dir / "model.safetensors") for c in (plain, short))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    events = (short.output_dir / "events.jsonl").read_text().splitlines()
+    lacks = [event for event in map(json.loads, events) if event["what"] == "memory ran out"]
+    [lack] = lacks
+    assert (lack["step"], lack["worker"], lack["action"]) == (4, "local", "step repeated")
+    assert "stage 0, forward of micro-batch 1: memory ran out on cpu" in lack["text"]
+
+
+def test_f30_a_second_lack_of_memory_in_a_step_ends_the_run_with_numbers(
+    late: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_of_memory(monkeypatch, SHAPES["torch"], tokens=30, times=2)
+    with pytest.raises(OutOfMemory, match=r"^step 4, whose largest micro-batch has 2 x ") as raised:
+        train(late("run", probe_longest_batch=False))
+    assert raised.value.exit_code == 6
+    assert "try per_device_train_batch_size 1" in str(raised.value.hint)
