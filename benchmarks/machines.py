@@ -44,6 +44,16 @@ class Child:
         assert self._process.pid is not None
         return self._process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """Minus the number of a signal; None while it lives."""
+        self._process.join(0)
+        return self._process.exitcode
+
+    def fileno(self) -> int:
+        """For `multiprocessing.connection.wait`: readable when it has said something or ended."""
+        return self._connection.fileno()
+
     def send(self, value: Any) -> None:
         self._connection.send(value)
 

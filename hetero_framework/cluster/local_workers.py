@@ -146,6 +146,10 @@ class LocalWorkers:
         said = event("worker restarted", worker=worker_id, reason=what)
         _log.warning("worker %s: %s; started again", worker_id, what, extra=said)
 
+    def was_killed(self, worker_id: WorkerId) -> bool:
+        """Whether a worker that was started here was ended by a signal."""
+        return any(e.worker_id == worker_id and e.code < 0 for e in self.exited())
+
     def kill(self, worker_id: WorkerId) -> bool:
         """End a worker that does not answer, at once, if it was started here; whether it was.
         `revive` starts it again."""

@@ -19,27 +19,20 @@ def is_crash(code: int) -> bool:
 
 
 class RestartPolicy:
-    """The deaths of one process. The first is followed by a restart at once, the next ones by
-    pauses of 1, 2, 4 ... 60 s, until it has lived for DEATHS_S without one."""
+    """The deaths of one process within the last DEATHS_S. The first is followed by a restart at
+    once, the next ones by pauses of 1, 2 and 4 s: what has worked for minutes did not die of its
+    start, so older deaths do not count."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
-        self._in_a_row = 0
 
     def died(self, now_s: float) -> float | None:
         """Seconds to wait before it is started again; None when it has died too often. `now_s` is
         of any clock that does not go back."""
-        if not self._recent or now_s - self._recent[-1] > timeouts.DEATHS_S:
-            self._in_a_row = 0
         while self._recent and now_s - self._recent[0] > timeouts.DEATHS_S:
             self._recent.popleft()
         self._recent.append(now_s)
-        self._in_a_row += 1
-        if len(self._recent) >= MAX_DEATHS:
+        count = len(self._recent)
+        if count >= MAX_DEATHS:
             return None
-        # The exponent stays small: a process may die every few minutes for months.
-        return (
-            min(timeouts.RESTART_PAUSE_S, 2.0 ** min(self._in_a_row - 2, 6))
-            if self._in_a_row > 1
-            else 0.0
-        )
+        return 2.0 ** (count - 2) if count > 1 else 0.0

@@ -54,6 +54,8 @@ from hetero_framework.security.access import LOOPBACK_ONLY, Access
 _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
+_MAX_HUNG_UP = 3
+"""At the start of a run, whoever hangs up so often is no worker that died just then."""
 
 
 class _Busy(Exception):
@@ -69,9 +71,10 @@ class _Ended(NetworkError):
 
 
 class _Silent(NetworkError):
-    """Something accepts the connection and gives no answer, or hangs up; `is_deaf`: the former."""
+    """Something accepts the connection and gives no answer (`is_deaf`), hangs up (`hung_up`), or is
+    no peer of ours."""
 
-    is_deaf = False
+    is_deaf = hung_up = False
 
 
 @dataclass
@@ -202,13 +205,23 @@ class WorkerLinks:
                     raise PeerAwayError(lost) from error
 
     def _open_when_free(self, worker: WorkerConfig) -> m.Welcome:
-        """Open the link at the start of a run; wait for a worker that ends another one."""
+        """Open the link at the start of a run; wait for a worker that ends another one, or that
+        was killed just now."""
         deadline = time.monotonic() + self._config.training.connect_timeout_s
-        told = False
+        told, hung_up = False, 0
         while True:
             left = deadline - time.monotonic()
             try:
                 return self._open(worker, max(0.1, left))
+            except _Ended:
+                if not self._local.was_killed(worker.id):
+                    raise
+                self._local.revive(worker.id, self._stop)
+                continue
+            except _Silent as silent:
+                hung_up += 1
+                if not silent.hung_up or hung_up == _MAX_HUNG_UP or self._stop.is_set():
+                    raise
             except _Busy as busy:
                 if left < timeouts.BUSY_PAUSE_S or self._stop.is_set():
                     raise NetworkError(
@@ -268,14 +281,14 @@ class WorkerLinks:
         connection.start()
         epoch = self._epochs[worker.id]
         hello = m.Hello(self._run_id, worker.id, self._process, epoch, self._max_frame_bytes)
-        hint, why, answer, broke = None, "it accepts, but says nothing", None, False
+        hint, why, answer, fault = None, "it accepts, but says nothing", None, None
         patience_s = timeouts.REHANDSHAKE_S if again else timeouts.HANDSHAKE_S
         failpoints.hit("join")
         try:
             answer = connection.ask(Message(hello), patience_s, self._stop)
         except HeteroError as error:
             hint, why = (error.hint if isinstance(error, ProtocolError) else None), error.message
-            broke = True
+            fault = error
         if answer is None:
             connection.close(drain_s=0)
             silent = _Silent(
@@ -284,7 +297,7 @@ class WorkerLinks:
                 or "is it another program that has this port? Else look at the worker's own "
                 "screen or log",
             )
-            silent.is_deaf = not broke
+            silent.is_deaf, silent.hung_up = fault is None, isinstance(fault, PeerLostError)
             raise silent
         said = answer.body
         if isinstance(said, m.Reject):

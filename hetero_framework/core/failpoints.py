@@ -7,7 +7,7 @@ POINTS. `step` counts from 1, as the log does; 0 is before the first.
 
     name        fires once in a process, the first time that it is reached
     name@9      fires once in a process, the first time that it is reached in step 9
-    name@*      fires every time
+    name@*      fires every time, and says so once
 
 Actions: `kill` (SIGKILL to itself; the default), `exit:CODE` (at once, without cleaning up; 1),
 `stop` (SIGSTOP; not on Windows), `raise` (a RuntimeError, as a bug would), `oom:SHAPE` (out of
@@ -115,7 +115,8 @@ ACTIONS: dict[str, Callable[[str | None], None]] = {
 
 @dataclass
 class _Failpoint:
-    """One entry of the variable. `step` None: any; `done`: it has fired and does so once."""
+    """One entry of the variable. `step` None: any; `done`: it has fired and does so once; `told`:
+    it has been said that it fires."""
 
     text: str
     process: str | None
@@ -124,6 +125,7 @@ class _Failpoint:
     action: str
     value: str | None
     done: bool = False
+    told: bool = False
 
     def is_due(self, name: str) -> bool:
         return (
@@ -152,8 +154,10 @@ class _Armed:
             point = self.due(name)
             fires = point is not None and self._claim(point)
         if point is not None and fires:
-            sys.stderr.write(f"failpoint {point.text} fires in {self._process}\n")
-            sys.stderr.flush()
+            if not point.told:
+                point.told = True
+                sys.stderr.write(f"failpoint {point.text} fires in {self._process}\n")
+                sys.stderr.flush()
             self._act(point, tensor)
         self._last[threading.get_ident()] = time.perf_counter()
 

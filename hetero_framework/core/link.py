@@ -113,7 +113,8 @@ class Link:
         self._route = route
         self._opening = opening
         self._heartbeat_s = heartbeat_s
-        self._liveness_s = liveness_s
+        tick_s = min(timeouts.TICK_S, liveness_s / 4, handshake_s / 4)
+        self._silence_s = liveness_s - tick_s  # the next look would be too late
         self._handshake_deadline: float | None = time.monotonic() + handshake_s
         self._handshake_s = handshake_s
         self._send_s = send_s
@@ -138,7 +139,7 @@ class Link:
         self._reason: HeteroError | None = None
         self._linger_until = 0.0
 
-        self._stream.set_tick(min(timeouts.TICK_S, liveness_s / 4, handshake_s / 4))
+        self._stream.set_tick(tick_s)
         self._reader = threading.Thread(target=self._read, name=f"{name} reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name=f"{name} writer", daemon=True)
 
@@ -604,7 +605,7 @@ class Link:
                 )
             if count is not None:
                 return count
-            if now - since > self._liveness_s:
+            if now - since > self._silence_s:
                 raise PeerLostError(
                     f"{self.name} has been silent for {now - since:.0f} s",
                     hint="check that the machine is awake and its network is connected",

@@ -52,8 +52,6 @@ RELEASE_S = 22.0
 """A worker that was told to end has ended by then, in the middle of a computation if need be."""
 DEATHS_S = 600.0
 """A process may die only so often within such a time; then it is not started again."""
-RESTART_PAUSE_S = 60.0
-"""Longest pause before a process that keeps dying is started again."""
 EXIT_S = 10.0
 """A process has so long to end in order before it is killed."""
 STOP_S = 2.0

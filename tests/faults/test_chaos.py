@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.soak import configuration
-from tests.samples import save_llama, save_texts
+from tests.samples import free_ports, save_llama, save_texts
 
 pytestmark = pytest.mark.faults
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.faults
 def test_chaos_says_that_the_results_are_the_same(tmp_path: Path, figure: Any) -> None:
     save_llama(tmp_path / "llama")
     save_texts(tmp_path / "texts.jsonl", 40)
-    file = configuration(tmp_path, "run", 12, whole=False)
+    file = configuration(tmp_path, "run", 12, free_ports(3))
     command = [sys.executable, "-m", "hetero_framework", "chaos", "--config", str(file), "--json"]
     command += ["--steps", "12", "--kills", "3", "--output-dir", str(tmp_path / "chaos")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)

@@ -810,6 +810,17 @@ def test_blackholed_peer_is_lost_on_both_sides(stack: ExitStack) -> None:
         assert "has been silent for" in str(side.reason())
 
 
+def test_silence_is_noticed_before_it_has_lasted_too_long(stack: ExitStack) -> None:
+    """Not at the first look after that."""
+    a, b, proxy = proxied(stack, heartbeat_s=60.0, liveness_s=1.2)
+    a.link.send(control())
+    b.take()
+    began = time.monotonic()
+    proxy.up.blackhole = proxy.down.blackhole = True
+    assert "has been silent for 1 s" in str(b.reason())
+    assert time.monotonic() - began < 1.2
+
+
 def test_heartbeats_keep_an_idle_link_alive(stack: ExitStack) -> None:
     a, b = pair(stack, heartbeat_s=0.05, liveness_s=0.3)
     a.link.send(control())

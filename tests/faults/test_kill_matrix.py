@@ -1,0 +1,57 @@
+"""Killed everywhere: each process at every failpoint, and two or three of them at once or one after
+the other. The run goes on by itself and comes to the same, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.core import failpoints
+from tests.faults.kill_matrix import CASES, NEVER, PROCESSES, REPLICATE_STEPS
+
+ROOT = Path(__file__).parents[2]
+MOST_S = 11.0
+"""That a process has died is noticed within 1 s; training goes on within 10 s more."""
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform == "win32", reason="the processes are forked"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_whose_processes_are_killed_comes_to_the_same(
+    case: str, tmp_path: Path, figure: Any
+) -> None:
+    command = [sys.executable, "-m", "tests.faults.kill_matrix", case, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    logs = "\n".join(log.read_text()[-3000:] for log in tmp_path.glob("cut/logs/*.log"))
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{logs}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    equal = "bit-equal" if not found["differences"] else "NOT equal"
+    figure(
+        f"kill -9, {case}: {found['deaths']} times at {len(found['points'])} places",
+        f"{equal}, <= {found['repeated']} steps repeated, on after {found['slowest_s']:.1f} s",
+        f"bit-equal, {REPLICATE_STEPS} steps, {MOST_S:.0f} s",
+    )
+    assert not found["differences"], f"{found}\n{logs}"
+    assert found["repeated"] <= REPLICATE_STEPS, found
+    assert found["slowest_s"] <= MOST_S, found
+
+
+def test_each_process_is_killed_at_each_place_that_it_passes() -> None:
+    struck = {
+        (process, point.partition("@")[0])
+        for groups in CASES.values()
+        for group in groups
+        for process, point in group
+    }
+    wanted = {(process, name) for process in PROCESSES for name in failpoints.POINTS}
+    absent = NEVER | {(process, "output") for process in PROCESSES}  # numbers, not places
+    assert wanted - struck == absent | {(worker, "checkpoint") for worker in PROCESSES[1:]}
