@@ -149,6 +149,56 @@ def test_worker_that_stays_away_is_given_up_when_its_time_is_over(
         made.reconnect(1)
 
 
+def hung_up() -> worker_links._Silent:
+    error = worker_links._Silent("worker 1 closed the connection")
+    error.hung_up = True
+    return error
+
+
+def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its machine starts it again; a program that hangs up each time is none."""
+    made, dialled = links(), 0
+
+    def open_(worker: Any, timeout_s: float) -> Any:
+        nonlocal dialled
+        dialled += 1
+        if dialled < lives_at:
+            raise hung_up()
+        return SimpleNamespace(run_id=None)
+
+    monkeypatch.setattr(timeouts, "BUSY_PAUSE_S", 0.001)
+    monkeypatch.setattr(made, "_open", open_)
+    lives_at = 3
+    assert made.connect_all()[1].run_id is None
+    assert dialled == 3
+    dialled, lives_at = 0, 4
+    with pytest.raises(NetworkError, match="closed the connection"):
+        made.connect_all()
+    assert dialled == 3
+
+
+def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that ends by itself would do so again."""
+    made, revived = links(), []
+
+    def open_(worker: Any, timeout_s: float) -> Any:
+        if not revived:
+            raise worker_links._Ended("worker 1 did not start: signal SIGKILL")
+        return SimpleNamespace(run_id=None)
+
+    monkeypatch.setattr(made, "_open", open_)
+    monkeypatch.setattr(LocalWorkers, "revive", lambda self, worker, stop: revived.append(worker))
+    with pytest.raises(NetworkError, match="did not start"):
+        made.connect_all()
+    monkeypatch.setattr(LocalWorkers, "was_killed", lambda self, worker: True)
+    made.connect_all()
+    assert revived == [1]
+
+
 def test_memory_that_ran_out_in_a_reader_is_raised_as_that() -> None:
     """To dial again would not help."""
     made = links()
