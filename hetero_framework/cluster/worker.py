@@ -401,7 +401,7 @@ class Worker:
         body = message.body
         match body:
             case m.Inputs() | m.Boundary():
-                self._host.data(message, arrival)
+                self._on_data("the coordinator", message, arrival)
             case m.Setup():
                 self._on_setup(body)
             case m.Connect():
@@ -448,7 +448,13 @@ class Worker:
             self.peers.lost(connection)
             connection.close(drain_s=0)
         elif isinstance(body, m.Boundary) and self._run is not None:
+            self._on_data(f"worker {connection.peer}", message, arrival)
+
+    def _on_data(self, sender: str, message: Message, arrival: Any) -> None:
+        try:
             self._host.data(message, arrival)
+        except ProtocolError as error:
+            raise ProtocolError(f"{sender}: {error.message}", hint=error.hint) from None
 
     # -- connections ----------------------------------------------------------------------------
 

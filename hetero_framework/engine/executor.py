@@ -6,7 +6,7 @@ stage do it, and hands the result to the next stage here, or to an `Outbox` for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from hetero_framework.core.messages import Backward, Boundary, Forward, StageFig
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.out_of_memory import Attempt, explained
-from hetero_framework.errors import HeteroError, as_hetero_error, is_out_of_memory
+from hetero_framework.errors import HeteroError, ProtocolError, as_hetero_error, is_out_of_memory
 from hetero_framework.planner.readiness import BACKWARD, BACKWARD_FIRST, FORWARD, Readiness, Task
 
 _AHEAD = 2  # tasks that may be queued on a device that computes behind our back
@@ -100,8 +100,11 @@ class Executor:
         self._tasks.clear()
         self.info = None
 
+    # What arrives. Raises ProtocolError for what does not belong here, or not now.
+
     def put_inputs(self, stage: int, micro_batch: int, inputs: api.Tensors) -> None:
-        lane = self._lanes[stage]
+        lane = self._lane("INPUTS", stage, micro_batch)
+        self._check_new("INPUTS", FORWARD, lane, lane.inputs, micro_batch)
         lane.inputs[micro_batch] = inputs
         self._forward_arrived(lane, micro_batch)
 
@@ -110,16 +113,35 @@ class Executor:
         return bool(self._lanes[stage].inputs)
 
     def put_hidden(self, stage: int, micro_batch: int, arrival: api.Arrival) -> None:
-        lane = self._lanes[stage]
+        lane = self._lane("FORWARD", stage, micro_batch)
+        self._check_new("FORWARD", FORWARD, lane, lane.hidden, micro_batch)
         lane.hidden[micro_batch] = arrival
         lane.note_queue()
         self._forward_arrived(lane, micro_batch)
 
     def put_gradient(self, stage: int, micro_batch: int, arrival: api.Arrival) -> None:
-        lane = self._lanes[stage]
+        lane = self._lane("BACKWARD", stage, micro_batch)
+        self._check_new("BACKWARD", BACKWARD, lane, lane.gradients, micro_batch)
+        if micro_batch not in lane.in_flight:
+            text = f"BACKWARD of micro-batch {micro_batch} came to stage {stage} before its forward"
+            raise ProtocolError(text)
         lane.gradients[micro_batch] = arrival
         lane.note_queue()
         self._readiness.arrived(Task(BACKWARD, stage, micro_batch))
+
+    def _lane(self, name: str, stage: int, k: int) -> _Lane:
+        if stage not in self._lanes:
+            raise ProtocolError(f"{name} of micro-batch {k} came for stage {stage}, not held here")
+        return self._lanes[stage]
+
+    def _check_new(
+        self, name: str, kind: str, lane: _Lane, waiting: Mapping[int, object], k: int
+    ) -> None:
+        what, stage = f"{name} of micro-batch {k} came to stage {lane.stage.index}", lane.stage
+        if k >= self._step.micro_batches:
+            raise ProtocolError(f"{what}; the step has {self._step.micro_batches} micro-batches")
+        if k in waiting or k < self._readiness.started(kind, stage.index):
+            raise ProtocolError(f"{what} a second time")
 
     @property
     def is_done(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hetero_framework.engine.stage_api import GradientReport
+from hetero_framework.errors import ProtocolError
 
 
 class ModelOrder:
@@ -14,13 +15,21 @@ class ModelOrder:
     floating-point sum does not depend on the cut. `trainable[k]`: (name, rank) on stage k."""
 
     def __init__(self, trainable: Sequence[Sequence[tuple[str, tuple[int, ...]]]]) -> None:
+        self._counts = [len(stage) for stage in trainable]
         ranks = [rank for stage in trainable for _, rank in stage]
         # Stable: equal ranks are parameters of one module and keep their stage's order.
         order = sorted(range(len(ranks)), key=lambda i: ranks[i])
         self._order = torch.tensor(order, dtype=torch.int64)
 
     def global_norm(self, reports: Sequence[GradientReport]) -> torch.Tensor:
-        """The 2-norm of all gradients, as torch.nn.utils.clip_grad_norm_ computes it (float32)."""
+        """The 2-norm of all gradients, as torch.nn.utils.clip_grad_norm_ computes it (float32).
+        Raises ProtocolError for a stage that reports other parameters than it said it has."""
+        for stage, (report, count) in enumerate(zip(reports, self._counts, strict=True)):
+            if tuple(report.norms.shape) != (count,) or report.norms.dtype != torch.float32:
+                raise ProtocolError(
+                    f"stage {stage} reports norms of shape {tuple(report.norms.shape)}, "
+                    f"{report.norms.dtype}; it has {count} parameters"
+                )
         norms = torch.cat([report.norms.cpu() for report in reports])
         return torch.linalg.vector_norm(norms[self._order])
 

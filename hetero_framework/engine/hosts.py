@@ -6,7 +6,7 @@ again when something has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from hetero_framework.core.messages import Commit, LoadKind, Message, StateKind
 from hetero_framework.core.trace import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
-from hetero_framework.errors import StoppedEarly
+from hetero_framework.errors import ProtocolError, StoppedEarly
 
 
 class LinkLost(Exception):
@@ -190,7 +190,8 @@ class Links(Protocol):
 
 
 class StepResults:
-    """Losses and finished micro-batches of the attempt that runs."""
+    """Losses and finished micro-batches of the attempt that runs. Raises ProtocolError for one that
+    it does not have, or has already."""
 
     def __init__(self) -> None:
         self._losses: dict[int, api.Loss] = {}
@@ -201,12 +202,22 @@ class StepResults:
         self._finished.clear()
 
     def loss(self, info: api.StepInfo, micro_batch: int, loss: api.Loss) -> None:
+        self._check(info, micro_batch, self._losses)
         self._losses[micro_batch] = loss
         if not info.train:
             self._finished.add(micro_batch)
 
     def finished(self, info: api.StepInfo, micro_batch: int) -> None:
+        self._check(info, micro_batch, self._finished)
         self._finished.add(micro_batch)
+
+    @staticmethod
+    def _check(info: api.StepInfo, micro_batch: int, known: Container[int]) -> None:
+        if micro_batch >= info.micro_batches:
+            text = f"the end of micro-batch {micro_batch} came; the step has {info.micro_batches}"
+            raise ProtocolError(text)
+        if micro_batch in known:
+            raise ProtocolError(f"the end of micro-batch {micro_batch} came a second time")
 
     @property
     def num_finished(self) -> int:

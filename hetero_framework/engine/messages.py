@@ -12,6 +12,7 @@ from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine import stage_api as api
+from hetero_framework.errors import ProtocolError
 from hetero_framework.planner.readiness import Policy
 
 PackedInput = WireTensor | tuple[int, ...]  # bytes, or the shape of a tensor of ones
@@ -82,8 +83,11 @@ def gradient_norms_message(info: api.StepInfo, report: api.HostReport) -> Messag
 
 
 def host_report(message: Message) -> api.HostReport:
-    tensors = iter(message.tensors)
     body = message.expect(m.GradientNorms)
+    count, wanted = len(message.tensors), sum(1 + entry.tied for entry in body.stages)
+    if count != wanted:
+        raise ProtocolError(f"GRADIENT_NORMS: {wanted} tensors expected, got {count}")
+    tensors = iter(message.tensors)
     gradients = {}
     for entry in body.stages:
         norms = from_wire(next(tensors))

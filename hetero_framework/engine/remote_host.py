@@ -15,6 +15,7 @@ from hetero_framework.core.trace import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
+from hetero_framework.errors import ProtocolError
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,13 @@ class RemoteHost(Host):
     def report(self, tied_gradient: torch.Tensor | None) -> api.HostReport | None:
         """Workers send theirs by themselves when they are done."""
         message, self._norms = self._norms, None
-        return messages.host_report(message) if message is not None else None
+        if message is None:
+            return None
+        report = messages.host_report(message)
+        if sorted(report.gradients) != sorted(self.indexes):
+            found, own = sorted(report.gradients), sorted(self.indexes)
+            raise ProtocolError(f"worker {self.id} reports stages {found}; it holds {own}")
+        return report
 
     def commit(self, order: m.Commit, tied_weight: torch.Tensor | None) -> None:
         tied_weight = tied_weight if self._holds_head else None
@@ -153,7 +160,13 @@ class RemoteHost(Host):
         return taken
 
     def receive(self, message: Message, arrival: object) -> None:
-        """Raises LinkLost for a goodbye."""
+        """Raises LinkLost for a goodbye, and ProtocolError for what cannot be right."""
+        try:
+            self._receive(message, arrival)
+        except ProtocolError as error:
+            raise ProtocolError(f"worker {self.id}: {error.message}", hint=error.hint) from None
+
+    def _receive(self, message: Message, arrival: object) -> None:
         body = message.body
         if isinstance(body, m.Committed):
             if body.step == self._commit_step:

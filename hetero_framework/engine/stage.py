@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hetero_framework.core.devices import Device, HostCopy
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
-from hetero_framework.errors import CheckpointError
+from hetero_framework.errors import CheckpointError, ProtocolError
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.seeds import Place, forward_seed
 from hetero_framework.models.shard import Shard, weakly
@@ -27,6 +28,14 @@ from hetero_framework.models.trainable import export_parts, trainable_parameters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; of its shape
+
+_OF_ITS_SHAPE = ("attention_mask", "position_ids", "labels")  # rows and tokens, in front
+
+
+def _shown(tensor: Tensor) -> str:
+    """ "4 x 128 x 64 of float32"."""
+    sizes = " x ".join(map(str, tensor.shape)) or "a single number"
+    return f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class Stage:
@@ -79,7 +88,7 @@ class Stage:
 
     def forward(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Tensor:
         """The outgoing hidden states, detached; what `backward` needs is kept."""
-        hidden_BSD = self._leaf(hidden_BSD)
+        hidden_BSD = self._leaf(self._fitting(micro_batch, inputs, hidden_BSD))
         with self._running(micro_batch):
             out_BSD = self._shard.forward(inputs, hidden_BSD)
         if self.differentiates:
@@ -93,7 +102,7 @@ class Stage:
     ) -> tuple[Tensor, Tensor | None]:
         """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
         gradient of the incoming hidden states."""
-        hidden_BSD = self._leaf(hidden_BSD)
+        hidden_BSD = self._leaf(self._fitting(micro_batch, inputs, hidden_BSD))
         loss = self._loss(micro_batch, inputs, hidden_BSD, float(self._info.num_items))
         failpoints.spoil("output", loss)
         self._note_finite(micro_batch, loss)
@@ -101,6 +110,7 @@ class Stage:
 
     def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Tensor:
         """Last stage outside training: the sum of the micro-batch's token losses, 0-d."""
+        hidden_BSD = self._fitting(micro_batch, inputs, hidden_BSD)
         return self._loss(micro_batch, inputs, hidden_BSD, 1.0)
 
     def _loss(
@@ -125,6 +135,11 @@ class Stage:
     def backward(self, micro_batch: int, gradient_BSD: Tensor) -> Tensor | None:
         """Only where `differentiates`. The gradient for the stage before; None if it needs none."""
         hidden_BSD, out_BSD = self._saved.pop(micro_batch)
+        if (gradient_BSD.shape, gradient_BSD.dtype) != (out_BSD.shape, out_BSD.dtype):
+            raise ProtocolError(
+                f"stage {self.index}: the gradient of micro-batch {micro_batch} is "
+                f"{_shown(gradient_BSD)}, expected {_shown(out_BSD)}"
+            )
         self._current_micro_batch = micro_batch
         torch.autograd.backward(out_BSD, gradient_BSD)
         return self._gradient_of(hidden_BSD)
@@ -278,6 +293,26 @@ class Stage:
         return self._info.train and (
             self.input_requires_grad or bool(self._parameters) or self._tied_head is not None
         )
+
+    def _fitting(
+        self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None
+    ) -> Tensor | None:
+        """What came from the stage before, if it is a hidden state of this micro-batch: of its rows
+        and tokens, whatever other axes the model has. Another one could pass for it unnoticed where
+        torch repeats axes of size 1."""
+        known = next((inputs[name] for name in _OF_ITS_SHAPE if name in inputs), None)
+        if hidden_BSD is None or known is None:
+            return hidden_BSD
+        sizes, (rows, tokens), width = hidden_BSD.shape, known.shape[:2], self._shard.width
+        # XLNet has tokens before rows.
+        fits = any({rows, tokens} == {*pair} for pair in pairwise(sizes[:-1]))
+        if not (fits and sizes[-1] == width and hidden_BSD.is_floating_point()):
+            expected = f"{rows} x {tokens} x {width}"
+            raise ProtocolError(
+                f"stage {self.index}: the hidden state of micro-batch {micro_batch} is "
+                f"{_shown(hidden_BSD)}, expected {expected}"
+            )
+        return hidden_BSD
 
     def _leaf(self, hidden_BSD: Tensor | None) -> Tensor | None:
         if hidden_BSD is None or not (self._info.train and self.input_requires_grad):

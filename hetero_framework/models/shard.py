@@ -247,6 +247,11 @@ class Shard:
         self._install()
 
     @property
+    def width(self) -> int:
+        """The last size of a hidden state that crosses a boundary."""
+        return int(self.config.get_text_config().hidden_size)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether it holds bitsandbytes weights, as TRL asks a model."""
         return any(getattr(self.model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))

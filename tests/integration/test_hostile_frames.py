@@ -1,7 +1,8 @@
 """Bytes at the port of a worker that is in a run: refused in time, and the run does not notice.
 
-The rows are those that a stranger can send; what a peer that was accepted may get wrong is in
-tests/unit/core/test_frames.py and tests/faults/frame_fuzz.py.
+The rows are those that a stranger can send. Of a peer that was accepted, tensors are here; what it
+may get wrong else is in tests/unit: core/test_frames.py, engine/test_executor.py, test_stage.py and
+test_remote_host.py, and in tests/faults/frame_fuzz.py.
 """
 
 from __future__ import annotations
@@ -11,23 +12,31 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import psutil
 import pytest
+import torch
 
-from hetero_framework.config import Config
+from hetero_framework.cluster.worker import serve
+from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
 from hetero_framework.core.checksum import CHECKSUM_BYTES
+from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import PREFIX, PROTOCOL_VERSION
 from hetero_framework.core.messages import Message, decode
 from hetero_framework.core.timeouts import STRANGER_S
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.stage import Stage
+from hetero_framework.errors import ProtocolError
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
-from tests.integration.conftest import Notes, Pool, read_metrics
+from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.samples import free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -189,3 +198,82 @@ def test_hostile_bytes_are_refused_and_a_run_beside_them_keeps_its_result(
         reject = decode(stranger.answers[name][:-CHECKSUM_BYTES]).expect(m.Reject)
         assert reject.code == code, name
         assert re.search(text, reject.message), name
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture
+def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[Callable]:
+    """Train with a worker, in a thread, that holds the middle stage and sends, in its third
+    micro-batch, what `change` makes of its hidden state."""
+    over = threading.Event()
+    serving: list[threading.Thread] = []
+
+    def run(change: Change) -> Notes:
+        raw = pool.config(
+            tmp_path / "run",
+            [],
+            shard_plan=[
+                {"id": "local", "start": 0, "end": 2},
+                {"id": 1, "start": 2, "end": 4},
+                {"id": "local", "start": 4, "end": 6},
+            ],
+            model={"name_or_path": str(llama)},
+            data={"train": str(texts), "max_length": 64},
+            adapter=LORA,
+            training={"verify_architecture": False, "max_steps": 2, "probe_longest_batch": False},
+        )
+        raw["workers"] = [{**raw["workers"][0], "port": free_ports(1)[0]}]
+        config = Config.from_dict(raw)
+
+        def build(sent: Config, specs: Sequence[StageSpec], device: Device) -> list[Stage]:
+            [stage] = load_stages(sent, specs, device)
+            forward = stage.forward
+
+            def changed(micro_batch: int, *args: Any) -> torch.Tensor:
+                hidden_BSD = forward(micro_batch, *args)
+                return change(hidden_BSD) if micro_batch == 2 else hidden_BSD
+
+            stage.forward = changed  # type: ignore[method-assign]
+            return [stage]
+
+        def work() -> None:
+            serve(config, 1, build=build, keep=True, should_stop=over.is_set)
+
+        serving.append(threading.Thread(target=work, name="worker 1"))
+        serving[0].start()
+        while not is_listening(raw["workers"][0]["port"]):
+            serving[0].join(0.05)
+            assert serving[0].is_alive()
+        notes = Notes()
+        train(config, progress=notes)
+        return notes
+
+    yield run
+    over.set()
+    serving[0].join()
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        pytest.param(lambda hidden: hidden[:1], "1 x [0-9]+ x 32", id="row 19"),
+        pytest.param(lambda hidden: hidden[:0], "0 x [0-9]+ x 32", id="row 21"),
+    ],
+)
+def test_accepted_peer_that_sends_another_shape_ends_the_run_with_both(
+    change: Change, got: str, run_with: Callable[..., Notes]
+) -> None:
+    text = f"stage 2: the hidden state of micro-batch 2 is {got} of .*, expected 2 x [0-9]+ x 32"
+    with pytest.raises(ProtocolError, match=text):
+        run_with(change)
+
+
+def test_row_22_values_of_an_accepted_peer_that_are_not_finite_skip_the_step_with_the_stage(
+    run_with: Callable[..., Notes], tmp_path: Path
+) -> None:
+    notes = run_with(lambda hidden: hidden * float("nan"))
+    skipped = [line for line in notes.lines if "step skipped" in line]
+    assert [line for line in skipped if "stage 2" in line] == skipped
+    assert len(skipped) == 2

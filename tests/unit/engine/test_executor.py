@@ -3,7 +3,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
-from hetero_framework.errors import HeteroError, ModelError
+from hetero_framework.errors import HeteroError, ModelError, ProtocolError
 from hetero_framework.planner import simulator
 from hetero_framework.planner.readiness import Admission, Policy, Readiness, Task
 from hetero_framework.planner.simulator import Edge, Profile, simulate
@@ -452,6 +452,7 @@ def test_abort_and_begin_drop_everything_that_waits(end: str) -> None:
     executor, sent, buffers = executor_of(stage)
     feed(executor, 1, buffers, 3)
     executor.run_next()
+    executor.run_next()
     executor.put_gradient(1, 0, buffers.arrival())
     executor.put_gradient(1, 1, buffers.arrival())
     sent.messages.clear()
@@ -477,6 +478,49 @@ def test_begin_starts_over_with_micro_batch_zero() -> None:
     executor.put_inputs(0, 0, INPUTS)
     run_all(executor)
     assert stage.calls == [("forward", 0), ("forward", 1), ("begin", 3), ("forward", 0)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda e, a: e.put_hidden(2, 0, a), "FORWARD of micro-batch 0 came for stage 2, not held"),
+        (lambda e, a: e.put_inputs(0, 0, INPUTS), "INPUTS of micro-batch 0 came for stage 0"),
+        (lambda e, a: e.put_hidden(1, 4, a), "FORWARD of micro-batch 4 .* the step has 4 micro-"),
+        (lambda e, a: e.put_gradient(1, 9, a), "BACKWARD of micro-batch 9 .* the step has 4"),
+        (lambda e, a: e.put_hidden(1, 0, a), "FORWARD of micro-batch 0 .* a second time"),
+        (lambda e, a: e.put_hidden(1, 1, a), "FORWARD of micro-batch 1 .* a second time"),
+        (lambda e, a: e.put_inputs(1, 0, INPUTS), "INPUTS of micro-batch 0 .* a second time"),
+        (lambda e, a: e.put_gradient(1, 0, a), "BACKWARD of micro-batch 0 .* a second time"),
+        (lambda e, a: e.put_gradient(1, 1, a), "BACKWARD of micro-batch 1 .* before its forward"),
+    ],
+)
+def test_what_a_correct_peer_would_not_send_is_refused_and_changes_nothing(
+    wrong: Callable[[Executor, Arrival], None], text: str
+) -> None:
+    """Micro-batch 0 has been through, 1 waits for its forward."""
+    stage = FakeStage(1)
+    executor, sent, buffers = executor_of(stage)
+    feed(executor, 1, buffers, 1)
+    assert executor.run_next()
+    executor.put_gradient(1, 0, buffers.arrival())
+    assert executor.run_next()
+    executor.put_hidden(1, 1, buffers.arrival())
+    sent.messages.clear()
+    with pytest.raises(ProtocolError, match=text):
+        wrong(executor, Arrival(torch.full((1, 2, 3), 7.0)))
+    assert not executor.run_next()
+    executor.put_inputs(1, 1, INPUTS)
+    assert executor.run_next()
+    [(_, _, k, hidden_BSD)] = sent.messages
+    assert (k, float(hidden_BSD.max())) == (1, 1.0)
+
+
+def test_gradient_in_an_evaluation_is_refused() -> None:
+    executor, _, buffers = executor_of(FakeStage(1), EVALUATE)
+    feed(executor, 1, buffers, 1)
+    run_all(executor)
+    with pytest.raises(ProtocolError, match="before its forward"):
+        executor.put_gradient(1, 0, buffers.arrival())
 
 
 # ---- evaluation

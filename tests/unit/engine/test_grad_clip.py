@@ -9,6 +9,7 @@ import torch
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.stage_api import GradientReport
+from hetero_framework.errors import ProtocolError
 
 # (stage's parameters with their ranks): two stages, the second one reports out of model order.
 NAMES = [
@@ -119,3 +120,14 @@ def test_loss_scale_does_not_switch_itself_off() -> None:
         scale = scale.after(finite=False)
         assert scale.active
     assert scale.value == 2.0
+
+
+@pytest.mark.parametrize("norms", [torch.zeros(2), torch.zeros(0), torch.zeros(3).half()])
+def test_stage_that_reports_other_parameters_than_it_has_is_named(norms: torch.Tensor) -> None:
+    """A longer vector would shift the norms of all stages behind it."""
+    found = reports(gradients(0))
+    found[1] = GradientReport(norms)
+    with pytest.raises(
+        ProtocolError, match=r"stage 1 reports norms of shape .*it has 3 parameters"
+    ):
+        ModelOrder(NAMES).global_norm(found)

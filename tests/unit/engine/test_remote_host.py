@@ -8,18 +8,28 @@ import torch
 from hetero_framework.core.messages import (
     Abort,
     Aborted,
+    BackwardDone,
     Body,
     Bye,
     Commit,
     Control,
+    Loss,
     Message,
+    StageFigures,
     State,
     StateRequest,
 )
 from hetero_framework.engine import messages
 from hetero_framework.engine.hosts import Event, LinkLost, StepResults
 from hetero_framework.engine.remote_host import RemoteHost
-from hetero_framework.engine.stage_api import StatePart, StepInfo, StepSchedule
+from hetero_framework.engine.stage_api import (
+    GradientReport,
+    HostReport,
+    StatePart,
+    StepInfo,
+    StepSchedule,
+)
+from hetero_framework.errors import ProtocolError
 
 INFO = StepInfo(step=2, attempt=5, train=True, micro_batches=1, num_items=8)
 
@@ -125,3 +135,37 @@ def test_goodbye_is_a_lost_link() -> None:
     host, _ = made()
     with pytest.raises(LinkLost, match="worker 7: it is over"):
         host.receive(Message(Bye("it is over")), None)
+
+
+@pytest.mark.parametrize("kind", [lambda k: Loss(2, 5, k, 0.5), lambda k: BackwardDone(2, 5, k)])
+def test_end_of_a_micro_batch_that_cannot_be_names_the_worker(kind: Any) -> None:
+    """Counted, it would end the step before all micro-batches are through."""
+    host, _ = made()
+    with pytest.raises(ProtocolError, match=r"^worker 7: the end of micro-batch 1 came; the step"):
+        host.receive(Message(kind(1)), None)
+    host.receive(Message(kind(0)), None)
+    with pytest.raises(ProtocolError, match=r"^worker 7: the end of micro-batch 0 .* second time"):
+        host.receive(Message(kind(0)), None)
+
+
+def norms_of(*stages: int) -> Message:
+    figures = StageFigures(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
+    reports = {stage: GradientReport(torch.zeros(1)) for stage in stages}
+    return messages.gradient_norms_message(
+        INFO, HostReport(reports, dict.fromkeys(stages, figures))
+    )
+
+
+def test_norms_of_other_stages_or_with_other_tensors_are_refused() -> None:
+    host, _ = made()
+    host.receive(norms_of(1, 3), None)
+    report = host.report(None)
+    assert report is not None
+    assert list(report.gradients) == [1, 3]
+    host.receive(norms_of(1, 2), None)
+    with pytest.raises(ProtocolError, match=r"worker 7 reports stages \[1, 2\]; it holds \[1, 3\]"):
+        host.report(None)
+    short = norms_of(1, 3)
+    host.receive(Message(short.body, short.tensors[:1]), None)
+    with pytest.raises(ProtocolError, match="GRADIENT_NORMS: 2 tensors expected, got 1"):
+        host.report(None)

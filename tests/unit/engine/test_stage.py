@@ -54,7 +54,7 @@ from hetero_framework.engine.stage_api import (
     StepSchedule,
     Tensors,
 )
-from hetero_framework.errors import CheckpointError, DeviceError
+from hetero_framework.errors import CheckpointError, DeviceError, ProtocolError
 from tests.samples import boundary_message, free_ports, save_llama
 
 # A Llama of four layers, cut so that the stage under test has layers 1 and 2, or 1 to the head.
@@ -413,6 +413,46 @@ def test_collect_reports_the_norm_of_every_parameter_in_its_order(
     assert torch.equal(report.norms, torch.stack(expected))
     assert report.nonfinite == ()
     assert report.tied_gradient is None
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda hidden: hidden[:1], "1 x 7 x 32 of float32"),  # torch would repeat the row
+        (lambda hidden: hidden[:, :, :1], "2 x 7 x 1 of float32"),
+        (lambda hidden: hidden[:, :6], "2 x 6 x 32 of float32"),
+        (lambda hidden: hidden[:0], "0 x 7 x 32 of float32"),
+        (lambda hidden: hidden[0], "7 x 32 of float32"),
+        (lambda hidden: hidden.sum(), "a single number of float32"),
+        (lambda hidden: hidden.long(), "2 x 7 x 32 of int64"),
+    ],
+)
+def test_hidden_state_of_another_shape_is_refused_with_both(
+    change: Callable[[torch.Tensor], torch.Tensor], got: str, checkpoint: Path, whole: Whole
+) -> None:
+    wrong = change(whole.entering(0, 1))
+    text = f"stage 1: the hidden state of micro-batch 0 is {got}, expected 2 x 7 x 32"
+    for plan, inputs, name in (
+        (MIDDLE, middle_inputs(0), "forward"),
+        (LAST, last_inputs(0), "forward_backward"),
+        (LAST, last_inputs(0), "evaluate"),
+    ):
+        with local_stage(make_config(checkpoint, plan)) as tested:
+            tested.begin(info(train=name != "evaluate"))
+            with pytest.raises(ProtocolError, match=f"^{text}$"):
+                getattr(tested, name)(0, inputs, wrong)
+
+
+@pytest.mark.parametrize("change", [lambda g: g[:1], lambda g: g.half(), lambda g: g[:0]])
+def test_gradient_of_another_shape_is_refused_with_both(
+    change: Callable[[torch.Tensor], torch.Tensor], checkpoint: Path, whole: Whole
+) -> None:
+    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
+        tested.begin(info())
+        tested.forward(0, middle_inputs(0), whole.entering(0, 1))
+        text = "stage 1: the gradient of micro-batch 0 is .*, expected 2 x 7 x 32 of float32"
+        with pytest.raises(ProtocolError, match=text):
+            tested.backward(0, change(whole.gradient(0, 3)))
 
 
 def test_collect_names_micro_batches_that_are_not_finite(stage: Open, whole: Whole) -> None:

@@ -220,7 +220,7 @@ def test_inputs_of_a_micro_batch_are_copied_to_the_device_and_waited_for_at_once
 def test_losses_of_a_step_are_read_in_one_go() -> None:
     results = StepResults()
     for k, loss in enumerate([torch.tensor(0.1), 0.25, torch.tensor(float("nan")), 0.5]):
-        results.loss(INFO, k, loss)
+        results.loss(replace(INFO, micro_batches=4), k, loss)
     with Reads() as reads:
         losses = results.losses()
     assert (losses[0], losses[1], losses[3]) == (float(torch.tensor(0.1)), 0.25, 0.5)
