@@ -12,6 +12,8 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 
+import psutil
+
 from hetero_framework import control
 from hetero_framework.core import messages as m
 from hetero_framework.core.background import in_background
@@ -24,6 +26,12 @@ from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, IdentityError, NetworkError, PeerLostError
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
+
+
+def accepted_frame_bytes(proposed: int) -> int:
+    """The largest frame that is taken from a peer that proposes this. More than half of the memory
+    here would be a mistake, or meant badly."""
+    return min(proposed, psutil.virtual_memory().total // 2)
 
 
 class PeerLinks:
@@ -113,7 +121,7 @@ class PeerLinks:
             raise IdentityError(
                 f"the certificate is that of {identity}, not worker {hello.from_id}"
             )
-        connection.link.max_frame_bytes = hello.max_frame_bytes
+        connection.link.max_frame_bytes = accepted_frame_bytes(hello.max_frame_bytes)
         connection.link.name = f"worker {hello.from_id}"  # who had connected was not known before
         self._add(hello.from_id, connection)
         connection.send(Message(m.PeerWelcome()))

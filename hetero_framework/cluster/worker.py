@@ -21,14 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from hetero_framework import control, errors, log
 from hetero_framework.cluster import about as _about  # noqa: F401 - registers its answer
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.orders import Orders
-from hetero_framework.cluster.peer_links import PeerLinks
+from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes
 from hetero_framework.cluster.permission import check_permitted
 from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core import addresses, failpoints, timeouts
@@ -542,7 +541,7 @@ class Worker:
                 self._refuse(connection, "stale", "a later connection of this run is here", None)
                 return
             run.process, run.epoch = hello.process, hello.epoch
-            self._welcome(connection, run)
+            self._welcome(connection, run, hello)
             self._later(self._join, connection, hello, True)
         elif run is not None and run.is_kept:
             self._refuse(connection, "busy", str(run), _BUSY_HINT)
@@ -574,9 +573,6 @@ class Worker:
         connection.peer = m.COORDINATOR
         self._door.gone(connection.stream)
         self._gone_since = run.lost = None
-        # More than half of the memory here would be a mistake, or meant badly.
-        most = psutil.virtual_memory().total // 2
-        connection.link.max_frame_bytes = min(hello.max_frame_bytes, most)
         if run.meter is not None:
             connection.link.on_moved = run.meter.watch("local")
         connected = log.event("coordinator connected")
@@ -584,9 +580,11 @@ class Worker:
         if not same_run:
             self._lines.clear()  # what was said before is not for this coordinator
         if not welcomed:
-            self._welcome(connection, run)
+            self._welcome(connection, run, hello)
 
-    def _welcome(self, connection: Connection, run: _Run) -> None:
+    def _welcome(self, connection: Connection, run: _Run, hello: m.Hello) -> None:
+        """From here on frames may be as large as the coordinator proposes."""
+        connection.link.max_frame_bytes = accepted_frame_bytes(hello.max_frame_bytes)
         device, memory = self._device, self._device.memory()
         kept = run.run_id if run.started else None
         welcome = m.Welcome(

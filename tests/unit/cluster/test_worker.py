@@ -11,16 +11,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 import torch
 
 from hetero_framework import log
 from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
+from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.connection import Connection
@@ -338,6 +340,40 @@ def test_hello_is_answered_while_the_worker_is_busy(serve: Any) -> None:
         go_on.set()
 
 
+def test_large_frame_may_follow_the_welcome_at_once(serve: Any) -> None:
+    """Who comes back is welcomed in the reader thread, while the main one may compute for long."""
+    served = serve(keep=True)
+    go_on = threading.Event()
+    first = served.dial().set_up()
+    served.loading = lambda: go_on.wait(WAIT_S)
+    first.send(Abort(0, 0))
+    first.expect(Aborted)
+    first.send(Setup(served.config.to_dict(), ()))
+    wait_until(lambda: served.said[-1].startswith("loading"))
+    try:
+        back = served.dial()
+        back.expect(Welcome)
+        tensor = WireTensor("uint8", (1 << 18,), memoryview(bytes(1 << 18)))
+        back.link.send(Message(Control("large", request=1), [tensor]))
+        back.link.ping()  # answered when that has been read
+        wait_until(lambda: back.link.clock.round_trip_s is not None or back.link.closed)
+        assert not back.link.closed
+    finally:
+        go_on.set()
+    assert back.expect(Control).answers == 1
+
+
+def test_plain_dial_that_a_crowd_has_used_up_the_pace_for_is_tried_again(serve: Any) -> None:
+    served = serve()
+    for _ in range(80):
+        with suppress(OSError):
+            connect("127.0.0.1", served.port, WAIT_S).close()
+    links = WorkerLinks(served.config, "run", 1 << 20)
+    assert links.connect_all().keys() == {1}
+    links.close(Message(Bye("the run is over")))
+    assert served.ended()
+
+
 def test_worker_of_another_run_of_its_machine_refuses_at_once(serve: Any) -> None:
     served = serve(run_id="mine")
     refusal = served.dial("yours").expect(Reject)
@@ -499,7 +535,7 @@ def test_frame_that_a_coordinator_may_announce_is_no_larger_than_half_of_the_mem
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = SimpleNamespace(total=9000, available=9000)
-    monkeypatch.setattr(worker_module.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     served = serve()
     coordinator = served.dial()
     coordinator.expect(Welcome)
