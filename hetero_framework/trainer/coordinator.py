@@ -41,6 +41,7 @@ from hetero_framework.trainer.replica_group import ReplicaGroup, Single
 from hetero_framework.trainer.rescue import rescue_result
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints, newest_state, same_run
 from hetero_framework.trainer.signals import StopRequest
+from hetero_framework.trainer.straggler import StragglerWatch
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 from hetero_framework.visualizer.progress import Progress, StageRow
@@ -174,6 +175,7 @@ class Coordinator:
         self._first_step, self._has_begun = 0, False
         self._losses: list[float] = []
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
+        self._stragglers = StragglerWatch(config.plan.stages)
         self._may_last_s = math.inf
 
     def run(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> RunSummary:
@@ -367,6 +369,7 @@ class Coordinator:
             self._note_skip(losses, reports, overflow)
 
         self._cluster.assembly.observe(len(batches), stages)
+        self._stragglers.step(stages)
         self._losses.append(loss)
         seconds = time.perf_counter() - started
         self._keep_spans()

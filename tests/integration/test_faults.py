@@ -276,6 +276,18 @@ def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
+@pytest.mark.faults
+def test_f15_segments_of_one_byte_and_latency_change_nothing(
+    make, proxies, whole, tmp_path
+) -> None:
+    proxies[1].up.slice_bytes = proxies[2].down.slice_bytes = 1
+    proxies[1].down.delay_s = proxies[2].up.delay_s = 0.05
+    notes = Notes()
+    train(make("run", [2, 4], proxies), progress=notes)
+    assert proxies[1].connections == proxies[2].connections == 1
+    assert_equal_runs(tmp_path / "run", whole("lora"))
+
+
 def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_path) -> None:
     """A black hole: no byte and no end. It heals when the coordinator dials again."""
 

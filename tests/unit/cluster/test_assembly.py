@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_framework.cluster import assembly
 from hetero_framework.cluster.assembly import Boundaries, Cluster, gradient_needs
@@ -24,6 +25,7 @@ from hetero_framework.core.messages import (
     Ready,
     Setup,
     Start,
+    Welcome,
 )
 from hetero_framework.engine.hosts import Event, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
@@ -127,13 +129,17 @@ class LocalStage:
         return []
 
 
-def started(links: Links, **training: Any) -> Cluster:
-    made = Cluster(
+def cluster(**training: Any) -> Cluster:
+    return Cluster(
         config(**training),
         max_frame_bytes=1 << 20,
         build=lambda *args: [LocalStage()],
         access=Plaintext(everywhere=True),
     )
+
+
+def started(links: Links, **training: Any) -> Cluster:
+    made = cluster(**training)
     for worker in links.workers:
         made._members.on(worker, assembly.Event.DIAL)
     return made
@@ -156,6 +162,20 @@ def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None
     assert names(links, Setup, Start) == [(1, "SETUP"), (2, "SETUP"), (1, "START"), (2, "START")]
     assert made.trainable == [[], [("layer 1", (1,))], [("layer 2", (2,))]]
     assert cluster.assembly is made
+
+
+def test_f20_another_torch_is_said(
+    links: Links, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly.LocalWorkers, "start", lambda self: None)
+    here = torch.__version__.split("+")[0]
+    builds = {1: f"{here}+cu126", 2: "0.4.0"}
+    links.connect_all = lambda: {  # type: ignore[method-assign]
+        worker: Welcome(build, "cpu", "cpu", 1, 1) for worker, build in builds.items()
+    }
+    cluster().start()
+    (line,) = [line for line in logged if "equal to the last bit only" in line]
+    assert "worker 2 has torch 0.4.0" in line
 
 
 @pytest.mark.usefixtures("one_plan")

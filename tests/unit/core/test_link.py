@@ -810,6 +810,17 @@ def test_blackholed_peer_is_lost_on_both_sides(stack: ExitStack) -> None:
         assert "has been silent for" in str(side.reason())
 
 
+def test_f32_both_ends_send_100_mb_at_once(stack: ExitStack) -> None:
+    """Each has queued all of it before it reads any."""
+    a, b = pair(stack)
+    tensor = random_tensor(25 << 20)
+    for side in (a, b):
+        for number in range(4):
+            side.link.send(Message(Control("test", number), [tensor]))
+    for side in (a, b):
+        assert all(message.tensors[0].data == tensor.data for message in side.take(4))
+
+
 def test_silence_is_noticed_before_it_has_lasted_too_long(stack: ExitStack) -> None:
     """Not at the first look after that."""
     a, b, proxy = proxied(stack, heartbeat_s=60.0, liveness_s=1.2)
