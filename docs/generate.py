@@ -86,6 +86,8 @@ def _unit(part: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if field.default_factory_takes_validated_data:
+        return "see meaning"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, schema.Section):
         return "all defaults"

@@ -200,6 +200,7 @@ _OUTPUT_DIRECTORY = (
     _flag("--overwrite", "replace an earlier result in DIR; other files in it stay"),
 )
 _ADDRESS = "HOST[:PORT[:DEVICE]]"
+_WORKER = "a worker (PORT -: it dials the coordinator); may be given several times"
 _ROLE = "what this machine is (default: by its addresses and host name)"
 
 
@@ -214,7 +215,7 @@ _ROLE = "what this machine is (default: by its addresses and host name)"
     """,
     _flag("--non-interactive", "ask nothing"),
     _option("--model", metavar="NAME", help="model directory or hub name"),
-    _files("--worker", _ADDRESS, "a worker; may be given several times", dest="workers"),
+    _files("--worker", _ADDRESS, _WORKER, dest="workers"),
     _option("--coordinator", metavar=_ADDRESS, help="the coordinator (default: this machine)"),
     _option("--layers", type=int, metavar="N", help="number of layers (default: of the model)"),
     _option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
@@ -292,7 +293,8 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     config = _load(arguments)
     from hetero_framework.cluster.roles import decide_role
 
-    role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id)
+    keys = _processes(config, arguments)
+    role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id, keys=keys)
     _import_files(arguments)
     if not role.is_coordinator:
         return _serve(config, role.worker_ids, arguments)
@@ -353,7 +355,8 @@ def _run_worker(arguments: argparse.Namespace) -> int | None:
     config = _load(arguments)
     from hetero_framework.cluster.roles import decide_role
 
-    role = decide_role(config, role="worker", worker_id=arguments.worker_id)
+    keys = _processes(config, arguments)
+    role = decide_role(config, role="worker", worker_id=arguments.worker_id, keys=keys)
     _import_files(arguments)
     return _serve(
         config,
@@ -369,6 +372,13 @@ def _access(config: Any, process: int | str, arguments: argparse.Namespace) -> A
     from hetero_framework.security.access import access_of
 
     return access_of(config, process, _key_options(arguments))
+
+
+def _processes(config: Any, arguments: argparse.Namespace) -> list[str]:
+    """Whose keys are here."""
+    from hetero_framework.security.access import key_directory
+
+    return list(key_directory(config, _key_options(arguments)).processes())
 
 
 def _key_options(arguments: argparse.Namespace) -> Any:

@@ -338,6 +338,7 @@ class Cluster:
 
     def start(self) -> dict[str | int, MachineFacts]:
         """Start this machine's workers and reach all of them; what each process runs on."""
+        self._peers.listen()
         self._local.start()
         self._local.report()
         for worker in self.workers:

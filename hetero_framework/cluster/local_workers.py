@@ -169,7 +169,8 @@ class LocalWorkers:
             _stop([running.process], 0.0)  # closes its life line
         worker = self._config.worker(worker_id)
         ip, port = worker.ip, worker.port
-        if addresses.is_local_address(ip) and not addresses.port_is_free(ip, port):
+        taken = port is not None and not addresses.port_is_free(ip, port)
+        if taken and addresses.is_local_address(ip):
             return  # what listens there is used
         log = spawner.log_dir / f"worker-{worker_id}.log"
         with log.open("ab") as output:
@@ -184,7 +185,7 @@ class LocalWorkers:
                 text = f"started as process {child.process.pid}; its log is {child.log}"
             else:
                 worker = self._config.worker(worker_id)
-                text = f"something already listens at {worker.ip} port {worker.port}; using it"
+                text = f"something already listens at {worker.address}; using it"
             _log.info("worker %s: %s", worker_id, text)
 
     def starts(self, worker_id: WorkerId) -> bool:

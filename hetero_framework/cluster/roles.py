@@ -1,13 +1,13 @@
 """Which processes of a plan belong to this machine.
 
 Decided from --role/--worker-id, else by comparing the configuration with this machine's addresses
-and host names. No name is resolved.
+and host names, else by the keys that lie here. No name is resolved.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hetero_framework.config import Config, Machine, WorkerConfig, normal_host
@@ -51,9 +51,11 @@ def decide_role(
     role: str | None = None,
     worker_id: int | str | None = None,
     identity: Identity | None = None,
+    keys: Collection[str] = (),
 ) -> Role:
     """The role of this machine. `role` ("coordinator" or "worker") and `worker_id` decide when
-    given. Raises ConfigError when they exclude each other, or nothing names this machine."""
+    given; `keys`, whose keys are here, where nothing names this machine. Raises ConfigError when
+    they exclude each other, or nothing tells."""
     identity = identity or this_machine()
     if role == "coordinator":
         if worker_id is not None:
@@ -64,6 +66,8 @@ def decide_role(
     if role is None and _is_coordinator(config, identity):
         return Role(True, local_worker_ids(config, identity))
     here = [w for w in config.workers if _names_machine(config, w, identity)]
+    if not here and "local" not in keys:
+        here = [worker for worker in config.workers if str(worker.id) in keys]
     if here:
         return Role(False, _planned(config, here))
     all_loopback = all(map(_is_loopback, (config.coordinator, *config.workers)))

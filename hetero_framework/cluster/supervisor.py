@@ -63,7 +63,7 @@ def run_workers(
         wards = []
         for worker_id in worker_ids:
             entry = config.worker(worker_id)
-            about = pausing.Worker(str(worker_id), f"{entry.ip}:{entry.port}", psutil.Process().pid)
+            about = pausing.Worker(str(worker_id), entry.address, psutil.Process().pid)
             desk = pausing.desk_of(about)
             if desk is not None:
                 held.enter_context(desk.held(about))

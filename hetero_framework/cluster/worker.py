@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import queue
-import threading
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,12 +26,14 @@ import torch
 from hetero_framework import control, errors, log
 from hetero_framework.cluster import about as _about  # noqa: F401 - registers its answer
 from hetero_framework.cluster import link_probe
+from hetero_framework.cluster.dialling import Dialling
 from hetero_framework.cluster.orders import Orders
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes
 from hetero_framework.cluster.permission import check_permitted
-from hetero_framework.config import Config, StageSpec, WorkerConfig
+from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
+from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.dial import Listener
@@ -211,6 +213,8 @@ class Worker:
         self._entry = config.worker(worker_id)
         access = access or access_of(config, worker_id)
         self._door = Door(access, self._greet)
+        call = m.Call(self._entry.id, secrets.token_hex(8))
+        self._dialling = Dialling(config.coordinator, call, access, self._call)
         self._only_run = run_id
         self._leave_by = math.inf
         self._told: str | None = None  # why it is to end
@@ -235,14 +239,18 @@ class Worker:
     def serve(self, should_stop: Callable[[], bool]) -> None:
         entry = self._entry
         self._device.use()
-        _check_name(self._config, entry)
-        listener = Listener(entry.ip, entry.port)
-        acceptor = threading.Thread(
-            target=self._door.run, args=(listener,), name="accept", daemon=True
-        )
-        acceptor.start()
-        what, where = f"{self._device.name}, {self._device.label}", f"{entry.ip}:{entry.port}"
-        _log.info("worker %s listens on %s (%s)", entry.id, where, what)
+        what = f"{self._device.name}, {self._device.label}"
+        if entry.port is None:
+            bring, bring_no_more = self._dialling.run, self._dialling.close
+            _log.info("worker %s dials %s (%s)", entry.id, self._dialling.where, what)
+        else:
+            _check_name(self._config, entry)
+            listener = Listener(entry.ip, entry.port)
+            bring, bring_no_more = partial(self._door.run, listener), listener.close
+            where = host_and_port(entry.ip, entry.port)
+            _log.info("worker %s listens on %s (%s)", entry.id, where, what)
+        # Whatever goes wrong in it is raised at the end.
+        bringing = in_background(bring, "coordinators")
         try:
             while not self._done and not should_stop():
                 try:
@@ -273,12 +281,12 @@ class Worker:
                 with suppress(HeteroError, LinkGone):
                     self._send(Message(m.Leaving(self._told)))
         finally:
-            listener.close()
+            bring_no_more()
             self._door.close()
             if self._connection is not None:
                 self._connection.close()
             self._forget_run()
-            acceptor.join()
+            bringing.result(timeouts.EXIT_S)
         if self._told is not None:
             raise StoppedEarly(self._told, hint="started again, it serves the run as before")
 
@@ -467,6 +475,10 @@ class Worker:
             name, role = str(identity), m.LISTENER
         self._begin(stream, name, HANDSHAKE_MAX_FRAME_BYTES, role, identity)
 
+    def _call(self, stream: Stream) -> Connection:
+        """The coordinator has been dialled."""
+        return self._begin(stream, "the coordinator", HANDSHAKE_MAX_FRAME_BYTES, m.WORKER)
+
     def _begin(
         self,
         stream: Stream,
@@ -497,6 +509,8 @@ class Worker:
         if isinstance(body, m.Hello):
             self._on_hello(connection, body)
             return
+        if isinstance(body, m.Reject) and self._dialling.refused(connection, body):
+            return
         if isinstance(body, m.Quit):
             if connection is self._connection:
                 end_process(body.reason)
@@ -513,6 +527,7 @@ class Worker:
 
     def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
         self._door.gone(connection.stream)
+        self._dialling.gone(connection)
         if (fault := connection.fault) is not None and (run := self._run) is not None:
             # An error of its own: the connection keeps the other one, and with a traceback stages.
             self.failed(run, ProtocolError(fault.message, hint=fault.hint))

@@ -21,17 +21,21 @@ from functools import partial
 from typing import Any
 
 from hetero_framework import errors
+from hetero_framework.cluster.callers import Callers
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.config import Config, StageSpec, WorkerConfig
+from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import REFUSED, connect
+from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
+from hetero_framework.core.identity import Identity
 from hetero_framework.core.link import Clock, Link, LinkStats, OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
+from hetero_framework.core.stream import Stream
 from hetero_framework.engine.hosts import (
     DirectLost,
     Event,
@@ -56,6 +60,8 @@ _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING",
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 _MAX_HUNG_UP = 3
 """At the start of a run, whoever hangs up so often is no worker that died just then."""
+_NOT_CALLED = "it has not dialled"
+OnRetry = Callable[[int, float, str], None]
 
 
 class _Busy(Exception):
@@ -130,6 +136,9 @@ class WorkerLinks:
         self._current: tuple[int, int] = (-1, -1)
         self._stop = threading.Event()
         self._dialling: dict[WorkerId, Future[m.Welcome]] = {}
+        is_called = any(worker.dials for worker in self._workers.values())
+        callers = [worker.id for worker in config.workers if worker.dials]
+        self._callers = Callers(callers, access, self._greet) if is_called else None
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -148,6 +157,11 @@ class WorkerLinks:
         return self._wires.get(worker_id)
 
     # -- connecting -----------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Let the workers call that nobody can dial. Raises NetworkError."""
+        if self._callers is not None:
+            self._callers.listen(self._config.coordinator.ip, self._config.coordinator.port)
 
     def connect_all(self) -> dict[WorkerId, m.Welcome]:
         """Dial every worker at once; what each said. Raises the first error when all have answered
@@ -225,7 +239,7 @@ class WorkerLinks:
             except _Busy as busy:
                 if left < timeouts.BUSY_PAUSE_S or self._stop.is_set():
                     raise NetworkError(
-                        f"worker {worker.id} at {worker.ip}:{worker.port} refused: {busy}",
+                        f"worker {worker.id} at {worker.address} refused: {busy}",
                         hint="stop the other run, or give this one another worker",
                     ) from None
                 if not told:
@@ -235,7 +249,7 @@ class WorkerLinks:
 
     def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> m.Welcome:
         """Connect and shake hands once. `again`: the worker has been there before."""
-        name, where, told = f"worker {worker.id}", f"{worker.ip}:{worker.port}", False
+        name, where, told = f"worker {worker.id}", worker.address, False
 
         def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
             nonlocal told
@@ -250,35 +264,23 @@ class WorkerLinks:
                 reason = "its process starts" if starts else reason
                 longest = f"; up to {left:.0f} s more" if left < math.inf else ""
                 _log.info("waiting for %s at %s (%s%s)", name, where, reason, longest)
-                if again and reason == REFUSED:
+                if again and reason in (REFUSED, _NOT_CALLED):
                     _log.info("if nothing there starts it again: hetero train on its machine")
 
-        secure, stop = partial(self._access.dialled, process=worker.id), self._stop
-        stream = connect(
-            worker.ip, worker.port, timeout_s, on_retry, who=name, stop=stop, secure=secure
-        )
+        if worker.port is None:
+            connection = self._await_call(worker.id, timeout_s, on_retry)
+        else:
+            connection = self._dial(worker, worker.port, timeout_s, on_retry)
         if self._stop.is_set():
-            stream.close()
+            connection.close(drain_s=0)
             raise NetworkError(f"{name}: the run ended while it was connecting")
         self._epochs[worker.id] += 1
-        connection = Connection(
-            stream,
-            name,
-            m.COORDINATOR,
-            self._received,
-            self._closed,
-            carrier=self._carrier,
-            stats=self._stats[worker.id],
-            max_frame_bytes=self._max_frame_bytes,
-            liveness_s=self._config.training.liveness_timeout_s,
-            send_s=self._config.training.step_timeout_s,
-            pool=self._buffers(),
-        )
         connection.peer = worker.id
         if self._watch is not None:
             connection.link.on_moved = self._watch(worker.id)
         self._wires[worker.id] = connection
-        connection.start()
+        if worker.port is not None:
+            connection.start()
         epoch = self._epochs[worker.id]
         hello = m.Hello(self._run_id, worker.id, self._process, epoch, self._max_frame_bytes)
         hint, why, answer, fault = None, "it accepts, but says nothing", None, None
@@ -307,6 +309,66 @@ class WorkerLinks:
             kind = ProtocolError if said.code == "protocol" else _Refused
             raise kind(f"{name} refused: {said.message}", hint=said.hint)
         return answer.expect(m.Welcome)
+
+    def _dial(
+        self, worker: WorkerConfig, port: int, timeout_s: float, on_retry: OnRetry
+    ) -> Connection:
+        """A connection with a worker that listens, not started."""
+        name, secure = f"worker {worker.id}", partial(self._access.dialled, process=worker.id)
+        stream = connect(
+            worker.ip, port, timeout_s, on_retry, who=name, stop=self._stop, secure=secure
+        )
+        return self._connection(stream, name, self._stats[worker.id])
+
+    def _await_call(self, worker: WorkerId, timeout_s: float, on_retry: OnRetry) -> Connection:
+        """The connection of a worker that calls; one that has called already is taken as it is."""
+        assert self._callers is not None
+        began = time.monotonic()
+        while (connection := self._callers.take(worker)) is None:
+            elapsed_s = time.monotonic() - began
+            if elapsed_s > timeout_s or self._stop.is_set():
+                to = self._config.coordinator
+                where = host_and_port(to.ip, to.port)
+                raise NetworkError(
+                    f"worker {worker} has not dialled {where} in {elapsed_s:.1f} s",
+                    hint="start it there (hetero train) and look at what it says; the firewall of "
+                    f"this machine has to let TCP port {to.port} in",
+                )
+            on_retry(0, elapsed_s, _NOT_CALLED)
+            self._stop.wait(timeouts.ANSWER_TICK_S)
+        connection.link.stats = self._stats[worker]
+        connection.link.max_frame_bytes = self._max_frame_bytes
+        return connection
+
+    def _greet(self, stream: Stream, identity: Identity | None) -> None:
+        """Somebody dials; CALL says which worker it is."""
+        name = str(identity) if identity is not None else f"worker at {stream.peer}"
+        connection = self._connection(stream, name, None, timeouts.STRANGER_S)
+        connection.link.max_frame_bytes = HANDSHAKE_MAX_FRAME_BYTES
+        connection.identity = identity
+        connection.start()
+
+    def _connection(
+        self,
+        stream: Stream,
+        name: str,
+        stats: LinkStats | None,
+        handshake_s: float = timeouts.HANDSHAKE_S,
+    ) -> Connection:
+        return Connection(
+            stream,
+            name,
+            m.COORDINATOR,
+            self._received,
+            self._closed,
+            carrier=self._carrier,
+            stats=stats,
+            max_frame_bytes=self._max_frame_bytes,
+            liveness_s=self._config.training.liveness_timeout_s,
+            handshake_s=handshake_s,
+            send_s=self._config.training.step_timeout_s,
+            pool=self._buffers(),
+        )
 
     # -- links between workers ------------------------------------------------------------------
 
@@ -368,6 +430,9 @@ class WorkerLinks:
         by_dialler: dict[WorkerId, list[m.PeerAddress]] = {}
         for dialler, other in pairs:
             to = self._workers[other]
+            if to.port is None:
+                self._dialled[dialler, other] = "it has no port"
+                continue
             by_dialler.setdefault(dialler, []).append(m.PeerAddress(other, to.ip, to.port))
         for dialler, addresses in by_dialler.items():
             self.send(dialler, Message(m.Connect(tuple(addresses), timeout_s)))
@@ -479,6 +544,8 @@ class WorkerLinks:
     def close(self, goodbye: Message, drain_s: float = timeouts.DRAIN_S) -> None:
         """Say goodbye to every worker and close the links; all in at most `drain_s` seconds."""
         self._stop.set()
+        if self._callers is not None:
+            self._callers.close()
         deadline = time.monotonic() + drain_s
         wait(self._dialling.values(), max(0.0, deadline - time.monotonic()))
         connections = list(self._wires.values())
@@ -492,6 +559,10 @@ class WorkerLinks:
     # -- reader threads -------------------------------------------------------------------------
 
     def _received(self, connection: Connection, message: Message) -> None:
+        if isinstance(message.body, m.Call):
+            assert self._callers is not None
+            self._callers.admit(connection, message.body)
+            return
         if isinstance(message.body, m.Boundary) and not self._is_for_us(message.body):
             message.release()
             return
@@ -523,7 +594,10 @@ class WorkerLinks:
         return (body.step, body.attempt) == self._current
 
     def _closed(self, connection: Connection, reason: HeteroError | None) -> None:
-        assert connection.peer is not None
+        if self._callers is not None:
+            self._callers.gone(connection)
+        if connection.peer is None:
+            return  # it has not said who it is
         if isinstance(reason, errors.ResourceError):
             self._inbox.put(reason)  # memory ran out here; to dial again would not help
         why = reason.message if reason is not None else "the link was closed here"

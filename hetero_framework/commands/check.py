@@ -20,6 +20,7 @@ from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.planner.tuner import assumed_profile
 from hetero_framework.planner.tuning import tune
+from hetero_framework.security.access import key_directory
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import resolve_loss_chunk
 from hetero_framework.units import share, size
@@ -118,7 +119,8 @@ def text(found: dict[str, Any]) -> str:
     rows = []
     for process in found["processes"]:
         host = f"{process['hostname']}, " if process["hostname"] else ""
-        where = f"{host}{process['address']} port {process['port']}"
+        port = f" port {process['port']}" if process["port"] else ", dials the coordinator"
+        where = f"{host}{process['address']}{port}"
         stages = ", ".join(stage["contents"] for stage in process["stages"])
         memory = size(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
         rows.append((process["name"], where, process["device"], stages, memory))
@@ -157,7 +159,7 @@ def _process(config: Config, owner: WorkerId, memory: list[StageMemory]) -> dict
 
 def _role(config: Config) -> Role | None:
     try:
-        return decide_role(config)
+        return decide_role(config, keys=key_directory(config).processes())
     except ConfigError:
         return None  # a configuration may be checked anywhere
 

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -42,12 +43,13 @@ from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import StageMemory, estimate_memory
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import load_model_config
-from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of
+from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
 from hetero_framework.units import bit_rate, seconds, size
 
 WorkerId = int | str
 
 _DIAL_S = 4.0
+_CALL_S = 12.0  # who dials does so every few seconds
 _ANSWER_S = 20.0
 _PROBE_BYTES = 1 << 20
 _SLOW_BITS_PER_S = 100e6
@@ -87,6 +89,8 @@ class View:
         self.role = role
         self.notes: list[str] = []
         self._options = options
+        self.port_in_use = threading.Lock()
+        """Of the coordinator, where workers call: they are awaited one after the other."""
 
     @property
     def is_coordinator(self) -> bool:
@@ -144,7 +148,8 @@ class View:
             worker.id: in_background(partial(ask_worker, self, worker), "ask")
             for worker in self.remote_workers
         }
-        deadline = time.monotonic() + 2 * (_DIAL_S + timeouts.HANDSHAKE_S) + _ANSWER_S
+        calls_s = _CALL_S * sum(worker.dials for worker in self.remote_workers)
+        deadline = time.monotonic() + calls_s + 2 * (_DIAL_S + timeouts.HANDSHAKE_S) + _ANSWER_S
         found = {}
         for id, future in asked.items():
             try:
@@ -158,9 +163,10 @@ class View:
 
 
 def knock(worker: WorkerConfig) -> Asked:
-    """Whether anything listens at a worker's address."""
+    """Whether anything listens at a worker's address, if it has one."""
     try:
-        connect(worker.ip, worker.port, _DIAL_S, who=f"worker {worker.id}").close()
+        if worker.port is not None:
+            connect(worker.ip, worker.port, _DIAL_S, who=f"worker {worker.id}").close()
     except HeteroError as error:
         return Asked(error)
     return Asked()
@@ -169,19 +175,27 @@ def knock(worker: WorkerConfig) -> Asked:
 def ask_worker(view: View, worker: WorkerConfig) -> Asked:
     """Greet a worker as a run would, ask what it is, measure its link, and let it go. Who is not
     the coordinator, or has no key for it, only knocks."""
-    config, access = view.config, view.access
+    access = view.access
     asked = knock(worker)
     if asked.problem is not None or not view.is_coordinator or isinstance(access, UserError):
         return asked
+    if worker.dials:
+        with view.port_in_use:
+            return _greet(view, worker, access, _CALL_S)
+    return _greet(view, worker, access, _DIAL_S)
+
+
+def _greet(view: View, worker: WorkerConfig, access: Access, patience_s: float) -> Asked:
+    """A run of nothing but a greeting and two questions."""
     plan = [{"id": "local", "start": 0, "end": 1}, {"id": worker.id, "start": 1, "end": 2}]
-    alone = config.with_changes(
-        workers=[worker.model_dump(mode="json")],
+    alone = view.config.with_changes(
         shard_plan=plan,
-        training={"connect_timeout_s": _DIAL_S, "liveness_timeout_s": _DIAL_S},
+        training={"connect_timeout_s": patience_s, "liveness_timeout_s": _DIAL_S},
     )
     links = WorkerLinks(alone, secrets.token_hex(8), 16 * _PROBE_BYTES, access=access)
     said = m.Error("UserError", "hetero doctor has looked at it", None)
     try:
+        links.listen()
         welcome = links.connect_all()[worker.id]
         ask = partial(_answer, links, worker.id)
         began = time.time()
@@ -249,7 +263,7 @@ def names(view: View) -> Found:
     """DNS, also the name that a machine takes for itself alone (Debian's 127.0.1.1)."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
     for id, machine in view.entries:
-        if addresses.parsed(machine.ip) is not None:
+        if addresses.parsed(machine.ip) is not None or _dials(machine):
             continue
         if not addresses.resolve(machine.ip):
             yield (
@@ -264,8 +278,15 @@ def names(view: View) -> Found:
             )
 
 
+def _dials(machine: Machine) -> bool:
+    """Whether nobody needs its address."""
+    return isinstance(machine, WorkerConfig) and machine.dials
+
+
 def own_address(view: View) -> Found:
     for id, machine in view.entries:
+        if _dials(machine):
+            continue
         if id in view.own and not addresses.is_local_address(machine.ip):
             yield (
                 f"{process_name(id)} is on this machine, which does not have its address"
@@ -290,8 +311,9 @@ def port(view: View) -> Found:
         if id == "local":
             continue
         worker = view.config.worker(id)
-        local = addresses.is_local_address(worker.ip)
-        if not local or addresses.port_is_free(worker.ip, worker.port):
+        if worker.port is None or not addresses.is_local_address(worker.ip):
+            continue
+        if addresses.port_is_free(worker.ip, worker.port):
             continue
         asked = ask_worker(view, worker)
         holder = addresses.port_holder(worker.port) or "another program"
@@ -506,7 +528,7 @@ def diagnose(
     config: Config, *, worker_id: WorkerId | None = None, options: KeyOptions | None = None
 ) -> dict[str, Any]:
     """All findings, as JSON types; `worker_id` says which worker this machine is."""
-    view = View(config, _role(config, worker_id), options)
+    view = View(config, _role(config, worker_id, options), options)
     findings = [Finding(check.__name__, *found) for check in CHECKS for found in check(view)]
     own = " and ".join(map(process_name, view.own))
     return {
@@ -516,9 +538,10 @@ def diagnose(
     }
 
 
-def _role(config: Config, worker_id: WorkerId | None) -> Role | None:
+def _role(config: Config, worker_id: WorkerId | None, options: KeyOptions | None) -> Role | None:
+    keys = key_directory(config, options).processes()
     try:
-        return decide_role(config, worker_id=worker_id)
+        return decide_role(config, worker_id=worker_id, keys=keys)
     except ConfigError:
         return None
 

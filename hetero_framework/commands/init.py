@@ -7,7 +7,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,17 +20,19 @@ from hetero_framework.errors import ConfigError, HeteroError, UserError
 ADAPTERS = ("lora", "qlora", "none")
 _USUAL_DATA = "data/train.jsonl"
 _DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|te?xt)(\.gz)?$")
-_ADDRESS = re.compile(r"(?:\[([^\]]*)\]|([^:\[]*))(?::([0-9]*)(?::(.*))?)?")
+_ADDRESS = re.compile(r"(?:\[([^\]]*)\]|([^:\[]*))(?::([0-9]*|-)(?::(.*))?)?")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Address:
-    """HOST[:PORT[:DEVICE]] taken apart; an IPv6 address stands in brackets before a port."""
+    """HOST[:PORT[:DEVICE]] taken apart; an IPv6 address stands in brackets before a port. A port
+    "-" is that of a worker which dials the coordinator."""
 
     ip: str
     port: int | None = None
     device: str = "auto"
+    dials: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,22 @@ def parse_address(text: str) -> Address:
         address = Address(text)
     elif match is not None:
         bracketed, host, port, device = match.groups()
-        address = Address(bracketed or host, int(port) if port else None, device or "auto")
+        number = int(port) if port and port != "-" else None
+        address = Address(bracketed or host, number, device or "auto", dials=port == "-")
     else:
         raise UserError(
             f'"{text}" is not HOST, HOST:PORT or HOST:PORT:DEVICE',
             hint="for example 192.168.1.20:9999, [::1]:9999 or box:9999:cuda:0",
         )
-    given = {name: value for name, value in asdict(address).items() if value is not None}
+    given = {name: value for name, value in _entry(address).items() if value is not None}
     _validated({"workers": [{"id": 1, **given}]}, text)
     return address
+
+
+def _entry(address: Address) -> dict[str, Any]:
+    """Of the configuration; without a port where it is not told, or dials."""
+    port = {} if address.port is None else {"port": address.port}
+    return {"ip": address.ip, **port, "device": address.device}
 
 
 def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
@@ -86,11 +95,14 @@ def propose(
     taken = {(coordinator["ip"], coordinator["port"])}
     entries = []
     for number, worker in enumerate(workers, start=1):
+        if worker.dials:
+            entries.append({"id": number, **_entry(worker)})
+            continue
         port = worker.port or WORKER_PORT
         while worker.port is None and (worker.ip, port) in taken:
             port += 1
         taken.add((worker.ip, port))
-        entries.append({"id": number, **asdict(worker), "port": port})
+        entries.append({"id": number, **_entry(worker), "port": port})
     plan: list[dict[str, Any]] = [
         {"id": position or "local", "start": start, "end": end}
         for position, (start, end) in enumerate(ranges)
@@ -290,7 +302,7 @@ def _coordinator(
 ) -> dict[str, Any]:
     if answers.coordinator is not None:
         address = parse_address(answers.coordinator)
-        return {**asdict(address), "port": address.port or COORDINATOR_PORT}
+        return {**_entry(address), "port": address.port or COORDINATOR_PORT}
     only_here = all(addresses.is_loopback(worker.ip) for worker in workers)
     ip = "127.0.0.1" if only_here else own_address
     found: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": answers.device or "auto"}

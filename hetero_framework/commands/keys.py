@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from hetero_framework.commands.init import parse_address
-from hetero_framework.config import Config
+from hetero_framework.config import Config, host_and_port
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
@@ -67,11 +67,13 @@ def invite(
     invited: list[WorkerId] = [known[worker] for worker in dict.fromkeys(workers)]
     given = Configuration(file.name, file.read_text(encoding="utf-8-sig"))
     inviting = Inviting(keys, authority, invited, given)
-    host, port = config.coordinator.ip, port or config.coordinator.port
-    with closing(Listener(host, port)) as listener:
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    host, usual = config.coordinator.ip, config.coordinator.port
+    if port is None and not addresses.port_is_free(host, usual):
+        _log.info("port %d is in use, by a run perhaps; the line names another one", usual)
+        usual = 0
+    with closing(Listener(host, port or usual)) as listener:
         for entry in inviting.invitations:
-            say(f"hetero join {where} {entry.token}")
+            say(f"hetero join {host_and_port(host, listener.port)} {entry.token}")
         one = "that line" if len(invited) == 1 else "each line"
         _log.info(
             "run %s on the machine of its worker (%s); each is good once, for %.0f minutes. "

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401  (what is imported here is what the package offers)
 
-from hetero_framework.config.hosts import normal_host
+from hetero_framework.config.hosts import host_and_port, normal_host
 from hetero_framework.config.load import apply_override, json_schema, load_config
 from hetero_framework.config.plan import Plan, StageSpec, layers_text, process_name
 from hetero_framework.config.schema import (
@@ -10,6 +10,7 @@ from hetero_framework.config.schema import (
     WORKER_PORT,
     AdapterConfig,
     Config,
+    CoordinatorConfig,
     DataConfig,
     Machine,
     ModelConfig,

@@ -12,6 +12,8 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?")
 
 def checked_host(value: str) -> str:
     """`value` itself. Raises ValueError unless it is an IP address or a host name."""
+    if not value:
+        raise ValueError("is missing: the machine's address, or name (of a worker, hostname does)")
     try:
         ipaddress.ip_address(value)
         return value
@@ -46,3 +48,8 @@ def normal_host(host: str) -> str:
         return str(ipaddress.ip_address(host))
     except ValueError:
         return host.lower().rstrip(".")
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As people write it: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from hetero_framework.config.hosts import checked_host, normal_host
+from hetero_framework.config.hosts import checked_host, host_and_port, normal_host
 from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import (
@@ -58,12 +58,19 @@ _Attention = Literal[
 ]
 
 
+Host = Annotated[str, AfterValidator(checked_host)]
+
+
+def _by_name(before: dict[str, Any]) -> str:
+    return before.get("hostname") or ""
+
+
 class Machine(Section):
     """Fields that a coordinator and a worker share."""
 
     hostname: str | None = None
     """Host name, as `hostname` prints it; used to find out which role a machine has."""
-    ip: Annotated[str, AfterValidator(checked_host)]
+    ip: Host
     """Address at which other machines reach it: IPv4, IPv6 (without brackets) or a DNS name."""
     device: str = "auto"
     """Device of the process: "auto", "cpu", "cuda", "cuda:1", "rocm:0", "mps", "xpu:0". "auto"
@@ -87,7 +94,7 @@ class CoordinatorConfig(Machine):
     """The process that owns data, schedule and checkpoints and runs the "local" stages."""
 
     port: Port = COORDINATOR_PORT
-    """Port reserved for the coordinator on its machine; no worker there may use it."""
+    """Port on which `hetero invite` waits, and a run for workers without a port."""
 
 
 class WorkerConfig(Machine):
@@ -95,12 +102,25 @@ class WorkerConfig(Machine):
 
     id: WorkerId
     """Name of the worker in shard_plan: a number or a text, not "local"."""
-    port: Port = WORKER_PORT
-    """Port on which the worker listens for the coordinator."""
+    ip: Host = Field(default_factory=_by_name, validate_default=True)
+    """As of the coordinator. Not given: `hostname`."""
+    port: Port | None = None
+    """Port on which the worker listens for the coordinator. null: it listens nowhere and dials the
+    coordinator's ip and port, from behind a home router or with an address that changes."""
     models: tuple[Name, ...] | None = None
     """What a coordinator may have this worker load beside the model and the adapter of the worker's
     own file: folders (relative to it) and hub names, as patterns like "meta-llama/*"; "*" is
     everything. Counts in the worker's own file only."""
+
+    @property
+    def dials(self) -> bool:
+        """Whether it dials the coordinator, which dials the others."""
+        return self.port is None
+
+    @property
+    def address(self) -> str:
+        """Where the coordinator dials it, or its name and that it dials itself."""
+        return f"{self.ip} (dials)" if self.port is None else host_and_port(self.ip, self.port)
 
     @field_validator("id")
     @classmethod
@@ -723,6 +743,8 @@ def _address_problems(
                 f"{here}.ip",
                 f"{worker.ip} is no address to connect to; write the one of the machine",
             )
+        if worker.port is None:
+            continue
         other = addresses.setdefault((host, worker.port), here)
         if other != here:
             yield Problem(

@@ -139,6 +139,15 @@ class Hello(_Greeting):
     max_frame_bytes: int
 
 
+@_message(9, WORKER)
+class Call(_Greeting):
+    """Worker to coordinator, first of a connection that the worker has dialled: who I am. HELLO
+    follows when the coordinator wants it, or REJECT. `process` is a random id of this process."""
+
+    worker_id: WorkerId
+    process: str
+
+
 @_message(2, WORKER)
 class Welcome(_Greeting):
     """Worker to coordinator, accepts HELLO: versions, device and memory (bytes), and the run whose

@@ -21,7 +21,8 @@ from hetero_framework.errors import ProtocolError
 class Phase(Enum):
     """Where a connection stands."""
 
-    OPEN = "connected; HELLO comes first, between workers PEER_HELLO"
+    OPEN = "connected; HELLO comes first, CALL where a worker dials, PEER_HELLO between workers"
+    CALLED = "the worker has dialled; HELLO follows when the coordinator wants it"
     GREETING = "HELLO is sent; the worker answers"
     WELCOMED = "the worker accepted; SETUP follows, or ABORT or COMMIT after a lost link"
     LOADING = "the worker loads its stages"
@@ -52,9 +53,11 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
     moves: dict[Phase, dict[type[Body], Phase]] = {
         Phase.OPEN: {
             m.Hello: Phase.GREETING,
+            m.Call: Phase.CALLED,
             m.PeerHello: Phase.PEER_GREETING,
             m.Reject: Phase.CLOSED,
         },
+        Phase.CALLED: {m.Hello: Phase.GREETING, m.Reject: Phase.CLOSED},
         Phase.GREETING: {m.Welcome: Phase.WELCOMED, m.Reject: Phase.CLOSED},
         # A worker that kept its stages over a lost link goes on where the run stands.
         Phase.WELCOMED: {
@@ -93,7 +96,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
             continue
         table.update(dict.fromkeys(_ANYTIME, phase))
         table[m.Bye] = Phase.CLOSED
-        if phase not in (Phase.OPEN, Phase.GREETING, *PEER_PHASES):
+        if phase not in (Phase.OPEN, Phase.CALLED, Phase.GREETING, *PEER_PHASES):
             table.update(dict.fromkeys(_AFTER_WELCOME, phase))
     return moves
 

@@ -33,6 +33,8 @@ ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
 QUIET_S = 3.0
 """The user hears of a worker that has not answered for so long."""
+CALL_PAUSE_S = 2.0
+"""A worker that dials and was not served waits so long before it calls again."""
 BUSY_PAUSE_S = 1.0
 """Pause before a worker that serves another run is asked again."""
 DIRECT_DIAL_S = 5.0

@@ -109,14 +109,18 @@ def dial(
             if (why := admit(stream.certificate(), {})) is not None:
                 raise IdentityError(f"{who} is not who it should be: {why}")
             stream.send_note(note, deadline)
-            refused = stream.receive_note(deadline).get("refused")
-        if refused is not None:
-            raise IdentityError(f"{who} refused this machine: {refused}")
+            answer = stream.receive_note(deadline)
+            if (refused := answer.get("refused")) is not None:
+                raise IdentityError(f"{who} refused this machine: {refused}")
+            if (why := admit(stream.certificate(), answer)) is not None:
+                raise IdentityError(f"{who} is not wanted any more: {why}")
         on_error.pop_all()
         return stream
 
 
-def accept(plain: Stream, made: ssl.SSLContext, admit: Admit) -> tuple[TlsStream, Certificate]:
+def accept(
+    plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any]
+) -> tuple[TlsStream, Certificate]:
     """The encrypted stream to who has dialled, and who that is; raises as `dial` does. Who has a
     certificate of this cluster is told why it is not wanted; who has none gets a TLS alert."""
     with contextlib.ExitStack() as on_error:
@@ -127,7 +131,7 @@ def accept(plain: Stream, made: ssl.SSLContext, admit: Admit) -> tuple[TlsStream
             stream.shake_hands(deadline)
             found = stream.certificate()
             why = admit(found, stream.receive_note(deadline))
-            stream.send_note({} if why is None else {"refused": why}, deadline)
+            stream.send_note(note if why is None else {"refused": why}, deadline)
         if why is not None:
             raise IdentityError(why)
         on_error.pop_all()

@@ -105,7 +105,8 @@ class Keyed:
         def admit(found: Certificate, note: dict[str, Any]) -> str | None:
             if found.identity != expected:
                 return _other(found.identity, expected)
-            return _REVOKED if found.serial in revoked else None
+            self._learn(found.identity, note)
+            return _REVOKED if found.serial in self.keys.revoked() else None
 
         made = tls.context(self.keys.bundle(self.process), server=False)
         return tls.dial(stream, made, admit, {"revoked": texts(revoked)}, str(expected))
@@ -119,16 +120,21 @@ class Keyed:
                 return _REVOKED
             if who.cluster != own.cluster:
                 return _other(who, own)
-            if who.worker is None:
-                self.keys.revoke(serials(note.get("revoked", [])))
-            elif who.worker not in map(str, self.workers):
+            self._learn(who, note)
+            if who.worker is not None and who.worker not in map(str, self.workers):
                 known = ", ".join(map(str, self.workers))
                 return f"{who} is not in this machine's configuration (workers: {known})"
             return None
 
         made = tls.context(self.keys.bundle(self.process), server=True)
-        encrypted, found = tls.accept(stream, made, admit)
+        revoked = {"revoked": texts(self.keys.revoked())}
+        encrypted, found = tls.accept(stream, made, admit, revoked)
         return encrypted, found.identity
+
+    def _learn(self, who: Identity, note: dict[str, Any]) -> None:
+        """Which certificates count no more the coordinator knows."""
+        if who.worker is None:
+            self.keys.revoke(serials(note.get("revoked", [])))
 
 
 _REVOKED = "its certificate was revoked (hetero keys revoke)"
@@ -148,6 +154,12 @@ class KeyOptions:
     insecure: bool = False
 
 
+def key_directory(config: Config, options: KeyOptions | None = None) -> KeyDirectory:
+    """Where this machine's keys for this configuration are, if it has any."""
+    directory = options.directory if options is not None else None
+    return KeyDirectory((directory or config.base_dir / FOLDER).absolute())
+
+
 def access_of(config: Config, process: WorkerId, options: KeyOptions | None = None) -> Access:
     """What "local", the coordinator, or a worker uses. Raises IdentityError when it needs keys and
     has none, or they are damaged."""
@@ -158,7 +170,7 @@ def access_of(config: Config, process: WorkerId, options: KeyOptions | None = No
             "reaches a port of this run can read its data and give orders"
         )
         return Plaintext(everywhere=True)
-    keys = KeyDirectory((options.directory or config.base_dir / FOLDER).absolute())
+    keys = key_directory(config, options)
     if keys.has(process):
         keys.identity(process)
         for server in (False, True):
@@ -170,5 +182,7 @@ def access_of(config: Config, process: WorkerId, options: KeyOptions | None = No
     plain = LOOPBACK_ONLY
     own = [config.worker(process)] if process != "local" else config.planned_workers
     for worker in own:
-        plain.check_address(worker.ip, f"worker {worker.id}")
+        # Who dials shows where it is only when it comes; what counts is where it dials.
+        host = config.coordinator.ip if worker.dials else worker.ip
+        plain.check_address(host, "the coordinator" if worker.dials else f"worker {worker.id}")
     return plain

@@ -121,8 +121,7 @@ def _place(config: Config, owner: int | str, details: DiagramDetails) -> Place:
     machine = config.machine(owner)
     lines = [_one_line(machine.hostname or "") or machine.ip]
     if not is_local:
-        host = f"[{machine.ip}]" if ":" in machine.ip else machine.ip
-        lines.append(f"{host}:{machine.port}")
+        lines.append(config.worker(owner).address)
     label = details.devices.get(owner)
     lines.append(f"{label} ({machine.device})" if label else f"device {machine.device}")
     return Place(

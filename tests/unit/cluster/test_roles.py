@@ -98,6 +98,14 @@ def test_role_given_on_the_command_line_wins() -> None:
     assert decide_role(LOOPBACK, role="worker", identity=there) == Role(False, (1, 2))
 
 
+def test_machine_that_nothing_names_is_who_its_key_says() -> None:
+    elsewhere = machine("x", "10.0.0.9")
+    assert decide_role(THREE, identity=elsewhere, keys=["2"]) == Role(False, (2,))
+    assert decide_role(THREE, identity=machine("x", "10.0.0.2"), keys=["2"]) == Role(False, (1,))
+    with pytest.raises(ConfigError):  # the coordinator's machine has keys of workers, too
+        decide_role(THREE, identity=elsewhere, keys=["local", "2"])
+
+
 def test_coordinators_own_workers_are_found_by_its_address() -> None:
     config = config_of(("desk", "10.0.0.1"), (None, "10.0.0.1"), ("box", "10.0.0.2"))
     assert decide_role(config, identity=machine("x", "10.0.0.1")) == Role(True, (1,))

@@ -32,6 +32,8 @@ from hetero_framework.errors import UserError
         ("[fd00::2]:9999:cuda:0", Address("fd00::2", 9999, "cuda:0")),
         ("[::1]", Address("::1")),
         ("fd00::2", Address("fd00::2")),
+        ("laptop:-", Address("laptop", dials=True)),
+        ("[fd00::2]:-:mps", Address("fd00::2", device="mps", dials=True)),
     ],
 )
 def test_address_is_taken_apart(text: str, expected: Address) -> None:
@@ -92,6 +94,12 @@ def test_proposal_for_several_machines_uses_this_machines_address() -> None:
     assert config.workers[1].ip == "fd00::2"
     assert config.plan.stages[-1].end == 6
     assert config.warnings() == ()
+
+
+def test_worker_that_dials_gets_no_port() -> None:
+    [entry, other] = proposed(workers=["laptop:-:mps", "box"])["workers"]
+    assert entry == {"id": 1, "ip": "laptop", "device": "mps"}
+    assert other["port"] == 9999
 
 
 def test_proposal_with_another_coordinator() -> None:

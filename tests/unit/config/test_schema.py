@@ -156,7 +156,7 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("workers[0].ip", "-box.lan", 'host name: "-box" between its dots'),
         ("coordinator.ip", "box-.lan", 'coordinator.ip: "box-.lan" is neither'),
         ("workers[0].ip", "box.lan..", "is neither an IP address nor a host name"),
-        ("workers[0].ip", "", "is neither an IP address nor a host name"),
+        ("workers[0].ip", "", "workers[0].ip: is missing: the machine"),
         ("workers[0].ip", "0.0.0.0", "workers[0].ip: 0.0.0.0 is no address to connect to"),
         ("workers[0].device", "gpu", 'workers[0].device: "gpu" is no device'),
         ("workers[0].id", "local", '"local" names the coordinator'),
@@ -441,6 +441,13 @@ def test_overrides_replace_settings(tmp_path: Path) -> None:
     assert config.data is not None
     assert config.data.train == "other.jsonl"
     assert config.adapter is None
+
+
+def test_worker_without_a_port_dials_and_a_name_will_do() -> None:
+    raw = changed("workers[0]", {"id": 1, "hostname": "laptop"})
+    worker = Config.from_dict(raw).workers[0]
+    assert (worker.dials, worker.ip, worker.address) == (True, "laptop", "laptop (dials)")
+    assert "workers[0].ip: is missing" in message(changed("workers[0]", {"id": 1}))
 
 
 @pytest.mark.parametrize("setting", ["x", "=1", "workers[9].port=1", "workers.port=1", "[0]=1"])

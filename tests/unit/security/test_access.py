@@ -132,6 +132,13 @@ def test_revoked_certificate_counts_nowhere(process: Any) -> None:
     assert "its certificate was revoked" in outcome(two, 1, one)[0]
 
 
+def test_worker_that_dials_hears_of_a_revocation_from_the_coordinator(process: Any) -> None:
+    coordinator, one = process("local"), process(1)
+    coordinator.keys.revoke([1234])
+    assert outcome(one, "local", coordinator)[0] == "welcome"
+    assert one.keys.revoked() == {1234}
+
+
 def test_worker_cannot_revoke(process: Any) -> None:
     one, two = process(1), process(2)
     two.keys.revoke([1234])

@@ -1,0 +1,114 @@
+"""The workers that dial the coordinator because nobody can dial them: who has called and waits.
+
+A worker that calls is parked until the run wants it. One whose link works already is refused, so
+that a second process with the same id changes nothing; only the process that has the link may
+call again, for then it has lost it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from hetero_framework.core import messages as m
+from hetero_framework.core import timeouts
+from hetero_framework.core.background import in_background
+from hetero_framework.core.connection import Connection
+from hetero_framework.core.dial import Listener
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.errors import HeteroError, ProtocolError
+from hetero_framework.security.access import Access
+from hetero_framework.security.door import Door, Greet
+
+
+@dataclass(frozen=True)
+class _Caller:
+    connection: Connection
+    process: str
+    since: float  # time.monotonic()
+
+    def __str__(self) -> str:
+        return f"{self.connection.stream.peer}, for {time.monotonic() - self.since:.0f} s now"
+
+
+class Callers:
+    """Of the workers `expected`. `greet` is called as the door calls it, and begins a connection
+    whose CALL is brought to `admit`."""
+
+    def __init__(self, expected: Collection[WorkerId], access: Access, greet: Greet) -> None:
+        self._expected = {str(worker): worker for worker in expected}
+        self._door = Door(access, greet)
+        self._waiting: dict[WorkerId, _Caller] = {}
+        self._taken: dict[WorkerId, _Caller] = {}
+        self._lock = threading.Lock()
+        self._listener: Listener | None = None
+        self._accepting: Future[None] | None = None
+
+    def listen(self, host: str, port: int) -> None:
+        """Let workers call from now on. Raises NetworkError when the port cannot be had."""
+        listener = Listener(host, port)
+        self._listener = listener
+        self._accepting = in_background(lambda: self._door.run(listener), "accept workers")
+
+    def admit(self, connection: Connection, call: m.Call) -> None:
+        """In a reader thread: a worker has said who it is. Refuses it, or parks it for `take`."""
+        self._door.gone(connection.stream)
+        identity, name = connection.identity, f"worker {call.worker_id}"
+        if identity is not None and identity.worker != str(call.worker_id):
+            text = f"the certificate is that of {identity}, not {name}"
+            connection.refuse("identity", text, "use the key of this machine's own entry")
+            return
+        worker = self._expected.get(str(call.worker_id))
+        if worker is None:
+            listed = ", ".join(self._expected)
+            text = f"no worker {call.worker_id} is expected to dial (these are: {listed})"
+            hint = "use the same configuration on all machines; a worker with a port is dialled"
+            connection.refuse("identity", text, hint)
+            return
+        if connection.peer is not None:
+            raise ProtocolError(f"{name} has called already")
+        caller = _Caller(connection, call.process, time.monotonic())
+        with self._lock:
+            before = [self._taken.get(worker), self._waiting.get(worker)]
+            others = [c for c in before if c is not None and not c.connection.closed]
+            stranger = next((c for c in others if c.process != call.process), None)
+            if stranger is None:
+                connection.peer, connection.link.name = worker, name
+                self._waiting[worker] = caller
+        if stranger is not None:
+            text = f"{name} is connected from {stranger}"
+            connection.refuse("busy", text, "give each worker an id and a key of its own")
+            return
+        for other in others:  # its process has lost that one
+            other.connection.close(drain_s=0)
+
+    def take(self, worker: WorkerId) -> Connection | None:
+        """The connection of a worker that waits, if there is one."""
+        with self._lock:
+            caller = self._waiting.pop(worker, None)
+            if caller is None or caller.connection.closed:
+                return None
+            self._taken[worker] = caller
+            return caller.connection
+
+    def gone(self, connection: Connection) -> None:
+        """A connection has ended."""
+        self._door.gone(connection.stream)
+
+    def close(self) -> None:
+        """Nobody may call any more; who waits is told so."""
+        if self._listener is not None:
+            self._listener.close()
+        self._door.close()
+        with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for caller in waiting:
+            try:
+                caller.connection.refuse("busy", "the run is over")
+            except HeteroError:
+                continue
+        if self._accepting is not None:
+            self._accepting.result(timeouts.EXIT_S)

@@ -1,0 +1,116 @@
+"""The side of a worker that listens nowhere: it dials the coordinator until it is there, and again
+whenever the link was lost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from hetero_framework.config import CoordinatorConfig, host_and_port
+from hetero_framework.core import messages as m
+from hetero_framework.core import timeouts
+from hetero_framework.core.connection import Connection
+from hetero_framework.core.dial import connect
+from hetero_framework.core.messages import Message
+from hetero_framework.core.stream import Stream
+from hetero_framework.errors import HeteroError, IdentityError, NetworkError
+from hetero_framework.security.access import Access
+
+_log = logging.getLogger(__name__)
+
+
+class Dialling:
+    """Keeps one connection with the coordinator. `begin(stream)` starts it, `call` is said first;
+    `refused` and `gone` are to be told what becomes of it. `run` is a thread's."""
+
+    def __init__(
+        self,
+        coordinator: CoordinatorConfig,
+        call: m.Call,
+        access: Access,
+        begin: Callable[[Stream], Connection],
+    ) -> None:
+        self._coordinator = coordinator
+        self._call = call
+        self._access = access
+        self._begin = begin
+        self._stop = threading.Event()
+        self._over = threading.Event()
+        self._connection: Connection | None = None
+        self._told: str | None = None
+        self.where = host_and_port(coordinator.ip, coordinator.port)
+
+    def run(self) -> None:
+        """Dial until `close`. The user hears once why it does not come about."""
+        while not self._stop.is_set():
+            try:
+                if self._hold():
+                    continue  # it was served: the link is wanted back at once
+            except IdentityError as error:
+                self._tell(error.message, error.hint)
+            except HeteroError as error:  # the stream broke at once, or no thread
+                self._tell(error.message, error.hint)
+            self._stop.wait(timeouts.CALL_PAUSE_S)
+
+    def close(self) -> None:
+        """`run` ends soon; the connection is its owner's."""
+        self._stop.set()
+        self._over.set()
+
+    def refused(self, connection: Connection, answer: m.Reject) -> bool:
+        """In the reader thread: whether this was our call that was not wanted."""
+        if connection is not self._connection:
+            return False
+        self._tell(f"the coordinator refused this worker: {answer.message}", answer.hint)
+        return True
+
+    def gone(self, connection: Connection) -> None:
+        """In the reader thread: a connection has ended."""
+        if connection is self._connection:
+            self._over.set()
+
+    def _hold(self) -> bool:
+        """Dial, call and wait for the end of the connection; whether the coordinator greeted us."""
+        stream = self._dial()
+        if stream is None:
+            return False
+        self._over.clear()
+        if self._stop.is_set():
+            stream.close()
+            return False
+        connection = self._connection = self._begin(stream)
+        with suppress(HeteroError):  # `gone` is told of it
+            connection.send(Message(self._call))
+        while not (self._over.wait(timeouts.TICK_S) or connection.closed):
+            pass
+        was_greeted = connection.peer is not None
+        if was_greeted:
+            self._told = None
+        return was_greeted
+
+    def _dial(self) -> Stream | None:
+        def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
+            if elapsed_s > timeouts.QUIET_S:
+                self._tell(f"waiting for the coordinator at {self.where} ({reason})", None)
+
+        host, port = self._coordinator.ip, self._coordinator.port
+        secure = partial(self._access.dialled, process="local")
+        try:
+            return connect(
+                host, port, math.inf, on_retry, who="the coordinator", stop=self._stop,
+                secure=secure,
+            )  # fmt: skip
+        except NetworkError:
+            if self._stop.is_set():
+                return None
+            raise
+
+    def _tell(self, text: str, hint: str | None) -> None:
+        """What is said again and again is said once, until the coordinator was there."""
+        if text != self._told:
+            self._told = text
+            _log.info("%s", f"{text}: {hint}" if hint else text)

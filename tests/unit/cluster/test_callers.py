@@ -1,0 +1,181 @@
+"""The coordinator's port for workers that dial: who is parked, who is refused."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from hetero_framework.cluster.worker_links import WorkerLinks
+from hetero_framework.config import Config
+from hetero_framework.core import messages as m
+from hetero_framework.core.background import in_background
+from hetero_framework.core.dial import connect
+from hetero_framework.core.link import Link
+from hetero_framework.core.messages import Body, Message
+from hetero_framework.errors import HeteroError, NetworkError
+from tests.framed import framed
+from tests.samples import free_ports
+
+WAIT_S = 10.0
+WELCOME = m.Welcome("2.13.0", "cpu", "CPU", 8, 7)
+
+
+class Caller:
+    """A worker's end of a link that it has dialled."""
+
+    def __init__(self, port: int, said: Body) -> None:
+        self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
+        stream = connect("127.0.0.1", port, WAIT_S)
+        self.link = Link(stream, "coordinator", self.inbox.put, self.inbox.put)
+        self.link.start()
+        self.send(said)
+
+    def send(self, body: Body) -> None:
+        self.link.send(Message(body))
+
+    def hears(self, kind: type[Body]) -> Body:
+        message = self.inbox.get(timeout=WAIT_S)
+        assert isinstance(message, Message), message
+        return message.expect(kind)
+
+    def ends(self) -> HeteroError | None:
+        """Why its link is over."""
+        end = self.inbox.get(timeout=WAIT_S)
+        assert not isinstance(end, Message), end.name
+        return end
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
+def links(stack: ExitStack) -> WorkerLinks:
+    """Of workers 1 and 2, which dial, and of which the plan has 1."""
+    away = {"hostname": "laptop", "device": "cpu"}
+    config = Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1", "port": free_ports(1)[0]},
+            "workers": [{**away, "id": 1}, {**away, "id": 2}],
+            "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
+            "training": {"connect_timeout_s": WAIT_S},
+        }
+    )
+    made = WorkerLinks(config, "run", 1 << 20)
+    made.listen()
+    stack.callback(made.close, Message(m.Bye("the test is over")), 1.0)
+    return made
+
+
+@pytest.fixture
+def call(stack: ExitStack, links: WorkerLinks) -> Callable[[Body], Caller]:
+    def dial(said: Body) -> Caller:
+        made = Caller(links._config.coordinator.port, said)
+        stack.callback(made.link.close, 0)
+        return made
+
+    return dial
+
+
+def served(links: WorkerLinks, caller: Caller) -> m.Welcome:
+    """Have the run take its worker 1, which answers."""
+    found: Future[dict] = in_background(links.connect_all, "connect")
+    hello = caller.hears(m.Hello)
+    assert isinstance(hello, m.Hello)
+    assert (hello.run_id, hello.worker_id) == ("run", 1)
+    caller.send(WELCOME)
+    return found.result(WAIT_S)[1]
+
+
+def test_worker_that_has_called_is_greeted_when_the_run_wants_it(
+    links: WorkerLinks, call: Callable[[Body], Caller]
+) -> None:
+    caller = call(m.Call(1, "p"))
+    assert served(links, caller) == WELCOME
+
+
+def test_only_the_process_that_has_the_link_may_call_again(
+    links: WorkerLinks, call: Callable[[Body], Caller]
+) -> None:
+    first = call(m.Call(1, "p"))
+    served(links, first)
+    second = call(m.Call(1, "another"))
+    refused = second.hears(m.Reject)
+    assert isinstance(refused, m.Reject)
+    assert refused.code == "busy"
+    assert "worker 1 is connected from 127.0.0.1" in refused.message
+    again = call(m.Call(1, "p"))
+    first.ends()  # it has lost this one, whatever this machine thinks
+    found = in_background(lambda: links.reconnect(1), "reconnect")
+    again.hears(m.Hello)
+    again.send(replace(WELCOME, run_id="run"))
+    assert found.result(WAIT_S) is True
+
+
+def test_worker_that_nobody_expects_is_told_so(call: Callable[[Body], Caller]) -> None:
+    refused = call(m.Call(7, "p")).hears(m.Reject)
+    assert isinstance(refused, m.Reject)
+    assert refused.message == "no worker 7 is expected to dial (these are: 1, 2)"
+
+
+def test_worker_of_another_version_is_told_so(call: Callable[[Body], Caller]) -> None:
+    refused = call(m.Call(1, "p", protocol=2)).hears(m.Reject)
+    assert isinstance(refused, m.Reject)
+    assert refused.code == "protocol"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        m.Hello("run", 1, "p", 1, 1 << 20),
+        m.PeerHello("run", 1, 2, 1 << 20),
+        m.Ready((m.LoadedStage(1, (), {}),)),
+        WELCOME,
+    ],
+    ids=lambda said: said.spec.name,
+)
+def test_whoever_begins_with_anything_else_is_hung_up_on(
+    said: Body, call: Callable[[Body], Caller]
+) -> None:
+    assert call(said).ends() is not None
+
+
+def test_second_call_on_one_connection_is_out_of_order(
+    links: WorkerLinks, call: Callable[[Body], Caller]
+) -> None:
+    caller = call(m.Call(1, "p"))
+    caller.send(m.Call(1, "p"))
+    told = caller.hears(m.Error)
+    assert isinstance(told, m.Error)
+    assert "CALL out of order" in told.message
+
+
+def test_run_says_where_a_worker_should_have_called(
+    links: WorkerLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = f"127.0.0.1:{links._config.coordinator.port}"
+    with pytest.raises(NetworkError, match=f"worker 1 has not dialled {where} in 0"):
+        links._open(links._workers[1], 0.05)
+
+
+def test_after_the_run_nobody_listens(links: WorkerLinks) -> None:
+    links.close(Message(m.Bye("over")), 1.0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", links._config.coordinator.port), WAIT_S)
+
+
+def test_half_a_call_does_not_keep_the_port_from_others(
+    links: WorkerLinks, call: Callable[[Body], Caller]
+) -> None:
+    port = links._config.coordinator.port
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as slow:
+        slow.sendall(framed(Message(m.Call(1, "p")))[:10])
+        assert served(links, call(m.Call(1, "q"))) == WELCOME
