@@ -161,7 +161,7 @@ def test_worker_that_already_listens_is_used(
     finally:
         listener.close()
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
-    assert f"already listens at 127.0.0.1 port {config.worker(1).port}; using it" in logged[0]
+    assert f"already listens at 127.0.0.1:{config.worker(1).port}; using it" in logged[0]
 
 
 def test_stubborn_worker_is_killed_after_the_grace(config: Config, program: Any) -> None:

@@ -44,7 +44,9 @@ def over_tls(folder: Path) -> Pair:
     def context(process: int | str, server: bool) -> Any:
         return tls.context(keys.bundle(process), server=server)
 
-    accepted = in_background(lambda: tls.accept(far, context(1, True), lambda *_: None), "accept")
+    accepted = in_background(
+        lambda: tls.accept(far, context(1, True), lambda *_: None, {}), "accept"
+    )
     dialled = tls.dial(near, context("local", False), lambda *_: None, {}, "worker 1")
     return dialled, accepted.result(10.0)[0]
 

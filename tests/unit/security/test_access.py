@@ -24,7 +24,7 @@ WAIT_S = 20.0
 def config(folder: Path, ip: str) -> Config:
     raw = {
         "coordinator": {"ip": "127.0.0.1"},
-        "workers": [{"id": 1, "ip": ip}, {"id": 2, "ip": "127.0.0.1", "port": 9001}],
+        "workers": [{"id": 1, "ip": ip, "port": 9000}, {"id": 2, "ip": "127.0.0.1", "port": 9001}],
         "shard_plan": [
             {"id": "local", "start": 0, "end": 1},
             {"id": 1, "start": 1, "end": 2},
@@ -50,6 +50,16 @@ def test_address_that_others_reach_needs_keys(ip: str, tmp_path: Path) -> None:
         assert found.value.exit_code == 3
         assert "hetero invite" in str(found.value.hint)
     assert access_of(config(tmp_path, ip), 2) == Plaintext()  # it listens on the loopback
+
+
+def test_of_a_worker_that_dials_the_coordinators_address_counts(tmp_path: Path) -> None:
+    raw = config(tmp_path, "laptop").to_dict()
+    del raw["workers"][0]["port"]
+    assert access_of(Config.from_dict(raw, tmp_path), 1) == Plaintext()
+    raw["coordinator"]["ip"] = "192.0.2.7"
+    for process in ("local", 1):
+        with pytest.raises(IdentityError, match=r"the coordinator is at .*no key for that here"):
+            access_of(Config.from_dict(raw, tmp_path), process)
 
 
 def test_insecure_is_said_at_every_start(tmp_path: Path, logged: list[str]) -> None:
