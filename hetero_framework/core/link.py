@@ -465,13 +465,13 @@ class Link:
             self._handshake_deadline = None
             rest = len(frame.raw) - PREFIX_BYTES + 4 + frame.payload_bytes
             m.check_agreed(announced.name, rest, link.max_frame_bytes, link.name)
-        buffer, release = self._pool.take(frame.payload_bytes)
         if link is not None:
             message = announced
-            self._relay = Relay(self, link, frame, announced, release)
-            if not self._pass_on(self._relay, buffer):
+            self._relay = Relay(self, link, frame, announced, self._pool)
+            if not self._pass_on(self._relay):
                 return None
         else:
+            buffer, release = self._pool.take(frame.payload_bytes)
             message = frame.attach(buffer, release)
             if not self._fill(buffer, hasher) or not self._is_whole(frame, hasher):
                 message.release()
@@ -495,9 +495,9 @@ class Link:
             )
         return True
 
-    def _pass_on(self, relay: Relay, buffer: memoryview) -> bool:
-        """Read the tensor bytes into `buffer` and pass them on as they come; whether all came."""
-        relay.begin()
+    def _pass_on(self, relay: Relay) -> bool:
+        """Read the tensor bytes and pass them on as they come; whether all came."""
+        buffer = relay.begin()
         got = 0
         while got < len(buffer):
             started = time.perf_counter()

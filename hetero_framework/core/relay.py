@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.messages import FrameHeader, Message
 from hetero_framework.core.send_queue import Outgoing
 from hetero_framework.errors import HeteroError
@@ -36,7 +37,7 @@ class SegmentPace:
 
 
 class Relay:
-    """One frame on its way from `source` to `carrier`. `release` gives its buffer back."""
+    """One frame on its way from `source` to `carrier`, in a buffer of `pool`."""
 
     def __init__(
         self,
@@ -44,21 +45,26 @@ class Relay:
         carrier: Link,
         frame: FrameHeader,
         message: Message,
-        release: Callable[[], None],
+        pool: BufferPool,
     ) -> None:
         self._source = source
         self._carrier = carrier
-        self._release = release
+        self._pool = pool
+        self._nbytes = frame.payload_bytes
+        self._release: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._users = 2
         self._outgoing = Outgoing([frame.raw], self._done, message, frame.payload_bytes)
 
-    def begin(self) -> None:
-        """Queue the frame, waiting for room."""
+    def begin(self) -> memoryview:
+        """Queue the frame, waiting for room; the buffer to receive into. Memory is taken when there
+        is room: a carrier whose peer does not read holds up no more than its queue may hold."""
         try:
             self._carrier.expect(self._outgoing, self._source)
         except HeteroError:
             self._done()  # one of the two is closed; its own reader reports that
+        buffer, self._release = self._pool.take(self._nbytes)
+        return buffer
 
     def feed(self, parts: Sequence[memoryview]) -> None:
         """The next bytes of the tensors; with the last of them the checksum behind them."""

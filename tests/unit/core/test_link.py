@@ -550,6 +550,34 @@ def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
     assert len(allocated) == 1
 
 
+def test_memory_for_a_routed_frame_is_taken_when_there_is_room(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A carrier whose peer does not read holds up no memory of the links behind it."""
+    allocated: list[int] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        allocated.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    relay = Relay(stack, {"pool": BufferPool(allocate)}, {"max_queue_bytes": 1000})
+    waiting, wait = threading.Event(), relay.out.link._wait_for_room
+
+    def noted(nbytes: int, source: Link | None = None) -> None:
+        waiting.set()
+        wait(nbytes, source)
+
+    monkeypatch.setattr(relay.out.link, "_wait_for_room", noted)
+    large, frame = framed(control(30_000_000)), framed(control(700_000))
+    relay.out.link.send(control(30_000_000))  # nobody reads it yet
+    relay.source_socket.sendall(frame)
+    assert waiting.wait(WAIT_S)
+    assert allocated == []
+    assert receive_exactly(relay.target_socket, len(large)) == large
+    assert receive_exactly(relay.target_socket, len(frame)) == frame
+    assert len(allocated) == 1
+
+
 def test_source_waits_for_room_no_longer_than_it_lives(stack: ExitStack) -> None:
     relay = Relay(stack, {}, {"max_queue_bytes": 1000})
     relay.out.link.send(control(30_000_000))  # nobody reads it
