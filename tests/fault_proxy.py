@@ -162,7 +162,7 @@ class FaultProxy:
         faults = self.up if name == "up" else self.down
         frames = _Frames()
         owed = None  # bytes to pass on before a cut that has been decided
-        with contextlib.suppress(OSError):
+        try:
             while not (self._stop.is_set() or over.is_set()):
                 if faults.blackhole:
                     self._stop.wait(_TICK_S)
@@ -189,6 +189,8 @@ class FaultProxy:
                     continue
                 if not self._pass_on(bytearray(data), source, sink, faults):
                     return
+        except OSError:  # one side is gone: so is the other
+            _reset(sink)
 
     def _next_cut(self, name: str, frames: _Frames, data: bytes) -> int | None:
         if not self._follows_frames:

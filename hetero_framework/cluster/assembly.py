@@ -451,6 +451,8 @@ class Cluster:
                 started.discard(lost.worker)
                 with suppress(StagesLost):  # one more that loads
                     self.recover(lost)
+            except DirectLost as lost_pair:
+                self._lose_direct(lost_pair)
         for worker in loading:
             self._members.on(worker, Event.LOADED)
             if self._current is not None:
@@ -609,16 +611,20 @@ class Cluster:
                 _log.warning(text, error.message, extra=lack)
             except DirectLost as lost:
                 broken = True
-                self._peers.drop_direct(lost.pair)
-                one, other = sorted(map(str, lost.pair))
-                _log.warning(
-                    f"lost the link between workers {one} and {other} ({lost.reason}); their "
-                    "tensors go through the coordinator until it is back",
-                    extra=event("direct link lost", "relay", workers=f"{one}, {other}"),
-                )
+                self._lose_direct(lost)
             else:
                 self._members.settled()
                 return result
+
+    def _lose_direct(self, lost: DirectLost) -> None:
+        """The coordinator relays for this pair until their link is back."""
+        self._peers.drop_direct(lost.pair)
+        one, other = sorted(map(str, lost.pair))
+        _log.warning(
+            f"lost the link between workers {one} and {other} ({lost.reason}); their "
+            "tensors go through the coordinator until it is back",
+            extra=event("direct link lost", "relay", workers=f"{one}, {other}"),
+        )
 
     def _end_hanging(self, stalled: str) -> None:
         """End the workers whose main thread answers nothing; others start them again. Raises
@@ -627,9 +633,13 @@ class Cluster:
         for worker in self.workers:
             self._requests += 1
             questions[worker] = control.request(self._requests, link_probe.ALIVE, None)
-        answering: set[WorkerId] = set()
-        with suppress(LinkLost):  # what `retrying` does next finds it again
+        try:
             answering = self.pipeline.answering(questions, timeouts.ALIVE_S)
+        except DirectLost as lost:  # why nothing has moved, perhaps; so the step is tried again
+            self._lose_direct(lost)
+            return
+        except LinkLost:  # what `retrying` does next finds it again
+            return
         hanging = [worker for worker in self.workers if worker not in answering]
         if not hanging:
             raise PeerLostError(
@@ -667,6 +677,7 @@ class Cluster:
                 self.pipeline.repeat_commit(worker)
             elif action is Action.REJOIN:
                 self.pipeline.lose(worker)
+                self._peers.forget_direct(worker)
                 raise StagesLost(worker, why)
             elif action is Action.HAND_OVER:
                 self.pipeline.abort()

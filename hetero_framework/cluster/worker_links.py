@@ -377,6 +377,12 @@ class WorkerLinks:
         """Pairs of workers that have a link of their own."""
         return set(self._direct)
 
+    def forget_direct(self, worker_id: WorkerId) -> None:
+        """Its process is another one: the links that it had to others are gone, also where their
+        ends have not noticed yet."""
+        self._direct = {pair for pair in self._direct if worker_id not in pair}
+        self._back = {pair for pair in self._back if worker_id not in pair}
+
     def drop_direct(self, pair: frozenset[WorkerId]) -> None:
         """Use the link of this pair no more; `dial_again` has it opened again."""
         self._direct.discard(pair)

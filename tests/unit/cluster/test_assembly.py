@@ -27,7 +27,7 @@ from hetero_framework.core.messages import (
     Start,
     Welcome,
 )
-from hetero_framework.engine.hosts import Event, LinkLost, StagesLost, WorkerLeaving
+from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
@@ -64,6 +64,12 @@ class Links:
 
     def connect_workers(self, pairs: Any, timeout_s: float) -> dict[frozenset[Any], str]:
         return dict(self.problems)
+
+    def drop_direct(self, pair: frozenset[Any]) -> None:
+        self.direct.discard(pair)
+
+    def forget_direct(self, worker: Any) -> None:
+        self.direct = {pair for pair in self.direct if worker not in pair}
 
     def route(self, stages: Any) -> None: ...
     def close(self, goodbye: Message, drain_s: float = 0) -> None:
@@ -242,6 +248,45 @@ def test_worker_without_its_stages_sends_the_run_back_and_is_asked_nothing_meanw
     assert links.sent == [(1, "SETUP"), (1, "START")]
     assert cluster.pipeline.asked == [("lose", 1), ("regain", 1)]  # type: ignore[attr-defined]
     assert cluster._members.those(State.READY) == [1, 2]
+
+
+@pytest.mark.usefixtures("one_plan")
+def test_link_between_workers_that_breaks_while_one_loads_is_relayed_for(
+    links: Links, logged: list[str]
+) -> None:
+    """The other end of a dead process's link may notice late."""
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    cluster.assemble(config())
+    links.direct = {frozenset((1, 2))}
+    with pytest.raises(StagesLost):
+        cluster.recover(LinkLost(1, "reset"))
+    assert links.direct == set()
+    links.direct = {frozenset((1, 2))}
+    links.events = [DirectLost(2, 1, "silent"), ready(1)]
+    cluster.rejoin()
+    assert links.direct == set()
+    assert cluster._members.those(State.READY) == [1, 2]
+    assert any("lost the link between workers 1 and 2 (silent)" in line for line in logged)
+
+
+@pytest.mark.usefixtures("one_plan")
+@pytest.mark.parametrize("lost", [LinkLost(1, "reset"), DirectLost(1, 2, "reset")], ids=type)
+def test_link_that_breaks_while_workers_are_asked_whether_they_live_ends_none(
+    lost: Exception, links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = started(links)
+    links.events = [ready(1), ready(2)]
+    cluster.assemble(config())
+    killer = Killer()
+    monkeypatch.setattr(cluster, "_local", killer)
+
+    def answering(questions: Any, timeout_s: float) -> set[Any]:
+        raise lost
+
+    monkeypatch.setattr(cluster.pipeline, "answering", answering)
+    cluster._end_hanging("nothing has moved")
+    assert killer.killed == []
 
 
 class Killer:

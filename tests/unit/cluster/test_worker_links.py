@@ -103,6 +103,24 @@ def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
     assert len(ordered) == 3
 
 
+def test_links_of_a_process_that_is_gone_are_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the other end has not noticed."""
+    made = links()
+    dialled: list[Any] = []
+
+    def dial(pairs: Any, timeout_s: float) -> None:
+        for dialler, other in pairs:
+            dialled.append((dialler, other))
+            made._note_dials(dialler, connected(other))
+
+    monkeypatch.setattr(made, "_order_dials", dial)
+    made._direct = {frozenset((1, 2)), frozenset((2, 3))}
+    made.forget_direct(1)
+    assert made.connect_workers([(1, 2), (2, 3)], 1.0) == {}
+    assert dialled == [(1, 2)]
+    assert made.direct == {frozenset((1, 2)), frozenset((2, 3))}
+
+
 def test_dial_that_hangs_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     made = links(connect_timeout_s=0.05)
     go = threading.Event()
