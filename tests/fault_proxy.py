@@ -38,6 +38,7 @@ class Faults:
     cut_after: int | None = None  # close both sides in order after so many bytes
     reset_after: int | None = None  # close both sides with RST after so many bytes
     flip_at: int | None = None  # invert the lowest bit of the byte at this offset
+    flip_in: int | None = None  # the same so many bytes after what has passed by now
     blackhole: bool = False  # pass nothing on, and let nobody know
     seen: int = 0
     kept: bytearray | None = None  # a copy of what is passed on
@@ -218,6 +219,8 @@ class FaultProxy:
             if faults.rate:
                 self._stop.wait(len(piece) / faults.rate)
             self._wait_out(faults)
+            if faults.flip_in is not None:
+                faults.flip_at, faults.flip_in = faults.seen + faults.flip_in, None
             if faults.flip_at is not None and 0 <= faults.flip_at - faults.seen < len(piece):
                 piece[faults.flip_at - faults.seen] ^= 1
             for limit, end in ((faults.cut_after, _close), (faults.reset_after, _reset)):

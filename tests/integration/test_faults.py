@@ -267,7 +267,7 @@ def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path
         def step(self, metrics: Mapping[str, Any]) -> None:
             super().step(metrics)
             if (faults := flips.get(metrics["step"])) is not None:
-                faults.flip_at = faults.seen + 3000  # of the next step
+                faults.flip_in = 3000  # of the next step
 
     notes = Flip()
     train(make("run", [2, 4], proxies), progress=notes)

@@ -137,7 +137,7 @@ def test_byte_that_is_changed_on_its_way_costs_a_step_and_changes_nothing(
             super().step(metrics)
             if metrics["step"] == 2:
                 up = cluster.proxies[0].up
-                up.flip_at = up.seen + 5000
+                up.flip_in = 5000
 
     notes = Flip()
     assert cluster.train("flipped", notes)[0] == undisturbed
