@@ -1,4 +1,6 @@
-"""Three machines, each in a network namespace, pair and train by the README's commands alone."""
+"""Three machines, each in a network namespace, pair and train by the README's commands alone.
+
+The last one has no port and a name that nobody knows, not itself either: its key says who it is."""
 
 from __future__ import annotations
 
@@ -76,6 +78,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
         "hetero invite 1 --config cluster.json",
         "hetero join 192.168.1.10:9998 HT1-... --config cluster.json",
         "hetero train --config cluster.json",
+        "--worker laptop:-",
     ):
         assert command in text
 
@@ -91,7 +94,7 @@ def test_three_machines_pair_and_train(
     for box in boxes:
         shutil.copytree(model, box.folder / "model")  # each reads it from its own disk
     texts = save_texts(coordinator.folder / "train.jsonl", 12)
-    workers = [word for a in addresses[1:] for word in ("--worker", f"{a}:9999:cpu")]
+    workers = ["--worker", f"{addresses[1]}:9999:cpu", "--worker", "laptop:-:cpu"]
     code, said = coordinator.run(
         *("init", "--non-interactive", "--model", str(model), "--adapter", "none"),
         *("--data", str(texts), "--coordinator", f"{addresses[0]}:9998:cpu", *workers),

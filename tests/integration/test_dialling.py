@@ -13,8 +13,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from hetero_framework.cluster import roles
+from hetero_framework.commands import diagnosis
 from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.security.access import KeyOptions, access_of
@@ -102,17 +105,25 @@ def test_worker_that_dials_trains_as_any_other_and_dials_again_when_its_link_is_
     through = {**raw, "coordinator": {**raw["coordinator"], "port": proxy.port}}
     first, second = Worker(1, through, tmp_path / "w"), Worker(2, raw, tmp_path / "w")
 
+    listening: list[Any] = []
+
     class Cut(Notes):
         def step(self, metrics: dict[str, Any]) -> None:
             super().step(metrics)
             if metrics["step"] == 2:
                 proxy.reset()
+            found = psutil.Process(first.process.pid).net_connections("inet")
+            listening.extend(c.laddr for c in found if c.status == psutil.CONN_LISTEN)
 
     notes = Cut()
     with proxy, workers(first, second):
         second.waits_for("listens on")
+        asked = diagnosis.View(Config.from_dict(raw), roles.Role(True, ())).workers
+        assert [asked[worker].problem for worker in (1, 2)] == [None, None]
+        assert asked[1].facts is not None
         train(Config.from_dict(raw), debug=True, progress=notes)
         assert read_metrics(tmp_path / "run") == whole
+    assert listening == []
     said = "\n".join(notes.lines)
     assert "lost the link to worker 1" in said
     assert "worker 1 is back" in said
