@@ -1,4 +1,4 @@
-"""Strangers at the port of a worker that is in a run: many, slow and loud ones.
+"""Strangers at the port of a worker: many, slow and loud ones, beside a run and at its log.
 
 The stages sleep, so that a step's time is what the run's processes do with each other; strangers
 take CPU of their own, as on another machine. Measured: steps before, beside and after them, over
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,9 +29,11 @@ from benchmarks.machines import Machines
 from benchmarks.network import Place, open_network
 from benchmarks.pipeline import Engine, Product, Samples
 from benchmarks.stages import Load
+from benchmarks.tls import make_keys
 from hetero_framework.core import messages as m
 from hetero_framework.core.messages import Message
 from tests.framed import framed
+from tests.samples import free_ports
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -40,8 +45,11 @@ LIMIT_S = 120.0
 CONNECTIONS = 2000
 TEXT_BYTES = 1 << 30
 MOST_GROWN_BYTES = 20 << 20
+MOST_LOGGED_BYTES = 1 << 20
+LOUD_S = 20.0
 MOST_SLOWER = 1.5  # the goal is 1.10; other work on the machine is in it, too
 HELLO = framed(Message(m.Hello("stranger", 1, process="p", epoch=1, max_frame_bytes=1 << 20)))
+WRONG_HELLO = framed(Message(m.Hello("other", 9, process="p", epoch=1, max_frame_bytes=1 << 20)))
 
 
 def connect(place: Place) -> socket.socket | None:
@@ -108,6 +116,15 @@ def pour(place: Place, data: memoryview, nbytes: int) -> int:
                 sent += len(data)
                 sock.sendall(data)
     return sent
+
+
+def greetings(connection: Connection, place: Place) -> None:
+    """Coordinators that mean another worker, without end: each is answered, and said."""
+    while True:
+        if (sock := connect(place)) is not None:
+            with sock, contextlib.suppress(OSError):
+                sock.sendall(WRONG_HELLO)
+                sock.recv(1 << 16)
 
 
 CROWDS: dict[str, Callable[[Connection, Place], None]] = {
@@ -200,3 +217,58 @@ def beside(samples: Samples, began: float, ended: float) -> list[float]:
             found.append(seconds)
         at += seconds
     return found
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "TLS"])
+def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Place, Path]]:
+    """A worker as a user starts it, and the directory of all that it writes."""
+    ports, machine = free_ports(2), {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    config, logs = tmp_path / "config.json", tmp_path / "logs"
+    settings = {
+        "coordinator": {**machine, "port": ports[0]},
+        "workers": [{**machine, "id": 1, "port": ports[1]}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
+        "training": {"output_dir": str(logs / "run")},
+    }
+    config.write_text(json.dumps(settings))
+    keys = ["--keys", str(make_keys(tmp_path, 1))] if request.param else []
+    logs.mkdir()
+    command = [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
+    with (logs / "screen").open("wb") as screen:
+        process = subprocess.Popen(
+            [*command, "--config", str(config), "--worker-id", "1", *keys],
+            stdin=subprocess.PIPE,
+            stdout=screen,
+            stderr=subprocess.STDOUT,
+            cwd=logs,
+        )
+        try:
+            place = Place("127.0.0.1", ports[1], "lo")
+            while (sock := connect(place)) is None:
+                assert process.poll() is None, (logs / "screen").read_text()
+                time.sleep(0.1)  # nothing announces that it listens
+            sock.close()
+            yield place, logs
+            assert process.poll() is None, (logs / "screen").read_text()
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(30)
+
+
+def written_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_strangers_do_not_fill_a_log(worker: tuple[Place, Path], figure, request) -> None:
+    place, logs = worker
+    before = written_bytes(logs)
+    with Machines() as machines:
+        for attack in (*CROWDS.values(), greetings):
+            machines.start(place, attack, place)
+        time.sleep(LOUD_S)  # so long they try, all at once
+    grown = written_bytes(logs) - before
+    how = request.node.callspec.id
+    what = f"strangers: log of a worker after {LOUD_S:.0f} s of all of them, {how}"
+    figure(what, f"+{grown / 1024:.0f} KiB", "+1 MiB")
+    assert grown < MOST_LOGGED_BYTES
