@@ -118,10 +118,11 @@ class Product:
         share: bool = True,
         checked: bool = True,
         keys: str | None = None,
+        lead: Callable[..., None] | None = None,
     ) -> None:
         """`verbose`: what the coordinator notes goes to the screen. `share`: see `Machines`.
         `checked`: frames carry a checksum. `keys`: a directory with keys of all of them; without,
-        nothing is encrypted."""
+        nothing is encrypted. `lead` is what the coordinator's process does (`coordinate`)."""
         self.network = network
         self._load = load
         self._machines = Machines(share=share)
@@ -138,7 +139,7 @@ class Product:
             for k, place in enumerate(network.places[1:], start=1)
         ]
         self._coordinator = self._machines.start(
-            network.places[0], coordinate, load, network.counters, verbose, checked, keys
+            network.places[0], lead or coordinate, load, network.counters, verbose, checked, keys
         )
 
     @property
@@ -181,12 +182,14 @@ def make_config(
         for k, own in enumerate(layers)
     ]
     model = {"from_config": load.llama.settings(), "dtype": "float32"} if load.llama else None
+    adapter = {"r": 1, "target_modules": ["q_proj"]} if load.state_bytes else None
     return Config.from_dict(
         {
             "coordinator": entries[0],
             "workers": [{**entry, "id": k} for k, entry in enumerate(entries) if k],
             "shard_plan": plan,
             "model": model,
+            "adapter": adapter,
             "links": engine.links,
             "wire": {"activations": engine.activations, "gradients": engine.gradients},
             "training": {

@@ -32,6 +32,7 @@ from hetero_framework.errors import UserError
 from hetero_framework.planner.simulator import Edge, Profile
 
 _ROW_ELEMENTS = 1024
+_STATE_FLOATS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Load:
     on device k modulo `devices`. `lengths` are relative lengths of the micro-batches, taken in
     turn: their time and their bytes are in proportion. `slow_s` makes every forward slower than
     the bound is told, to see that a measurement notices. With a `llama` nothing sleeps: the times
-    are what was measured (`timed`).
+    are what was measured (`timed`). Every stage that sleeps has `state_bytes` of weights and
+    optimizer, which its commits leave as they are.
     """
 
     devices: int
@@ -89,6 +91,7 @@ class Load:
     lengths: tuple[float, ...] = (1.0,)
     slow_s: float = 0.0
     llama: Llama | None = None
+    state_bytes: int = 0
 
     @classmethod
     def computing(cls, devices: int, micro_batches: int, llama: Llama, *, chunks: int = 1) -> Load:
@@ -273,6 +276,8 @@ class SleepStage:
         nbytes = load.activation_bytes
         self._results = {s: boundary(int(nbytes * s)) for s in dict.fromkeys(load.lengths)}
         self._sleeper = _sleepers[spec.index] = Sleeper()
+        floats = torch.rand(load.state_bytes // 4)
+        self._state = list(floats.split(_STATE_FLOATS)) if load.state_bytes else []
 
     def begin(self, info: StepInfo) -> None:
         """Nothing to prepare."""
@@ -314,8 +319,9 @@ class SleepStage:
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(f"stage{self.index}.weight", (self.index,))]
 
-    def snapshot(self) -> StateSnapshot:
-        return StateSnapshot([], Device())
+    def snapshot(self, *, lasting: bool = False) -> StateSnapshot:
+        entries = ((f"weights/{self.index}.{k}", t, {}) for k, t in enumerate(self._state))
+        return StateSnapshot(entries, Device(), lasting=lasting)
 
     def export(self) -> Iterator[StatePart]:
         yield StatePart({}, last=True)

@@ -87,7 +87,8 @@ class DurableSteps:
         self._gathering: _Gathering | None = None
         self._sealing: Future[DurableStep | None] | None = None
         self._begun_step = 0
-        self._copy_s: float | None = None
+        self.copy_s: float | None = None
+        """Seconds of a copy when nothing else happened, once there was one."""
         self._step_s: deque[float] = deque(maxlen=20)
         self._told: int | None = None
 
@@ -107,7 +108,7 @@ class DurableSteps:
             began = time.monotonic()
             self._begin(state, write=write)
             self._cluster.pipeline.finish_snapshot()
-            self._copy_s = time.monotonic() - began
+            self.copy_s = time.monotonic() - began
             newest = self.newest
         return newest.stages if newest is not None and newest.state == state else None
 
@@ -118,8 +119,25 @@ class DurableSteps:
             # With the optimizer's state, which the first commit makes, its size is known.
             self.take(state)
         self._step_s.append(seconds)
-        if self._gathering is None and state.step - self._begun_step >= self._interval():
+        if self._gathering is None and state.step - self._begun_step >= self.interval():
             self._begin(state)
+
+    def interval(self) -> int:
+        """Steps from one copy to the next, as the steps so far suggest."""
+        if self._every != "auto":
+            return self._every
+        if len(self._step_s) < _FIRST_STEPS or self.copy_s is None:
+            return MAX_STEPS
+        step_s = statistics.median(self._step_s)
+        steps = interval_steps(self.copy_s, step_s)
+        if self._told is None or not self._told / 2 <= steps <= self._told * 2:
+            self._told = steps
+            share = self.copy_s / (steps * step_s)
+            more = f", which takes up to {share:.0%} of the time" if share > 2 * SHARE else ""
+            text = "a failure repeats at most %d steps, about %.0f s%s"
+            chosen = event("durable steps", steps=steps, copy_s=round(self.copy_s, 3))
+            _log.info(text, steps, steps * step_s, more, extra=chosen)
+        return steps
 
     def rewind(self) -> TrainState | None:
         """Have every stage go back to the durable step; None where there is none yet, or where its
@@ -147,22 +165,6 @@ class DurableSteps:
         self._store.remove()
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _interval(self) -> int:
-        if self._every != "auto":
-            return self._every
-        if len(self._step_s) < _FIRST_STEPS or self._copy_s is None:
-            return MAX_STEPS
-        step_s = statistics.median(self._step_s)
-        steps = interval_steps(self._copy_s, step_s)
-        if self._told is None or not self._told / 2 <= steps <= self._told * 2:
-            self._told = steps
-            share = self._copy_s / (steps * step_s)
-            more = f", which takes up to {share:.0%} of the time" if share > 2 * SHARE else ""
-            text = "a failure repeats at most %d steps, about %.0f s%s"
-            chosen = event("durable steps", steps=steps, copy_s=round(self._copy_s, 3))
-            _log.info(text, steps, steps * step_s, more, extra=chosen)
-        return steps
 
     def _begin(self, state: TrainState, *, write: bool = True) -> None:
         pipeline = self._cluster.pipeline

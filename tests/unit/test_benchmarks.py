@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import replication
 from benchmarks.network import (
     Network,
     can_make_namespaces,
@@ -284,3 +285,15 @@ def test_every_case_of_the_suite_is_a_valid_command_line() -> None:
 def test_the_suite_leaves_out_what_it_has_no_time_for() -> None:
     results = run_suite(CASES[:2], 0.0, None)
     assert [result["skipped"] for result in results] == ["no time left"] * 2
+
+
+# -- replication --------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_copies_of_the_state_are_made_and_cost_time(network: Network) -> None:
+    load = replace(LOAD, state_bytes=400_000)
+    found = replication.figures("small", network, load)
+    assert found["steps"] == replication.ROUNDS * replication.COPIES * found["every_steps"]
+    assert found["copy_s"] > 0
+    assert 0.5 < found["ratio"] < 5
