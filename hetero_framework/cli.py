@@ -622,6 +622,41 @@ def _run_diagram(arguments: argparse.Namespace) -> None:
 
 
 @_command(
+    "which machine should hold which layers, from a profile of the machines and their links",
+    """
+    hetero plan --profile fleet.json
+    hetero plan --profile fleet.json --pin 1=4:12 --exclude 2 --margin local=2GiB --json
+    hetero plan --profile fleet.json --evaluate plan.json
+    """,
+    _option("--profile", required=True, metavar="FILE", help="seconds and bytes of the machines"),
+    _option("--evaluate", metavar="FILE", help="say what this plan would take instead"),
+    _files("--pin", "ID=START:END", "layers that a process must hold; may be repeated"),
+    _files("--exclude", "ID", "a worker that must hold none; may be repeated"),
+    _files("--margin", "ID=SIZE", "memory that stays free on a process; may be repeated"),
+    _files(
+        "--allow",
+        "LIST",
+        "what may be chosen besides checkpointing and chunks: codec, micro-batch; they change the"
+        " numbers of the result a little",
+    ),
+    _JSON,
+)
+def _run_plan(arguments: argparse.Namespace) -> None:
+    from hetero_framework.commands.plan import Wishes, judge_plan, make_plan, text
+    from hetero_framework.planner import load_profile
+
+    profile = load_profile(arguments.profile)
+    wishes = Wishes(arguments.pin, arguments.exclude, arguments.margin, arguments.allow)
+    if arguments.evaluate is not None:
+        if arguments.pin or arguments.exclude or arguments.allow:
+            raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")
+        found = judge_plan(profile, Path(arguments.evaluate), wishes)
+    else:
+        found = make_plan(profile, wishes)
+    _report(arguments, found, text)
+
+
+@_command(
     "measure this configuration's machines: links, seconds per layer, and the step they make",
     """
     hetero bench --config hetero_config.json

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hetero_framework.config.foreign import own_name, refusal_of
+from hetero_framework.config.foreign import OWNERS, own_name, refusal_of
 from hetero_framework.config.strict_json import join_path, json_type
 
 MAX_SHOWN = 20
@@ -137,11 +137,12 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
             return f'unknown key here; it belongs into "{place}"'
     if refusal := refusal_of(section, key):
         return refusal
-    names = list(sections.get(section, root).model_fields)
+    fields = sections.get(section, root).model_fields
+    names = [field.alias or name for name, field in fields.items()]
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)
     if near:
         return f'unknown key; did you mean "{near[0]}"?'
-    if len(names) > 12:
+    if section in OWNERS:
         return "unknown key; there is no such setting; docs/configuration.md lists those there are"
     return f"unknown key; known are: {', '.join(names)}"
 
@@ -158,7 +159,8 @@ def _sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 def _description(root: type[BaseModel], keys: Sequence[str | int]) -> str:
     section = _sections(root)[str(keys[0])] if len(keys) > 1 else root
-    text = section.model_fields[str(keys[-1])].description or ""
+    fields = {field.alias or name: field for name, field in section.model_fields.items()}
+    text = fields[str(keys[-1])].description or ""
     return " ".join(text.split()).split(". ")[0].rstrip(".")
 
 

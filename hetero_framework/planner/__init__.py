@@ -1,1 +1,7 @@
-"""Which task runs when, decided from times alone: no torch, no sockets."""
+"""Who computes what, and when, decided from times alone: no torch, no sockets."""
+
+from hetero_framework.planner.planning import evaluate, plan
+from hetero_framework.planner.profile import FleetProfile, load_profile
+from hetero_framework.planner.result import Result
+
+__all__ = ["FleetProfile", "Result", "evaluate", "load_profile", "plan"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -137,23 +137,39 @@ def step_bound(
     (m + p - 1)(F + B), which 1F1B reaches, and with v stages per device
     m(F + B) + (p - 1)(F + B) / v (Narayanan et al. 2021, section 2.2).
 
-    With `in_flight_limits`: a stage that stores at most h forwards begins one only when the h-th
-    before it has come back, so it sends the last one off after (m - 1) // h ways there and back.
+    A stage stores at most h forwards (`in_flight_limits`, by default all). It begins one only when
+    the h-th before it has come back, so it sends the last one off after (m - 1) // h ways there and
+    back. And if its device has no other, that is idle when h forwards take less than the first one
+    needs to come back, and again when h backwards take less than the last one needs.
     """
     if not micro_batches:
         return 0.0
-    p = profile.num_stages
+    return max(occupations(profile, micro_batches, in_flight_limits))
+
+
+def occupations(
+    profile: Profile, micro_batches: int, in_flight_limits: Sequence[int] | None = None
+) -> list[float]:
+    """What each device, each NIC and the limits alone bound the step by; `step_bound` is the
+    largest of them."""
+    p, m = profile.num_stages, micro_batches
     path = profile.path_s
     uses: dict[Any, _Use] = {}
-    bound = path
+    found = [path]
+    single = {d for d, count in Counter(profile.devices).items() if count == 1}
     # Earliest start of the stage's first forward; from the end of its last backward to the end.
     reach = leave = 0.0
     for stage, device in enumerate(profile.devices):
         forward_s, backward_s = profile.forward_s[stage], profile.backward_s[stage]
-        uses.setdefault(device, _Use()).add(forward_s + backward_s, reach, leave)
-        if in_flight_limits is not None and stage < p - 1:
-            ways = (micro_batches - 1) // in_flight_limits[stage]
-            bound = max(bound, path + ways * (path - reach - leave))
+        idle = 0.0
+        if stage < p - 1:
+            limit = m if in_flight_limits is None else min(m, in_flight_limits[stage])
+            round_s = path - reach - leave
+            if limit < m:
+                found.append(path + (m - 1) // limit * round_s)
+            if device in single:
+                idle = _idle_s(forward_s, backward_s, round_s, limit, limit < m)
+        uses.setdefault(device, _Use()).add(forward_s + backward_s, reach, leave + idle)
         if stage == p - 1:
             break
         edge = profile.edges[stage]
@@ -166,8 +182,15 @@ def step_bound(
         for nic in profile.nics(stage, BACKWARD):
             tail = leave - edge.backward_s
             uses.setdefault(nic, _Use()).add(edge.backward_s, path - leave, tail)
-    ends = (use.head_s + micro_batches * use.work_s + use.tail_s for use in uses.values())
-    return max(bound, *ends)
+    return [*found, *(use.head_s + m * use.work_s + use.tail_s for use in uses.values())]
+
+
+def _idle_s(forward_s: float, backward_s: float, round_s: float, limit: int, both: bool) -> float:
+    """How long a stage that stores `limit` forwards has nothing to do before its first backward,
+    and (`both`) after its last forward; else these may be the same time."""
+    before = max(0.0, round_s - backward_s - limit * forward_s)
+    after = max(0.0, round_s - forward_s - limit * backward_s)
+    return before + after if both else max(before, after)
 
 
 @dataclass(frozen=True)
@@ -241,6 +264,7 @@ class _Nics:
             ways = ((BACKWARD, k, edge.backward_s), (FORWARD, k + 1, edge.forward_s))
             for kind, receiver, seconds in ways:
                 if nics := profile.nics(k, kind):
+                    nics = nics if seconds else ()  # nothing to carry waits for nobody
                     first_turn = len(self._lanes) - 2 * len(profile.edges)
                     lane = _Lane(nics, seconds, edge.latency_s, first_turn)
                     self._lanes[kind, receiver] = lane

@@ -769,11 +769,17 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
             for stage in stages:
                 executors[profile.devices[stage.index]][0].put_inputs(stage.index, k, INPUTS)
 
+    def edge_s(kind: str, stage: int) -> float:
+        edge = profile.edges[stage - 1 if kind == FORWARD else stage]
+        return edge.forward_s if kind == FORWARD else edge.backward_s
+
     def nics_of(kind: str, stage: int) -> tuple[tuple[int, str], ...]:
+        if not edge_s(kind, stage):
+            return ()
         return profile.nics(stage - 1 if kind == FORWARD else stage, kind)
 
     def send(now: float, kind: str, stage: int, k: int) -> None:
-        if nics_of(kind, stage):
+        if profile.nics(stage - 1 if kind == FORWARD else stage, kind):
             waiting[kind, stage].append(k)
             cross(now)
         else:
@@ -787,9 +793,8 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
                 busy_nics.update(nics)
                 lanes.remove(lane)
                 lanes.append(lane)
-                edge = profile.edges[stage - 1 if kind == FORWARD else stage]
-                seconds = edge.forward_s if kind == FORWARD else edge.backward_s
-                at(now + seconds, "crossed", (lane, edge.latency_s, waiting[lane].pop(0)))
+                latency_s = profile.edges[stage - 1 if kind == FORWARD else stage].latency_s
+                at(now + edge_s(*lane), "crossed", (lane, latency_s, waiting[lane].pop(0)))
 
     def arrive(now: float, kind: str, stage: int, k: int) -> None:
         device = profile.devices[stage]

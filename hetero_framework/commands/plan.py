@@ -1,0 +1,161 @@
+"""`hetero plan`: who should hold which layers, and what a step then takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.config import layers_text, process_name
+from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.planner import FleetProfile, evaluate, plan
+from hetero_framework.planner.planning import ALLOWED
+from hetero_framework.units import seconds, share, size
+from hetero_framework.visualizer.tables import table
+
+WorkerId = int | str
+_UNITS = {
+    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The options that say what a plan may be, as they were written: "1=4:12", "2", "1=2GiB"."""
+
+    pins: Sequence[str] = ()
+    excluded: Sequence[str] = ()
+    margins: Sequence[str] = ()
+    allow: Collection[str] = field(default_factory=frozenset)
+
+
+def make_plan(profile: FleetProfile, wishes: Wishes) -> dict[str, Any]:
+    """The best plan for a profile, as JSON types. Raises UserError for wishes that contradict each
+    other or the profile, PlanError where nothing fits."""
+    ids = [device.id for device in profile.devices]
+    return plan(
+        profile,
+        pins={_owner(text, ids): _layers(text) for text in wishes.pins},
+        excluded=[_known(name, ids) for name in wishes.excluded],
+        margins=_margins(wishes.margins, ids),
+        allow=ALLOWED | {word for words in wishes.allow for word in words.split(",") if word},
+    ).to_dict()
+
+
+def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> dict[str, Any]:
+    """What the plan in a file would take: one that `hetero plan --json` printed, or a
+    configuration. Raises ConfigError and PlanError."""
+    if not file.exists():
+        raise ConfigError(f"plan {file} does not exist")
+    raw = read_json_object(file)
+    entries, again = raw.get("shard_plan"), raw.get("gradient_checkpointing", {})
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f'{file}: shard_plan: must be a list of {{"id", "start", "end"}}')
+    if not isinstance(again, dict):
+        raise ConfigError(f"{file}: gradient_checkpointing: must be an object, stage by stage")
+    training = raw.get("training")
+    settings = training if isinstance(training, dict) else raw
+    if settings is training and settings.get("gradient_checkpointing") is True:
+        again = {str(k): True for k in range(len(entries))}
+    most = settings.get("max_in_flight")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise ConfigError(f"{file}: max_in_flight: must be a whole number from 1 on")
+    ids = [device.id for device in profile.devices]
+    margins = _margins(wishes.margins, ids)
+    found = evaluate(
+        profile, entries, gradient_checkpointing=again, max_in_flight=most, margins=margins
+    )
+    return found.to_dict()
+
+
+def text(found: dict[str, Any]) -> str:
+    """The plan for a person."""
+    rows = []
+    for device in found["devices"]:
+        own = [entry for entry in found["shard_plan"] if entry["id"] == device["id"]]
+        layers = ", ".join(layers_text(entry["start"], entry["end"]) for entry in own)
+        rows.append(
+            (
+                process_name(device["id"]),
+                layers.replace(", layers ", ", "),
+                share(device["busy"]),
+                device["limit"],
+                size(device["memory_bytes"]),
+                size(max(0, device["free_bytes"])),
+            )
+        )
+    return "\n".join([*table(_HEAD, rows, left=(0, 1, 3)), "", *_lines(found)])
+
+
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    step_s = found["predicted_step_s"]
+    lines = [f"A step is predicted to take {seconds(step_s)}; {_optimal(found)}."]
+    if found["alone"]:
+        single, name = found["alone"]["step_s"], process_name(found["alone"]["id"])
+        faster = f" ({single / step_s:.2f} times as long)" if step_s > 0 else ""
+        lines.append(f"  {name} alone, the fastest that could: {seconds(single)}{faster}")
+    in_flight = ", ".join(map(str, found["in_flight"]))
+    held = f"stages store up to {in_flight} forwards"
+    lines.append(f"  {found['max_in_flight']} micro-batches under way; {held}")
+    again = [k for k, on in found["gradient_checkpointing"].items() if on]
+    if again:
+        lines.append(f"  gradient_checkpointing on stage {', '.join(again)}")
+    direct = [
+        f"{process_name(before['id'])} to {process_name(entry['id'])}"
+        for before, entry in zip(found["shard_plan"], found["shard_plan"][1:], strict=False)
+        if entry.get("links") == "direct"
+    ]
+    if direct:
+        lines.append(f"  direct: {', '.join(direct)}")
+    if found["changes"]:
+        lines.append(f"  it needs {json.dumps(found['changes'])}")
+    if found["unused"]:
+        lines += ["", f"Not used: {found['why']}."]
+    if found["advice"]:
+        lines += ["", "What would help, the most first:", *(f"  {x}" for x in found["advice"])]
+    return lines
+
+
+def _optimal(found: Mapping[str, Any]) -> str:
+    if found["proved_optimal"]:
+        return "no plan takes less"
+    bound = seconds(found["lower_bound_s"])
+    return f"no plan takes less than {bound} (a gap of {found['gap']:.1%})"
+
+
+def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:
+    """The id that was written so; `name` itself where there is none, which `plan` then says."""
+    return next((known for known in ids if str(known) == name), name)
+
+
+def _owner(text: str, ids: Sequence[WorkerId]) -> WorkerId:
+    return _known(text.partition("=")[0], ids)
+
+
+def _layers(text: str) -> tuple[int, int]:
+    start, colon, end = text.partition("=")[2].partition(":")
+    if not (colon and start.isdecimal() and end.isdecimal()):
+        raise UserError(
+            f"--pin {text} is not of the form ID=START:END",
+            hint="for example: --pin 1=4:12 for layers 4 to 11",
+        )
+    return int(start), int(end)
+
+
+def _margins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, float]:
+    found = {}
+    for text in texts:
+        match = _SIZE.fullmatch(text.partition("=")[2])
+        if match is None or match[2].upper() not in _UNITS:
+            raise UserError(
+                f"--margin {text} is not of the form ID=SIZE", hint="for example: --margin 1=2GiB"
+            )
+        found[_owner(text, ids)] = float(match[1]) * _UNITS[match[2].upper()]
+    return found

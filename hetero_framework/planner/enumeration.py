@@ -1,0 +1,97 @@
+"""All layouts with one stage per device that could beat a known one: branch and bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from hetero_framework.planner.layout import Layout, Part
+from hetero_framework.planner.partition import Rules
+
+
+class TooMany(Exception):
+    """More nodes than the search may visit."""
+
+
+class Enumeration:
+    """Layouts of one stage per device, from the embedding on; a branch ends where a device in it,
+    or what is left for the others, takes `most_s` or longer."""
+
+    def __init__(self, rules: Rules, most_s: float, *, nodes: int) -> None:
+        self._rules = rules
+        self._fleet = rules.fleet
+        self._most_s = most_s
+        self._nodes = nodes
+        fleet = rules.fleet
+        self._c = {
+            d: min(
+                (costs.forward_s[k + 1] - costs.forward_s[k])
+                + (costs.backward_s[k + 1] - costs.backward_s[k])
+                for k in range(fleet.layers)
+            )
+            for d in rules.devices
+            for costs in [fleet.costs[d]]
+        }
+
+    def layouts(self) -> Iterator[Layout]:
+        """Raises TooMany."""
+        device = self._fleet.costs[0].device
+        begin = device.embedding_forward_s + device.embedding_backward_s
+        yield from self._from((), 0, 0.0, begin)
+
+    def _from(self, parts: Layout, d: int, wait_s: float, extra_s: float) -> Iterator[Layout]:
+        """Continue with a stage on device d that begins after `wait_s` and has `extra_s` of work
+        besides its layers."""
+        fleet, rules, m = self._fleet, self._rules, self._fleet.micro_batches
+        start, costs = parts[-1].end if parts else 0, self._fleet.costs[d]
+        head_s = costs.device.head_forward_s + costs.device.head_backward_s
+        for recompute in (False, True) if rules.checkpointing else (False,):
+            backward_s = costs.recompute_s if recompute else costs.backward_s
+            for end in range(start, fleet.layers + 1):
+                part = Part(d, start, end, recompute)
+                if end == start and (recompute or not (d == 0 or end == fleet.layers)):
+                    continue
+                if recompute and not fleet.is_short_of_memory(part):
+                    continue
+                self._nodes -= 1
+                if self._nodes < 0:
+                    raise TooMany
+                work_s = extra_s + costs.forward_s[end] - costs.forward_s[start]
+                work_s += backward_s[end] - backward_s[start]
+                if wait_s + m * work_s >= self._most_s:
+                    break
+                if end == fleet.layers and wait_s + m * (work_s + head_s) < self._most_s:
+                    yield from self._ways((*parts, part))
+                if start < fleet.layers or not parts:
+                    yield from self._behind((*parts, part), wait_s + work_s)
+
+    def _behind(self, parts: Layout, wait_s: float) -> Iterator[Layout]:
+        used = {part.device for part in parts}
+        free = [d for d in self._rules.devices if d not in used]
+        left = self._fleet.layers - parts[-1].end
+        spare = (self._most_s - wait_s) / self._fleet.micro_batches
+        covered = sum(spare / self._c[d] if self._c[d] > 0 else math.inf for d in free)
+        if covered < left:
+            return
+        tried = set()
+        for d in free:
+            kind = self._rules.kinds[d]
+            if kind in tried:
+                continue
+            tried.add(kind)
+            edges = self._rules.ways(parts[-1].device, d, parts[-1].end)
+            link_s = min(e.forward_s + e.backward_s + 2 * e.latency_s for e, _ in edges)
+            yield from self._from(parts, d, wait_s + link_s, 0.0)
+
+    def _ways(self, layout: Layout) -> Iterator[Layout]:
+        """The layout with each choice of how its boundaries are crossed."""
+        if not self._rules.permits(layout):
+            return
+        found = [layout[:1]]
+        for before, part in pairwise(layout):
+            ways = self._rules.ways(before.device, part.device, part.start)
+            found = [
+                (*parts, part._replace(direct=direct)) for parts in found for _, direct in ways
+            ]
+        yield from found

@@ -1,0 +1,147 @@
+"""Layouts that differ from another one in one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+from hetero_framework.planner.layout import Layout, Part
+from hetero_framework.planner.partition import Partition, Rules
+
+_HALVINGS = 6
+_ALL_SWAPS = 8
+_MOST_EXCHANGES = 48
+
+
+def recut(layout: Layout, counts: Sequence[int]) -> Layout:
+    """The same stages with other numbers of layers."""
+    parts, start = [], 0
+    for part, count in zip(layout, counts, strict=True):
+        parts.append(part._replace(start=start, end=start + count))
+        start += count
+    return tuple(parts)
+
+
+def shifted(layout: Layout, sources: Sequence[int] | None = None) -> Iterator[Layout]:
+    """One layer moved from a stage (one of `sources`, or any) to another."""
+    counts = [part.end - part.start for part in layout]
+    last = len(layout) - 1
+    for source, target in permutations(range(len(layout)), 2):
+        if sources is not None and source not in sources:
+            continue
+        if counts[source] > (source not in (0, last)):
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            yield recut(layout, moved)
+
+
+def toggled(rules: Rules, layout: Layout) -> Iterator[Layout]:
+    """One stage that computes again or no longer does; one boundary crossed the other way."""
+    for k, part in enumerate(layout):
+        if rules.checkpointing and part.end > part.start:
+            yield _with(layout, k, part._replace(recompute=not part.recompute))
+        if k:
+            ways = rules.ways(layout[k - 1].device, part.device, part.start)
+            for _, direct in ways:
+                if direct != part.direct:
+                    yield _with(layout, k, part._replace(direct=direct))
+
+
+def reordered(
+    rules: Rules, partition: Partition, layout: Layout, step_s: float
+) -> Iterator[Layout]:
+    """Two devices exchanged, one replaced by an unused one, left out, or taken in; cut anew.
+    `step_s` is about what the layout takes."""
+    order = [part.device for part in layout]
+    if len(set(order)) < len(order):
+        return
+    unused = {rules.kinds[d]: d for d in reversed(rules.devices) if d not in order}
+    if len(order) * len(unused) > _MOST_EXCHANGES:
+        fastest = sorted(unused.values(), key=rules.fleet.layer_s)
+        unused = {d: d for d in fastest[: max(1, _MOST_EXCHANGES // len(order))]}
+    orders = []
+    for k in range(1, len(order)):
+        orders.append([*order[:k], *order[k + 1 :]])
+        orders += [[*order[:k], d, *order[k + 1 :]] for d in unused.values()]
+        for other in range(
+            k + 1, len(order) if len(order) <= _ALL_SWAPS else min(k + 3, len(order))
+        ):
+            if rules.kinds[order[k]] != rules.kinds[order[other]]:
+                swapped = list(order)
+                swapped[k], swapped[other] = order[other], order[k]
+                orders.append(swapped)
+    for k in range(1, len(order) + 1):
+        orders += [[*order[:k], d, *order[k:]] for d in unused.values()]
+    for changed in orders:
+        if (found := balanced(partition, changed, step_s)) is not None:
+            yield found
+
+
+def balanced(partition: Partition, order: Sequence[int], step_s: float) -> Layout | None:
+    """The layout of these devices in this order for the shortest step, which is looked for around
+    `step_s`; None where there is none."""
+    high = step_s
+    while (found := partition.along(order, high)) is None:
+        high *= 1.25
+        if high > 2 * step_s:
+            return None
+    low = 0.8 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        better = partition.along(order, middle)
+        if better is None:
+            low = middle
+        else:
+            found, high = better, middle
+    return found
+
+
+def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
+    """Each device's layers in so many stages, in turn around the devices; those that have too few
+    layers take part in fewer rounds. None where no device has enough."""
+    counts = [part.end - part.start for part in layout]
+    if max(counts) < chunks:
+        return None
+    parts: list[Part] = []
+    given = [0] * len(layout)
+    start = 0
+    for turn in range(1, chunks + 1):
+        for k, part in enumerate(layout):
+            # As even as whole layers allow, and those left over in different rounds.
+            upto = (counts[k] * turn + k % chunks) // chunks if turn < chunks else counts[k]
+            own, given[k] = upto - given[k], upto
+            if own or (turn == 1 and k == 0):
+                ways = (
+                    rules.ways(parts[-1].device, part.device, start) if parts else [(None, False)]
+                )
+                changed = part._replace(start=start, end=start + own, direct=ways[0][1])
+                parts.append(changed)
+                start += own
+    return merged(parts)
+
+
+def closed(rules: Rules, layout: Layout) -> Layout | None:
+    """The coordinator holds the last layers and the head too: half of what it holds now."""
+    counts = [part.end - part.start for part in layout]
+    if len(layout) < 2 or layout[-1].device == 0 or counts[0] < 2:
+        return None
+    half = counts[0] // 2
+    way = rules.ways(layout[-1].device, 0, rules.fleet.layers - half)[0]
+    last = Part(0, 0, 0, layout[0].recompute, way[1])
+    return recut((*layout, last), [counts[0] - half, *counts[1:], half])
+
+
+def merged(parts: Sequence[Part]) -> Layout:
+    """Neighbours on one device become one stage."""
+    found: list[Part] = []
+    for part in parts:
+        if found and found[-1].device == part.device:
+            found[-1] = found[-1]._replace(end=part.end)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _with(layout: Layout, k: int, part: Part) -> Layout:
+    return (*layout[:k], part, *layout[k + 1 :])

@@ -1,0 +1,336 @@
+"""Layouts that reach a step of given length, or nearly: one dynamic programme over orders and cuts.
+
+From the embedding towards the head each device takes as many layers as it can so that it ends in
+time: what is in front of it, there and back, and all micro-batches of its own. Of all ways to use
+the same devices with the same one last only that which promises most is kept: the layers it has
+covered and those that the devices left could cover in the time that is left. There may be more such
+ways than `beam`; then the most promising stay. Devices that differ in nothing are taken in their
+order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from hetero_framework.planner.layout import Fleet, Layout, Part
+from hetero_framework.planner.simulator import Edge
+
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a layout may be: the devices that may take part (the coordinator, 0, always does), the
+    layers that are pinned to some of them, and what the search may choose."""
+
+    fleet: Fleet
+    devices: tuple[int, ...]
+    pins: Mapping[int, tuple[int, int]]
+    checkpointing: bool
+    chunks: bool
+
+    def of(self, fleet: Fleet) -> Rules:
+        """The same rules for the same devices with other numbers."""
+        return replace(self, fleet=fleet)
+
+    def permits(self, layout: Layout) -> bool:
+        """Whether every pinned device holds just its layers."""
+        return all(
+            [(p.start, p.end) for p in layout if p.device == device] == [pin]
+            for device, pin in self.pins.items()
+        )
+
+    @cached_property
+    def kinds(self) -> dict[int, int]:
+        """For each device the first one that differs from it in nothing but its name."""
+        found: dict[int, int] = {}
+        for d in self.devices:
+            alike = (first for first in dict.fromkeys(found.values()) if self._alike(first, d))
+            found[d] = next(alike, d)
+        return found
+
+    def _alike(self, a: int, b: int) -> bool:
+        if 0 in (a, b) or a in self.pins or b in self.pins:
+            return False
+        fleet = self.fleet
+        one, other = (
+            (fleet.costs[d].memory_bytes, fleet.costs[d].device.model_dump(exclude={"id"}))
+            for d in (a, b)
+        )
+        if one != other:
+            return False
+        others = [d for d in self.devices if d not in (a, b)]
+        pairs = [((a, d), (b, d)) for d in others] + [((d, a), (d, b)) for d in others]
+        return all(self._ways(*x) == self._ways(*y) for x, y in [*pairs, ((a, b), (b, a))])
+
+    def _ways(self, a: int, b: int) -> list[Edge]:
+        return [edge for edge, _ in self.ways(a, b, self.fleet.layers)]
+
+    @cached_property
+    def _known_ways(self) -> dict[tuple[int, int, bool], list[tuple[Edge, bool]]]:
+        return {}
+
+    def ways(self, a: int, b: int, position: int) -> list[tuple[Edge, bool]]:
+        """How the boundary from a to b in front of layer `position` can be crossed, and whether
+        that is direct; the quickest first, and none that is worse in everything."""
+        key = (a, b, self.fleet.goes_back(position))
+        if key not in self._known_ways:
+            self._known_ways[key] = self._found_ways(a, b, position)
+        return self._known_ways[key]
+
+    def _found_ways(self, a: int, b: int, position: int) -> list[tuple[Edge, bool]]:
+        relayed = (self.fleet.edge(a, b, position, False), False)
+        if not self.fleet.can_go_direct(a, b):
+            return [relayed]
+        edge = self.fleet.edge(a, b, position, True)
+        pairs = zip(_times(edge), _times(relayed[0]), strict=True)
+        if all(one <= other for one, other in pairs):
+            return [(edge, True)]
+        return sorted([(edge, True), relayed], key=lambda way: max(_times(way[0])[:2]))
+
+
+def _times(edge: Edge) -> tuple[float, float, float]:
+    return edge.forward_s, edge.backward_s, edge.latency_s
+
+
+class _Front(NamedTuple):
+    """Layers up to `end`, laid out. `wait_s` is what a micro-batch takes through all of it and
+    back, `in_s` and `out_s` what the last stage's NIC receives and sends of the boundary in front
+    of it, `relayed_s` what the coordinator's carries."""
+
+    end: int
+    wait_s: float
+    used: frozenset[int]
+    parts: Layout
+    in_s: float
+    out_s: float
+    relayed_s: float
+
+
+class Partition:
+    """The dynamic programme. `depth` says how many of the micro-batches that a full pipeline has in
+    a stage are counted: 1 all of them, 0 one, for fleets without the memory for more."""
+
+    def __init__(self, rules: Rules, *, depth: float = 1.0, beam: int) -> None:
+        self._rules = rules
+        self._fleet = fleet = rules.fleet
+        self._depth = depth
+        self._beam = beam
+        self._pin_starts = sorted(start for start, _ in rules.pins.values())
+        self._short = [
+            fleet.is_short_of_memory(Part(d, 0, fleet.layers)) for d in range(len(fleet.costs))
+        ]
+        self._sums = [
+            [
+                [f + b for f, b in zip(costs.forward_s, backward_s, strict=True)]
+                for backward_s in (costs.backward_s, costs.recompute_s)
+            ]
+            for costs in fleet.costs
+        ]
+        self._rate = {d: 1 / max(fleet.layer_s(d), _ROUNDING) for d in rules.devices}
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether memory may decide anything."""
+        return any(self._short[d] for d in self._rules.devices)
+
+    def layouts(self, step_s: float) -> Iterator[Layout]:
+        """Layouts that may take a step of so many seconds, those of fewer stages first; none of
+        them uses a device twice."""
+        most = len(self._rules.devices)
+        fronts = [_Front(0, 0.0, frozenset(), (), 0.0, 0.0, 0.0)]
+        for place in range(most):
+            reached: dict[tuple[frozenset[int], int], tuple[float, _Front]] = {}
+            for front in fronts:
+                for d in self._following(front):
+                    last = self._extended(front, d, place, most, step_s, last=True)
+                    if last is not None:
+                        yield last.parts
+                    longer = self._extended(front, d, place, most, step_s, last=False)
+                    if longer is None:
+                        continue
+                    key, value = (longer.used, d), self._promise(longer, step_s)
+                    if key not in reached or value > reached[key][0]:
+                        reached[key] = (value, longer)
+            best = heapq.nlargest(self._beam, reached.values(), key=lambda entry: entry[0])
+            fronts = [front for _, front in best]
+
+    def along(self, order: Sequence[int], step_s: float) -> Layout | None:
+        """The layout of these devices in this order for a step of so many seconds; None where there
+        is none."""
+        front = _Front(0, 0.0, frozenset(), (), 0.0, 0.0, 0.0)
+        for place, d in enumerate(order):
+            behind = len(order) - 1 - place
+            longer = self._extended(
+                front, d, place, len(order), step_s, last=not behind, leave=max(0, behind - 1)
+            )
+            if longer is None:
+                return None
+            front = longer
+        return front.parts
+
+    def _following(self, front: _Front) -> Iterator[int]:
+        """The devices that may come next, one of each kind."""
+        if not front.parts:
+            yield 0
+            return
+        tried = set()
+        for d in self._rules.devices:
+            kind = self._rules.kinds[d]
+            if d and d not in front.used and kind not in tried:
+                tried.add(kind)
+                yield d
+
+    def _promise(self, front: _Front, step_s: float) -> float:
+        """The layers that all devices could take if those left take what time leaves them."""
+        rate = sum(self._rate[d] for d in self._rules.devices if d not in front.used)
+        return front.end + rate * (step_s - front.wait_s) / self._fleet.micro_batches
+
+    def _extended(
+        self,
+        front: _Front,
+        d: int,
+        place: int,
+        most: int,
+        step_s: float,
+        *,
+        last: bool,
+        leave: int = 0,
+    ) -> _Front | None:
+        """The front with a stage on device d: all layers left, or as many as it can take when
+        `leave` stay for others."""
+        m, wait_s = self._fleet.micro_batches, front.wait_s
+        pace_s = step_s / m
+        in_s = out_s = 0.0
+        relayed_s, direct = front.relayed_s, False
+        if front.parts:
+            before = front.parts[-1].device
+            edge, direct = self._rules.ways(before, d, front.end)[0]
+            wait_s += edge.forward_s + edge.backward_s + 2 * edge.latency_s
+            in_s, out_s = edge.forward_s, edge.backward_s
+            if edge.relay is not None:
+                relayed_s += in_s + out_s
+            first_s = in_s if before == 0 else 0.0
+            full = max(front.in_s + out_s, front.out_s + in_s, in_s, out_s, relayed_s + first_s)
+            if full > pace_s + _ROUNDING:
+                return None
+        spare_s = (step_s - wait_s) / m
+        part = self._take(d, front.end, place, most, spare_s, last, leave)
+        if part is None:
+            return None
+        sums = self._sums[d][part.recompute]
+        wait_s += sums[part.end] - sums[part.start] + (self._embedding_s if d == 0 else 0.0)
+        return _Front(
+            part.end,
+            wait_s,
+            front.used | {d},
+            (*front.parts, part._replace(direct=direct)),
+            in_s,
+            out_s,
+            relayed_s,
+        )
+
+    @property
+    def _embedding_s(self) -> float:
+        device = self._fleet.costs[0].device
+        return device.embedding_forward_s + device.embedding_backward_s
+
+    def _take(
+        self,
+        d: int,
+        start: int,
+        place: int,
+        most: int,
+        spare_s: float,
+        last: bool,
+        leave: int,
+    ) -> Part | None:
+        """The layers from `start` on that device d can take in `spare_s` per micro-batch."""
+        wanted = self._wanted(d, start, last, leave)
+        if wanted is None:
+            return None
+        held = 1 if last else max(1, math.ceil(self._depth * (most - place)))
+        held = min(held, self._fleet.micro_batches)
+        least, best = wanted[0], None
+        for recompute in (False, True) if self._rules.checkpointing else (False,):
+            end = self._reach(d, start, wanted[1], held, recompute, spare_s, last)
+            if end is not None and end >= least and (best is None or end > best.end):
+                best = Part(d, start, end, recompute and end > start)
+            if not self._short[d]:
+                break
+        return best
+
+    def _wanted(self, d: int, start: int, last: bool, leave: int) -> tuple[int, int] | None:
+        """The least and the most that the stage of device d may end at."""
+        layers = self._fleet.layers
+        limit = next((pin for pin in self._pin_starts if pin >= start), layers)
+        pin = self._rules.pins.get(d)
+        if pin is not None:
+            fits = pin[0] == start and (pin[1] == layers or not last)
+            return (pin[1], pin[1]) if fits else None
+        if last:
+            return (layers, layers) if limit == layers else None
+        least = start if d == 0 else start + 1
+        limit = min(limit, layers - leave)
+        return (least, limit) if least <= limit else None
+
+    def _reach(
+        self,
+        d: int,
+        start: int,
+        limit: int,
+        held: int,
+        recompute: bool,
+        spare_s: float,
+        last: bool,
+    ) -> int | None:
+        """The end of the layers from `start` on that fit, at most `limit`; None where not even none
+        do."""
+        costs, sums = self._fleet.costs[d], self._sums[d][recompute]
+        device = costs.device
+        free = costs.memory_bytes
+        if last:
+            spare_s -= device.head_forward_s + device.head_backward_s
+            free -= device.head_bytes
+        if d == 0:
+            spare_s -= self._embedding_s
+            free -= device.embedding_bytes
+        slack = _ROUNDING * (1.0 + spare_s)
+        if spare_s < -slack or free < 0:
+            return None
+        end = bisect_right(sums, sums[start] + spare_s + slack, start, limit + 1) - 1
+        kept = costs.recomputed_bytes if recompute else costs.kept_bytes
+        free -= costs.largest_bytes if recompute else 0.0
+
+        def needs(end: int) -> float:
+            stored = held if self._fleet.stores_layer(end - 1) else 0
+            weights = costs.layer_bytes[end] - costs.layer_bytes[start]
+            return weights + stored * (kept[end] - kept[start])
+
+        while end > start and self._short[d] and (needed := needs(end)) > free:
+            # Layers differ little: half as many fewer as the mean says, at least one.
+            end -= max(1, int((end - start) * (1 - free / needed) / 2))
+        return end
+
+
+def step_range(fleet: Fleet, devices: Sequence[int]) -> tuple[float, float]:
+    """Seconds of a step that no layout of these devices can beat, and that the slowest of them
+    takes for everything."""
+
+    def alone(d: int, recompute: bool) -> float:
+        costs = fleet.costs[d]
+        device, backward_s = costs.device, costs.recompute_s if recompute else costs.backward_s
+        ends = device.embedding_forward_s + device.embedding_backward_s
+        ends += device.head_forward_s + device.head_backward_s
+        return costs.forward_s[-1] + backward_s[-1] + ends * recompute
+
+    fastest = [alone(d, False) for d in devices]
+    least = 1 / sum(1 / seconds for seconds in fastest) if min(fastest) > 0 else 0.0
+    m = fleet.micro_batches
+    return m * least, m * max(alone(d, True) for d in devices)

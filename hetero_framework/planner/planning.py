@@ -1,0 +1,245 @@
+"""From a profile to a plan, and what a given plan would take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from pydantic import ValidationError
+
+from hetero_framework.config import process_name
+from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
+from hetero_framework.config.problems import Problem, report, shown
+from hetero_framework.errors import PlanError, UserError
+from hetero_framework.planner import reasons, variants
+from hetero_framework.planner.layout import Fleet, Layout, Part, WorkerId
+from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.profile import FleetProfile
+from hetero_framework.planner.relaxation import least_step
+from hetero_framework.planner.result import Result
+from hetero_framework.planner.search import Found, Search, evaluated
+from hetero_framework.units import size
+
+CHECKPOINTING = "checkpointing"
+CHUNKS = "chunks"
+ALLOWED = frozenset({CHECKPOINTING, CHUNKS})
+"""What a plan may choose unless told otherwise: it changes no number of the result."""
+CHOICES = ALLOWED | {variants.CODEC, variants.MICRO_BATCH}
+
+
+def plan(
+    profile: FleetProfile,
+    *,
+    pins: Mapping[WorkerId, tuple[int, int]] | None = None,
+    excluded: Collection[WorkerId] = (),
+    margins: Mapping[WorkerId, float] | None = None,
+    allow: Collection[str] = ALLOWED,
+) -> Result:
+    """The best plan for a fleet.
+
+    `pins` are layers [start, end) that a process must hold, `excluded` workers that must hold none,
+    `margins` bytes that stay free on a process. `allow` is what may be chosen besides order and
+    cut: of "checkpointing", "chunks" (several stages on a process), and, which change the numbers
+    of the result a little, "codec" and "micro-batch". Raises UserError for options that contradict
+    each other or the profile, PlanError when nothing fits.
+    """
+    began = time.perf_counter()
+    pins, margins = pins or {}, margins or {}
+    if problems := list(_option_problems(profile, pins, excluded, margins, allow)):
+        raise UserError(_listed(problems))
+    rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
+    found = Search(rules).run()
+    changes: dict[str, Any] = {}
+    for variant in variants.settings(profile):
+        if variant.allowed_by in allow:
+            other = _rules(Fleet(variant.profile, margins=margins), pins, excluded, allow)
+            candidate = Search(other).run()
+            if candidate and (not found or candidate.best.seconds < found.best.seconds):
+                rules, found, changes = other, candidate, variant.changes
+    if found is None:
+        raise reasons.nothing_fits(rules, margins)
+    return replace(_result(rules, found, changes), seconds=time.perf_counter() - began)
+
+
+def evaluate(
+    profile: FleetProfile,
+    shard_plan: Sequence[Mapping[str, Any]],
+    *,
+    gradient_checkpointing: Mapping[str, bool] | None = None,
+    max_in_flight: int | None = None,
+    margins: Mapping[WorkerId, float] | None = None,
+) -> Result:
+    """What a given plan would take, by the same simulator: entries as in `Result.shard_plan`, with
+    `gradient_checkpointing` by the number of the stage. Raises PlanError for a plan that is wrong
+    or does not fit."""
+    began = time.perf_counter()
+    margins = margins or {}
+    if problems := list(_option_problems(profile, {}, (), margins, ())):
+        raise UserError(_listed(problems))
+    fleet = Fleet(profile, margins=margins)
+    layout = _layout(fleet, shard_plan, gradient_checkpointing or {})
+    found = evaluated(fleet, layout, max_in_flight=max_in_flight)
+    if found is None:
+        raise _does_not_fit(fleet, layout)
+    rules = _rules(fleet, {}, (), ALLOWED)
+    bound = least_step(rules, found.seconds)
+    result = _result(rules, Found(found, bound, False), {})
+    return replace(result, seconds=time.perf_counter() - began)
+
+
+def _listed(problems: Sequence[Problem]) -> str:
+    return "\n".join(str(problem) for problem in problems)
+
+
+def _rules(
+    fleet: Fleet,
+    pins: Mapping[WorkerId, tuple[int, int]],
+    excluded: Collection[WorkerId],
+    allow: Collection[str],
+) -> Rules:
+    index = {owner: d for d, owner in enumerate(fleet.ids)}
+    return Rules(
+        fleet,
+        tuple(d for d, owner in enumerate(fleet.ids) if owner not in excluded),
+        {index[owner]: layers for owner, layers in pins.items()},
+        CHECKPOINTING in allow,
+        CHUNKS in allow,
+    )
+
+
+def _result(rules: Rules, found: Found, changes: Mapping[str, Any]) -> Result:
+    best, fleet = found.best, rules.fleet
+    uses = reasons.device_uses(best)
+    used = {use.id for use in uses}
+    return Result(
+        shard_plan=_entries(fleet, best.layout),
+        gradient_checkpointing={str(k): part.recompute for k, part in enumerate(best.layout)},
+        max_in_flight=best.schedule.max_in_flight,
+        predicted_step_s=best.seconds,
+        lower_bound_s=found.lower_bound_s,
+        proved_optimal=found.proved,
+        devices=uses,
+        unused=tuple(fleet.ids[d] for d in rules.devices if fleet.ids[d] not in used),
+        why=reasons.left_out(best, rules),
+        advice=reasons.advice(best, rules, uses),
+        alone=reasons.alone(fleet, rules.devices),
+        changes=changes,
+        seconds=0.0,
+        pipeline=best.schedule.profile,
+        in_flight=best.schedule.forecast.peak_in_flight,
+    )
+
+
+def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:
+    entries = []
+    for k, part in enumerate(layout):
+        entry: dict[str, Any] = {"id": fleet.ids[part.device], "start": part.start, "end": part.end}
+        if k and 0 not in (part.device, layout[k - 1].device):
+            entry["links"] = "direct" if part.direct else "relay"
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _layout(
+    fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]], again: Mapping[str, bool]
+) -> Layout:
+    """The layout of a plan in a file; a boundary that says nothing of its way goes directly where
+    it can."""
+    entries = _plan_entries(fleet, shard_plan)
+    index = {owner: d for d, owner in enumerate(fleet.ids)}
+    parts: list[Part] = []
+    for k, entry in enumerate(entries):
+        d = index[entry.id]
+        recompute = entry.gradient_checkpointing
+        if recompute is None:
+            recompute = bool(again.get(str(k), False))
+        direct = bool(parts) and fleet.can_go_direct(parts[-1].device, d)
+        if entry.links == "direct" and parts and 0 not in (parts[-1].device, d) and not direct:
+            ends = f"{process_name(entries[k - 1].id)} and {process_name(entry.id)}"
+            text = f"is direct, but the profile has no links between {ends}, both ways"
+            raise PlanError(str(Problem(f"shard_plan[{k}].links", text)))
+        parts.append(Part(d, entry.start, entry.end, recompute, direct and entry.links != "relay"))
+    return tuple(parts)
+
+
+def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list[PlanEntry]:
+    problems: list[Problem] = []
+    entries = []
+    for k, raw in enumerate(shard_plan):
+        try:
+            entries.append(PlanEntry.model_validate(dict(raw)))
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                where = ".".join(str(key) for key in detail["loc"][:1])
+                problems.append(Problem(f"shard_plan[{k}].{where}", str(detail["msg"]).lower()))
+    if not problems:
+        problems = [*plan_problems(entries), *owner_problems(entries, fleet.ids[1:])]
+        problems += [
+            Problem(f"shard_plan[{k}]", f"is on {process_name(b.id)} as the one before; join them")
+            for k, (a, b) in enumerate(pairwise(entries), start=1)
+            if a.id == b.id
+        ]
+    if problems:
+        raise PlanError(report("the plan", problems))
+    Plan(tuple(entries)).covers(fleet.layers)
+    return entries
+
+
+def _does_not_fit(fleet: Fleet, layout: Layout) -> PlanError:
+    lines = []
+    for d in dict.fromkeys(part.device for part in layout):
+        needs = fleet.memory_bytes(layout, d, [1] * len(layout))
+        has = fleet.costs[d].memory_bytes + fleet.costs[d].device.reserved_bytes
+        if needs > has:
+            lines.append(
+                f"{process_name(fleet.ids[d])} needs {size(needs)} with one micro-batch in flight"
+                f" and has {size(max(0.0, has))}: {size(needs - has)} are missing"
+            )
+    hint = "give it fewer layers, or gradient_checkpointing; or let `hetero plan` cut anew"
+    return PlanError("\n".join(lines), hint=hint)
+
+
+def _option_problems(
+    profile: FleetProfile,
+    pins: Mapping[WorkerId, tuple[int, int]],
+    excluded: Collection[WorkerId],
+    margins: Mapping[WorkerId, float],
+    allow: Collection[str],
+) -> Iterator[Problem]:
+    ids = [device.id for device in profile.devices]
+    named = [("pin", d) for d in pins] + [("exclude", d) for d in excluded]
+    for option, owner in [*named, *(("margin", d) for d in margins)]:
+        if owner not in ids:
+            known = ", ".join(map(shown, ids))
+            yield Problem(f"--{option}", f"{shown(owner)} is no device; there are: {known}")
+    if "local" in excluded:
+        yield Problem("--exclude", "the coordinator holds the first stage and cannot be left out")
+    for owner, free in margins.items():
+        if free < 0:
+            yield Problem("--margin", f"of {process_name(owner)} must not be negative")
+    for word in allow:
+        if word not in CHOICES:
+            yield Problem("--allow", f"{shown(word)} is none of {', '.join(sorted(CHOICES))}")
+    yield from _pin_problems(profile.layers, pins, excluded)
+
+
+def _pin_problems(
+    layers: int, pins: Mapping[WorkerId, tuple[int, int]], excluded: Collection[WorkerId]
+) -> Iterator[Problem]:
+    for owner, (start, end) in pins.items():
+        here = f"{process_name(owner)} at {start}:{end}"
+        if owner in excluded:
+            yield Problem("--pin", f"{process_name(owner)} is excluded too")
+        if not 0 <= start < end <= layers:
+            yield Problem("--pin", f"{here} is no range within the {layers} layers")
+        elif owner == "local" and start:
+            yield Problem("--pin", f"{here}: the coordinator holds the first layers")
+        elif owner != "local" and "local" in pins and start < pins["local"][1]:
+            yield Problem("--pin", f"{here} overlaps with the coordinator's layers")
+    workers = sorted((pin, owner) for owner, pin in pins.items() if owner != "local")
+    for (one, a), (other, b) in pairwise(workers):
+        if other[0] < one[1]:
+            yield Problem("--pin", f"{process_name(a)} and {process_name(b)} overlap")

@@ -1,0 +1,183 @@
+"""The profile of a fleet: what each device takes for a layer, what it can hold, and how fast the
+links are. `hetero plan` measures it, or a person writes it by hand.
+
+Everything is per micro-batch, in seconds and bytes. Fields that are left out are 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from hetero_framework.config import Section
+from hetero_framework.config.problems import Problem, problems_of, report, shown
+from hetero_framework.config.section import MicroBatches, WorkerId, with_unit
+from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.errors import ConfigError
+
+Time = Annotated[float, with_unit("seconds", ge=0)]
+Bytes = Annotated[float, with_unit("bytes", ge=0)]
+
+
+def _as_list(value: Any) -> Any:
+    """One number stands for all layers."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+TimeOfLayers = Annotated[tuple[Time, ...], BeforeValidator(_as_list)]
+BytesOfLayers = Annotated[tuple[Bytes, ...], BeforeValidator(_as_list)]
+_NONE = (0.0,)
+_OF_LAYERS = (
+    *("layer_forward_s", "layer_backward_s", "layer_recompute_s", "layer_bytes"),
+    *("activation_bytes_per_layer", "activation_bytes_recomputed"),
+)
+
+
+class DeviceProfile(Section):
+    """One process and its device. What is said of layers is one number for all, or a list."""
+
+    id: WorkerId
+    """ "local" (the coordinator) or the id of a worker."""
+    memory_bytes: Bytes
+    """Memory that the process may fill."""
+    layer_forward_s: TimeOfLayers
+    """Forward of a layer."""
+    layer_backward_s: TimeOfLayers
+    """Backward of a layer; 0 where nothing below it is trained."""
+    layer_recompute_s: TimeOfLayers = _NONE
+    """What its backward takes longer where activations are computed again."""
+    embedding_forward_s: Time = 0.0
+    embedding_backward_s: Time = 0.0
+    head_forward_s: Time = 0.0
+    head_backward_s: Time = 0.0
+    layer_bytes: BytesOfLayers = _NONE
+    """Weights, gradients and optimizer state of a layer."""
+    embedding_bytes: Bytes = 0.0
+    head_bytes: Bytes = 0.0
+    activation_bytes_per_layer: BytesOfLayers = _NONE
+    """What a layer keeps of each micro-batch in flight."""
+    activation_bytes_recomputed: BytesOfLayers = _NONE
+    """The same where activations are computed again."""
+    reserved_bytes: Bytes = 0.0
+    """What the process holds besides."""
+
+
+class LinkProfile(Section):
+    """One direction between two processes."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    sender: WorkerId = Field(alias="from")
+    """Who sends."""
+    receiver: WorkerId = Field(alias="to")
+    """Who receives."""
+    bytes_per_s: Annotated[float, with_unit("bytes per second", gt=0)]
+    """How fast large frames arrive."""
+    latency_s: Time = 0.0
+    """How long the first byte takes."""
+
+
+class FleetProfile(Section):
+    """A model and the fleet that may train it. A pair of workers without a link in both directions
+    is relayed by the coordinator."""
+
+    version: Literal[1]
+    """Version of this file's format."""
+    layers: Annotated[int, with_unit("layers", ge=1)]
+    """Layers of the model, without embedding and head."""
+    micro_batches: MicroBatches
+    """Micro-batches in a step."""
+    activation_bytes: Bytes = 0.0
+    """What crosses a boundary forward."""
+    gradient_bytes: Bytes = 0.0
+    """What crosses a boundary backward."""
+    devices: tuple[DeviceProfile, ...]
+    """The processes."""
+    links: tuple[LinkProfile, ...] = ()
+    """Their links, one entry for each direction."""
+
+    @field_validator("*")
+    @classmethod
+    def _note_valid(cls, value: Any, info: ValidationInfo) -> Any:
+        # What is wrong between two fields is said even where a third one is wrong by itself.
+        info.context[info.field_name] = value  # type: ignore[index]
+        return value
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], *, name: str = "profile") -> FleetProfile:
+        """Validate a dictionary as of JSON. Raises ConfigError with all problems."""
+        valid: dict[str, Any] = {}
+        problems: list[Problem] = []
+        try:
+            profile = cls.model_validate_json(json.dumps(raw), context=valid)
+        except ValidationError as error:
+            problems = problems_of(error.errors(include_url=False), cls, raw)
+        problems += _disagreements(raw, valid)
+        if problems:
+            raise ConfigError(report(name, problems))
+        return profile
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types; `from_dict` reads it back."""
+        raw = self.model_dump(mode="json", by_alias=True)
+        for device in raw["devices"]:
+            for field in _OF_LAYERS:
+                if len(values := device[field]) == 1 < self.layers:
+                    device[field] = values[0]
+        return raw
+
+
+def load_profile(path: str | Path) -> FleetProfile:
+    """The profile in a file. Raises ConfigError that lists all problems with their paths."""
+    file = Path(path)
+    if not file.exists():
+        hint = "`hetero plan --measure --save-profile FILE` writes one"
+        raise ConfigError(f"profile {file} does not exist", hint=hint)
+    return FleetProfile.from_dict(read_json_object(file), name=str(path))
+
+
+def _disagreements(raw: dict[str, Any], valid: dict[str, Any]) -> Iterator[Problem]:
+    """What is wrong between fields that are valid by themselves."""
+    devices: tuple[DeviceProfile, ...] = valid.get("devices", ())
+    ids = [device.id for device in devices]
+    if "devices" in valid and "local" not in ids:
+        yield Problem("devices", 'none has the id "local": the coordinator holds the first stage')
+    for i, device_id in enumerate(ids):
+        if device_id in ids[:i]:
+            first = f"devices[{ids.index(device_id)}]"
+            yield Problem(f"devices[{i}].id", f"{shown(device_id)} is the id of {first} too")
+    for i in range(len(devices) if "layers" in valid else 0):
+        for field in _OF_LAYERS:
+            given = raw["devices"][i].get(field)
+            if isinstance(given, list | tuple) and len(given) != valid["layers"]:
+                text = f"has {len(given)} entries, but there are {valid['layers']} layers"
+                yield Problem(f"devices[{i}].{field}", text)
+    if devices and "links" in valid:
+        yield from _link_problems(ids, valid["links"])
+
+
+def _link_problems(ids: list[int | str], links: tuple[LinkProfile, ...]) -> Iterator[Problem]:
+    seen: dict[tuple[int | str, int | str], int] = {}
+    for i, link in enumerate(links):
+        for end, device_id in (("from", link.sender), ("to", link.receiver)):
+            if device_id not in ids:
+                known = ", ".join(map(shown, ids))
+                text = f"{shown(device_id)} is no device; there are: {known}"
+                yield Problem(f"links[{i}].{end}", text)
+        if link.sender == link.receiver:
+            yield Problem(f"links[{i}]", f"goes from {shown(link.sender)} to itself")
+        pair = (link.sender, link.receiver)
+        if pair in seen:
+            yield Problem(f"links[{i}]", f"says the same direction as links[{seen[pair]}]")
+        seen.setdefault(pair, i)
+    for worker in dict.fromkeys(ids):
+        for pair in (("local", worker), (worker, "local")):
+            if worker != "local" and "local" in ids and pair not in seen:
+                there = f"from {shown(pair[0])} to {shown(pair[1])}"
+                text = f"none goes {there}; the coordinator talks with every worker, both ways"
+                yield Problem("links", text)

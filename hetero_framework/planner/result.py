@@ -1,0 +1,91 @@
+"""What `hetero plan` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetero_framework.planner.simulator import Profile
+
+WorkerId = int | str
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """One process of a plan: the share of the step in which it computes, what it needs, and what
+    keeps it from doing more: "compute", "memory" or "link"."""
+
+    id: WorkerId
+    busy: float
+    memory_bytes: int
+    limit: str
+    layers: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The fastest process that could hold everything by itself."""
+
+    id: WorkerId
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A plan with what it is predicted to take. `changes` are settings that it needs besides, for
+    those that were allowed to change; `pipeline` is what was simulated."""
+
+    shard_plan: tuple[Mapping[str, Any], ...]
+    gradient_checkpointing: Mapping[str, bool]
+    max_in_flight: int
+    predicted_step_s: float
+    lower_bound_s: float
+    proved_optimal: bool
+    devices: tuple[DeviceUse, ...]
+    unused: tuple[WorkerId, ...]
+    why: str
+    advice: tuple[str, ...]
+    alone: Alone | None
+    changes: Mapping[str, Any]
+    seconds: float
+    pipeline: Profile = field(repr=False)
+    in_flight: tuple[int, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound the step is, as a share of it."""
+        if self.predicted_step_s <= 0 or self.proved_optimal:
+            return 0.0
+        return self.predicted_step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return {
+            "shard_plan": [dict(entry) for entry in self.shard_plan],
+            "gradient_checkpointing": dict(self.gradient_checkpointing),
+            "max_in_flight": self.max_in_flight,
+            "predicted_step_s": self.predicted_step_s,
+            "lower_bound_s": self.lower_bound_s,
+            "gap": self.gap,
+            "proved_optimal": self.proved_optimal,
+            "devices": [
+                {
+                    "id": use.id,
+                    "busy": use.busy,
+                    "memory_bytes": use.memory_bytes,
+                    "free_bytes": use.free_bytes,
+                    "limit": use.limit,
+                    "layers": use.layers,
+                }
+                for use in self.devices
+            ],
+            "unused": list(self.unused),
+            "why": self.why,
+            "advice": list(self.advice),
+            "alone": vars(self.alone) if self.alone else None,
+            "changes": dict(self.changes),
+            "in_flight": list(self.in_flight),
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,367 @@
+"""The best layout of a fleet.
+
+1. `Partition` finds layouts whose slowest stage is as fast as can be, for every number of stages.
+2. They are improved one move at a time by `step_bound` with their memory's in-flight limits, and
+   interleaved.
+3. The simulator decides between the best few dozen, and between the neighbours of the best.
+4. Where few enough layouts could be better still, `Enumeration` has them all simulated: then the
+   plan is proved. Else `least_step` says how much better any could be.
+
+All limits are counts of work, never of time: the same profile gives the same plan everywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hetero_framework.planner import moves
+from hetero_framework.planner.enumeration import Enumeration, TooMany
+from hetero_framework.planner.layout import Fleet, Layout
+from hetero_framework.planner.partition import Partition, Rules, step_range
+from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
+from hetero_framework.planner.relaxation import least_step
+from hetero_framework.planner.simulator import Profile, occupations, simulate, step_bound
+from hetero_framework.planner.tuning import PORTFOLIO, TunedSchedule, tune
+
+_DEPTHS = (1.0, 0.5, 0.0)
+_LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)
+_DOUBLINGS = 12
+_PRECISION = 0.01
+_ORDERS = 400
+_SEEDS = 6
+_BEAM = 4_000
+_LEAST_BEAM = 12
+_CLIMB = 40
+_SIMULATED = 24
+_FINALISTS = 2
+_FINAL_TASKS = 3_000
+_NEIGHBOURS = 10
+_QUICK_TASKS = 1_500  # of one quick simulation
+_MOST_TASKS = 60_000  # of all quick simulations
+_NODES = 20_000
+_CHUNKS = (2, 3, 4, 5, 6, 8)
+_INTERLEAVED = 3
+_PROOF_TASKS = 60_000
+_MOST_DEVICES = 96
+_SHARPNESS = 20
+_EXACTLY = 1e-9
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A layout and the schedule by which the product would run it."""
+
+    fleet: Fleet
+    layout: Layout
+    schedule: TunedSchedule
+
+    @cached_property
+    def seconds(self) -> float:
+        """The predicted step."""
+        return self.schedule.forecast.seconds
+
+    @property
+    def bound_s(self) -> float:
+        """What no schedule of this layout can beat."""
+        schedule = self.schedule
+        limits = self.fleet.memory_limits(self.layout)
+        return step_bound(schedule.profile, schedule.micro_batches, limits)
+
+
+def evaluated(
+    fleet: Fleet, layout: Layout, *, max_in_flight: int | None = None
+) -> Evaluated | None:
+    """The layout as the product would run it; None where it does not fit."""
+    limits = fleet.memory_limits(layout)
+    if limits is None:
+        return None
+    profile, m = fleet.pipeline(layout), fleet.micro_batches
+    if max_in_flight is None:
+        # The plan names the window, and the run then tunes what is left.
+        max_in_flight = tune(profile, m, in_flight_limits=limits).max_in_flight
+    schedule = tune(profile, m, max_in_flight=max_in_flight, in_flight_limits=limits)
+    return Evaluated(fleet, layout, schedule)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best layout, and a lower bound of the step of all."""
+
+    best: Evaluated
+    lower_bound_s: float
+    proved: bool
+
+
+class Search:
+    """One search. `rules` say what a layout may be."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._all = rules
+        self._rules = _without_the_weakest(rules)
+        self._fleet = rules.fleet
+        self._m = rules.fleet.micro_batches
+        self._scores: dict[Layout, float] = {}
+        self._bounds: dict[Layout, float] = {}
+        self._quick: dict[Layout, float] = {}
+        self._tasks = self._orders = 0
+
+    def run(self) -> Found | None:
+        """None where nothing fits."""
+        simple = self._climbed(self._seeds())
+        if not simple:
+            return None
+        candidates = [*simple, *self._interleaved(simple)]
+        for layout in candidates:
+            self._simulate(layout)
+        one_each = self._fastest(1, lambda layout: not _has_chunks(layout))
+        for start in [*one_each, *self._fastest(1, _has_chunks)]:
+            self._descend(start)
+        largest = max(2 * len(layout) * self._m for layout in self._quick)
+        finalists = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // largest))
+        best = min(map(self._evaluated, self._fastest(finalists)), key=lambda one: one.seconds)
+        best, proved = self._proved(best)
+        bound = least_step(self._all, best.seconds)
+        if proved and (not self._rules.chunks or bound >= (1 - _EXACTLY) * best.seconds):
+            return Found(best, best.seconds, True)
+        return Found(best, bound, False)
+
+    # -- candidates -------------------------------------------------------------------------------
+
+    def _seeds(self) -> list[Layout]:
+        """Layouts of the shortest steps that the programme reaches, and of some longer ones."""
+        low, high = step_range(self._fleet, self._rules.devices)
+        for depth in _DEPTHS:
+            partition = self._partition(depth)
+            if depth < 1 and not partition.is_short_of_memory:
+                break
+            least = self._least(partition, low, high)
+            for factor in _LONGER:
+                self._note(partition.layouts(least * factor))
+        return heapq.nsmallest(_SEEDS, self._scores, key=self._score)
+
+    def _least(self, partition: Partition, low: float, high: float) -> float:
+        """The shortest step that the programme reaches."""
+        for _ in range(_DOUBLINGS):
+            if self._note(partition.layouts(high)):
+                break
+            low, high = high, 2 * high
+        while high - low > _PRECISION * high:
+            # Most fleets are used well: look nearer to the lower end.
+            middle = 0.7 * low + 0.3 * high
+            if self._note(partition.layouts(middle)):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _partition(self, depth: float = 1.0) -> Partition:
+        beam = max(_LEAST_BEAM, _BEAM // len(self._rules.devices) ** 2)
+        return Partition(self._rules, depth=depth, beam=beam)
+
+    def _note(self, layouts: Iterable[Layout]) -> bool:
+        """Score layouts; whether any of them fits."""
+        return min(map(self._score, layouts), default=math.inf) < math.inf
+
+    def _score(self, layout: Layout) -> float:
+        """What the step is thought to take: more than its bound, the more devices and NICs are near
+        it, since they cannot all be busy at the right moment. Infinite where it does not fit or is
+        not permitted."""
+        if layout not in self._scores:
+            self._scores[layout], self._bounds[layout] = self._estimates(layout)
+        return self._scores[layout]
+
+    def _bound(self, layout: Layout) -> float:
+        """What no schedule of the layout can beat."""
+        self._score(layout)
+        return self._bounds[layout]
+
+    def _estimates(self, layout: Layout) -> tuple[float, float]:
+        limits = self._fleet.memory_limits(layout)
+        if limits is None or not self._rules.permits(layout):
+            return math.inf, math.inf
+        busy = occupations(self._fleet.pipeline(layout), self._m, limits)
+        bound = max(busy)
+        if bound == 0:
+            return 0.0, 0.0
+        near = sum((seconds / bound) ** _SHARPNESS for seconds in busy)
+        return round(bound * near ** (1 / _SHARPNESS), 12), bound
+
+    def _climbed(self, seeds: list[Layout]) -> list[Layout]:
+        """The layouts on the way from the seeds upwards, the best of all first."""
+        for seed in seeds:
+            self._climb(seed)
+        fit = [layout for layout, score in self._scores.items() if score < math.inf]
+        return heapq.nsmallest(_SIMULATED, fit, key=self._score)
+
+    def _climb(self, layout: Layout) -> Layout:
+        partition = self._partition()
+        for _ in range(_CLIMB):
+            near = [*self._shifted(layout), *moves.toggled(self._rules, layout)]
+            better = min(near, key=self._score, default=layout)
+            if self._score(better) >= self._score(layout):
+                others = self._reordered(partition, layout)
+                better = min(others, key=self._score, default=layout)
+            if self._score(better) >= self._score(layout):
+                break
+            layout = better
+        return layout
+
+    def _reordered(self, partition: Partition, layout: Layout) -> Iterator[Layout]:
+        """As long as there is work left for it."""
+        step_s = self._bound(layout)
+        for other in moves.reordered(self._rules, partition, layout, step_s):
+            self._orders += 1
+            if self._orders > _ORDERS:
+                return
+            yield other
+
+    def _shifted(self, layout: Layout) -> Iterator[Layout]:
+        """One layer moved, away from the devices with most work where there are many stages."""
+        if len(layout) <= 8:
+            return moves.shifted(layout)
+        profile = self._fleet.pipeline(layout)
+        work = [f + b for f, b in zip(profile.forward_s, profile.backward_s, strict=True)]
+        loads = dict.fromkeys(profile.devices, 0.0)
+        for d, seconds in zip(profile.devices, work, strict=True):
+            loads[d] += seconds
+        heavy = set(heapq.nlargest(2, loads, key=loads.__getitem__))
+        return moves.shifted(layout, [k for k, d in enumerate(profile.devices) if d in heavy])
+
+    def _interleaved(self, layouts: list[Layout]) -> list[Layout]:
+        """The best of each way to give devices several stages."""
+        if not self._rules.chunks or self._rules.pins:
+            return []
+        found: dict[Layout, None] = {}
+        for chunks in (None, *_CHUNKS):
+            changed = [
+                moves.closed(self._rules, layout)
+                if chunks is None
+                else moves.interleaved(self._rules, layout, chunks)
+                for layout in layouts[:_INTERLEAVED]
+            ]
+            evened = {self._evened(layout) for layout in changed if layout is not None}
+            fit = [layout for layout in evened if self._score(layout) < math.inf]
+            found.update(dict.fromkeys(heapq.nsmallest(2, fit, key=self._score)))
+        return list(found)
+
+    def _evened(self, layout: Layout) -> Layout:
+        """Layers moved as long as the bound falls."""
+        for _ in range(_CLIMB // 4):
+            better = min(self._shifted(layout), key=self._score, default=layout)
+            if self._score(better) >= self._score(layout):
+                break
+            layout = better
+        return layout
+
+    def near(self, layout: Layout) -> float:
+        """About what a step takes once layers have been moved between these stages; for comparing
+        profiles, not for plans."""
+        layout = self._evened(layout)
+        return self._simulate(layout)
+
+    # -- simulation -------------------------------------------------------------------------------
+
+    def _simulate(self, layout: Layout) -> float:
+        """Seconds of a step by the better of a few schedules; long steps by a part of theirs."""
+        if layout in self._quick:
+            return self._quick[layout]
+        limits = self._fleet.memory_limits(layout)
+        least = min(self._quick.values(), default=math.inf)
+        if limits is None or self._bound(layout) >= least or self._tasks > _MOST_TASKS:
+            return math.inf
+        profile = self._fleet.pipeline(layout)
+        m = min(self._m, max(2 * len(layout), _QUICK_TASKS // (2 * len(layout))))
+        seconds = math.inf
+        for size, policy in _schedules(profile, m):
+            tapered = (-(-size * (len(layout) - k) // len(layout)) for k in range(len(layout)))
+            held = tuple(map(min, tapered, limits))
+            self._tasks += 2 * len(layout) * m
+            taken = simulate(profile, m, size, policy=policy, in_flight_limits=held).seconds
+            seconds = min(seconds, taken)
+        if m < self._m:
+            seconds += step_bound(profile, self._m, limits) - step_bound(profile, m, limits)
+        self._quick[layout] = seconds
+        return seconds
+
+    def _fastest(
+        self, count: int, where: Callable[[Layout], bool] = lambda layout: True
+    ) -> list[Layout]:
+        return heapq.nsmallest(count, filter(where, self._quick), key=self._quick.__getitem__)
+
+    def _descend(self, layout: Layout) -> None:
+        """To the fastest neighbour, as long as there is a faster one."""
+        partition = self._partition()
+        while self._tasks < _MOST_TASKS:
+            near = {
+                *self._shifted(layout),
+                *moves.toggled(self._rules, layout),
+                *self._reordered(partition, layout),
+            }
+            now = self._quick[layout]
+            promising = [x for x in near if x not in self._quick and self._bound(x) < now]
+            for other in heapq.nsmallest(_NEIGHBOURS, promising, key=self._score):
+                self._simulate(other)
+            known = [x for x in near if x in self._quick]
+            better = min(known, key=self._quick.__getitem__, default=layout)
+            if self._quick[better] >= now:
+                return
+            layout = better
+
+    # -- proof ------------------------------------------------------------------------------------
+
+    def _evaluated(self, layout: Layout) -> Evaluated:
+        found = evaluated(self._fleet, layout)
+        assert found is not None  # only what fits is simulated
+        return found
+
+    def _proved(self, best: Evaluated) -> tuple[Evaluated, bool]:
+        """The best of all layouts with one stage per device, where few enough could be better."""
+        most_s = (1 - _EXACTLY) * best.seconds
+        open_layouts = []
+        try:
+            for layout in Enumeration(self._rules, most_s, nodes=_NODES).layouts():
+                if self._bound(layout) < most_s:
+                    open_layouts.append(layout)
+        except TooMany:
+            return best, False
+        tasks = 0
+        for layout in sorted(open_layouts, key=self._bound):
+            if self._bound(layout) >= (1 - _EXACTLY) * best.seconds:
+                break
+            tasks += 60 * len(layout) * self._m
+            if tasks > _PROOF_TASKS:
+                return best, False
+            best = min(best, self._evaluated(layout), key=lambda one: one.seconds)
+        return best, True
+
+
+def _has_chunks(layout: Layout) -> bool:
+    return len({part.device for part in layout}) < len(layout)
+
+
+def _schedules(profile: Profile, micro_batches: int) -> list[tuple[int, Policy]]:
+    """A few windows and policies, of which one is near the best."""
+    p = profile.num_stages
+    bound = step_bound(profile, micro_batches)
+    path = math.ceil(profile.path_s * micro_batches / bound) if bound > 0 else p
+    sizes = {min(micro_batches, max(p, path) * 5 // 4 + 1), min(micro_batches, 2 * max(p, path))}
+    policies = PORTFOLIO[1:3] if profile.num_devices < p else (BACKWARD_FIRST,)
+    return [(size, policy) for size in sorted(sizes) for policy in policies]
+
+
+def _without_the_weakest(rules: Rules) -> Rules:
+    """At most so many devices as a search can look at: the quickest by layer and link."""
+    if len(rules.devices) <= _MOST_DEVICES:
+        return rules
+    fleet = rules.fleet
+
+    def weakness(d: int) -> tuple[bool, float]:
+        wire_s = fleet.edge(0, d, fleet.layers, False).forward_s if d else 0.0
+        return (d != 0 and d not in rules.pins, max(fleet.layer_s(d), wire_s))
+
+    strongest = sorted(rules.devices, key=weakness)[:_MOST_DEVICES]
+    return replace(rules, devices=tuple(sorted(strongest)))

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.cli import main
+from tests.unit.planner.fleets import GB, device, raw_fleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> str:
+    file = tmp_path / "fleet.json"
+    small = device(1, memory_bytes=5 * GB)
+    raw = raw_fleet([device("local"), small, device("box")], speed=1e8)
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    return str(file)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_plan_prints_json_that_evaluate_reads(
+    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, "--profile", fleet)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(found), encoding="utf-8")
+    again = planned(capsys, "--profile", fleet, "--evaluate", str(file))
+    for name in ("shard_plan", "predicted_step_s", "max_in_flight", "devices"):
+        assert again[name] == found[name]
+
+
+def test_evaluate_reads_a_configuration(
+    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [{"id": "local", "start": 0, "end": 4}, {"id": "box", "start": 4, "end": 8}]
+    training = {"gradient_checkpointing": True, "max_in_flight": 3}
+    file = tmp_path / "hetero_config.json"
+    file.write_text(json.dumps({"shard_plan": entries, "training": training}), encoding="utf-8")
+    found = planned(capsys, "--profile", fleet, "--evaluate", str(file))
+    assert found["max_in_flight"] == 3
+    assert found["gradient_checkpointing"] == {"0": True, "1": True}
+
+
+def test_plan_prints_a_table(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile", fleet]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("process")
+    assert "coordinator" in said
+    assert "A step is predicted to take" in said
+    assert "no plan takes less" in said
+    assert "micro-batches under way" in said
+
+
+def test_wishes_are_read(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(
+        capsys, "--profile", fleet, "--pin", "1=6:8", "--exclude", "box",
+        "--margin", "1=2.5GiB", "--margin", "local=1GB", "--allow", "codec,micro-batch",
+    )  # fmt: skip
+    assert [(e["id"], e["start"], e["end"]) for e in found["shard_plan"]] == [
+        ("local", 0, 6),
+        (1, 6, 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pin", "1"], "--pin 1 is not of the form ID=START:END"),
+        (["--pin", "1=4-8"], "--pin 1=4-8 is not of the form"),
+        (["--margin", "1=2"], "--margin 1=2 is not of the form ID=SIZE"),
+        (["--margin", "1=2XB"], "is not of the form ID=SIZE"),
+        (["--exclude", "7"], '"7" is no device; there are: "local", 1, "box"'),
+        (["--allow", "luck"], '"luck" is none of'),
+        (["--evaluate", "none.json"], "plan none.json does not exist"),
+        (["--evaluate", "none.json", "--exclude", "1"], "--evaluate takes the plan as it is"),
+    ],
+)
+def test_wrong_options_end_with_2(
+    fleet: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--profile", fleet, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "shard_plan: must be a list"),
+        ({"shard_plan": [], "gradient_checkpointing": True}, "gradient_checkpointing: must be"),
+        ({"shard_plan": [], "max_in_flight": 0}, "max_in_flight: must be a whole number from 1"),
+        ({"shard_plan": [{"id": "local", "start": 0, "end": 4}]}, "the model has 8"),
+    ],
+)
+def test_a_wrong_plan_file_ends_with_2(
+    fleet: str,
+    tmp_path: Path,
+    content: dict[str, Any],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert main(["plan", "--profile", fleet, "--evaluate", str(file)]) == 2
+    assert said in capsys.readouterr().err
