@@ -208,6 +208,10 @@ class Stage:
 
     # -- state ----------------------------------------------------------------------------------
 
+    def all_weights(self) -> Iterator[Tensor]:
+        """Those that are not trained, too."""
+        return self._shard.model.parameters()
+
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, position in the whole model) of each parameter, in the order of `norms`."""
         return [(name, self._shard.parameter_index(name)) for name, _ in self._parameters]

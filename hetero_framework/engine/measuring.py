@@ -1,0 +1,230 @@
+"""What each part of a model would cost a process in time and memory, measured with random weights.
+
+Embedding, one layer of each kind and head run as stages of their own on the process's device, with
+the adapter, types and loss of the run. Nothing is read but the model's configuration, so a machine
+can be measured before it has the model.
+
+Shapes: B rows of a micro-batch, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.devices import Device
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.stage import Stage
+from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.models.layer_kinds import layer_kinds
+from hetero_framework.models.memory import DEFAULT_TOKENS
+from hetero_framework.models.quantization import stored_quantization
+from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
+from hetero_framework.models.trainable import export_parts
+
+_LEAST_RUNS, _MOST_RUNS = 3, 20
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """Of one micro-batch: seconds, and bytes that stay until its backward pass. `recompute_s` comes
+    to `backward_s` where the activations are computed again; `recomputed_bytes` stay then."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float = 0.0
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """`layers` are those of each kind, by the first layer of the kind; `kinds` says for each layer
+    which one that is. `hidden_bytes` cross a boundary, and come back as gradients."""
+
+    embedding: PartCost
+    layers: dict[int, PartCost]
+    head: PartCost
+    kinds: list[int]
+    hidden_bytes: int
+
+
+def measure(config: Config, device: Device, *, part_s: float = 0.5) -> ModelCost:
+    """Measure every part for about `part_s` seconds, and at least three times. The model is that of
+    `config`; of its weights nothing is read. Raises what `load_stages` raises, and what torch does
+    where memory runs out."""
+    assert config.model is not None
+    model = load_model_config(config.model, config.base_dir)
+    kinds = layer_kinds(model)
+    specs = _specs(kinds)
+    batch = _batch(config, model, device)
+    with _random_weights(config, model, specs) as made:
+        stages = load_stages(_cut(made, specs, recompute=False), specs, device)
+        first, *inner, last = [_Part(stage, batch, device, part_s) for stage in stages]
+        hidden_BSD = first.output(None)
+        embedding, head = first.cost(None), last.cost(hidden_BSD)
+        plain = [part.cost(hidden_BSD) for part in inner]
+        del stages, first, inner, last
+        device.empty_cache()
+        again = load_stages(_cut(made, specs, recompute=True), specs[1:-1], device)
+        recomputed = [_Part(stage, batch, device, part_s).cost(hidden_BSD) for stage in again]
+    layers = {
+        spec.start: replace(
+            one,
+            recompute_s=max(0.0, other.backward_s - one.backward_s),
+            recomputed_bytes=other.kept_bytes,
+        )
+        for spec, one, other in zip(specs[1:-1], plain, recomputed, strict=True)
+    }
+    nbytes = hidden_BSD.numel() * hidden_BSD.element_size()
+    return ModelCost(embedding, layers, head, kinds, nbytes)
+
+
+class _Part:
+    """One stage of the model, and a micro-batch for it."""
+
+    def __init__(
+        self, stage: Stage, batch: dict[str, Tensor], device: Device, part_s: float
+    ) -> None:
+        self._stage, self._batch, self._device, self._part_s = stage, batch, device, part_s
+        self._attempts = itertools.count()
+        # As behind a layer that is trained: what comes in needs a gradient.
+        stage.input_requires_grad = not stage.is_first
+
+    def output(self, hidden_BSD: Tensor | None) -> Tensor:
+        self._begin(train=False)
+        return self._stage.forward(0, self._batch, hidden_BSD)
+
+    def cost(self, hidden_BSD: Tensor | None) -> PartCost:
+        kept_bytes = self._kept_bytes(hidden_BSD)
+        both: list[tuple[float, float]] = []
+        began = time.monotonic()
+        while len(both) < _LEAST_RUNS + 1 or time.monotonic() - began < self._part_s:
+            both.append(self._run(hidden_BSD))
+            if len(both) > _MOST_RUNS:
+                break
+        forward_s, backward_s = map(statistics.median, zip(*both[1:], strict=True))
+        return PartCost(forward_s, backward_s, kept_bytes=kept_bytes)
+
+    def _run(self, hidden_BSD: Tensor | None) -> tuple[float, float]:
+        """Seconds of one forward and backward pass. The head does both in one call, so its forward
+        pass is timed by itself."""
+        stage, batch = self._stage, self._batch
+        if stage.is_last:
+            self._begin(train=False)
+            forward_s = self._timed(lambda: stage.evaluate(0, batch, hidden_BSD))
+            self._begin(train=True)
+            both_s = self._timed(lambda: stage.forward_backward(0, batch, hidden_BSD))
+            return forward_s, max(0.0, both_s - forward_s)
+        self._begin(train=True)
+        forward_s = self._timed(lambda: self._forward(hidden_BSD))
+        if not stage.differentiates:
+            return forward_s, 0.0
+        gradient_BSD = torch.ones_like(self._out_BSD)
+        return forward_s, self._timed(lambda: stage.backward(0, gradient_BSD))
+
+    def _forward(self, hidden_BSD: Tensor | None) -> None:
+        self._out_BSD = self._stage.forward(0, self._batch, hidden_BSD)
+
+    def _kept_bytes(self, hidden_BSD: Tensor | None) -> int:
+        """What autograd keeps of one micro-batch, the incoming hidden state included; not the
+        weights. The head gives its own back in the same task."""
+        if self._stage.is_last or not self._stage.differentiates:
+            return 0
+        self._begin(train=True)
+        weights = {p.untyped_storage().data_ptr() for p in self._stage.all_weights()}
+        storages: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        if hidden_BSD is not None:
+            keep(hidden_BSD)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self._forward(hidden_BSD)
+        return sum(storages.values())
+
+    def _begin(self, *, train: bool) -> None:
+        items = self._batch["labels"].numel()
+        self._stage.begin(StepInfo(0, next(self._attempts), train, 1, items))
+
+    def _timed(self, job: Callable[[], object]) -> float:
+        self._device.synchronize()
+        began = time.perf_counter()
+        job()
+        self._device.synchronize()
+        return time.perf_counter() - began
+
+
+def _specs(kinds: Sequence[int]) -> list[StageSpec]:
+    """The embedding, each first layer of a kind, the head."""
+    inner = sorted(set(kinds))
+    layers = [StageSpec(k, "local", i, i + 1, False, False) for k, i in enumerate(inner, 1)]
+    head = StageSpec(1 + len(inner), "local", len(kinds), len(kinds), False, True)
+    return [StageSpec(0, "local", 0, 0, True, False), *layers, head]
+
+
+def _batch(config: Config, model: PretrainedConfig, device: Device) -> dict[str, Tensor]:
+    """A micro-batch of the longest samples."""
+    tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+    rows = config.training.per_device_train_batch_size
+    dice = torch.Generator().manual_seed(0)
+    vocabulary = int(model.get_text_config().vocab_size)
+    ids_BS = torch.randint(vocabulary, (rows, tokens), generator=dice)
+    batch = {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS), "labels": ids_BS}
+    return {name: tensor.to(device.torch_device) for name, tensor in batch.items()}
+
+
+def _cut(config: Config, specs: Sequence[StageSpec], *, recompute: bool) -> Config:
+    """The configuration with an entry of the plan for each spec."""
+    last = len(specs) - 2
+    bounds = [(0, 0), *((k, k + 1) for k in range(last)), (last, last)]
+    plan = [{"id": "local", "start": start, "end": end} for start, end in bounds]
+    return config.with_changes(shard_plan=plan, training={"gradient_checkpointing": recompute})
+
+
+@contextmanager
+def _random_weights(
+    config: Config, model: PretrainedConfig, specs: Sequence[StageSpec]
+) -> Iterator[Config]:
+    """The configuration with a model of random weights. Those that are to be quantised are read
+    from files as the library wants it; the files go when the block ends."""
+    assert config.model is not None
+    fields = model.to_dict()
+    stored = "nf4" if stored_quantization(model) == "fp4" else stored_quantization(model)
+    fields.pop("quantization_config", None)
+    fields.pop("architectures", None)
+    section = {**config.model.model_dump(mode="json"), "revision": None, "quantization": None}
+    quantization = config.model.quantization or stored
+    tokenizer = config.model.tokenizer or config.model.name_or_path
+    plain = {**section, "name_or_path": None, "from_config": fields, "tokenizer": tokenizer}
+    if quantization is None:
+        yield config.with_changes(model=plain)
+        return
+    with tempfile.TemporaryDirectory(prefix="hetero-measure-") as folder:
+        made = config.with_changes(model=plain).model
+        assert made is not None
+        weights: dict[str, Tensor] = {}
+        for spec in specs:
+            shard = load_shard(made, config.base_dir, ShardRange.of(spec), Device(), seed=0)
+            weights |= export_parts(shard)
+        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        (Path(folder) / "config.json").write_text(json.dumps(fields, default=str))
+        read = {**plain, "name_or_path": folder, "from_config": None, "quantization": quantization}
+        yield config.with_changes(model=read)

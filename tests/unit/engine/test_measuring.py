@@ -1,0 +1,104 @@
+"""The cost of a model's parts on this machine, without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.config import Config
+from hetero_framework.core.devices import Device, open_device
+from hetero_framework.engine import measuring
+from hetero_framework.engine.measuring import ModelCost, measure
+from tests.samples import save_llama
+
+ROWS, TOKENS = 2, 16
+LAYERS, HIDDEN = 3, 32
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 99, "hidden_size": HIDDEN, "intermediate_size": 64},
+    **{"num_hidden_layers": LAYERS, "num_attention_heads": 4},
+}
+LORA = {"target_modules": "all-linear", "r": 4}
+
+
+@pytest.fixture(autouse=True)
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_LEAST_RUNS", 1)
+
+
+def cost(tmp_path: Path, model: dict[str, Any], **sections: Any) -> ModelCost:
+    config = Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1"},
+            "workers": [],
+            "shard_plan": [{"id": "local", "start": 0, "end": LAYERS}],
+            "model": model,
+            "data": {"train": "none.jsonl", "max_length": TOKENS},
+            "training": {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 1},
+            **sections,
+        },
+        tmp_path,
+    )
+    return measure(config, open_device("cpu"), part_s=0.0)
+
+
+def plain() -> dict[str, Any]:
+    return {"from_config": LLAMA, "tokenizer": "none"}
+
+
+def test_every_part_of_a_model_that_is_trained_has_its_times_and_bytes(tmp_path: Path) -> None:
+    found = cost(tmp_path, plain())
+    hidden = ROWS * TOKENS * HIDDEN * 4
+    assert found.hidden_bytes == hidden
+    assert found.kinds == [0] * LAYERS
+    [layer] = found.layers.values()
+    for part in (found.embedding, layer, found.head):
+        assert part.forward_s > 0
+        assert part.backward_s > 0
+    assert layer.recomputed_bytes == hidden  # what came in, and nothing else
+    assert layer.kept_bytes > 5 * hidden
+    assert found.head.kept_bytes == 0
+
+
+def test_kept_bytes_are_those_that_autograd_keeps(tmp_path: Path) -> None:
+    """Counted by hand for one product: its input and the weight, which does not count."""
+    stage: Any = type("One", (), {})()
+    weight_DD = torch.nn.Parameter(torch.ones(8, 8))
+    stage.is_first = stage.is_last = False
+    stage.differentiates = True
+    stage.begin = lambda info: None
+    stage.all_weights = lambda: iter([weight_DD])
+    stage.forward = lambda k, batch, hidden_BSD: hidden_BSD.exp() @ weight_DD
+    hidden_BSD = torch.ones(1, 4, 8, requires_grad=True)
+    part = measuring._Part(stage, {"labels": torch.ones(1, 4)}, Device(), 0.0)
+    # exp keeps what it gives, which is the product's input: once; the hidden state that came in.
+    assert part._kept_bytes(hidden_BSD) == 2 * hidden_BSD.numel() * 4
+
+
+def test_frozen_embedding_has_no_backward_pass(tmp_path: Path) -> None:
+    found = cost(tmp_path, plain(), adapter=LORA)
+    assert found.embedding.backward_s == 0
+    assert found.layers[0].backward_s > 0
+
+
+def test_quantised_layers_are_measured_as_such_without_the_models_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_llama(tmp_path / "model", layers=LAYERS, hidden_size=64)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    seen = []
+    load = measuring.load_stages
+
+    def watched(config: Config, *more: Any) -> Any:
+        stages = load(config, *more)
+        seen.extend(p.dtype for stage in stages for p in stage.all_weights())
+        return stages
+
+    monkeypatch.setattr(measuring, "load_stages", watched)
+    model = {"name_or_path": str(folder), "quantization": "nf4"}
+    found = cost(tmp_path, model, adapter=LORA)
+    assert found.layers[0].forward_s > 0
+    assert torch.uint8 in seen
