@@ -114,7 +114,8 @@ class Link:
         self._opening = opening
         self._heartbeat_s = heartbeat_s
         tick_s = min(timeouts.TICK_S, liveness_s / 4, handshake_s / 4)
-        self._silence_s = liveness_s - tick_s  # the next look would be too late
+        # So that the last look before the limit finds it, even where it comes a little early.
+        self._silence_s = liveness_s - 1.5 * tick_s
         self._handshake_deadline: float | None = time.monotonic() + handshake_s
         self._handshake_s = handshake_s
         self._send_s = send_s
@@ -606,6 +607,7 @@ class Link:
             if count is not None:
                 return count
             if now - since > self._silence_s:
+                self._stream.abandon()
                 raise PeerLostError(
                     f"{self.name} has been silent for {now - since:.0f} s",
                     hint="check that the machine is awake and its network is connected",

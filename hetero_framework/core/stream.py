@@ -47,6 +47,10 @@ class Stream(Protocol):
     def end_writes(self) -> None:
         """Nothing more will be written; the peer reads to the end of what was."""
 
+    def abandon(self) -> None:
+        """What is not sent is to be dropped at `close`, and the peer told so at once, if it can be
+        reached: else the news waits behind bytes that nobody confirms."""
+
     def stop(self) -> None:
         """End both directions; a thread that waits in a call returns. Safe from any thread."""
 
@@ -129,6 +133,11 @@ class PlainStream:
     def end_writes(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+
+    def abandon(self) -> None:
+        linger = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)  # for no time
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):

@@ -373,6 +373,9 @@ class TlsStream:
     def end_writes(self) -> None:
         self._plain.end_writes()
 
+    def abandon(self) -> None:
+        self._plain.abandon()
+
     def stop(self) -> None:
         self._plain.stop()
 

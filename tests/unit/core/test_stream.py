@@ -121,6 +121,23 @@ def test_end_of_writes_is_the_end_for_the_reader_only(ends: Pair) -> None:
     assert read(ends[0], 6) == b"answer"
 
 
+@pytest.mark.parametrize("ends", ["TCP", "TLS"], indirect=True)
+def test_abandoned_stream_tells_its_peer_at_once(ends: Pair) -> None:
+    """Though bytes wait that the peer does not take: it need not read them first."""
+    while ends[0].write(views(bytes(1 << 22))):
+        pass
+    ends[0].abandon()
+    ends[0].stop()
+    ends[0].close()
+
+    def read_on() -> None:
+        while ends[1].read(memoryview(bytearray(1 << 16))) is not None:
+            pass
+
+    with pytest.raises(ConnectionResetError):
+        read_on()
+
+
 def test_bytes_pass_whole_while_both_write_more_than_the_system_takes(ends: Pair) -> None:
     """Each end writes 8 MB before it reads, in pieces that are tried first, from a second thread,
     while the other reads slowly: what is left over of a piece goes out with the next one."""
