@@ -622,13 +622,18 @@ def _run_diagram(arguments: argparse.Namespace) -> None:
 
 
 @_command(
-    "which machine should hold which layers, from a profile of the machines and their links",
+    "measure the machines and say which one should hold which layers",
     """
-    hetero plan --profile fleet.json
+    hetero plan --measure --config cluster.json
+    hetero plan --measure --config cluster.json --save-profile fleet.json --write
     hetero plan --profile fleet.json --pin 1=4:12 --exclude 2 --margin local=2GiB --json
     hetero plan --profile fleet.json --evaluate plan.json
     """,
-    _option("--profile", required=True, metavar="FILE", help="seconds and bytes of the machines"),
+    *_CONFIG,
+    _flag("--measure", "measure the machines of the configuration and their links"),
+    _option("--profile", metavar="FILE", help="take what was measured before, or written by hand"),
+    _option("--save-profile", metavar="FILE", help="keep what is measured"),
+    _flag("--write", "put the plan into the configuration"),
     _option("--evaluate", metavar="FILE", help="say what this plan would take instead"),
     _files("--pin", "ID=START:END", "layers that a process must hold; may be repeated"),
     _files("--exclude", "ID", "a worker that must hold none; may be repeated"),
@@ -639,21 +644,63 @@ def _run_diagram(arguments: argparse.Namespace) -> None:
         "what may be chosen besides checkpointing and chunks: codec, micro-batch; they change the"
         " numbers of the result a little",
     ),
+    _option("--role", choices=("coordinator",), help=_ROLE),
+    *_ACCESS,
     _JSON,
 )
 def _run_plan(arguments: argparse.Namespace) -> None:
-    from hetero_framework.commands.plan import Wishes, judge_plan, make_plan, text
+    from hetero_framework.commands.plan import Wishes, judge_plan, make_plan, text, write_plan
     from hetero_framework.planner import load_profile
 
-    profile = load_profile(arguments.profile)
+    if arguments.measure == (arguments.profile is not None):
+        raise UserError("hetero plan needs one of --measure and --profile FILE")
+    if arguments.save_profile is not None and not arguments.measure:
+        raise UserError("--save-profile keeps what --measure finds")
     wishes = Wishes(arguments.pin, arguments.exclude, arguments.margin, arguments.allow)
+    if arguments.evaluate is not None and (wishes.pins or wishes.excluded or wishes.allow):
+        raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")
+    if arguments.evaluate is not None and arguments.write:
+        raise UserError("--write puts a new plan into the configuration, without --evaluate")
+    profile = _measured(arguments) if arguments.measure else load_profile(arguments.profile)
     if arguments.evaluate is not None:
-        if arguments.pin or arguments.exclude or arguments.allow:
-            raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")
         found = judge_plan(profile, Path(arguments.evaluate), wishes)
     else:
         found = make_plan(profile, wishes)
     _report(arguments, found, text)
+    if arguments.write:
+        write_plan(found, Path(arguments.config))
+        _log.info("wrote the plan into %s", arguments.config)
+
+
+def _measured(arguments: argparse.Namespace) -> Any:
+    """The profile of the configuration's machines."""
+    config = _load(arguments)
+    _check_coordinator(config, arguments)
+    from hetero_framework.commands.fleet import measure_fleet
+    from hetero_framework.core.files import write_file
+
+    profile = measure_fleet(config, access=_access(config, "local", arguments))
+    if arguments.save_profile is not None:
+        content = json.dumps(profile.to_dict(), indent=1).encode() + b"\n"
+        try:
+            write_file(Path(arguments.save_profile), content)
+        except OSError as error:
+            text = f"cannot write {arguments.save_profile}: {error.strerror or error}"
+            raise UserError(text) from error
+    return profile
+
+
+def _check_coordinator(config: Any, arguments: argparse.Namespace) -> None:
+    """Raise UserError on a machine that has workers alone."""
+    from hetero_framework.cluster.roles import decide_role
+
+    role = decide_role(config, role=arguments.role, keys=_processes(config, arguments))
+    if not role.is_coordinator:
+        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
+        raise UserError(
+            f"this machine is {names}; hetero {arguments.command} runs on the coordinator's",
+            hint="here, run hetero worker",
+        )
 
 
 @_command(
@@ -683,15 +730,7 @@ def _run_plan(arguments: argparse.Namespace) -> None:
 )
 def _run_bench(arguments: argparse.Namespace) -> None:
     config = _load(arguments)
-    from hetero_framework.cluster.roles import decide_role
-
-    role = decide_role(config, role=arguments.role)
-    if not role.is_coordinator:
-        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
-        raise UserError(
-            f"this machine is {names}; hetero bench runs on the coordinator's",
-            hint="here, run hetero worker",
-        )
+    _check_coordinator(config, arguments)
     from hetero_framework.commands.bench import bench, text
 
     access, nbytes = _access(config, "local", arguments), arguments.mb * 10**6

@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -559,6 +559,13 @@ class Cluster:
             return control.result(message)
 
         return self.retrying(asked)
+
+    def link_workers(
+        self, pairs: Iterable[tuple[WorkerId, WorkerId]]
+    ) -> dict[frozenset[WorkerId], str]:
+        """Between steps: have these pairs open a link, the plan's own apart; why not, where none
+        came about. Raises LinkLost."""
+        return self._peers.connect_workers(pairs, timeouts.DIRECT_DIAL_S)
 
     def ask(self, worker: WorkerId, question: Message) -> Message:
         """A worker's answer to a CONTROL request, which the caller releases."""

@@ -26,6 +26,7 @@ import torch
 from hetero_framework import control, errors, log
 from hetero_framework.cluster import about as _about  # noqa: F401 - registers its answer
 from hetero_framework.cluster import link_probe
+from hetero_framework.cluster import survey as _survey  # noqa: F401 - registers its answer
 from hetero_framework.cluster.dialling import Dialling
 from hetero_framework.cluster.orders import Orders
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes

@@ -62,7 +62,7 @@ def bench(
             cluster.assemble(parts.config, parts.memory_limits)
             most = parts.max_frame_bytes - _FRAME_HEADER_BYTES
             nbytes = min(nbytes, most, link_probe.MOST_BYTES)
-            with _losses_told(cluster):
+            with losses_told(cluster):
                 links = _links(cluster, config, nbytes)
                 taken = _steps(cluster, parts, max(2, steps))
             profile = cluster.assembly.profile()
@@ -81,7 +81,7 @@ def bench(
 
 
 @contextmanager
-def _losses_told(cluster: Cluster) -> Iterator[None]:
+def losses_told(cluster: Cluster) -> Iterator[None]:
     """A link that breaks ends a measurement: mending it would be measured too."""
     try:
         yield

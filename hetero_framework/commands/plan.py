@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.config import layers_text, process_name
+from hetero_framework.config import Config, layers_text, process_name
 from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.planner import FleetProfile, evaluate, plan
 from hetero_framework.planner.planning import ALLOWED
@@ -73,6 +74,41 @@ def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> dict[str, A
         profile, entries, gradient_checkpointing=again, max_in_flight=most, margins=margins
     )
     return found.to_dict()
+
+
+def write_plan(found: Mapping[str, Any], file: Path) -> None:
+    """Put a plan into a configuration; its other settings and their order stay. Raises ConfigError
+    for one that it does not fit, and UserError where the file cannot be written."""
+    raw = read_json_object(file)
+    again = found["gradient_checkpointing"]
+    raw["shard_plan"] = [
+        {**entry, **({"gradient_checkpointing": True} if again.get(str(k)) else {})}
+        for k, entry in enumerate(found["shard_plan"])
+    ]
+    changes = found["changes"]
+    if "wire" in changes:
+        raw["wire"] = {**(raw.get("wire") or {}), **changes["wire"]}
+    if "micro_batches" in changes:
+        _split_samples(raw, changes["micro_batches"])
+    Config.from_dict(raw, file.absolute().parent, name=str(file))
+    try:
+        write_file(file, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def _split_samples(raw: dict[str, Any], micro_batches: int) -> None:
+    """Have a step's samples come in so many micro-batches."""
+    before = Config.from_dict(raw).training
+    samples = before.per_device_train_batch_size * before.gradient_accumulation_steps
+    if samples % micro_batches:
+        raise UserError(
+            f"the {samples} samples of a step are no {micro_batches} equal micro-batches",
+            hint="plan without --allow micro-batch",
+        )
+    training = raw.setdefault("training", {})
+    training["per_device_train_batch_size"] = samples // micro_batches
+    training["gradient_accumulation_steps"] = micro_batches
 
 
 def text(found: dict[str, Any]) -> str:

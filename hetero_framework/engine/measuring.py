@@ -16,8 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,7 +33,7 @@ from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.models.layer_kinds import layer_kinds
 from hetero_framework.models.memory import DEFAULT_TOKENS
 from hetero_framework.models.quantization import stored_quantization
-from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
+from hetero_framework.models.shard import ShardRange, load_shard
 from hetero_framework.models.trainable import export_parts
 
 _LEAST_RUNS, _MOST_RUNS = 3, 20
@@ -53,21 +54,36 @@ class PartCost:
 @dataclass(frozen=True)
 class ModelCost:
     """`layers` are those of each kind, by the first layer of the kind; `kinds` says for each layer
-    which one that is. `hidden_bytes` cross a boundary, and come back as gradients."""
+    which one that is. `hidden_bytes`, of `hidden_dtype` ("float32"), cross a boundary, and come
+    back as gradients."""
 
     embedding: PartCost
     layers: dict[int, PartCost]
     head: PartCost
     kinds: list[int]
     hidden_bytes: int
+    hidden_dtype: str
+
+    def of_layers(self, name: str) -> list[float]:
+        """A field of `PartCost` for each layer of the model."""
+        return [getattr(self.layers[kind], name) for kind in self.kinds]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What can travel; `from_dict` reads it back."""
+        return {**asdict(self), "layers": [[k, asdict(part)] for k, part in self.layers.items()]}
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> ModelCost:
+        ends = {name: PartCost(**raw[name]) for name in ("embedding", "head")}
+        layers = {int(k): PartCost(**part) for k, part in raw["layers"]}
+        return cls(**{**raw, **ends, "layers": layers})
 
 
-def measure(config: Config, device: Device, *, part_s: float = 0.5) -> ModelCost:
-    """Measure every part for about `part_s` seconds, and at least three times. The model is that of
-    `config`; of its weights nothing is read. Raises what `load_stages` raises, and what torch does
-    where memory runs out."""
-    assert config.model is not None
-    model = load_model_config(config.model, config.base_dir)
+def measure(
+    config: Config, model: PretrainedConfig, device: Device, *, part_s: float = 0.5
+) -> ModelCost:
+    """Measure every part of `model`, that of `config`, for about `part_s` seconds, and at least
+    three times. Raises what `load_stages` raises, and what torch does where memory runs out."""
     kinds = layer_kinds(model)
     specs = _specs(kinds)
     batch = _batch(config, model, device)
@@ -89,8 +105,8 @@ def measure(config: Config, device: Device, *, part_s: float = 0.5) -> ModelCost
         )
         for spec, one, other in zip(specs[1:-1], plain, recomputed, strict=True)
     }
-    nbytes = hidden_BSD.numel() * hidden_BSD.element_size()
-    return ModelCost(embedding, layers, head, kinds, nbytes)
+    dtype = str(hidden_BSD.dtype).removeprefix("torch.")
+    return ModelCost(embedding, layers, head, kinds, hidden_BSD.nbytes, dtype)
 
 
 class _Part:
@@ -206,7 +222,7 @@ def _random_weights(
     """The configuration with a model of random weights. Those that are to be quantised are read
     from files as the library wants it; the files go when the block ends."""
     assert config.model is not None
-    fields = model.to_dict()
+    fields = json.loads(model.to_json_string())
     stored = "nf4" if stored_quantization(model) == "fp4" else stored_quantization(model)
     fields.pop("quantization_config", None)
     fields.pop("architectures", None)
@@ -225,6 +241,6 @@ def _random_weights(
             shard = load_shard(made, config.base_dir, ShardRange.of(spec), Device(), seed=0)
             weights |= export_parts(shard)
         save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        (Path(folder) / "config.json").write_text(json.dumps(fields, default=str))
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
         read = {**plain, "name_or_path": folder, "from_config": None, "quantization": quantization}
         yield config.with_changes(model=read)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from hetero_framework.cli import main
+from hetero_framework.commands.plan import write_plan
+from hetero_framework.errors import ConfigError, UserError
 from tests.unit.planner.fleets import GB, device, raw_fleet
 
 
@@ -108,4 +110,70 @@ def test_a_wrong_plan_file_ends_with_2(
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(content), encoding="utf-8")
     assert main(["plan", "--profile", fleet, "--evaluate", str(file)]) == 2
+    assert said in capsys.readouterr().err
+
+
+SETTINGS = {
+    "training": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+    "coordinator": {"ip": "127.0.0.1"},
+    "workers": [
+        {"id": 1, "ip": "127.0.0.1", "port": 9001},
+        {"id": "box", "ip": "127.0.0.1", "port": 9002},
+    ],
+    "shard_plan": [{"id": "local", "start": 0, "end": 8}],
+    "links": "relay",
+}
+FOUND = {
+    "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": "box", "start": 3, "end": 8}],
+    "gradient_checkpointing": {"0": False, "1": True},
+    "changes": {},
+}
+
+
+def written(tmp_path: Path, **found: Any) -> dict[str, Any]:
+    file = tmp_path / "hetero_config.json"
+    file.write_text(json.dumps(SETTINGS), encoding="utf-8")
+    write_plan({**FOUND, **found}, file)
+    raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return raw
+
+
+def test_written_plan_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
+    raw = written(tmp_path)
+    assert raw["shard_plan"] == [
+        {"id": "local", "start": 0, "end": 3},
+        {"id": "box", "start": 3, "end": 8, "gradient_checkpointing": True},
+    ]
+    assert list(raw) == list(SETTINGS)
+    assert {**raw, "shard_plan": SETTINGS["shard_plan"]} == SETTINGS
+
+
+def test_what_a_plan_needs_besides_is_written_too(tmp_path: Path) -> None:
+    int8 = {"activations": "int8", "gradients": "int8"}
+    raw = written(tmp_path, changes={"wire": int8, "micro_batches": 8})
+    assert raw["wire"] == int8
+    assert raw["training"] == {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 1}
+    with pytest.raises(UserError, match="the 8 samples of a step are no 16 equal micro-batches"):
+        written(tmp_path, changes={"micro_batches": 16})
+
+
+def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no worker"):
+        written(tmp_path, shard_plan=[*FOUND["shard_plan"], {"id": 7, "start": 8, "end": 9}])
+    assert json.loads((tmp_path / "hetero_config.json").read_text()) == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "needs one of --measure and --profile"),
+        (("--measure", "--profile", "f.json"), "needs one of --measure and --profile"),
+        (("--profile", "f.json", "--save-profile", "g.json"), "keeps what --measure finds"),
+        (("--profile", "f.json", "--evaluate", "p.json", "--write"), "without --evaluate"),
+    ],
+)
+def test_options_that_exclude_each_other_end_with_2(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
     assert said in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.engine import measuring
 from hetero_framework.engine.measuring import ModelCost, measure
+from hetero_framework.models.shard import load_model_config
 from tests.samples import save_llama
 
 ROWS, TOKENS = 2, 16
@@ -41,7 +43,11 @@ def cost(tmp_path: Path, model: dict[str, Any], **sections: Any) -> ModelCost:
         },
         tmp_path,
     )
-    return measure(config, open_device("cpu"), part_s=0.0)
+    assert config.model is not None
+    model_config = load_model_config(config.model, config.base_dir)
+    found = measure(config, model_config, open_device("cpu"), part_s=0.0)
+    assert ModelCost.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    return found
 
 
 def plain() -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""`hetero plan --measure` on real processes, and a run of the plan that it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hetero_framework import cli
+from hetero_framework.cluster import survey
+from hetero_framework.commands import fleet
+from hetero_framework.config import Config, load_config
+from hetero_framework.errors import UserError
+from hetero_framework.planner import load_profile
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import Pool, read_metrics
+
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
+
+MACHINE = {"ip": "127.0.0.1", "device": "cpu"}
+
+
+@pytest.fixture
+def raw(pool: Pool, tmp_path: Path, llama: Path, texts: Path) -> dict[str, Any]:
+    return pool.config(
+        tmp_path / "run",
+        [1, 2],
+        model={"name_or_path": str(llama)},
+        data={"train": str(texts), "max_length": 64},
+    )
+
+
+def test_measured_plan_is_written_and_trains_to_the_same_bits(
+    raw: dict[str, Any],
+    tmp_path: Path,
+    losses: Callable[..., list[tuple]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, kept = tmp_path / "c.json", tmp_path / "fleet.json"
+    file.write_text(json.dumps(raw))
+    words = ["plan", "--measure", "--config", str(file), "--save-profile", str(kept)]
+    assert cli.main([*words, "--write", "--pin", "1=2:4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    profile = load_profile(kept)
+    assert [device.id for device in profile.devices] == ["local", 1, 2]
+    assert profile.layers == 6
+    assert all(d.layer_forward_s[0] > 0 and d.head_backward_s > 0 for d in profile.devices)
+    ends = {(link.sender, link.receiver) for link in profile.links}
+    everyone = ("local", 1, 2)
+    assert ends == {(a, b) for a in everyone for b in everyone if a != b}
+    config = load_config(file)
+    written = [(entry.id, entry.start, entry.end) for entry in config.shard_plan]
+    assert written == [(e["id"], e["start"], e["end"]) for e in found["shard_plan"]]
+    assert (1, 2, 4) in written
+    assert list(json.loads(file.read_text())) == list(raw)
+    train(config, debug=True)
+    assert read_metrics(tmp_path / "run") == losses([], "whole")
+
+
+def test_worker_that_goes_away_while_it_is_measured_is_named(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that the coordinator has started: it is killed when it has been asked."""
+    ports = [worker["port"] for worker in raw["workers"]]
+    raw["workers"] = [{**MACHINE, "id": 1}, {**MACHINE, "id": 2, "port": ports[1]}]
+    asked = survey.question
+
+    def kill(number: int, config: Config, model: Any, worker: int | str) -> Any:
+        if worker == 1:
+            [child] = [p for p in children() if "--run-id" in p[1] and "--worker-id 1" in p[1]]
+            os.kill(child[0], signal.SIGKILL)
+        return asked(number, config, model, worker)
+
+    monkeypatch.setattr(survey, "question", kill)
+    with pytest.raises(UserError, match=r"it was being measured: lost worker 1: .*SIGKILL"):
+        fleet.measure_fleet(Config.from_dict(raw))
+
+
+def children() -> list[tuple[int, str]]:
+    own = psutil.Process().children(recursive=True)
+    return [(child.pid, " ".join(child.cmdline())) for child in own]
