@@ -133,18 +133,19 @@ class _Part:
             if len(both) > _MOST_RUNS:
                 break
         forward_s, backward_s = map(statistics.median, zip(*both[1:], strict=True))
+        if self._stage.is_last:
+            backward_s = max(0.0, backward_s - forward_s)
         return PartCost(forward_s, backward_s, kept_bytes=kept_bytes)
 
     def _run(self, hidden_BSD: Tensor | None) -> tuple[float, float]:
-        """Seconds of one forward and backward pass. The head does both in one call, so its forward
-        pass is timed by itself."""
+        """Seconds of one forward and one backward pass; of the head, which does both in one call,
+        of a forward pass by itself and of both."""
         stage, batch = self._stage, self._batch
         if stage.is_last:
             self._begin(train=False)
             forward_s = self._timed(lambda: stage.evaluate(0, batch, hidden_BSD))
             self._begin(train=True)
-            both_s = self._timed(lambda: stage.forward_backward(0, batch, hidden_BSD))
-            return forward_s, max(0.0, both_s - forward_s)
+            return forward_s, self._timed(lambda: stage.forward_backward(0, batch, hidden_BSD))
         self._begin(train=True)
         forward_s = self._timed(lambda: self._forward(hidden_BSD))
         if not stage.differentiates:

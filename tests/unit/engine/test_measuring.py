@@ -62,6 +62,7 @@ def test_every_part_of_a_model_that_is_trained_has_its_times_and_bytes(tmp_path:
     [layer] = found.layers.values()
     for part in (found.embedding, layer, found.head):
         assert part.forward_s > 0
+    for part in (found.embedding, layer):  # the head's is a difference
         assert part.backward_s > 0
     assert layer.recomputed_bytes == hidden  # what came in, and nothing else
     assert layer.kept_bytes > 5 * hidden
