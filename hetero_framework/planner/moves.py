@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import permutations
+from itertools import product
 
 from hetero_framework.planner.layout import Layout, Part
 from hetero_framework.planner.partition import Partition, Rules
@@ -22,14 +22,16 @@ def recut(layout: Layout, counts: Sequence[int]) -> Layout:
     return tuple(parts)
 
 
-def shifted(layout: Layout, sources: Sequence[int] | None = None) -> Iterator[Layout]:
-    """One layer moved from a stage (one of `sources`, or any) to another."""
+def shifted(
+    layout: Layout, sources: Sequence[int] | None = None, targets: Sequence[int] | None = None
+) -> Iterator[Layout]:
+    """One layer moved from a stage (one of `sources`, or any) to another (of `targets`)."""
     counts = [part.end - part.start for part in layout]
     last = len(layout) - 1
-    for source, target in permutations(range(len(layout)), 2):
-        if sources is not None and source not in sources:
-            continue
-        if counts[source] > (source not in (0, last)):
+    every = range(len(layout))
+    pairs = product(every if sources is None else sources, every if targets is None else targets)
+    for source, target in pairs:
+        if source != target and counts[source] > (source not in (0, last)):
             moved = list(counts)
             moved[source] -= 1
             moved[target] += 1

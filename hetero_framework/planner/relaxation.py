@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import add
 from typing import NamedTuple
@@ -49,12 +50,11 @@ class _Mode(NamedTuple):
 
 class _Place(NamedTuple):
     """A place behind the coordinator: the least seconds before its first and after its last work,
-    the micro-batches that a stage there has to hold unless it is the last, and the work that is
-    left for it and those behind it."""
+    and the micro-batches that a stage there has to hold unless it is the last."""
 
     wait_s: float
     held: int = 1
-    rest: float = 0.0
+    is_last: bool = False
 
 
 class _Relaxation:
@@ -127,10 +127,13 @@ class _Relaxation:
     def _links(self, rules: Rules) -> None:
         """What boundaries take at least: on the way, and of the NICs."""
         fleet, others = self._fleet, self._others
+        self._relayed_s = math.inf
+        if len(self._c) > _MATCHED_DEVICES:
+            self._links_of_many()
+            return
 
         def edges(a: int, b: int) -> list[Edge]:
-            ways = (False, True) if fleet.can_go_direct(a, b) else (False,)
-            return [fleet.edge(a, b, fleet.least_boundary(a), direct) for direct in ways]
+            return [edge for edge, _ in rules.ways(a, b, fleet.least_boundary(a))]
 
         def path_s(edge: Edge) -> float:
             return edge.forward_s + edge.backward_s + 2 * edge.latency_s
@@ -143,32 +146,56 @@ class _Relaxation:
         rest = [path_s(edge) for _, _, edge in between]
         self._rest_s = min(rest + again, default=0.0)
         # A device's least seconds to receive an activation, and to receive a gradient.
-        self._in_s = dict.fromkeys(others, math.inf)
+        self._in_s = {d: min(edge.forward_s for edge in edges(0, d)) for d in others}
         self._back_s = dict.fromkeys(others, math.inf)
-        for d in others:
-            self._in_s[d] = min(edge.forward_s for edge in edges(0, d))
-            if self._chunks:
-                self._back_s[d] = min(edge.backward_s for edge in edges(d, 0))
+        for d in others if self._chunks else ():
+            self._back_s[d] = min(edge.backward_s for edge in edges(d, 0))
         for a, b, edge in between:
             self._in_s[b] = min(self._in_s[b], edge.forward_s)
             self._back_s[a] = min(self._back_s[a], edge.backward_s)
         # What the coordinator's NIC sends of a boundary that it relays, and of its own first one.
-        self._relayed_s = math.inf
         if not any(fleet.can_go_direct(a, b) for a in others for b in others if a != b):
             self._relayed_s = min((e.forward_s + e.backward_s for _, _, e in between), default=0.0)
         self._sent_s = min((edge.forward_s for edge in first), default=0.0)
 
+    def _links_of_many(self) -> None:
+        """The same as if every boundary had the best of all links in each direction."""
+        profile = self._fleet.profile
+        fastest = max(link.bytes_per_s for link in profile.links)
+        latency_s = min(link.latency_s for link in profile.links)
+        there_s, back_s = profile.activation_bytes / fastest, profile.gradient_bytes / fastest
+        if not self._fleet.goes_back(1):
+            back_s = 0.0
+        self._rest_s = there_s + back_s + 2 * latency_s
+        self._first_s = self._rest_s if self._fleet.goes_back(0) else there_s + 2 * latency_s
+        self._sent_s = there_s
+        if all("local" in (link.sender, link.receiver) for link in profile.links):
+            self._relayed_s = there_s + back_s
+
     # -- whether a step could be that short -------------------------------------------------------
 
     def least(self, most_s: float) -> float:
-        low, high = 0.0, most_s
+        """The least of all numbers of devices."""
+        if len(self._c) > _MATCHED_DEVICES:
+            return self._halved(most_s, self._possible_for_many)[0]
+        least, high = most_s, most_s
+        for places in range(len(self._c)):
+            possible = partial(self._possible, places=places)
+            if possible(high):
+                low, high = self._halved(high, possible)
+                least = min(least, low)
+        return least
+
+    def _halved(self, high: float, possible: Callable[[float], bool]) -> tuple[float, float]:
+        """Between which steps it begins to be possible."""
+        low = 0.0
         while high - low > _PRECISION * high:
             middle = (low + high) / 2
-            if self._possible(middle):
+            if possible(middle):
                 high = middle
             else:
                 low = middle
-        return low
+        return low, high
 
     def _covers(self, d: int, spare_s: float, held: int = 1, behind_s: float = math.inf) -> float:
         """Units that a device can take in `spare_s` per micro-batch with so many of them in flight,
@@ -193,20 +220,21 @@ class _Relaxation:
             return 0.0
         return layers if self._whole else layers * max(self._work)
 
-    def _possible(self, step_s: float) -> bool:
+    def _possible(self, step_s: float, places: int) -> bool:
+        """Whether the coordinator and so many others could take a step of `step_s`."""
         pace = step_s / self._m
-        own = self._covers(0, pace - self._embedding_s)
+        path_s = self._path(step_s, places)
+        if path_s > step_s:
+            return False
+        if not places:
+            own = self._covers(0, pace - self._embedding_s - self._heads_s[0])
+            return own >= self._total - _EXACTLY
         middles = [d for d in self._others if self._in_s[d] + self._back_s[d] <= pace]
         ends = [d for d in self._others if self._in_s[d] <= pace and d not in middles]
-        places = len(middles) + bool(ends)
-        if self._relayed_s < math.inf and not self._chunks:
-            relayed = (pace - self._sent_s) / self._relayed_s if self._relayed_s else math.inf
-            places = int(min(places, 1 + max(0.0, relayed + _EXACTLY)))
-        if own >= self._total + self._lost(pace) - _EXACTLY:
-            return True
-
-        path_s = self._path(step_s)
-        if path_s > step_s:
+        if places > len(middles) + bool(ends):
+            return False
+        relayed_s = (places - 1) * self._relayed_s if places > 1 else 0.0
+        if relayed_s < math.inf and not self._chunks and self._sent_s + relayed_s > pace + _EXACTLY:
             return False
         # Every backward of a stage but the first comes after the first has been everywhere.
         behind_s = (step_s - path_s) / max(1, self._m - 1) if not self._chunks else math.inf
@@ -215,25 +243,16 @@ class _Relaxation:
         needed = self._total + self._lost(pace) - own - _EXACTLY
 
         def most(place: _Place) -> list[float]:
-            """What each device covers there; those that can only be last count as one."""
+            """What each device covers there; those that can only be last are one column."""
             spare_s = (step_s - place.wait_s) / self._m
-            found = []
-            for d in middles:
-                units = self._covers(d, spare_s)
-                if units < place.rest:  # it cannot be the last one
-                    units = self._covers(d, spare_s, place.held, behind_s)
-                found.append(units)
-            last = max((self._covers(d, spare_s) for d in ends), default=None)
-            return found if last is None else [*found, last]
+            if place.is_last:
+                last = max((self._covers(d, spare_s) for d in ends), default=0.0)
+                return [*(self._covers(d, spare_s) for d in middles), last]
+            found = [self._covers(d, spare_s, place.held, behind_s) for d in middles]
+            return [*found, 0.0]
 
         found = self._places(step_s, path_s, places, own, most)
         rows = [most(place) for place in found]
-        if not rows:
-            return False
-        loose = sum(sorted(rows[0], reverse=True)[: len(rows)])
-        if loose < needed or len(rows) > _MATCHED_DEVICES or len(rows[0]) > _MATCHED_DEVICES:
-            waits = [place.wait_s for place in found]
-            return loose >= needed and self._fractional(step_s, waits) >= needed
         return matched(rows) >= needed
 
     def _least_work(self, units: float, devices: int, step_s: float) -> float:
@@ -248,10 +267,11 @@ class _Relaxation:
                 return worked
         return math.inf
 
-    def _path(self, step_s: float) -> float:
+    def _path(self, step_s: float, places: int) -> float:
         """Least seconds of one micro-batch through everything and back."""
-        head_s = min(self._heads_s.values())
-        return self._embedding_s + self._least_work(self._total, len(self._c), step_s) + head_s
+        ends_s = self._embedding_s + min(self._heads_s.values())
+        links_s = self._first_s + (places - 1) * self._rest_s if places else 0.0
+        return ends_s + links_s + self._least_work(self._total, places + 1, step_s)
 
     def _places(
         self,
@@ -266,17 +286,23 @@ class _Relaxation:
         found = [_Place(self._embedding_s + link_s) for link_s in links]
         if self._chunks:
             layer_s = min(self._c.values()) * min(self._work)
-            return [p._replace(wait_s=p.wait_s + k * layer_s) for k, p in enumerate(found)]
+            waits = [p.wait_s + k * layer_s for k, p in enumerate(found)]
+            return [_Place(wait_s, 1, is_last=True) for wait_s in waits]
         for _ in range(3):
             for k in range(places):
-                behind = sum(sorted(most(found[k]), reverse=True)[: places - k])
+                # Whoever is last holds one micro-batch and may cover more.
+                behind = max(most(found[k]._replace(is_last=True)))
+                behind += sum(sorted(most(found[k]), reverse=True)[: places - k - 1])
                 worked = self._least_work(max(0.0, self._total - behind), k + 1, step_s)
                 wait_s = min(step_s, self._embedding_s + links[k] + worked)
                 wait_s = max(wait_s, *(place.wait_s for place in found[: k + 1]))
-                in_front = own + sum(sorted(most(found[0]), reverse=True)[:k])
+                in_front = own + sum(
+                    sorted(most(found[0]._replace(is_last=False)), reverse=True)[:k]
+                )
                 rest = max(0.0, self._total - in_front)
                 round_s = self._least_work(rest, len(self._c), step_s) + self._rest_s
-                found[k] = _Place(wait_s, self._held(step_s, path_s, round_s), rest)
+                held = self._held(step_s, path_s, round_s)
+                found[k] = _Place(wait_s, held, k == places - 1)
         return found
 
     def _held(self, step_s: float, path_s: float, round_s: float) -> int:
@@ -287,14 +313,24 @@ class _Relaxation:
         ways = int((step_s - path_s) / round_s + _EXACTLY)
         return (self._m - 1) // (ways + 1) + 1
 
-    def _fractional(self, step_s: float, waits: Sequence[float]) -> float:
-        """What the devices cover if layers could be split: the fastest first."""
-        c = sorted(self._c[d] for d in self._others)
-        spare = ((step_s - wait_s) / self._m for wait_s in waits)
-        return sum(
-            max(0.0, s) / seconds if seconds else math.inf
-            for s, seconds in zip(spare, c, strict=False)
-        )
+    def _possible_for_many(self, step_s: float) -> bool:
+        """The same where devices are too many to be matched: the fastest first, each with all that
+        it can do in time, as if layers could be split and there were memory for all."""
+        pace = step_s / self._m
+        places = len(self._others)
+        if self._relayed_s < math.inf and not self._chunks and self._relayed_s > 0:
+            places = min(places, 1 + int(max(0.0, pace - self._sent_s) / self._relayed_s))
+        wait_s, covered = self._embedding_s, 0.0
+        for place, d in enumerate(self._fastest[: places + 1]):
+            spare_s = (step_s - wait_s) / self._m
+            if spare_s <= 0:
+                break
+            if self._c[d] == 0:
+                return True
+            covered += spare_s / self._c[d]
+            work_s = self._c[d] * min(self._work) if self._chunks else spare_s
+            wait_s += work_s + (self._rest_s if place else self._first_s)
+        return covered >= self._total - _EXACTLY
 
 
 def matched(rows: Sequence[Sequence[float]]) -> float:

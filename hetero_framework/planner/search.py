@@ -42,9 +42,10 @@ _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
 _QUICK_TASKS = 1_500  # of one quick simulation
 _MOST_TASKS = 60_000  # of all quick simulations
+_STAGES = 60_000  # that are scored in each part of the search
 _NODES = 20_000
 _CHUNKS = (2, 3, 4, 5, 6, 8)
-_INTERLEAVED = 3
+_MANY = 8  # stages
 _PROOF_TASKS = 60_000
 _MOST_DEVICES = 96
 _SHARPNESS = 20
@@ -108,15 +109,18 @@ class Search:
         self._bounds: dict[Layout, float] = {}
         self._quick: dict[Layout, float] = {}
         self._tasks = self._orders = 0
+        self._stages_left = _STAGES
 
     def run(self) -> Found | None:
         """None where nothing fits."""
         simple = self._climbed(self._seeds())
         if not simple:
             return None
+        self._stages_left = _STAGES
         candidates = [*simple, *self._interleaved(simple)]
         for layout in candidates:
             self._simulate(layout)
+        self._stages_left = _STAGES
         one_each = self._fastest(1, lambda layout: not _has_chunks(layout))
         for start in [*one_each, *self._fastest(1, _has_chunks)]:
             self._descend(start)
@@ -171,13 +175,16 @@ class Search:
         it, since they cannot all be busy at the right moment. Infinite where it does not fit or is
         not permitted."""
         if layout not in self._scores:
+            if self._stages_left <= 0:
+                return math.inf
+            self._stages_left -= len(layout)
             self._scores[layout], self._bounds[layout] = self._estimates(layout)
         return self._scores[layout]
 
     def _bound(self, layout: Layout) -> float:
         """What no schedule of the layout can beat."""
         self._score(layout)
-        return self._bounds[layout]
+        return self._bounds.get(layout, math.inf)
 
     def _estimates(self, layout: Layout) -> tuple[float, float]:
         limits = self._fleet.memory_limits(layout)
@@ -221,7 +228,7 @@ class Search:
 
     def _shifted(self, layout: Layout) -> Iterator[Layout]:
         """One layer moved, away from the devices with most work where there are many stages."""
-        if len(layout) <= 8:
+        if len(layout) <= _MANY:
             return moves.shifted(layout)
         profile = self._fleet.pipeline(layout)
         work = [f + b for f, b in zip(profile.forward_s, profile.backward_s, strict=True)]
@@ -229,7 +236,11 @@ class Search:
         for d, seconds in zip(profile.devices, work, strict=True):
             loads[d] += seconds
         heavy = set(heapq.nlargest(2, loads, key=loads.__getitem__))
-        return moves.shifted(layout, [k for k, d in enumerate(profile.devices) if d in heavy])
+        light = set(heapq.nsmallest(_MANY, loads, key=loads.__getitem__))
+        sources, targets = (
+            [k for k, d in enumerate(profile.devices) if d in chosen] for chosen in (heavy, light)
+        )
+        return moves.shifted(layout, sources, targets)
 
     def _interleaved(self, layouts: list[Layout]) -> list[Layout]:
         """The best of each way to give devices several stages."""
@@ -241,7 +252,7 @@ class Search:
                 moves.closed(self._rules, layout)
                 if chunks is None
                 else moves.interleaved(self._rules, layout, chunks)
-                for layout in layouts[:_INTERLEAVED]
+                for layout in layouts[: 1 + (len(layouts[0]) <= _MANY)]
             ]
             evened = {self._evened(layout) for layout in changed if layout is not None}
             fit = [layout for layout in evened if self._score(layout) < math.inf]
@@ -322,21 +333,33 @@ class Search:
         """The best of all layouts with one stage per device, where few enough could be better."""
         most_s = (1 - _EXACTLY) * best.seconds
         open_layouts = []
+        self._stages_left = _STAGES
         try:
             for layout in Enumeration(self._rules, most_s, nodes=_NODES).layouts():
+                if self._stages_left <= 0:
+                    return best, False
                 if self._bound(layout) < most_s:
                     open_layouts.append(layout)
         except TooMany:
             return best, False
         tasks = 0
-        for layout in sorted(open_layouts, key=self._bound):
+        open_layouts.sort(key=self._bound)
+        for layout in open_layouts:
             if self._bound(layout) >= (1 - _EXACTLY) * best.seconds:
                 break
             tasks += 60 * len(layout) * self._m
             if tasks > _PROOF_TASKS:
-                return best, False
+                return self._better(best, open_layouts), False
             best = min(best, self._evaluated(layout), key=lambda one: one.seconds)
         return best, True
+
+    def _better(self, best: Evaluated, layouts: list[Layout]) -> Evaluated:
+        """The best of too many layouts, by quick simulations."""
+        self._tasks = 0
+        for layout in layouts:
+            self._simulate(layout)
+        quickest = self._fastest(_FINALISTS + 1)
+        return min(best, *map(self._evaluated, quickest), key=lambda one: one.seconds)
 
 
 def _has_chunks(layout: Layout) -> bool:

@@ -1,0 +1,109 @@
+"""The planner's benchmarks: their yardsticks are right, and small cases of them hold."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from benchmarks.fleets import GIGABIT, random_fleet
+from benchmarks.planner import (
+    VTRAIN,
+    all_layouts,
+    best_of_all,
+    exhaustive,
+    fitted,
+    instance,
+    large,
+    split,
+    splits,
+    vtrain,
+)
+from hetero_framework.planner import evaluate
+from hetero_framework.planner.layout import Fleet
+from hetero_framework.planner.search import evaluated
+from tests.unit.planner.fleets import device, fleet_of
+
+
+def test_random_fleets_are_the_same_for_the_same_seed() -> None:
+    one, other = (random_fleet(random.Random(3), 4, 12, 8, tight=True) for _ in range(2))
+    assert one == other
+    star = random_fleet(random.Random(3), 4, 12, 8, direct=0.0, speeds=[GIGABIT])
+    assert all("local" in (link.sender, link.receiver) for link in star.links)
+    assert len(star.links) == 6
+
+
+def test_all_layouts_are_all() -> None:
+    """Subsets of two workers in each order, all cuts, the head alone or not, both ways."""
+    slow = fleet_of(device("local"), device(1), device(2), layers=3)
+    fleet = Fleet(slow)
+    found = list(all_layouts(fleet, 1e9))
+    assert len(found) == len(set(found))
+    # Alone; with one of two workers 4 cuts; with both in two orders, a layer or more in the middle.
+    per_order = sum(1 for a in range(4) for b in range(a + 1, 4))
+    assert len(found) == 1 + 2 * 4 + 2 * per_order
+
+
+def test_the_best_of_all_is_the_least_of_all() -> None:
+    fleet = Fleet(fleet_of(device("local"), device(1, layer_forward_s=0.004), speed=3e7))
+    steps = [
+        found.seconds
+        for layout in all_layouts(fleet, 1e9)
+        if (found := evaluated(fleet, layout)) is not None
+    ]
+    assert best_of_all(fleet, 1e9)[0] == min(steps)
+    assert best_of_all(fleet, 0.5 * min(steps)) == (0.5 * min(steps), 0)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", [2, 6, 7, 13])
+def test_plans_are_as_good_as_exhaustive_search(seed: int) -> None:
+    found = exhaustive([instance(seed, most_devices=3)])
+    assert found["all_fit"]
+    assert found["ratio_one_stage"]["least"] >= 0.99
+    assert found["ratio"]["least"] >= 0.99
+
+
+def test_published_measurements_are_predicted() -> None:
+    """Two-stage pipelines of A100s give the numbers, four-stage ones are predicted."""
+    table = json.loads(VTRAIN.read_text(encoding="utf-8"))
+    assert len(table["rows"]) == 160
+    found = vtrain()
+    assert found["predicted"] == 80
+    assert found["mean_error"] <= 0.010
+    assert found["worst_error"] <= 0.030
+
+
+def test_numbers_are_fitted_back() -> None:
+    rows = [
+        {
+            "micro_batches": m,
+            "layers": layers,
+            "iteration_ms": m * (layers / 2 * 3.0 + 7.0) + layers / 2 * 3.0 + 11.0,
+        }
+        for m in (2, 4, 8)
+        for layers in (12, 16)
+    ]
+    assert fitted(rows) == pytest.approx([3.0, 7.0, 11.0])
+
+
+def test_splits_hold_all_layers() -> None:
+    profile = fleet_of(*(device(k or "local") for k in range(3)))
+    entries = split(profile, [1, 2, 1])
+    assert [(e["start"], e["end"]) for e in entries] == [(0, 2), (2, 6), (6, 8)]
+    assert evaluate(profile, entries).predicted_step_s > 0
+
+
+@pytest.mark.faults
+def test_the_plan_beats_simple_rules() -> None:
+    found = splits(2)
+    assert found["plan"]["mean"] > found["equal"]["mean"]
+
+
+@pytest.mark.faults
+def test_large_says_time_and_gap() -> None:
+    found = large(1, layers=8, devices=3, micro_batches=(8,))
+    assert len(found["rows"]) == 6
+    assert 0 <= found["gap_median_one_stage"] < 0.5
+    assert found["seconds_most"] > 0
