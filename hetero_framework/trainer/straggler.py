@@ -58,17 +58,19 @@ def more_even(layers: Sequence[int], busy_s: Sequence[float]) -> tuple[list[int]
     the other goes from the slowest stage to where it costs least, as long as that helps.
 
     What a layer costs is the stage's mean. The first and the last stage also hold embedding and
-    head: a layer less there saves no more than a layer of the quickest stage between them.
+    head: a layer less there saves no more than a layer of the quickest stage between them, and
+    where they hold no layer at all, one would take as long as the slowest one does elsewhere.
     """
     counts, times = list(layers), list(busy_s)
-    mean_s = [seconds / count for seconds, count in zip(busy_s, layers, strict=True)]
+    known_s = [seconds / count for seconds, count in zip(busy_s, layers, strict=True) if count]
+    mean_s = [s / n if n else max(known_s) for s, n in zip(busy_s, layers, strict=True)]
     between = mean_s[1:-1] or mean_s
     while True:
         slowest = max(range(len(counts)), key=times.__getitem__)
         others = [k for k in range(len(counts)) if k != slowest]
         target = min(others, key=lambda k: times[k] + mean_s[k])
         longest_s = times[slowest]
-        if counts[slowest] == 1 or times[target] + mean_s[target] >= longest_s:
+        if counts[slowest] <= 1 or times[target] + mean_s[target] >= longest_s:
             return counts, longest_s
         at_an_end = slowest in (0, len(counts) - 1)
         counts[slowest] -= 1

@@ -58,3 +58,11 @@ def test_layers_are_moved_and_none_is_lost(layers: list[int]) -> None:
     counts, longest_s = more_even(layers, [1.0, 8.0, 3.0][: len(layers)])
     assert sum(counts) == sum(layers)
     assert longest_s <= 8.0
+
+
+def test_stages_that_hold_no_layer_are_reckoned_with() -> None:
+    """The ends may hold the embedding or the head alone."""
+    counts, longest_s = more_even([0, 6, 0], [0.1, 9.0, 0.5])
+    assert sum(counts) == 6
+    assert counts[1] < 6
+    assert longest_s < 9.0
