@@ -81,6 +81,10 @@ class PeerLostError(HeteroError):
     exit_code = 4
 
 
+class PeerSilentError(PeerLostError):
+    """Nothing came from a peer for too long; its connection stands."""
+
+
 class PeerAwayError(PeerLostError):
     """A peer stayed away for longer than a run waits; the run can go on when it is back."""
 

@@ -50,6 +50,7 @@ from hetero_framework.errors import (
     NetworkError,
     PeerAwayError,
     PeerLostError,
+    PeerSilentError,
     ProtocolError,
 )
 from hetero_framework.log import event, said_by
@@ -299,7 +300,8 @@ class WorkerLinks:
                 or "is it another program that has this port? Else look at the worker's own "
                 "screen or log",
             )
-            silent.is_deaf, silent.hung_up = fault is None, isinstance(fault, PeerLostError)
+            silent.is_deaf = fault is None or isinstance(fault, PeerSilentError)
+            silent.hung_up = isinstance(fault, PeerLostError) and not silent.is_deaf
             raise silent
         said = answer.body
         if isinstance(said, m.Reject):

@@ -25,7 +25,13 @@ from hetero_framework.core.messages import Heartbeat, Message
 from hetero_framework.core.relay import Relay, SegmentPace
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
+from hetero_framework.errors import (
+    HeteroError,
+    NetworkError,
+    PeerLostError,
+    PeerSilentError,
+    ProtocolError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -608,7 +614,7 @@ class Link:
                 return count
             if now - since > self._silence_s:
                 self._stream.abandon()
-                raise PeerLostError(
+                raise PeerSilentError(
                     f"{self.name} has been silent for {now - since:.0f} s",
                     hint="check that the machine is awake and its network is connected",
                 )

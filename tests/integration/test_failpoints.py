@@ -21,6 +21,7 @@ NEVER = {("coordinator", "backward-half"), ("worker-1", "forward-half")}
 NEVER.add(("worker-1", "checkpoint"))
 
 
+@pytest.mark.faults
 def test_a_run_passes_every_failpoint(
     pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
 from tests.samples import free_ports, save_llama
 
+LONG = pytest.mark.faults
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
 TRAINING = {
@@ -190,8 +191,15 @@ def every_cut(reset: bool, first: bool) -> list[FrameCut]:
     return cuts
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-@pytest.mark.parametrize("worker", [1, 2])
+@pytest.mark.parametrize(
+    ("worker", "reset"),
+    [
+        pytest.param(1, False, id="1-closed"),
+        pytest.param(2, True, id="2-reset"),
+        pytest.param(1, True, id="1-reset", marks=LONG),
+        pytest.param(2, False, id="2-closed", marks=LONG),
+    ],
+)
 def test_a_link_cut_at_any_frame_changes_nothing(
     worker, reset, make, proxies, whole, tmp_path, monkeypatch
 ) -> None:
@@ -468,6 +476,7 @@ def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(
 # -- processes that end ---------------------------------------------------------------------------
 
 
+@LONG
 def test_a_killed_worker_is_started_again_and_the_run_goes_on(make, whole, tmp_path) -> None:
     class Kill(SignalAt):
         def act(self) -> None:
@@ -498,7 +507,8 @@ def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
 
 
 @pytest.mark.parametrize(
-    ("number", "shown"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+    ("number", "shown"),
+    [(signal.SIGTERM, "SIGTERM"), pytest.param(signal.SIGINT, "Ctrl-C", marks=LONG)],
 )
 def test_a_worker_that_is_told_to_end_hands_over_and_nothing_is_repeated(
     number, shown, make, whole, tmp_path
@@ -517,6 +527,7 @@ def test_a_worker_that_is_told_to_end_hands_over_and_nothing_is_repeated(
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
+@LONG
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_advice_after_a_lost_worker_works_when_it_is_followed(
     comes_back, make, whole, tmp_path
@@ -594,6 +605,7 @@ def test_workers_of_another_run_of_this_machine_are_not_used(make, tmp_path) -> 
     assert '"port" for worker 1' in str(refused[0].value)
 
 
+@LONG
 def test_workers_that_the_command_line_starts_are_not_used_by_another_run(make, tmp_path) -> None:
     """They are started before anything else; they belong to their run nevertheless."""
     config = with_own_worker(make("one", [3], training={"max_steps": 5000}))
@@ -633,6 +645,7 @@ def test_a_link_that_blinks_while_stages_load_is_mended(make, proxies, whole, tm
     assert_equal_runs(tmp_path / "cut", whole("lora"))
 
 
+@LONG
 def test_a_worker_that_is_frozen_is_killed_and_started_again(
     make, whole, tmp_path, monkeypatch
 ) -> None:
@@ -714,6 +727,7 @@ def test_ctrl_c_in_the_terminal_releases_everybody(make, tmp_path) -> None:
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
+@LONG
 def test_eight_processes_equal_one(make, tmp_path) -> None:
     sections = {
         "model": {"name_or_path": str(save_llama(tmp_path / "model", layers=8))},

@@ -94,6 +94,7 @@ def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
     assert [line for line in notes.lines if "training goes on after step" in line]
 
 
+@LONG
 def test_a_stage_that_hangs_is_killed_and_the_result_is_the_same(
     llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_stage_that_hangs_is_killed_and_the_result_is_the_same(
     assert_same(weights(tmp_path / "run"), weights(whole))
 
 
+@LONG
 def test_a_step_that_kills_its_worker_each_time_ends_the_run_and_names_its_samples(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,8 +167,11 @@ def test_f30_memory_that_runs_out_again_or_in_a_commit_ends_the_run(
     assert "fewer layers" in str(raised.value.hint)
 
 
+FURTHER = ("forward@5", "optimizer-half@5", "state-part@6")
+
+
 @pytest.mark.parametrize(
-    "point", ["forward@5", "commit-done@5", "optimizer-half@5", "state-part@6"]
+    "point", ["commit-done@5", *(pytest.param(point, marks=LONG) for point in FURTHER)]
 )
 def test_a_coordinator_that_is_killed_goes_on_with_the_same_command(
     point: str, llama: Path, texts: Path, tmp_path: Path, whole: Path

@@ -47,6 +47,8 @@ class Links:
         self.direct: set[frozenset[Any]] = set()
         self.problems: dict[frozenset[Any], str] = {}
 
+    def listen(self) -> None: ...
+
     def send(self, worker: Any, message: Message) -> None:
         self.sent.append((worker, message.name))
 

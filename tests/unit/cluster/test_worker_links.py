@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
-from hetero_framework.core.messages import Connected, Message, PeerResult, StepFailed
+from hetero_framework.core.messages import Bye, Connected, Message, PeerResult, StepFailed
 from hetero_framework.engine.hosts import Event
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ResourceError
@@ -256,3 +258,21 @@ def test_no_memory_for_what_arrives_is_not_the_links_failure() -> None:
     made._received(SimpleNamespace(peer=1), Message(connected(2)))  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match="stage 0, BACKWARD of micro-batch 3"):
         made.receive(0)
+
+
+@pytest.mark.parametrize(
+    ("liveness_s", "answer_s"), [(3.0, 5.0), (30.0, 0.5)], ids=["its link", "its answer"]
+)
+def test_who_accepts_and_says_nothing_is_deaf_whichever_wait_ends_first(
+    liveness_s: float, answer_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that stands still still accepts: only its end helps, and another one."""
+    made = links(liveness_timeout_s=liveness_s)
+    monkeypatch.setattr(timeouts, "REHANDSHAKE_S", answer_s)
+    worker = made._workers[1]
+    with closing(socket.create_server(("127.0.0.1", worker.port))):
+        with pytest.raises(worker_links._Silent) as found:
+            made._open(worker, 5.0, again=True)
+        assert found.value.is_deaf
+        assert not found.value.hung_up
+    made.close(Message(Bye("over")), 1.0)
