@@ -24,7 +24,7 @@ from hetero_framework import errors
 from hetero_framework.cluster.callers import Callers
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
-from hetero_framework.core import failpoints, timeouts
+from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.buffers import BufferPool
@@ -160,9 +160,20 @@ class WorkerLinks:
     # -- connecting -----------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Let the workers call that nobody can dial. Raises NetworkError."""
-        if self._callers is not None:
-            self._callers.listen(self._config.coordinator.ip, self._config.coordinator.port)
+        """Let the workers call that nobody can dial. Raises NetworkError, also for a name that
+        means this machine to itself alone (Debian's 127.0.1.1)."""
+        if self._callers is None:
+            return
+        own = self._config.coordinator
+        others = [w for w in self._workers.values() if not addresses.is_local_address(w.ip)]
+        if any(worker.dials for worker in others) and addresses.is_loopback_by_name(own.ip):
+            raise NetworkError(
+                f"the name {own.ip!r} of the coordinator is a loopback address on this machine; "
+                "workers cannot dial it there",
+                hint=f'give its "ip" as {addresses.primary_address()}, or correct this machine\'s '
+                "/etc/hosts",
+            )
+        self._callers.listen(own.ip, own.port)
 
     def connect_all(self) -> dict[WorkerId, m.Welcome]:
         """Dial every worker at once; what each said. Raises the first error when all have answered

@@ -731,7 +731,14 @@ def _address_problems(
     ids: dict[str, int] = {}
     addresses: dict[tuple[str, int], str] = {}
     if coordinator is not None:
-        addresses[normal_host(coordinator.ip), coordinator.port] = "the coordinator"
+        own = normal_host(coordinator.ip)
+        addresses[own, coordinator.port] = "the coordinator"
+        if own in ("0.0.0.0", "::") and any(worker.dials for worker in workers):
+            yield Problem(
+                "coordinator.ip",
+                f"{coordinator.ip} is no address to dial, and workers without a port dial it; write"
+                " the one of the machine",
+            )
     for i, worker in enumerate(workers):
         here = f"workers[{i}]"
         first = ids.setdefault(str(worker.id), i)

@@ -13,6 +13,7 @@ import pytest
 
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
+from hetero_framework.core import addresses
 from hetero_framework.core import messages as m
 from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import connect
@@ -164,6 +165,14 @@ def test_run_says_where_a_worker_should_have_called(
     where = f"127.0.0.1:{links._config.coordinator.port}"
     with pytest.raises(NetworkError, match=f"worker 1 has not dialled {where} in 0"):
         links._open(links._workers[1], 0.05)
+
+
+def test_name_that_only_the_coordinator_takes_for_itself_is_no_place_to_dial(
+    links: WorkerLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "is_loopback_by_name", lambda host: True)
+    with pytest.raises(NetworkError, match="is a loopback address on this machine; workers"):
+        links.listen()
 
 
 def test_after_the_run_nobody_listens(links: WorkerLinks) -> None:

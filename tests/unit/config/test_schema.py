@@ -448,6 +448,8 @@ def test_worker_without_a_port_dials_and_a_name_will_do() -> None:
     worker = Config.from_dict(raw).workers[0]
     assert (worker.dials, worker.ip, worker.address) == (True, "laptop", "laptop (dials)")
     assert "workers[0].ip: is missing" in message(changed("workers[0]", {"id": 1}))
+    raw["coordinator"]["ip"] = "0.0.0.0"
+    assert "coordinator.ip: 0.0.0.0 is no address to dial" in message(raw)
 
 
 @pytest.mark.parametrize("setting", ["x", "=1", "workers[9].port=1", "workers.port=1", "[0]=1"])
