@@ -453,8 +453,8 @@ class WorkerLinks:
                 self._dialled[dialler, other] = "it has no port"
                 continue
             by_dialler.setdefault(dialler, []).append(m.PeerAddress(other, to.ip, to.port))
-        for dialler, addresses in by_dialler.items():
-            self.send(dialler, Message(m.Connect(tuple(addresses), timeout_s)))
+        for dialler, peers in by_dialler.items():
+            self.send(dialler, Message(m.Connect(tuple(peers), timeout_s)))
 
     def _note_dials(self, dialler: WorkerId, connected: m.Connected) -> None:
         """A worker has dialled others: which links there are now."""
