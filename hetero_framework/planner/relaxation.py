@@ -237,7 +237,8 @@ class _Relaxation:
         if relayed_s < math.inf and not self._chunks and self._sent_s + relayed_s > pace + _EXACTLY:
             return False
         # Every backward of a stage but the first comes after the first has been everywhere.
-        behind_s = (step_s - path_s) / max(1, self._m - 1) if not self._chunks else math.inf
+        first_alone = self._chunks or self._m == 1
+        behind_s = math.inf if first_alone else (step_s - path_s) / (self._m - 1)
         held = 1 if self._chunks else self._held(step_s, path_s, path_s)
         own = self._covers(0, pace - self._embedding_s, held, behind_s)
         needed = self._total + self._lost(pace) - own - _EXACTLY
@@ -255,11 +256,11 @@ class _Relaxation:
         rows = [most(place) for place in found]
         return matched(rows) >= needed
 
-    def _least_work(self, units: float, devices: int, step_s: float) -> float:
-        """Seconds that so many units take on the fastest devices; infinite where that many of them
-        cannot take so much."""
+    def _least_work(self, units: float, step_s: float) -> float:
+        """Seconds that so many units take on the fastest devices that can take them, as many as it
+        needs; infinite where all of them cannot."""
         worked = 0.0
-        for d in self._fastest[:devices]:
+        for d in self._fastest:
             taken = min(units, self._covers(d, step_s / self._m))
             worked += taken * self._c[d]
             units -= taken
@@ -271,7 +272,7 @@ class _Relaxation:
         """Least seconds of one micro-batch through everything and back."""
         ends_s = self._embedding_s + min(self._heads_s.values())
         links_s = self._first_s + (places - 1) * self._rest_s if places else 0.0
-        return ends_s + links_s + self._least_work(self._total, places + 1, step_s)
+        return ends_s + links_s + self._least_work(self._total, step_s)
 
     def _places(
         self,
@@ -293,14 +294,14 @@ class _Relaxation:
                 # Whoever is last holds one micro-batch and may cover more.
                 behind = max(most(found[k]._replace(is_last=True)))
                 behind += sum(sorted(most(found[k]), reverse=True)[: places - k - 1])
-                worked = self._least_work(max(0.0, self._total - behind), k + 1, step_s)
+                worked = self._least_work(max(0.0, self._total - behind), step_s)
                 wait_s = min(step_s, self._embedding_s + links[k] + worked)
                 wait_s = max(wait_s, *(place.wait_s for place in found[: k + 1]))
                 in_front = own + sum(
                     sorted(most(found[0]._replace(is_last=False)), reverse=True)[:k]
                 )
                 rest = max(0.0, self._total - in_front)
-                round_s = self._least_work(rest, len(self._c), step_s) + self._rest_s
+                round_s = self._least_work(rest, step_s) + self._rest_s
                 held = self._held(step_s, path_s, round_s)
                 found[k] = _Place(wait_s, held, k == places - 1)
         return found

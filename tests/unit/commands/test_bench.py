@@ -228,7 +228,7 @@ def test_run_of_one_step_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_lost_link_ends_the_measurement_with_its_reason(lost: Exception, message: str) -> None:
     cluster: Any = SimpleNamespace(why=lambda lost: "ended with exit code 1")
-    with pytest.raises(PeerLostError) as caught, bench._losses_told(cluster):
+    with pytest.raises(PeerLostError) as caught, bench.losses_told(cluster):
         raise lost
     assert caught.value.message == message
     assert caught.value.exit_code == 4

@@ -70,3 +70,21 @@ def test_enumeration_gives_up_where_there_is_too_much() -> None:
     rules = rules_of(fleet_of(*(device(k or "local") for k in range(4))))
     with pytest.raises(TooMany):
         list(Enumeration(rules, 1e9, nodes=20).layouts())
+
+
+def test_a_quick_device_that_can_hold_nothing_does_not_stand_in_the_way() -> None:
+    """Found by the property above: the coordinator alone is the only layout."""
+    slow = {"layer_forward_s": 0.002, "layer_backward_s": 0.004}
+    profile = fleet_of(
+        device("local", **slow), device(1, memory_bytes=0.5e9), layers=1, micro_batches=1
+    )
+    assert least_step(rules_of(profile, chunks=False), 0.012) <= 0.006 * (1 + 1e-9)
+
+
+def test_a_single_micro_batch_has_no_backwards_behind_the_first() -> None:
+    """Found by the property above: the layer on one device, the head alone on the other."""
+    head = {"head_forward_s": 0.001, "head_backward_s": 0.002, "memory_bytes": 1.2e9}
+    profile = fleet_of(
+        device("local", **head), device(1, memory_bytes=0.5e9), layers=1, micro_batches=1, speed=1e8
+    )
+    assert least_step(rules_of(profile, chunks=False), 0.012) <= 0.00502 * (1 + 1e-9)
