@@ -195,7 +195,7 @@ def every_cut(reset: bool, first: bool) -> list[FrameCut]:
     ("worker", "reset"),
     [
         pytest.param(1, False, id="1-closed"),
-        pytest.param(2, True, id="2-reset"),
+        pytest.param(2, True, id="2-reset", marks=LONG),
         pytest.param(1, True, id="1-reset", marks=LONG),
         pytest.param(2, False, id="2-closed", marks=LONG),
     ],
@@ -489,6 +489,7 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(make, whole, tmp_p
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
+@LONG
 def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
     make, whole, tmp_path, monkeypatch
 ) -> None:
