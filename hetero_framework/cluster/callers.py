@@ -19,9 +19,10 @@ from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.errors import HeteroError, ProtocolError
 from hetero_framework.security.access import Access
 from hetero_framework.security.door import Door, Greet
+
+_OVER = "the run is over"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Callers:
         self._waiting: dict[WorkerId, _Caller] = {}
         self._taken: dict[WorkerId, _Caller] = {}
         self._lock = threading.Lock()
+        self._closed = False
         self._listener: Listener | None = None
         self._accepting: Future[None] | None = None
 
@@ -68,10 +70,11 @@ class Callers:
             hint = "use the same configuration on all machines; a worker with a port is dialled"
             connection.refuse("identity", text, hint)
             return
-        if connection.peer is not None:
-            raise ProtocolError(f"{name} has called already")
         caller = _Caller(connection, call.process, time.monotonic())
         with self._lock:
+            if self._closed:
+                connection.refuse("busy", _OVER)
+                return
             before = [self._taken.get(worker), self._waiting.get(worker)]
             others = [c for c in before if c is not None and not c.connection.closed]
             stranger = next((c for c in others if c.process != call.process), None)
@@ -86,7 +89,10 @@ class Callers:
             other.connection.close(drain_s=0)
 
     def take(self, worker: WorkerId) -> Connection | None:
-        """The connection of a worker that waits, if there is one."""
+        """The connection of a worker that waits, if there is one. Raises what ended the thread that
+        accepts them, for then nobody would come."""
+        if self._accepting is not None and self._accepting.done():
+            self._accepting.result()
         with self._lock:
             caller = self._waiting.pop(worker, None)
             if caller is None or caller.connection.closed:
@@ -104,11 +110,9 @@ class Callers:
             self._listener.close()
         self._door.close()
         with self._lock:
+            self._closed = True
             waiting, self._waiting = list(self._waiting.values()), {}
         for caller in waiting:
-            try:
-                caller.connection.refuse("busy", "the run is over")
-            except HeteroError:
-                continue
+            caller.connection.refuse("busy", _OVER)
         if self._accepting is not None:
             self._accepting.result(timeouts.EXIT_S)

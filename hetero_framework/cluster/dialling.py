@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from hetero_framework.config import CoordinatorConfig, host_and_port
@@ -17,7 +17,7 @@ from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
 from hetero_framework.core.messages import Message
 from hetero_framework.core.stream import Stream
-from hetero_framework.errors import HeteroError, IdentityError, NetworkError
+from hetero_framework.errors import HeteroError, NetworkError
 from hetero_framework.security.access import Access
 
 _log = logging.getLogger(__name__)
@@ -50,10 +50,10 @@ class Dialling:
             try:
                 if self._hold():
                     continue  # it was served: the link is wanted back at once
-            except IdentityError as error:
+            except HeteroError as error:  # keys that do not fit, or no thread
                 self._tell(error.message, error.hint)
-            except HeteroError as error:  # the stream broke at once, or no thread
-                self._tell(error.message, error.hint)
+            except (OSError, MemoryError) as error:  # the stream broke before it was begun
+                self._tell(f"cannot talk to the coordinator at {self.where}: {error}", None)
             self._stop.wait(timeouts.CALL_PAUSE_S)
 
     def close(self) -> None:
@@ -82,7 +82,10 @@ class Dialling:
         if self._stop.is_set():
             stream.close()
             return False
-        connection = self._connection = self._begin(stream)
+        with ExitStack() as on_error:
+            on_error.callback(stream.close)
+            connection = self._connection = self._begin(stream)
+            on_error.pop_all()
         with suppress(HeteroError):  # `gone` is told of it
             connection.send(Message(self._call))
         while not (self._over.wait(timeouts.TICK_S) or connection.closed):
@@ -100,10 +103,8 @@ class Dialling:
         host, port = self._coordinator.ip, self._coordinator.port
         secure = partial(self._access.dialled, process="local")
         try:
-            return connect(
-                host, port, math.inf, on_retry, who="the coordinator", stop=self._stop,
-                secure=secure,
-            )  # fmt: skip
+            stop, who = self._stop, "the coordinator"
+            return connect(host, port, math.inf, on_retry, who=who, stop=stop, secure=secure)
         except NetworkError:
             if self._stop.is_set():
                 return None

@@ -250,10 +250,11 @@ class Worker:
             bring, bring_no_more = partial(self._door.run, listener), listener.close
             where = host_and_port(entry.ip, entry.port)
             _log.info("worker %s listens on %s (%s)", entry.id, where, what)
-        # Whatever goes wrong in it is raised at the end.
         bringing = in_background(bring, "coordinators")
         try:
             while not self._done and not should_stop():
+                if bringing.done():  # nobody would come any more
+                    bringing.result()
                 try:
                     self._turn()
                     continue
