@@ -722,7 +722,7 @@ class Cluster:
 
     def why(self, lost: LinkLost) -> str:
         """How the worker of a lost link ended, if it was started here; else what broke the link."""
-        return self._local.exit_text(lost.worker) or lost.reason
+        return self._local.exit_text(lost.worker, timeouts.STOP_S) or lost.reason
 
 
 def _goodbye(error: BaseException | None) -> m.Body:

@@ -200,8 +200,12 @@ class LocalWorkers:
             if child.process.poll() is not None
         ]
 
-    def exit_text(self, worker_id: WorkerId) -> str | None:
-        """How a worker ended that was started here; None while it lives, and for the others."""
+    def exit_text(self, worker_id: WorkerId, within_s: float = 0.0) -> str | None:
+        """How a worker ended that was started here; None while it lives, and for the others. Of
+        one that is just ending the links break first: `within_s` is how long to wait for it."""
+        if within_s and (child := self._children.get(worker_id)) is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(within_s)
         return next((str(ended) for ended in self.exited() if ended.worker_id == worker_id), None)
 
     def stop(self, grace_s: float = timeouts.EXIT_S) -> None:

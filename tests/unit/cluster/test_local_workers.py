@@ -145,6 +145,14 @@ def test_killed_worker_is_reported_with_its_signal(config: Config, program: Any)
                 assert "the kernel counts none ended for that" in said
 
 
+def test_worker_that_is_just_ending_is_waited_for(config: Config, program: Any) -> None:
+    """Its links break before its exit code can be read."""
+    with LocalWorkers(config, (1, 2), program=program("fail")) as workers:
+        workers.start()
+        assert "exit code 6" in (workers.exit_text(2, 30.0) or "")
+        assert workers.exit_text(1, 0.05) is None
+
+
 def test_worker_that_already_listens_is_used(
     config: Config, program: Any, logged: list[str]
 ) -> None:
