@@ -21,10 +21,30 @@ from typing import Any
 
 from hetero_framework import errors, versions
 from hetero_framework._version import __version__
+from hetero_framework.commands import plan_options
+from hetero_framework.commands.options import (
+    ACCESS,
+    CONFIG,
+    DEFAULT_CONFIG,
+    JSON,
+    KEYS,
+    ROLE_HELP,
+    WORKER_ID,
+    Option,
+    access_for,
+    at_least,
+    check_coordinator,
+    flag,
+    key_options,
+    load,
+    option,
+    processes_here,
+    repeated,
+    report,
+)
 from hetero_framework.errors import HeteroError, StoppedEarly, UserError
-from hetero_framework.log import Lines, log_to, one_line, printable, set_level, to_stderr
+from hetero_framework.log import Lines, log_to, one_line, printable, to_stderr
 
-DEFAULT_CONFIG = "hetero_config.json"
 INTERRUPTED = 130  # what a shell reports for SIGINT
 _MAX_MESSAGE_LINES = 40
 _ANY_VERSION = ("doctor", "schema", "init")  # they work without the libraries, or say what they are
@@ -104,12 +124,11 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         own.set_defaults(parser=own)
-        for names, settings in (_flag("--debug", "show tracebacks"), *command.options):
+        for names, settings in (flag("--debug", "show tracebacks"), *command.options):
             own.add_argument(*names, **settings)
     return parser
 
 
-_Option = tuple[tuple[str, ...], dict[str, Any]]
 _Run = Callable[[argparse.Namespace], "int | None"]
 
 
@@ -118,35 +137,22 @@ class _Command:
     run: _Run
     summary: str
     examples: str
-    options: tuple[_Option, ...]
+    options: tuple[Option, ...]
 
 
 COMMANDS: dict[str, _Command] = {}
 
 
-def _command(summary: str, examples: str, *options: _Option) -> Callable[[_Run], _Run]:
-    """Make `_run_NAME` the subcommand NAME; it returns an exit code, or None for 0."""
+def _command(summary: str, examples: str, *options: Option) -> Callable[[_Run], _Run]:
+    """Make `_run_NAME` or `run_NAME` the subcommand NAME; it returns an exit code, None for 0."""
     shown = textwrap.indent(textwrap.dedent(examples).strip(), "  ")
 
     def add(run: _Run) -> _Run:
-        name = run.__name__.removeprefix("_run_")
+        name = run.__name__.lstrip("_").removeprefix("run_")
         COMMANDS[name] = _Command(run, summary, shown, options)
         return run
 
     return add
-
-
-def _option(*names: str, **settings: Any) -> _Option:
-    return names, settings
-
-
-def _flag(name: str, help: str) -> _Option:
-    return _option(name, action="store_true", help=help)
-
-
-def _files(name: str, metavar: str, help: str, **settings: Any) -> _Option:
-    """An option that may be given several times."""
-    return _option(name, action="append", default=[], metavar=metavar, help=help, **settings)
 
 
 def _resume_step(text: str) -> int | str:
@@ -157,15 +163,6 @@ def _resume_step(text: str) -> int | str:
     raise argparse.ArgumentTypeError(f'{text!r} is neither "latest" nor a step number')
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-        return int(text)
-
-    return number
-
-
 def _cuts(text: str) -> tuple[int, ...]:
     with contextlib.suppress(ValueError):
         cuts = tuple(int(part) for part in text.split(","))
@@ -174,34 +171,18 @@ def _cuts(text: str) -> tuple[int, ...]:
     raise argparse.ArgumentTypeError(f"{text!r} is not a growing list of layers like 2,5")
 
 
-_CONFIG = (
-    _option("--config", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
-    _files(
-        "--set",
-        "NAME=VALUE",
-        "replace a setting of the file, as in training.max_steps=10; may be repeated",
-    ),
-)
-_IMPORT = _files(
+_IMPORT = repeated(
     "--import",
     "FILE",
     "run a Python file first that registers control messages (docs/extending.md)",
     dest="imports",
 )
-_KEYS = _option("--keys", metavar="DIR", help="default: hetero_keys beside the configuration")
-_ACCESS = (
-    _KEYS,
-    _flag("--insecure-plaintext", "no encryption, and nobody is asked who it is; on all machines"),
-)
-_JSON = _flag("--json", "print JSON")
-_WORKER_ID = _option("--worker-id", metavar="ID", help="which worker this process is")
 _OUTPUT_DIRECTORY = (
-    _option("--output", required=True, metavar="DIR", help="new directory"),
-    _flag("--overwrite", "replace an earlier result in DIR; other files in it stay"),
+    option("--output", required=True, metavar="DIR", help="new directory"),
+    flag("--overwrite", "replace an earlier result in DIR; other files in it stay"),
 )
 _ADDRESS = "HOST[:PORT[:DEVICE]]"
 _WORKER = "a worker (PORT -: it dials the coordinator); may be given several times"
-_ROLE = "what this machine is (default: by its addresses and host name)"
 
 
 @_command(
@@ -213,15 +194,15 @@ _ROLE = "what this machine is (default: by its addresses and host name)"
         --data train.jsonl
     hetero init --non-interactive --model ./model --worker localhost:29501 --adapter none
     """,
-    _flag("--non-interactive", "ask nothing"),
-    _option("--model", metavar="NAME", help="model directory or hub name"),
-    _files("--worker", _ADDRESS, _WORKER, dest="workers"),
-    _option("--coordinator", metavar=_ADDRESS, help="the coordinator (default: this machine)"),
-    _option("--layers", type=int, metavar="N", help="number of layers (default: of the model)"),
-    _option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
-    _option("--data", metavar="FILE", help="training data: file or dataset name"),
-    _option("--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
-    _flag("--force", "replace an existing file"),
+    flag("--non-interactive", "ask nothing"),
+    option("--model", metavar="NAME", help="model directory or hub name"),
+    repeated("--worker", _ADDRESS, _WORKER, dest="workers"),
+    option("--coordinator", metavar=_ADDRESS, help="the coordinator (default: this machine)"),
+    option("--layers", type=int, metavar="N", help="number of layers (default: of the model)"),
+    option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
+    option("--data", metavar="FILE", help="training data: file or dataset name"),
+    option("--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
+    flag("--force", "replace an existing file"),
 )
 def _run_init(arguments: argparse.Namespace) -> int | None:
     from hetero_framework.commands.init import Answers, run_wizard, write_config
@@ -232,7 +213,7 @@ def _run_init(arguments: argparse.Namespace) -> int | None:
     output = Path(arguments.output)
     if not arguments.non_interactive:
         code = run_wizard(answers, output, force=arguments.force)
-        _prepare_keys(_load(argparse.Namespace(config=output)), output)
+        _prepare_keys(load(argparse.Namespace(config=output)), output)
         return code
     config = write_config(answers, output, force=arguments.force)
     print(f"wrote {output}; next: hetero check --config {output}")
@@ -262,14 +243,14 @@ def _prepare_keys(config: Any, output: Path) -> None:
     hetero check --config hetero_config.json --json
     hetero check --set training.per_device_train_batch_size=4
     """,
-    *_CONFIG,
-    _JSON,
+    *CONFIG,
+    JSON,
 )
 def _run_check(arguments: argparse.Namespace) -> None:
-    config = _load(arguments)
+    config = load(arguments)
     from hetero_framework.commands.check import check, text
 
-    _report(arguments, check(config), text)
+    report(arguments, check(config), text)
 
 
 @_command(
@@ -280,26 +261,26 @@ def _run_check(arguments: argparse.Namespace) -> None:
     hetero train --role worker --worker-id 2
     hetero train --output-dir runs/second --set training.learning_rate=1e-4
     """,
-    *_CONFIG,
-    _option("--output-dir", metavar="DIR", help="instead of training.output_dir"),
-    _option("--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"),
-    _flag("--fresh", "begin anew where an earlier run was cut short"),
-    _option("--role", choices=("coordinator", "worker"), help=_ROLE),
-    _WORKER_ID,
-    *_ACCESS,
+    *CONFIG,
+    option("--output-dir", metavar="DIR", help="instead of training.output_dir"),
+    option("--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"),
+    flag("--fresh", "begin anew where an earlier run was cut short"),
+    option("--role", choices=("coordinator", "worker"), help=ROLE_HELP),
+    WORKER_ID,
+    *ACCESS,
     _IMPORT,
 )
 def _run_train(arguments: argparse.Namespace) -> int | None:
-    config = _load(arguments)
+    config = load(arguments)
     from hetero_framework.cluster.roles import decide_role
 
-    keys = _processes(config, arguments)
+    keys = processes_here(config, arguments)
     role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id, keys=keys)
     _import_files(arguments)
     if not role.is_coordinator:
         return _serve(config, role.worker_ids, arguments)
     config.require("model", "data")
-    access = _access(config, "local", arguments)
+    access = access_for(config, "local", arguments)
     config.spare_base_model()
     from hetero_framework.cluster.local_workers import PROGRAM, LocalWorkers
     from hetero_framework.cluster.run_id import run_id_of
@@ -342,20 +323,20 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     hetero worker --config hetero_config.json --worker-id 2
     hetero worker --keep
     """,
-    *_CONFIG,
-    _WORKER_ID,
-    *_ACCESS,
-    _flag("--keep", "wait for the next run after each"),
+    *CONFIG,
+    WORKER_ID,
+    *ACCESS,
+    flag("--keep", "wait for the next run after each"),
     _IMPORT,
-    _option("--base-dir", help=argparse.SUPPRESS),
-    _flag("--supervised", argparse.SUPPRESS),
-    _option("--run-id", help=argparse.SUPPRESS),
+    option("--base-dir", help=argparse.SUPPRESS),
+    flag("--supervised", argparse.SUPPRESS),
+    option("--run-id", help=argparse.SUPPRESS),
 )
 def _run_worker(arguments: argparse.Namespace) -> int | None:
-    config = _load(arguments)
+    config = load(arguments)
     from hetero_framework.cluster.roles import decide_role
 
-    keys = _processes(config, arguments)
+    keys = processes_here(config, arguments)
     role = decide_role(config, role="worker", worker_id=arguments.worker_id, keys=keys)
     _import_files(arguments)
     return _serve(
@@ -368,26 +349,6 @@ def _run_worker(arguments: argparse.Namespace) -> int | None:
     )
 
 
-def _access(config: Any, process: int | str, arguments: argparse.Namespace) -> Any:
-    from hetero_framework.security.access import access_of
-
-    return access_of(config, process, _key_options(arguments))
-
-
-def _processes(config: Any, arguments: argparse.Namespace) -> list[str]:
-    """Whose keys are here."""
-    from hetero_framework.security.access import key_directory
-
-    return list(key_directory(config, _key_options(arguments)).processes())
-
-
-def _key_options(arguments: argparse.Namespace) -> Any:
-    from hetero_framework.security.access import KeyOptions
-
-    directory = Path(arguments.keys) if arguments.keys is not None else None
-    return KeyOptions(directory, arguments.insecure_plaintext)
-
-
 def _serve(
     config: Any,
     worker_ids: Sequence[int | str],
@@ -397,13 +358,13 @@ def _serve(
     supervised: bool = False,
     run_id: str | None = None,
 ) -> int:
-    access = _access(config, worker_ids[0], arguments)
+    access = access_for(config, worker_ids[0], arguments)
     if not supervised:
         from hetero_framework.cluster.local_workers import PROGRAM
         from hetero_framework.cluster.supervisor import run_workers
 
         for worker_id in worker_ids[1:]:
-            _access(config, worker_id, arguments)
+            access_for(config, worker_id, arguments)
         program = (*PROGRAM, *access.arguments(worker_ids))
         return run_workers(config, worker_ids, keep=keep, debug=arguments.debug, program=program)
     from hetero_framework.cluster.local_workers import watch_parent
@@ -438,17 +399,17 @@ def _serve(
     hetero chaos --config cluster.json
     hetero chaos --steps 40 --kills 6 --seed 3 --output-dir runs/chaos
     """,
-    *_CONFIG,
-    _option("--output-dir", metavar="DIR", default="runs/chaos", help="default: runs/chaos"),
-    _option("--steps", type=int, default=20, help="of each of the two runs (default: 20)"),
-    _option("--kills", type=int, default=4, help="processes to kill (default: 4)"),
-    _option("--seed", type=int, default=0, help="says who is killed after which step"),
-    _JSON,
+    *CONFIG,
+    option("--output-dir", metavar="DIR", default="runs/chaos", help="default: runs/chaos"),
+    option("--steps", type=int, default=20, help="of each of the two runs (default: 20)"),
+    option("--kills", type=int, default=4, help="processes to kill (default: 4)"),
+    option("--seed", type=int, default=0, help="says who is killed after which step"),
+    JSON,
 )
 def _run_chaos(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.output_dir)
     arguments.output_dir = None  # of the two runs, not of the configuration
-    config = _load(arguments)
+    config = load(arguments)
     config.require("model", "data")
     from dataclasses import asdict
 
@@ -465,13 +426,13 @@ def _run_chaos(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         options=options,
     )
-    _report(arguments, asdict(verdict), text)
+    report(arguments, asdict(verdict), text)
     return 0 if verdict.same else HeteroError.exit_code
 
 
 _PAUSE_OPTIONS = (
-    _option("worker_id", metavar="ID", help="the worker, as the configuration names it"),
-    _option(
+    option("worker_id", metavar="ID", help="the worker, as the configuration names it"),
+    option(
         "--address",
         metavar="HOST:PORT",
         help="where it listens, if several workers of that name are served here",
@@ -513,13 +474,13 @@ def _run_resume(arguments: argparse.Namespace) -> None:
     hetero invite 1
     hetero invite 1 2 --config cluster.json
     """,
-    _option("workers", metavar="ID", nargs="+", help="a worker of the configuration"),
-    *_CONFIG,
-    _KEYS,
-    _option("--port", type=_at_least(1), metavar="N", help="instead of the coordinator's"),
+    option("workers", metavar="ID", nargs="+", help="a worker of the configuration"),
+    *CONFIG,
+    KEYS,
+    option("--port", type=at_least(1), metavar="N", help="instead of the coordinator's"),
 )
 def _run_invite(arguments: argparse.Namespace) -> None:
-    config = _load(arguments)
+    config = load(arguments)
     from hetero_framework.commands.keys import invite
 
     invite(config, Path(arguments.config), _keys(arguments), arguments.workers, arguments.port)
@@ -528,10 +489,10 @@ def _run_invite(arguments: argparse.Namespace) -> None:
 @_command(
     "make this machine a worker, with the line that `hetero invite` has printed",
     "hetero join 192.168.1.10:9998 HT1-...",
-    _option("address", metavar="HOST:PORT", help="where `hetero invite` waits"),
-    _option("token", metavar="TOKEN", help="HT1-..."),
-    _option("--config", default=DEFAULT_CONFIG, metavar="FILE", help="where it is written"),
-    _KEYS,
+    option("address", metavar="HOST:PORT", help="where `hetero invite` waits"),
+    option("token", metavar="TOKEN", help="HT1-..."),
+    option("--config", default=DEFAULT_CONFIG, metavar="FILE", help="where it is written"),
+    KEYS,
 )
 def _run_join(arguments: argparse.Namespace) -> None:
     from hetero_framework.commands.keys import join_cluster
@@ -552,11 +513,11 @@ def _run_join(arguments: argparse.Namespace) -> None:
     hetero keys rotate
     hetero keys export 1 2 --output for-the-boxes
     """,
-    _option("action", choices=("list", "check", "revoke", "rotate", "export")),
-    _option("workers", metavar="ID", nargs="*", help="for revoke, also coordinator; for export"),
-    *_CONFIG,
-    _KEYS,
-    _option("--output", metavar="DIR", help="for export: where worker-ID.pem are written"),
+    option("action", choices=("list", "check", "revoke", "rotate", "export")),
+    option("workers", metavar="ID", nargs="*", help="for revoke, also coordinator; for export"),
+    *CONFIG,
+    KEYS,
+    option("--output", metavar="DIR", help="for export: where worker-ID.pem are written"),
 )
 def _run_keys(arguments: argparse.Namespace) -> None:
     from hetero_framework.commands import keys as command
@@ -573,9 +534,9 @@ def _run_keys(arguments: argparse.Namespace) -> None:
     elif action == "rotate":
         print(command.rotate(keys))
     elif action == "check":
-        print(command.check(_load(arguments), keys))
+        print(command.check(load(arguments), keys))
     else:
-        for file in command.export(_load(arguments), keys, workers, Path(arguments.output)):
+        for file in command.export(load(arguments), keys, workers, Path(arguments.output)):
             print(f"wrote {file}; it belongs into hetero_keys on its machine (chmod 600)")
 
 
@@ -593,21 +554,21 @@ def _keys(arguments: argparse.Namespace) -> Any:
     hetero diagram --format svg --output architecture.svg
     hetero diagram --config hetero_config.json --format mmd --output -
     """,
-    *_CONFIG,
-    _option(
+    *CONFIG,
+    option(
         "--format",
         choices=("png", "svg", "pdf", "mmd"),
         help="default: by --output, else training.visualization_format; all but mmd, which is"
         " Mermaid text, need Graphviz",
     ),
-    _option(
+    option(
         "--output",
         metavar="PATH",
         help='file to write, "-" for Mermaid text on the screen (default: architecture.FORMAT)',
     ),
 )
 def _run_diagram(arguments: argparse.Namespace) -> None:
-    config = _load(arguments)
+    config = load(arguments)
     from hetero_framework.visualizer.diagram import Diagram, draw, to_mermaid
 
     if arguments.output == "-":
@@ -621,86 +582,7 @@ def _run_diagram(arguments: argparse.Namespace) -> None:
     print(draw(config, arguments.output or f"architecture.{form}", form))
 
 
-@_command(
-    "measure the machines and say which one should hold which layers",
-    """
-    hetero plan --measure --config cluster.json
-    hetero plan --measure --config cluster.json --save-profile fleet.json --write
-    hetero plan --profile fleet.json --pin 1=4:12 --exclude 2 --margin local=2GiB --json
-    hetero plan --profile fleet.json --evaluate plan.json
-    """,
-    *_CONFIG,
-    _flag("--measure", "measure the machines of the configuration and their links"),
-    _option("--profile", metavar="FILE", help="take what was measured before, or written by hand"),
-    _option("--save-profile", metavar="FILE", help="keep what is measured"),
-    _flag("--write", "put the plan into the configuration"),
-    _option("--evaluate", metavar="FILE", help="say what this plan would take instead"),
-    _files("--pin", "ID=START:END", "layers that a process must hold; may be repeated"),
-    _files("--exclude", "ID", "a worker that must hold none; may be repeated"),
-    _files("--margin", "ID=SIZE", "memory that stays free on a process; may be repeated"),
-    _files(
-        "--allow",
-        "LIST",
-        "what may be chosen besides checkpointing and chunks: codec, micro-batch; they change the"
-        " numbers of the result a little",
-    ),
-    _option("--role", choices=("coordinator",), help=_ROLE),
-    *_ACCESS,
-    _JSON,
-)
-def _run_plan(arguments: argparse.Namespace) -> None:
-    from hetero_framework.commands.plan import Wishes, judge_plan, make_plan, text, write_plan
-    from hetero_framework.planner import load_profile
-
-    if arguments.measure == (arguments.profile is not None):
-        raise UserError("hetero plan needs one of --measure and --profile FILE")
-    if arguments.save_profile is not None and not arguments.measure:
-        raise UserError("--save-profile keeps what --measure finds")
-    wishes = Wishes(arguments.pin, arguments.exclude, arguments.margin, arguments.allow)
-    if arguments.evaluate is not None and (wishes.pins or wishes.excluded or wishes.allow):
-        raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")
-    if arguments.evaluate is not None and arguments.write:
-        raise UserError("--write puts a new plan into the configuration, without --evaluate")
-    profile = _measured(arguments) if arguments.measure else load_profile(arguments.profile)
-    if arguments.evaluate is not None:
-        found = judge_plan(profile, Path(arguments.evaluate), wishes)
-    else:
-        found = make_plan(profile, wishes)
-    _report(arguments, found, text)
-    if arguments.write:
-        write_plan(found, Path(arguments.config))
-        _log.info("wrote the plan into %s", arguments.config)
-
-
-def _measured(arguments: argparse.Namespace) -> Any:
-    """The profile of the configuration's machines."""
-    config = _load(arguments)
-    _check_coordinator(config, arguments)
-    from hetero_framework.commands.fleet import measure_fleet
-    from hetero_framework.core.files import write_file
-
-    profile = measure_fleet(config, access=_access(config, "local", arguments))
-    if arguments.save_profile is not None:
-        content = json.dumps(profile.to_dict(), indent=1).encode() + b"\n"
-        try:
-            write_file(Path(arguments.save_profile), content)
-        except OSError as error:
-            text = f"cannot write {arguments.save_profile}: {error.strerror or error}"
-            raise UserError(text) from error
-    return profile
-
-
-def _check_coordinator(config: Any, arguments: argparse.Namespace) -> None:
-    """Raise UserError on a machine that has workers alone."""
-    from hetero_framework.cluster.roles import decide_role
-
-    role = decide_role(config, role=arguments.role, keys=_processes(config, arguments))
-    if not role.is_coordinator:
-        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
-        raise UserError(
-            f"this machine is {names}; hetero {arguments.command} runs on the coordinator's",
-            hint="here, run hetero worker",
-        )
+_command(plan_options.SUMMARY, plan_options.EXAMPLES, *plan_options.OPTIONS)(plan_options.run_plan)
 
 
 @_command(
@@ -709,33 +591,33 @@ def _check_coordinator(config: Any, arguments: argparse.Namespace) -> None:
     hetero bench --config hetero_config.json
     hetero bench --config hetero_config.json --steps 8 --mb 32 --json
     """,
-    *_CONFIG,
-    _option(
+    *CONFIG,
+    option(
         "--steps",
-        type=_at_least(2),
+        type=at_least(2),
         default=4,
         metavar="N",
         help="training steps to compute and forget; the first does not count (default 4)",
     ),
-    _option(
+    option(
         "--mb",
-        type=_at_least(1),
+        type=at_least(1),
         default=8,
         metavar="N",
         help="size of the messages that measure the links, in 10^6 bytes (default 8)",
     ),
-    _option("--role", choices=("coordinator",), help=_ROLE),
-    *_ACCESS,
-    _JSON,
+    option("--role", choices=("coordinator",), help=ROLE_HELP),
+    *ACCESS,
+    JSON,
 )
 def _run_bench(arguments: argparse.Namespace) -> None:
-    config = _load(arguments)
-    _check_coordinator(config, arguments)
+    config = load(arguments)
+    check_coordinator(config, arguments)
     from hetero_framework.commands.bench import bench, text
 
-    access, nbytes = _access(config, "local", arguments), arguments.mb * 10**6
+    access, nbytes = access_for(config, "local", arguments), arguments.mb * 10**6
     found = bench(config, steps=arguments.steps, nbytes=nbytes, access=access)
-    _report(arguments, found, text)
+    report(arguments, found, text)
 
 
 @_command(
@@ -745,15 +627,15 @@ def _run_bench(arguments: argparse.Namespace) -> None:
     hetero timeline runs/default --json
     hetero timeline runs/default --step 3 --output step3.svg
     """,
-    _option("place", metavar="RUN", help="output_dir of a run, or its timeline.json"),
-    _option("--step", type=int, metavar="N", help="draw this step (default: the last)"),
-    _option("--format", choices=("png", "svg", "pdf"), help="default: by --output"),
-    _option(
+    option("place", metavar="RUN", help="output_dir of a run, or its timeline.json"),
+    option("--step", type=int, metavar="N", help="draw this step (default: the last)"),
+    option("--format", choices=("png", "svg", "pdf"), help="default: by --output"),
+    option(
         "--output",
         metavar="PATH",
         help="picture to write (default: timeline.png beside timeline.json)",
     ),
-    _flag("--json", "print JSON; draw only with --output"),
+    flag("--json", "print JSON; draw only with --output"),
 )
 def _run_timeline(arguments: argparse.Namespace) -> None:
     from hetero_framework.profiling.bottleneck import diagnose, text
@@ -770,7 +652,7 @@ def _run_timeline(arguments: argparse.Namespace) -> None:
             f"step {step} was not recorded",
             hint=f"recorded: {', '.join(map(str, steps))}; training.timeline_steps says how many",
         )
-    _report(arguments, found.to_dict(), lambda _: text(found))
+    report(arguments, found.to_dict(), lambda _: text(found))
     if arguments.output is None and arguments.json:
         return
     if arguments.output is None and not can_draw():
@@ -791,11 +673,11 @@ def _run_timeline(arguments: argparse.Namespace) -> None:
     hetero verify --model-type qwen3 --cuts 1,2
     hetero verify --all
     """,
-    _option("--config", metavar="FILE", help=f"the configured model (default: {DEFAULT_CONFIG})"),
-    _option("--model-type", metavar="NAME", help="a tiny random model of this type"),
-    _flag("--all", "every causal LM architecture that is installed"),
-    _option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
-    _option(
+    option("--config", metavar="FILE", help=f"the configured model (default: {DEFAULT_CONFIG})"),
+    option("--model-type", metavar="NAME", help="a tiny random model of this type"),
+    flag("--all", "every causal LM architecture that is installed"),
+    option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
+    option(
         "--output", metavar="FILE", help="with --all: where the table goes (docs/architectures.md)"
     ),
 )
@@ -808,7 +690,7 @@ def _run_verify(arguments: argparse.Namespace) -> int:
         raise UserError("--output goes with --all")
     config = None
     if not (arguments.all or arguments.model_type):
-        config = _load(arguments)
+        config = load(arguments)
         config.require("model")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
     from hetero_framework.models import equivalence
@@ -839,11 +721,11 @@ def _print_result(result: Any) -> None:
 @_command(
     "fold an adapter into its model and write a checkpoint",
     "hetero merge --adapter runs/llama8b/adapter --model meta-llama/Llama-3.1-8B --output merged",
-    _option("--adapter", required=True, metavar="DIR", help="PEFT adapter directory"),
-    _option("--model", required=True, metavar="NAME", help="model directory or hub name"),
+    option("--adapter", required=True, metavar="DIR", help="PEFT adapter directory"),
+    option("--model", required=True, metavar="NAME", help="model directory or hub name"),
     *_OUTPUT_DIRECTORY,
-    _option("--revision", metavar="NAME", help="branch, tag or commit on the hub"),
-    _option(
+    option("--revision", metavar="NAME", help="branch, tag or commit on the hub"),
+    option(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
@@ -870,14 +752,14 @@ def _run_merge(arguments: argparse.Namespace) -> None:
     hetero export --checkpoint runs/default/checkpoints/step_500 --output step500
     hetero export --checkpoint runs/default --output latest
     """,
-    _option(
+    option(
         "--checkpoint",
         required=True,
         metavar="DIR",
         help="a step_N directory, or the output_dir of a run (its latest)",
     ),
     *_OUTPUT_DIRECTORY,
-    _option(
+    option(
         "--config",
         metavar="FILE",
         help="where model and tokenizer are now (default: as the run had them)",
@@ -900,27 +782,27 @@ def _run_export(arguments: argparse.Namespace) -> None:
     hetero doctor --config hetero_config.json
     hetero doctor --config hetero_config.json --worker-id 2 --json
     """,
-    _option(
+    option(
         "--config",
         metavar="FILE",
         help="say what is wrong with this configuration's machines, seen from here, and what to do",
     ),
-    _WORKER_ID,
-    *_ACCESS,
-    _JSON,
+    WORKER_ID,
+    *ACCESS,
+    JSON,
 )
 def _run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.config is None:
         from hetero_framework.commands.doctor import examine, text
 
-        _report(arguments, examine(), text)
+        report(arguments, examine(), text)
         return 0
-    config = _load(arguments)
+    config = load(arguments)
     from hetero_framework.commands import diagnosis
 
-    options = _key_options(arguments)
+    options = key_options(arguments)
     found = diagnosis.diagnose(config, worker_id=arguments.worker_id, options=options)
-    _report(arguments, found, diagnosis.text)
+    report(arguments, found, diagnosis.text)
     return UserError.exit_code if found["findings"] else 0
 
 
@@ -934,33 +816,12 @@ def _run_schema(arguments: argparse.Namespace) -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-def _report(
-    arguments: argparse.Namespace, found: dict[str, Any], text: Callable[[dict[str, Any]], str]
-) -> None:
-    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
-
-
 def _import_files(arguments: argparse.Namespace) -> None:
     if arguments.imports:
         from hetero_framework import control
 
         for file in arguments.imports:
             control.import_file(Path(file))
-
-
-def _load(arguments: argparse.Namespace) -> Any:
-    from hetero_framework.config import load_config
-
-    overrides = [*getattr(arguments, "set", ())]
-    if getattr(arguments, "output_dir", None):
-        # A path on the command line starts at the current directory, one in the file at the file.
-        path = Path(arguments.output_dir).absolute()
-        overrides.append(f"training.output_dir={json.dumps(str(path))}")
-    config = load_config(
-        arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
-    )
-    set_level(config.training.log_level)
-    return config
 
 
 def _say_error(message: str, kind: str = "error") -> None:

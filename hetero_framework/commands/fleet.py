@@ -13,19 +13,18 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from hetero_framework.cluster import link_probe, survey
-from hetero_framework.cluster.assembly import Cluster, MachineFacts
+from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.commands.bench import losses_told
+from hetero_framework.commands.fleet_profile import profile_of
 from hetero_framework.config import Config
-from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.measuring import ModelCost, measure
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
-from hetero_framework.models.memory import StageMemory, estimate_memory
+from hetero_framework.models.memory import memory_of_parts
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.planner import FleetProfile
 from hetero_framework.security.access import Access
@@ -68,7 +67,13 @@ def measure_fleet(config: Config, *, access: Access | None = None) -> FleetProfi
                     f"it was being measured: {error.message}",
                     hint="start it and measure again, or take it out of the configuration",
                 ) from error
-    return _profile(config, model, facts, costs, links)
+    # Processes that share a device share what is free there.
+    places = {id: (machine_of(config, config.machine(id)), facts[id].device) for id in facts}
+    sharers = Counter(places.values())
+    memory = {id: facts[id].memory_free / sharers[places[id]] for id in facts}
+    return profile_of(
+        config, memory_of_parts(config, model, len(costs["local"].kinds)), costs, memory, links
+    )
 
 
 def _own(config: Config, model: PretrainedConfig, cluster: Cluster) -> ModelCost:
@@ -124,62 +129,3 @@ def _links(cluster: Cluster, hidden_bytes: int, numbers: Any) -> list[dict[str, 
         finally:
             answer.release()
     return found
-
-
-def _profile(
-    config: Config,
-    model: PretrainedConfig,
-    facts: dict[WorkerId, MachineFacts],
-    costs: dict[WorkerId, ModelCost],
-    links: list[dict[str, Any]],
-) -> FleetProfile:
-    own = costs["local"]
-    embedding, *layers, head = _memory(config, model, len(own.kinds))
-    # Processes that share a device share what is free there.
-    places = {id: (machine_of(config, config.machine(id)), facts[id].device) for id in facts}
-    sharers = Counter(places.values())
-    devices = []
-    for id, cost in costs.items():
-        devices.append(
-            {
-                "id": id,
-                "memory_bytes": facts[id].memory_free / sharers[places[id]],
-                "layer_forward_s": cost.of_layers("forward_s"),
-                "layer_backward_s": cost.of_layers("backward_s"),
-                "layer_recompute_s": cost.of_layers("recompute_s"),
-                "embedding_forward_s": cost.embedding.forward_s,
-                "embedding_backward_s": cost.embedding.backward_s,
-                "head_forward_s": cost.head.forward_s,
-                "head_backward_s": cost.head.backward_s,
-                "layer_bytes": [memory.kept for memory in layers],
-                "embedding_bytes": embedding.kept,
-                "head_bytes": head.kept + head.logits,
-                "activation_bytes_per_layer": cost.of_layers("kept_bytes"),
-                "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
-            }
-        )
-    return FleetProfile.from_dict(
-        {
-            "version": 1,
-            "layers": len(own.kinds),
-            "micro_batches": config.training.gradient_accumulation_steps,
-            "activation_bytes": _wire_bytes(own, config.wire.activations),
-            "gradient_bytes": _wire_bytes(own, config.wire.gradients),
-            "devices": devices,
-            "links": links,
-        },
-        name="what was measured",
-    )
-
-
-def _wire_bytes(cost: ModelCost, codec: str) -> int:
-    """Of a boundary's tensor as it travels."""
-    dtype = getattr(torch, cost.hidden_dtype)
-    return CODECS[codec].nbytes((cost.hidden_bytes // dtype.itemsize,), dtype)
-
-
-def _memory(config: Config, model: PretrainedConfig, layers: int) -> list[StageMemory]:
-    """Of the embedding, of each layer and of the head alone."""
-    bounds = [(0, 0), *((k, k + 1) for k in range(layers)), (layers, layers)]
-    plan = [{"id": "local", "start": start, "end": end} for start, end in bounds]
-    return estimate_memory(config.with_changes(shard_plan=plan), model, max_in_flight=1)

@@ -127,12 +127,26 @@ def text(found: dict[str, Any]) -> str:
                 size(max(0, device["free_bytes"])),
             )
         )
-    return "\n".join([*table(_HEAD, rows, left=(0, 1, 3)), "", *_lines(found)])
+    lines = [*table(_HEAD, rows, left=(0, 1, 3)), "", *_lines(found)]
+    if "estimate" in found:
+        lines = [*_estimate_lines(found["estimate"]), "", *lines]
+    return "\n".join(lines)
+
+
+def _estimate_lines(about: Mapping[str, Any]) -> list[str]:
+    """What an estimate was made from, and how far it may be off."""
+    lines = [
+        f"An ESTIMATE from config.json and makers' figures: times may be {about['factor']:g} times"
+        " longer or shorter. `hetero plan --measure` measures."
+    ]
+    for device in about["devices"]:
+        lines.append(f"  {process_name(device['id'])}: {device['name']} ({device['figures']})")
+    return [*lines, *(f"  assumed: {line}" for line in about["assumed"])]
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
     step_s = found["predicted_step_s"]
-    lines = [f"A step is predicted to take {seconds(step_s)}; {_optimal(found)}."]
+    lines = [f"A step is predicted to take {_step(found)}; {_optimal(found)}."]
     if found["alone"]:
         single, name = found["alone"]["step_s"], process_name(found["alone"]["id"])
         faster = f" ({single / step_s:.2f} times as long)" if step_s > 0 else ""
@@ -157,6 +171,14 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     if found["advice"]:
         lines += ["", "What would help, the most first:", *(f"  {x}" for x in found["advice"])]
     return lines
+
+
+def _step(found: Mapping[str, Any]) -> str:
+    step_s = found["predicted_step_s"]
+    if "estimate" not in found:
+        return seconds(step_s)
+    factor = found["estimate"]["factor"]
+    return f"{seconds(step_s)} ({seconds(step_s / factor)} to {seconds(step_s * factor)})"
 
 
 def _optimal(found: Mapping[str, Any]) -> str:

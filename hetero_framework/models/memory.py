@@ -141,7 +141,7 @@ def estimate_memory(
     if max_in_flight is None:
         max_in_flight = config.training.max_in_flight or 2 * len(stages)
     most = config.training.gradient_accumulation_steps
-    shapes = _Shapes(model_config, config.model, plan)
+    shapes = Shapes(model_config, config.model, plan)
     found = []
     differentiates = False
     for spec, held in zip(stages, in_flight or [max_in_flight] * len(stages), strict=True):
@@ -149,6 +149,17 @@ def estimate_memory(
         differentiates |= any(shapes.holds(name, ShardRange.of(spec)) for name in shapes.trainable)
         found.append(_stage_memory(spec, shapes, config, held, tokens, differentiates))
     return found
+
+
+def memory_of_parts(
+    config: Config, model_config: PretrainedConfig, layers: int, plan: AdapterPlan | None = None
+) -> list[StageMemory]:
+    """Memory of the embedding, of each of the model's `layers` and of the head alone, one
+    micro-batch in flight. Raises as `estimate_memory`."""
+    bounds = [(0, 0), *((k, k + 1) for k in range(layers)), (layers, layers)]
+    entries = [{"id": "local", "start": start, "end": end} for start, end in bounds]
+    config = config.with_changes(shard_plan=entries)
+    return estimate_memory(config, model_config, max_in_flight=1, plan=plan)
 
 
 def recompute_stages(
@@ -218,7 +229,7 @@ def _advice(memory: Sequence[StageMemory]) -> str:
     return "give it fewer layers in shard_plan; or " + "; or ".join(ordered)
 
 
-class _Shapes:
+class Shapes:
     """Sizes of everything in the whole model, to be asked by stage."""
 
     def __init__(
@@ -229,6 +240,7 @@ class _Shapes:
         self.text = config.get_text_config()
         stored: Any = config.dtype or torch.float32
         dtype = stored if model.dtype == "auto" else getattr(torch, model.dtype)
+        self.dtype = str(dtype).removeprefix("torch.")
         self.number_bytes = int(dtype.itemsize)
         quantization = model.quantization or stored_quantization(config)
         sizes = _module_sizes(whole, quantization, config)
@@ -240,6 +252,8 @@ class _Shapes:
         self.buffers = {name: b.nbytes for name, b in whole.named_buffers()}
         self.trains_everything = plan is None
         self.trainable = self._trainable(whole, plan, quantization is not None)
+        named = whole.named_parameters(remove_duplicate=False)
+        self.of_matrices = {name: p.shape for name, p in named if p.dim() > 1}
         self.matrices = {
             name: p.shape
             for name, p in whole.named_parameters()
@@ -300,7 +314,7 @@ def _four_bit_size(count: int, double: bool) -> int:
 
 def _stage_memory(
     spec: StageSpec,
-    shapes: _Shapes,
+    shapes: Shapes,
     config: Config,
     in_flight: int,
     tokens: int,
@@ -347,7 +361,7 @@ def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
 
 
 def _activation_bytes(
-    spec: StageSpec, shapes: _Shapes, config: Config, tokens: int, differentiates: bool
+    spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
 ) -> tuple[int, int]:
     """(once, for each micro-batch in flight) stored by the layers. Gradient checkpointing: a hidden
     state per layer and micro-batch, and one layer in full; no backward: what a layer uses."""
@@ -367,10 +381,10 @@ def _activation_bytes(
     return 0, hidden + sum(layers)
 
 
-def _layer_bytes(layer: int, shapes: _Shapes, c: int, row_tokens: int) -> int:
+def _layer_bytes(layer: int, shapes: Shapes, c: int, row_tokens: int) -> int:
     """Bytes per token that one layer stores."""
     numbers = upcast = 0.0
-    experts = _experts_per_token(shapes.text)
+    experts = experts_per_token(shapes.text)
     for name, shape in shapes.matrices.items():
         if shapes.skeleton.layer_of(name) == layer:
             copies = experts if len(shape) > 2 else 1
@@ -384,13 +398,14 @@ def _layer_bytes(layer: int, shapes: _Shapes, c: int, row_tokens: int) -> int:
     return int(ACTIVATION_MARGIN * c * numbers + upcast + attention)
 
 
-def _experts_per_token(text: PretrainedConfig) -> int:
+def experts_per_token(text: PretrainedConfig) -> int:
+    """How many experts a token visits; 1 for a model without."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
     values = (getattr(text, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
 
-def _loss_bytes(shapes: _Shapes, batch_tokens: int, training: TrainingConfig) -> int:
+def _loss_bytes(shapes: Shapes, batch_tokens: int, training: TrainingConfig) -> int:
     layers = shapes.skeleton.structure.num_layers
     head = ShardRange(layers, layers, False, True)
     own = [numbers for name, numbers in shapes.trainable.items() if shapes.holds(name, head)]

@@ -166,9 +166,12 @@ def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "needs one of --measure and --profile"),
-        (("--measure", "--profile", "f.json"), "needs one of --measure and --profile"),
-        (("--profile", "f.json", "--save-profile", "g.json"), "keeps what --measure finds"),
+        ((), "needs one of --measure, --dry-run and --profile"),
+        (("--measure", "--profile", "f.json"), "needs one of --measure, --dry-run and --profile"),
+        (
+            ("--profile", "f.json", "--save-profile", "g.json"),
+            "keeps what --measure or --dry-run finds",
+        ),
         (("--profile", "f.json", "--evaluate", "p.json", "--write"), "without --evaluate"),
     ],
 )

@@ -1,0 +1,234 @@
+"""`hetero plan --dry-run`: the profile of a fleet on paper, from config.json and makers' figures.
+
+Nothing of the model but its configuration is read, and no other machine is asked. What comes out
+is an estimate: `Estimate.about` says of what, and how far it may be off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from hetero_framework.commands.fleet_profile import profile_of
+from hetero_framework.commands.init import Answers, propose
+from hetero_framework.config import Config, ModelConfig, WorkerConfig, apply_override
+from hetero_framework.core import addresses
+from hetero_framework.core.devices import open_device
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.engine.measuring import ModelCost, PartCost
+from hetero_framework.errors import UserError
+from hetero_framework.models.introspect import introspect
+from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.work import ModelWork, PartWork, model_work
+from hetero_framework.planner import FleetProfile
+from hetero_framework.planner.known_devices import KnownDevice, describe, factor, known_device
+from hetero_framework.units import bit_rate, share
+
+DEFAULT_BANDWIDTH = "1Gbit/s"
+_LINK_SHARE = 0.94  # of the line, with the headers of Ethernet, IP and TCP taken off
+_LATENCY_S = 3e-4
+_RATE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(bit/s|bps|b/s)", re.IGNORECASE)
+_POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The profile, and as JSON types what it was made from and how far it may be off."""
+
+    profile: FleetProfile
+    about: dict[str, Any]
+
+
+def estimate_fleet(
+    config: Config, devices: Sequence[str], bandwidths: Sequence[str], excluded: Sequence[str] = ()
+) -> Estimate:
+    """The profile of the machines of `config` on paper: `devices` as in "1=RTX 3090", `bandwidths`
+    as in "1Gbit/s" for all and "2=100Mbit/s" for one; a worker in `excluded` needs none. Raises
+    UserError for options that are wrong, and what `load_model_config` and `model_work` raise."""
+    config.require("model")
+    assert config.model is not None
+    for name in excluded:
+        config.worker(name)
+    ids = ["local", *(w.id for w in config.workers if str(w.id) not in excluded)]
+    known = _devices(config, ids, devices)
+    rates = _rates(ids, bandwidths)
+    model = load_model_config(config.model, config.base_dir)
+    work = model_work(config, model)
+    costs = {id: _cost(work, known[id]) for id in ids}
+    memory = {id: known[id].usable_bytes for id in ids}
+    profile = profile_of(config, work.memory, costs, memory, _links(config, ids, rates))
+    return Estimate(profile, _about(known, rates, work))
+
+
+def paper_config(model: str, devices: Sequence[str], settings: Sequence[str]) -> Config:
+    """What `hetero init` would propose for a model here and on the workers of `devices`. Raises as
+    `estimate_fleet`."""
+    ids = [owner for owner in (text.partition("=")[0] for text in devices) if owner != "local"]
+    section = ModelConfig(name_or_path=model)
+    layers = introspect(load_model_config(section, Path.cwd())).num_layers
+    answers = Answers(model=model, workers=[f"worker-{k}" for k, _ in enumerate(ids)])
+    raw = propose(answers, layers, hostname=None, own_address="127.0.0.1")
+    names = {k + 1: int(id) if id.isdecimal() else id for k, id in enumerate(ids)}
+    for entry in (*raw["workers"], *raw["shard_plan"][1:]):
+        entry["id"] = names[entry["id"]]
+    for setting in settings:
+        apply_override(raw, setting)
+    return Config.from_dict(raw, name="--model and --device")
+
+
+def _about(
+    known: Mapping[WorkerId, KnownDevice], rates: Mapping[WorkerId, float], work: ModelWork
+) -> dict[str, Any]:
+    speeds = ", ".join(dict.fromkeys(bit_rate(rate) for rate in rates.values()))
+    assumed = [f"networks of {speeds}, {_LATENCY_S * 1e3:g} ms"]
+    for kind in dict.fromkeys(device.kind for device in known.values()):
+        reached = next(d for d in known.values() if d.kind == kind).efficiency
+        assumed.append(
+            f"{kind}: {share(reached.compute)} of the arithmetic, {share(reached.bandwidth)} of the"
+            f" memory's speed, {share(reached.usable_memory)} of the memory for layers"
+        )
+    return {
+        "factor": factor(),
+        "memory_margin": {
+            str(id): device.memory_bytes - device.usable_bytes for id, device in known.items()
+        },
+        "devices": [
+            {
+                "id": id,
+                "name": device.name,
+                "figures": describe(device, half=work.half),
+                "network_bytes_per_s": rates[id],
+                "source": device.source,
+                "efficiency": asdict(device.efficiency),
+            }
+            for id, device in known.items()
+        ],
+        "assumed": assumed,
+    }
+
+
+def _devices(
+    config: Config, ids: Sequence[WorkerId], options: Sequence[str]
+) -> dict[WorkerId, KnownDevice]:
+    """Those that are named; else this machine's, for the processes that run here."""
+    named: dict[WorkerId, KnownDevice] = {}
+    for option in options:
+        owner, equals, name = option.partition("=")
+        id = next((id for id in ids if str(id) == owner), None)
+        if not equals or not name.strip() or id is None:
+            raise UserError(
+                f"--device {option} is not of the form ID=NAME",
+                hint=f'for example: --device 1="RTX 3090"; IDs are {", ".join(map(str, ids))}',
+            )
+        try:
+            named[id] = known_device(name)
+        except UserError as error:
+            raise UserError(f"--device {option}: {error.message}", hint=error.hint) from None
+    missing = []
+    for id in ids:
+        machine = config.machine(id)
+        if id in named:
+            continue
+        if isinstance(machine, WorkerConfig) and not addresses.is_local_address(machine.ip):
+            missing.append(str(id))
+            continue
+        named[id] = _own_device(machine.device)
+    if missing:
+        raise UserError(
+            f"which device {' and '.join(f'worker {id}' for id in missing)} has is not known",
+            hint=f'name it, as in --device {missing[0]}="RTX 3090", or leave the worker out'
+            f" with --exclude {missing[0]}",
+        )
+    return {id: named[id] for id in ids}
+
+
+def _own_device(name: str) -> KnownDevice:
+    device = open_device(name)
+    label, memory = device.label, device.memory().total
+    if device.kind == "cpu":
+        label += f", {psutil.cpu_count(logical=False) or psutil.cpu_count() or 1} cores"
+    try:
+        return known_device(label, memory_bytes=memory)
+    except UserError as error:
+        raise UserError(
+            f"this machine's {device.name}: {error.message}",
+            hint=f"name one that is like it, as in --device local=...; {error.hint}",
+        ) from None
+
+
+def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, float]:
+    """Bytes per second of each process's network."""
+    found = dict.fromkeys(ids, _rate(DEFAULT_BANDWIDTH, DEFAULT_BANDWIDTH))
+    for option in sorted(options, key=lambda option: "=" in option):  # that of all comes first
+        owner, equals, rate = option.rpartition("=")
+        own = [id for id in ids if not equals or str(id) == owner]
+        if not own:
+            known = ", ".join(map(str, ids))
+            raise UserError(f"--bandwidth {option}: {owner!r} is no process; there are: {known}")
+        found |= dict.fromkeys(own, _rate(rate, option))
+    return found
+
+
+def _rate(text: str, option: str) -> float:
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise UserError(
+            f"--bandwidth {option} is no speed of a network",
+            hint="for example: --bandwidth 1Gbit/s, --bandwidth 2=100Mbit/s or --bandwidth 110MB/s",
+        )
+    per_bit = 1.0 if match[3] == "B/s" else 1 / 8
+    return float(match[1]) * _POWERS[match[2].lower()] * per_bit
+
+
+def _links(
+    config: Config, ids: Sequence[WorkerId], rates: Mapping[WorkerId, float]
+) -> list[dict[str, Any]]:
+    """All pairs; of two workers none where the configuration relays, or neither listens."""
+
+    def dials(id: WorkerId) -> bool:
+        machine = config.machine(id)
+        return isinstance(machine, WorkerConfig) and machine.dials
+
+    return [
+        {
+            "from": one,
+            "to": other,
+            "bytes_per_s": _LINK_SHARE * min(rates[one], rates[other]),
+            "latency_s": _LATENCY_S,
+        }
+        for one, other in itertools.permutations(ids, 2)
+        if "local" in (one, other)
+        or (config.links != "relay" and not (dials(one) and dials(other)))
+    ]
+
+
+def _cost(work: ModelWork, device: KnownDevice) -> ModelCost:
+    """What the parts take on a device."""
+
+    def part(own: PartWork, kept: int = 0, again: int = 0) -> PartCost:
+        forward_s = device.seconds(own.forward_flops, own.forward_bytes, half=work.half)
+        backward_s = 0.0
+        if own.backward_flops or own.backward_bytes:
+            backward_s = device.seconds(own.backward_flops, own.backward_bytes, half=work.half)
+        return PartCost(forward_s, backward_s, forward_s if backward_s else 0.0, kept, again)
+
+    layers = {
+        k: part(own, work.memory[1 + k].per_micro_batch, work.recomputing[1 + k].per_micro_batch)
+        for k, own in enumerate(work.layers)
+    }
+    itemsize = getattr(torch, work.dtype).itemsize
+    return ModelCost(
+        part(work.embedding),
+        layers,
+        part(work.head),
+        list(layers),
+        work.hidden_numbers * itemsize,
+        work.dtype,
+    )

@@ -1,0 +1,112 @@
+"""What the subcommands of `hetero` share: options, and what is done with them.
+
+No heavy import at the top: the command line is built before anything is known to be needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.errors import UserError
+from hetero_framework.log import printable, set_level
+
+DEFAULT_CONFIG = "hetero_config.json"
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **settings: Any) -> Option:
+    return names, settings
+
+
+def flag(name: str, help: str) -> Option:
+    return option(name, action="store_true", help=help)
+
+
+def repeated(name: str, metavar: str, help: str, **settings: Any) -> Option:
+    """An option that may be given several times."""
+    return option(name, action="append", default=[], metavar=metavar, help=help, **settings)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return number
+
+
+CONFIG = (
+    option("--config", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
+    repeated(
+        "--set",
+        "NAME=VALUE",
+        "replace a setting of the file, as in training.max_steps=10; may be repeated",
+    ),
+)
+KEYS = option("--keys", metavar="DIR", help="default: hetero_keys beside the configuration")
+ACCESS = (
+    KEYS,
+    flag("--insecure-plaintext", "no encryption, and nobody is asked who it is; on all machines"),
+)
+JSON = flag("--json", "print JSON")
+WORKER_ID = option("--worker-id", metavar="ID", help="which worker this process is")
+ROLE_HELP = "what this machine is (default: by its addresses and host name)"
+
+
+def load(arguments: argparse.Namespace) -> Any:
+    from hetero_framework.config import load_config
+
+    overrides = [*getattr(arguments, "set", ())]
+    if getattr(arguments, "output_dir", None):
+        # A path on the command line starts at the current directory, one in the file at the file.
+        path = Path(arguments.output_dir).absolute()
+        overrides.append(f"training.output_dir={json.dumps(str(path))}")
+    config = load_config(
+        arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
+    )
+    set_level(config.training.log_level)
+    return config
+
+
+def report(
+    arguments: argparse.Namespace, found: dict[str, Any], text: Callable[[dict[str, Any]], str]
+) -> None:
+    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
+
+
+def access_for(config: Any, process: int | str, arguments: argparse.Namespace) -> Any:
+    from hetero_framework.security.access import access_of
+
+    return access_of(config, process, key_options(arguments))
+
+
+def processes_here(config: Any, arguments: argparse.Namespace) -> list[str]:
+    """Whose keys are here."""
+    from hetero_framework.security.access import key_directory
+
+    return list(key_directory(config, key_options(arguments)).processes())
+
+
+def key_options(arguments: argparse.Namespace) -> Any:
+    from hetero_framework.security.access import KeyOptions
+
+    directory = Path(arguments.keys) if arguments.keys is not None else None
+    return KeyOptions(directory, arguments.insecure_plaintext)
+
+
+def check_coordinator(config: Any, arguments: argparse.Namespace) -> None:
+    """Raise UserError on a machine that has workers alone."""
+    from hetero_framework.cluster.roles import decide_role
+
+    role = decide_role(config, role=arguments.role, keys=processes_here(config, arguments))
+    if not role.is_coordinator:
+        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
+        raise UserError(
+            f"this machine is {names}; hetero {arguments.command} runs on the coordinator's",
+            hint="here, run hetero worker",
+        )

@@ -1,0 +1,167 @@
+"""`hetero plan` on the command line: its options, and which part of the product each one asks.
+
+Heavy imports are inside, as everywhere that the command line is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.commands.options import (
+    ACCESS,
+    CONFIG,
+    DEFAULT_CONFIG,
+    JSON,
+    ROLE_HELP,
+    access_for,
+    check_coordinator,
+    flag,
+    load,
+    option,
+    repeated,
+    report,
+)
+from hetero_framework.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+SUMMARY = "measure the machines, or estimate them, and say which one should hold which layers"
+EXAMPLES = """
+    hetero plan --dry-run --model meta-llama/Llama-3.1-8B --device "local=RTX 4090" \\
+        --device "1=RTX 3090" --device "2=Apple M2 Max 64GB" --bandwidth 1Gbit/s
+    hetero plan --measure --config cluster.json
+    hetero plan --measure --config cluster.json --save-profile fleet.json --write
+    hetero plan --profile fleet.json --pin 1=4:12 --exclude 2 --margin local=2GiB --json
+    hetero plan --profile fleet.json --evaluate plan.json
+    """
+_SOURCES = ("measure", "dry_run", "profile")
+OPTIONS = (
+    *CONFIG,
+    flag("--measure", "measure the machines of the configuration and their links"),
+    flag(
+        "--dry-run",
+        "estimate from the model's config.json and makers' figures: nothing is downloaded besides,"
+        " and no other machine is asked",
+    ),
+    option("--profile", metavar="FILE", help="take what was measured before, or written by hand"),
+    option("--model", metavar="NAME", help="with --dry-run: this model instead of the configured"),
+    repeated(
+        "--device",
+        "ID=NAME",
+        'with --dry-run: what a process computes on, as in "1=RTX 3090" or "local=Apple M2 Max'
+        ' 64GB"; may be repeated',
+    ),
+    repeated(
+        "--bandwidth",
+        "[ID=]SPEED",
+        "with --dry-run: the network of all, or of one process, as in 2=100Mbit/s (default:"
+        " 1Gbit/s); may be repeated",
+    ),
+    option("--save-profile", metavar="FILE", help="keep what is measured or estimated"),
+    flag("--write", "put the plan into the configuration"),
+    option("--evaluate", metavar="FILE", help="say what this plan would take instead"),
+    repeated("--pin", "ID=START:END", "layers that a process must hold; may be repeated"),
+    repeated("--exclude", "ID", "a worker that must hold none; may be repeated"),
+    repeated("--margin", "ID=SIZE", "memory that stays free on a process; may be repeated"),
+    repeated(
+        "--allow",
+        "LIST",
+        "what may be chosen besides checkpointing and chunks: codec, micro-batch; they change the"
+        " numbers of the result a little",
+    ),
+    option("--role", choices=("coordinator",), help=ROLE_HELP),
+    *ACCESS,
+    JSON,
+)
+
+
+def run_plan(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    from hetero_framework.commands.plan import Wishes, judge_plan, make_plan, text, write_plan
+
+    profile, about = _profile(arguments)
+    # An estimate leaves out whom it need not know.
+    excluded = () if arguments.dry_run else arguments.exclude
+    wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
+    if arguments.evaluate is not None:
+        found = judge_plan(profile, Path(arguments.evaluate), wishes)
+    else:
+        found = make_plan(profile, wishes)
+    report(arguments, {**found, **about}, text)
+    if arguments.write:
+        write_plan(found, Path(arguments.config))
+        _log.info("wrote the plan into %s", arguments.config)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise UserError for options that do not go together."""
+    if sum(bool(getattr(arguments, name)) for name in _SOURCES) != 1:
+        raise UserError("hetero plan needs one of --measure, --dry-run and --profile FILE")
+    if arguments.save_profile is not None and arguments.profile is not None:
+        raise UserError("--save-profile keeps what --measure or --dry-run finds")
+    for name in ("model", "device", "bandwidth"):
+        if getattr(arguments, name) and not arguments.dry_run:
+            raise UserError(f"--{name} goes with --dry-run")
+    if arguments.evaluate is not None and (arguments.pin or arguments.exclude or arguments.allow):
+        raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")
+    if arguments.evaluate is not None and arguments.write:
+        raise UserError("--write puts a new plan into the configuration, without --evaluate")
+
+
+def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The profile, and for an estimate what it was made from."""
+    from hetero_framework.planner import load_profile
+
+    about: dict[str, Any] = {}
+    if arguments.profile is not None:
+        return load_profile(arguments.profile), about
+    if arguments.dry_run:
+        from hetero_framework.commands.estimate import estimate_fleet
+
+        config = _paper_config(arguments)
+        found = estimate_fleet(config, arguments.device, arguments.bandwidth, arguments.exclude)
+        profile, about = found.profile, {"estimate": found.about}
+    else:
+        profile = _measured(arguments)
+    if arguments.save_profile is not None:
+        _save(profile, Path(arguments.save_profile))
+    return profile, about
+
+
+def _measured(arguments: argparse.Namespace) -> Any:
+    """The profile of the configuration's machines."""
+    config = load(arguments)
+    check_coordinator(config, arguments)
+    from hetero_framework.commands.fleet import measure_fleet
+
+    return measure_fleet(config, access=access_for(config, "local", arguments))
+
+
+def _paper_config(arguments: argparse.Namespace) -> Any:
+    """The configuration; without a file the one that `hetero init` would propose for --model and
+    the workers that --device names."""
+    is_there = Path(arguments.config).exists()
+    if arguments.model is None or is_there or arguments.config != DEFAULT_CONFIG:
+        config = load(arguments)
+        if arguments.model is None:
+            return config
+        name = {"name_or_path": arguments.model, "from_config": None}
+        return config.with_changes(
+            model=name if config.model else {"name_or_path": arguments.model}
+        )
+    from hetero_framework.commands.estimate import paper_config
+
+    return paper_config(arguments.model, arguments.device, arguments.set)
+
+
+def _save(profile: Any, file: Path) -> None:
+    from hetero_framework.core.files import write_file
+
+    try:
+        write_file(file, json.dumps(profile.to_dict(), indent=1).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}") from error

@@ -1,0 +1,160 @@
+"""What makers say of their devices, by name: memory, operations and bytes per second.
+
+The table is data with its sources (known_devices.json); `hetero plan --dry-run` estimates from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.errors import UserError
+from hetero_framework.units import size
+
+FILE = Path(__file__).with_name("known_devices.json")
+_FIGURES = re.compile(
+    r"(\d+(?:\.\d+)?) *gi?b *, *(\d+(?:\.\d+)?) *tflops *, *(\d+(?:\.\d+)?) *gb/s", re.IGNORECASE
+)
+_MEMORY = re.compile(r"\b(\d+) *gi?b\b", re.IGNORECASE)
+_CORES = re.compile(r"\b(\d+)[ -]?cores?\b", re.IGNORECASE)
+_WORD = re.compile(r"[a-z]+|\d+")
+_MAKERS = ("nvidia", "geforce", "amd", "intel", "apple", "radeon", "r", "tm")
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What training reaches of a kind of device's figures: shares, and the seconds that it takes to
+    start the kernels of a layer."""
+
+    compute: float
+    bandwidth: float
+    usable_memory: float
+    start_s: float
+
+
+@dataclass(frozen=True)
+class KnownDevice:
+    """A device by its figures: bytes, operations per second of half and of single precision, bytes
+    per second of its memory. `source` is a page, or says where the figures are from."""
+
+    name: str
+    kind: str
+    memory_bytes: float
+    half_flops: float
+    float_flops: float
+    bandwidth: float
+    source: str
+
+    @property
+    def efficiency(self) -> Efficiency:
+        return Efficiency(**_table()["kinds"][self.kind])
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that layers can fill."""
+        return self.memory_bytes * self.efficiency.usable_memory
+
+    def seconds(self, flops: float, nbytes: float, *, half: bool) -> float:
+        """Of work on the device: bounded by its arithmetic or by its memory."""
+        reached, peak = self.efficiency, self.half_flops if half else self.float_flops
+        computing_s = flops / (peak * reached.compute)
+        return reached.start_s + max(computing_s, nbytes / (self.bandwidth * reached.bandwidth))
+
+
+def factor() -> float:
+    """A step takes between the estimate divided and multiplied by it."""
+    return float(_table()["factor"])
+
+
+def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice:
+    """The device that a person or a driver calls so: "RTX 3090", "NVIDIA GeForce RTX 3090", "Apple
+    M2 Max 64GB", "8-core CPU 32GB", or by figures of its own: "24GB, 71 TFLOPS, 936 GB/s". Of
+    several that fit, the one that says most. `memory_bytes` is what is known of its memory. Raises
+    UserError for one that is not in the table, and where its memory is not known."""
+    if figures := _FIGURES.fullmatch(text.strip()):
+        gib, tflops, gbs = map(float, figures.groups())
+        return KnownDevice(
+            text.strip(), "gpu", gib * _GIB, tflops * 1e12, tflops * 1e12, gbs * 1e9, "as given"
+        )
+    fitting = [row for row in _table()["devices"] if _is_called(row[0], text)]
+    found = _of(max(fitting, key=lambda row: len(row[0]))) if fitting else _cpu(text)
+    if found is None:
+        raise UserError(f"{text!r} is no device that is known here", hint=_hint(text))
+    said = _MEMORY.search(text)
+    if memory_bytes is not None:
+        return replace(found, memory_bytes=memory_bytes)
+    if said is not None:
+        return replace(found, memory_bytes=float(said[1]) * _GIB, name=text.strip())
+    if not found.memory_bytes:
+        raise UserError(
+            f"how much memory {text!r} has depends on the machine",
+            hint=f'add it, as in "{text.strip()} 32GB"',
+        )
+    return found
+
+
+def describe(device: KnownDevice, *, half: bool) -> str:
+    """The figures that count, for a person."""
+    tflops, what = (device.half_flops, "16-bit") if half else (device.float_flops, "float32")
+    return (
+        f"{size(device.memory_bytes)}, {tflops / 1e12:.3g} TFLOPS ({what}),"
+        f" {device.bandwidth / 1e9:.4g} GB/s"
+    )
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return table
+
+
+def _is_called(name: str, text: str) -> bool:
+    """Whether a device of the table can be meant: its words are there, one after the other, with
+    its memory where the name says that. One for laptops is slower than its namesake."""
+    own, said = _MEMORY.search(name), _MEMORY.search(text)
+    if own is not None and (said is None or said[1] != own[1]):
+        return False
+    words, there = _words(name), _words(text)
+    if "laptop" in there and "laptop" not in words:
+        return False
+    return any(there[i : i + len(words)] == words for i in range(len(there)))
+
+
+def _words(name: str) -> list[str]:
+    """Letters and numbers apart: "RTX3090" is "RTX 3090". Who makes it says nothing."""
+    without_memory = _MEMORY.sub(" ", name.lower())
+    return [word for word in _WORD.findall(without_memory) if word not in _MAKERS]
+
+
+def _of(row: list[Any]) -> KnownDevice:
+    name, kind, gib, half, single, gbs, source = row
+    page = _table()["sources"][source]
+    return KnownDevice(name, kind, (gib or 0) * _GIB, half * 1e12, single * 1e12, gbs * 1e9, page)
+
+
+def _cpu(text: str) -> KnownDevice | None:
+    """A CPU of so many cores, of which nothing else is known."""
+    cores = _CORES.search(text)
+    if cores is None:
+        return None
+    each = _table()["unknown_cpu"]
+    half, single = (int(cores[1]) * each[f"{x}_tflops_per_core"] * 1e12 for x in ("half", "float"))
+    return KnownDevice(
+        text.strip(), "cpu", 0, half, single, each["bandwidth_gbs"] * 1e9, "an assumed core"
+    )
+
+
+def _hint(text: str) -> str:
+    names = {row[0].lower(): row[0] for row in _table()["devices"]}
+    near = difflib.get_close_matches(" ".join(text.lower().split()), names, n=3, cutoff=0.6)
+    near_text = f"did you mean {' or '.join(names[name] for name in near)}? Else " if near else ""
+    return (
+        f'{near_text}give its figures, as in "24GB, 71 TFLOPS, 936 GB/s" (memory, 16-bit'
+        ' arithmetic, memory\'s speed), or a CPU as "8-core CPU 32GB"'
+    )

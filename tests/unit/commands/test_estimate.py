@@ -1,0 +1,147 @@
+"""`hetero plan --dry-run`: from config.json and makers' figures alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.cli import main
+from hetero_framework.planner import load_profile
+
+FIELDS = {
+    **{"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 512, "vocab_size": 32000},
+    **{"intermediate_size": 1536, "num_attention_heads": 8, "architectures": ["LlamaForCausalLM"]},
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with config.json and nothing else; the working directory is its parent."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(FIELDS))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def configured(model: Path, **sections: Any) -> None:
+    raw = {
+        "coordinator": {"ip": "127.0.0.1"},
+        "workers": [{"id": 1, "ip": "worker.invalid"}, {"id": "box", "ip": "box.invalid"}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}],
+        "model": {"name_or_path": str(model)},
+        "adapter": {"r": 8, "target_modules": "all-linear"},
+        "training": {"gradient_accumulation_steps": 8},
+        **sections,
+    }
+    Path("hetero_config.json").write_text(json.dumps(raw))
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "--dry-run", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.usefixtures("model")
+def test_a_model_and_names_of_devices_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "./model", "--device", "local=RTX 4090", "--device", "2=RTX 3060"]
+    found = estimated(capsys, *words, "--bandwidth", "10Gbit/s", "--save-profile", "fleet.json")
+    assert found["estimate"]["factor"] == 2.0
+    assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 2]
+    assert 0 < found["estimate"]["memory_margin"]["2"] < 12 * 2**30
+    profile = load_profile("fleet.json")
+    fast, slow = profile.devices
+    assert profile.layers == 8
+    # Bounded by arithmetic, 165.2 against 25.5 TFLOPS, or by memory, 1008 against 360 GB/s.
+    ratio = (slow.layer_forward_s[0] - 3e-4) / (fast.layer_forward_s[0] - 3e-4)
+    assert 1008 / 360 < ratio < 165.2 / 25.5
+    assert {link.bytes_per_s for link in profile.links} == {0.94 * 10e9 / 8}
+    assert sorted(path.name for path in Path().iterdir()) == ["fleet.json", "model"]
+
+
+def test_the_configuration_says_who_takes_part(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configured(model)
+    named = ["--device", "local=RTX 3090", "--device", "1=RTX 3090", "--device", "box=RTX 3090"]
+    found = estimated(capsys, *named, "--bandwidth", "box=1Mbit/s")
+    assert found["unused"] == ["box"] or len(found["shard_plan"]) == 1
+    speeds = {d["id"]: d["network_bytes_per_s"] for d in found["estimate"]["devices"]}
+    assert speeds == {"local": 125e6, 1: 125e6, "box": 125e3}
+    found = estimated(capsys, *named[:4], "--exclude", "box")
+    assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 1]
+
+
+def test_it_is_labelled_as_an_estimate(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("An ESTIMATE from config.json and makers' figures")
+    assert "coordinator: RTX 4090 (24.0 GiB, 165 TFLOPS (16-bit), 1008 GB/s)" in said
+    assert "assumed: gpu: 45% of the arithmetic" in said
+
+
+def test_its_plan_can_be_written(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configured(model)
+    named = ["--device", "local=RTX 3090", "--device", "1=RTX 3090", "--exclude", "box"]
+    found = estimated(capsys, *named, "--pin", "1=6:8", "--write")
+    written = json.loads(Path("hetero_config.json").read_text())["shard_plan"]
+    assert [(e["id"], e["start"], e["end"]) for e in written] == [
+        (e["id"], e["start"], e["end"]) for e in found["shard_plan"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which device worker 1 and worker box has is not known"),
+        (["--device", "1=RTX 3099"], "--device 1=RTX 3099: 'RTX 3099' is no device"),
+        (["--device", "7=RTX 3090"], "--device 7=RTX 3090 is not of the form ID=NAME"),
+        (["--device", "RTX 3090"], "is not of the form ID=NAME"),
+        (["--bandwidth", "fast"], "--bandwidth fast is no speed of a network"),
+        (["--bandwidth", "0Gbit/s"], "is no speed of a network"),
+        (["--bandwidth", "7=1Gbit/s"], "'7' is no process; there are: local, 1, box"),
+        (["--exclude", "7"], "there is no worker"),
+        (["--model", "./none"], "no model directory"),
+        (["--measure"], "needs one of --measure, --dry-run and --profile"),
+    ],
+)
+def test_wrong_options_end_with_2_and_leave_nothing(
+    model: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configured(model)
+    known = ["--device", "1=RTX 3090", "--device", "box=RTX 3090", "--device", "local=RTX 3090"]
+    if words and words[0] != "--device":
+        words = [*known, *words]
+    assert main(["plan", "--dry-run", *words, "--save-profile", "fleet.json", "--write"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("fleet.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no config.json"),
+        ("{", "config.json"),
+        ('{"hidden_size": 64}', "no config.json that names its model_type"),
+        ('{"model_type": "perceptron"}', "has no model type 'perceptron'"),
+    ],
+)
+def test_a_model_that_cannot_be_read_ends_with_2(
+    model: Path, content: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "config.json").unlink()
+    if content is not None:
+        (model / "config.json").write_text(content)
+    assert main(["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 3090"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model", "--device", "--bandwidth"])
+def test_options_of_a_dry_run_go_with_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--measure", option, "1=x"]) == 2
+    assert f"{option} goes with --dry-run" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hetero_framework.errors import UserError
+from hetero_framework.planner.known_devices import FILE, describe, known_device
+
+GIB = 2**30
+TABLE = json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("RTX 3090", "RTX 3090"),
+        ("rtx3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
+        ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Tesla T4", "T4"),
+        ("AMD Ryzen 9 7950X 16-Core Processor 64GB", "Ryzen 9 7950X"),
+        ("Intel(R) Core(TM) i9-13900K 64GB", "Core i9-13900K"),
+        ("Apple GPU (Apple M1 Max) 64GB", "Apple M1 Max"),
+    ],
+)
+def test_devices_are_found_by_what_people_and_drivers_call_them(text: str, name: str) -> None:
+    (row,) = [row for row in TABLE["devices"] if row[0] == name]
+    found = known_device(text)
+    assert (found.half_flops, found.bandwidth) == (row[3] * 1e12, row[5] * 1e9)
+
+
+def test_every_row_finds_itself_and_names_its_source() -> None:
+    for name, _, gib, _, single, _, source in TABLE["devices"]:
+        found = known_device(name, memory_bytes=None if gib else 8 * GIB)
+        assert found.float_flops == single * 1e12, name
+        assert found.source == TABLE["sources"][source]
+        assert 0 < found.usable_bytes < found.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("RTX 3090", 24),
+        ("RTX 4060 Ti 16GB", 16),
+        ("Apple M2 Max 64GB", 64),
+        ("RTX 2080 Ti 22GiB", 22),
+    ],
+)
+def test_memory_is_the_makers_unless_it_is_said(text: str, gib: int) -> None:
+    assert known_device(text).memory_bytes == gib * GIB
+    assert known_device(text, memory_bytes=3 * GIB).memory_bytes == 3 * GIB
+
+
+def test_figures_and_cores_stand_for_a_device() -> None:
+    own = known_device("24GB, 71 TFLOPS, 936 GB/s")
+    assert (own.memory_bytes, own.half_flops, own.bandwidth) == (24 * GIB, 71e12, 936e9)
+    assert describe(own, half=True) == "24.0 GiB, 71 TFLOPS (16-bit), 936 GB/s"
+    few, many = known_device("4-core CPU 16GB"), known_device("8 cores 16GB")
+    assert many.float_flops == 2 * few.float_flops > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("RTX 3091", "is no device that is known", "did you mean RTX 3090"),
+        ("RTX 3090 Laptop", "is no device that is known", "give its figures"),
+        ("abacus", "is no device that is known", "give its figures"),
+        ("Apple M2 Max", "how much memory", '"Apple M2 Max 32GB"'),
+        ("8-core CPU", "how much memory", "32GB"),
+    ],
+)
+def test_what_is_not_known_is_said_with_a_way_out(text: str, said: str, hint: str) -> None:
+    with pytest.raises(UserError, match=said) as raised:
+        known_device(text)
+    assert hint in str(raised.value.hint)
+
+
+def test_time_is_bounded_by_arithmetic_or_by_memory() -> None:
+    device = known_device("RTX 3090")
+    reached = device.efficiency
+    computing = device.seconds(1e12, 1.0, half=True) - reached.start_s
+    assert computing == pytest.approx(1 / (71 * reached.compute))
+    moving = device.seconds(1.0, 936e9, half=True) - reached.start_s
+    assert moving == pytest.approx(1 / reached.bandwidth)
+    assert device.seconds(1e12, 1.0, half=False) > computing
