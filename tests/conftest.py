@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is remembered between tests; those of what is remembered choose a directory.
 os.environ.setdefault("HETERO_CACHE", "")
+
+# A suite that was started in the background or under nohup ignores these, and so would all that it
+# starts.
+for _name, _usual in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    _number = getattr(signal, _name, None)  # Windows has no SIGHUP
+    if _number is not None and signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 
 @pytest.fixture

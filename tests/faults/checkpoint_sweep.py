@@ -8,26 +8,28 @@ state before or the state after, byte for byte. A reader of a bad disk gets one 
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import logging
-import os
 import shutil
-import sys
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.checkpoint import CheckpointStore
-from tests.faults.syscalls import KILL, LOOKS, Call, unsupported, watch
+from tests.faults.syscall_sweep import (
+    MODES,
+    WRITTEN,
+    WRITTEN_AGAIN,
+    Counts,
+    disturbed,
+    failing,
+    points,
+    run,
+)
+from tests.faults.syscalls import Call, watch
 
-WRITTEN, WRITTEN_AGAIN, REFUSED = 0, 10, 11
 Tree = dict[str, bytes]
 
 
@@ -60,38 +62,6 @@ SCENES: dict[str, tuple[Callable[[Path], None], int]] = {
 }
 
 
-class PowerCut:
-    """What the disk holds when the power fails: of files and names that are new, only those that
-    were waited for (fsync)."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._known = {path.stat().st_ino for path in root.rglob("*")} if root.exists() else set()
-        self._synced: dict[int, set[str]] = {}
-        self._pending: tuple[int, set[str]] | None = None
-
-    def note(self, call: Call) -> None:
-        """`call` comes next, so the one before has been done."""
-        if self._pending is not None:
-            self._synced[self._pending[0]] = self._pending[1]
-            self._pending = None
-        if call.name in ("fsync", "fdatasync"):
-            names = {path.name for path in call.path.iterdir()} if call.path.is_dir() else set()
-            self._pending = call.inode, names
-        elif call.name in ("write", "pwrite64", "writev", "ftruncate"):
-            self._synced.pop(call.inode, None)
-            self._known.discard(call.inode)
-
-    def fall(self) -> None:
-        for path in sorted(self._root.rglob("*")):
-            if not path.is_file() or (inode := path.stat().st_ino) in self._known:
-                continue
-            if path.name not in self._synced.get(path.parent.stat().st_ino, ()):
-                path.unlink()
-            elif inode not in self._synced:
-                os.truncate(path, 0)
-
-
 def tree(directory: Path) -> Tree:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
@@ -108,24 +78,11 @@ def found(root: Path, old: Tree | None, new: Tree) -> str:
     return "new" if content == new else "old"
 
 
-def attempt(root: Path, step: int) -> int:
-    """Save as a run does: one that fails is tried again later."""
-    for result in (WRITTEN, WRITTEN_AGAIN):
-        with contextlib.suppress(ResourceError):
-            save(root, step, 3)
-            return result
-    return REFUSED
-
-
-MODES = ("kill", "power cut", "ENOSPC", "EIO", "ENOSPC from then on", "EIO from then on")
-_GROWS = ("write", "pwrite64", "writev", "fsync", "mkdir", "mkdirat", "fallocate")
-
-
-def sweep_writing(base: Path, every: int) -> dict[str, Counter[str]]:
+def sweep_writing(base: Path, every: int) -> Counts:
     """Every scene, every point, every mode: how often a resume finds the old and the new step."""
-    results: dict[str, Counter[str]] = {}
+    results: Counts = {}
     for scene, (prepare, step) in SCENES.items():
-        start, done = base / "start", base / "done"
+        start, done, root = base / "start", base / "done", base / "case"
         prepare(start)
         prepare(done)
         before = CheckpointStore(start)
@@ -133,103 +90,61 @@ def sweep_writing(base: Path, every: int) -> dict[str, Counter[str]]:
         save(done, step, 3)
         new = tree(done / f"step_{step}")
         for mode in MODES:
-            counts = results.setdefault(f"{scene}: {mode}", Counter())
-            number = 1
-            while True:
-                where = f"{scene}, {mode} at call {number}"
-                root = base / "case"
-                if start.exists():
-                    shutil.copytree(start, root)
-                try:
-                    reached, outcome = _case(root, step, old, new, mode, number)
-                except (AssertionError, CheckpointError, ResourceError) as error:
-                    reached, outcome = True, f"{where}: {error}"
-                shutil.rmtree(root, ignore_errors=True)
-                if not reached:
-                    break
-                counts["points"] += 1
-                counts[outcome] += 1
-                number += every
+            case = partial(_write_case, root, step, old, new, mode)
+            results[f"{scene}: {mode}"] = points(start, root, every, case)
         shutil.rmtree(start, ignore_errors=True)
         shutil.rmtree(done)
     return results
 
 
-def _case(
+def _write_case(
     root: Path, step: int, old: Tree | None, new: Tree, mode: str, number: int
-) -> tuple[bool, str]:
-    """Whether the child got as far as that call, and what a resume finds."""
-    cut = PowerCut(root)
-    reached: list[Call] = []
-    changes = 0
-
-    def answer(call: Call) -> int | None:
-        nonlocal changes
-        cut.note(call)
-        if call.name in LOOKS:
-            return errno.EIO if mode == "EIO from then on" and reached else None
-        changes += 1
-        if changes < number or (changes > number and not mode.endswith("from then on")):
-            return None
-        reached.append(call)
-        if mode in ("kill", "power cut"):
-            return KILL
-        if mode == "ENOSPC from then on" and call.name not in _GROWS:
-            return None
-        return int(getattr(errno, mode.split()[0]))
-
-    result = watch(root, lambda: attempt(root, step), answer)
+) -> str | None:
+    """What a resume finds after that call went wrong; None where there was none."""
+    reached, result = disturbed(root, lambda: save(root, step, 3), mode, number)
     if not reached:
-        assert result == WRITTEN
-        return False, ""
-    if mode == "power cut":
-        cut.fall()
-    if result is not None and not mode.endswith("from then on"):
-        assert result in (WRITTEN, WRITTEN_AGAIN), "the save after the failed one fails, too"
+        return None
     outcome = found(root, old, new)
     assert outcome == "new" or result not in (WRITTEN, WRITTEN_AGAIN), "said to be written"
     save(root, 9, 9)  # the next run goes on
     assert not [path.name for path in root.iterdir() if "." in path.name]
-    return True, outcome
+    return outcome
 
 
-def sweep_reading(base: Path, every: int) -> dict[str, Counter[str]]:
+def sweep_reading(base: Path, every: int) -> Counts:
     """Every call of a resume fails: it finds the new step, says that it takes the old one, or ends
     with an error. A step that was asked for by number is found or not; none stands in for it."""
-    root = base / "checkpoints"
-    two_steps(root)
-    steps = [tree(root / f"step_{step}") for step in (1, 2)]
-    results: dict[str, Counter[str]] = {}
-    for which in ("latest", 2):
-        for mode in MODES[2:]:
-            counts = results[f"resume {which}: {mode}"] = Counter()
-            number = 1
-            while (outcome := _read_case(root, which, mode, number)) is not None:
-                counts["points"] += 1
-                is_right = outcome in ("new", "error") or (outcome == "old" and which == "latest")
-                counts[outcome if is_right else f"call {number}: {outcome}"] += 1
-                number += every
-    assert steps == [tree(root / f"step_{step}") for step in (1, 2)]
-    shutil.rmtree(root)
+    start, root = base / "checkpoints", base / "case"
+    two_steps(start)
+    steps = [tree(start / f"step_{step}") for step in (1, 2)]
+    results = {
+        f"resume {which}: {mode}": points(
+            start, root, every, partial(_read_case, root, steps, which, mode)
+        )
+        for which in ("latest", 2)
+        for mode in MODES[2:]
+    }
+    shutil.rmtree(start)
     return results
 
 
-def _read_case(root: Path, which: int | str, mode: str, number: int) -> str | None:
+def _read_case(
+    root: Path, steps: list[Tree], which: int | str, mode: str, number: int
+) -> str | None:
     """What a resume comes to whose call of this number fails; None where it makes fewer."""
     reached = False
 
     def answer(call: Call) -> int | None:
         nonlocal reached
-        if call.number < number or (call.number > number and not mode.endswith("from then on")):
-            return None
-        reached = True
-        return int(getattr(errno, mode.split()[0]))
+        reached = reached or call.number == number
+        return failing(call, number, call.number, mode)
 
-    try:
-        outcome = _RESUMED[watch(root, lambda: _resume(root, which), answer) or 0]
-    except AssertionError as error:
-        outcome = str(error)
-    return outcome if reached else None
+    outcome = _RESUMED[watch(root, lambda: _resume(root, which), answer) or 0]
+    if not reached:
+        return None
+    assert steps == [tree(root / f"step_{step}") for step in (1, 2)], "it was written"
+    assert outcome in ("new", "error") or (outcome == "old" and which == "latest"), outcome
+    return outcome
 
 
 _RESUMED = {
@@ -256,21 +171,5 @@ def _resume(root: Path, which: int | str) -> int:
     return 4 if reader.step == 1 and not said else reader.step
 
 
-def main() -> None:
-    if problem := unsupported():
-        sys.exit(problem)
-    logging.getLogger("hetero_framework").addHandler(logging.NullHandler())
-    every = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    began = time.monotonic()
-    # In memory, where there is that: the waits for a disk are counted, not measured.
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as base:
-        results = sweep_writing(Path(base).resolve(), every)
-        results |= sweep_reading(Path(base).resolve(), every)
-    for name, counts in results.items():
-        print(json.dumps({"case": name, **counts}))
-    print(f"{time.monotonic() - began:.1f} s", file=sys.stderr)
-
-
 if __name__ == "__main__":
-    main()
+    run(sweep_writing, sweep_reading)

@@ -8,26 +8,24 @@ byte, and files of others as they were; the next write succeeds and leaves nothi
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
-import logging
-import os
 import shutil
-import sys
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hetero_framework.errors import ResourceError
 from hetero_framework.models.export import OutputDirectory, write_checkpoint
-from tests.faults.checkpoint_sweep import _GROWS, MODES, REFUSED, WRITTEN, WRITTEN_AGAIN, PowerCut
-from tests.faults.syscalls import KILL, LOOKS, Call, unsupported, watch
+from tests.faults.syscall_sweep import (
+    MODES,
+    WRITTEN,
+    WRITTEN_AGAIN,
+    Counts,
+    disturbed,
+    points,
+    run,
+)
 
 Tree = dict[str, bytes]
 CONFIG = LlamaConfig(
@@ -51,14 +49,6 @@ class Writer:
         parts = [{name: torch.full_like(t, value)} for name, t in self._weights.items()]
         output = OutputDirectory(root / "model", overwrite=True)
         write_checkpoint(output, parts, CONFIG, max_file_bytes=1024)
-
-    def attempt(self, root: Path) -> int:
-        """As a run does: a result that cannot be written is tried again."""
-        for result in (WRITTEN, WRITTEN_AGAIN):
-            with contextlib.suppress(ResourceError):
-                self.write(root, 2.0)
-                return result
-        return REFUSED
 
 
 def nothing(root: Path, writer: Writer) -> None:
@@ -92,33 +82,19 @@ def tree(directory: Path) -> Tree | None:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def sweep(base: Path, every: int) -> dict[str, Counter[str]]:
+def sweep(base: Path, every: int) -> Counts:
     """Every scene, every mode, every n-th point: how often the old and the new result is found."""
     writer, results = Writer(), {}
     for scene, prepare in SCENES.items():
-        start, done = base / "start", base / "done"
+        start, done, root = base / "start", base / "done", base / "case"
         prepare(start, writer)
         old = tree(start / "model")
         shutil.copytree(start, done)
         writer.write(done, 2.0)
         new = tree(done / "model")
         for mode in MODES:
-            counts: Counter[str] = Counter()
-            results[f"{scene}: {mode}"] = counts
-            number = 1
-            while True:
-                root = base / "case"
-                shutil.copytree(start, root)
-                try:
-                    reached, outcome = _case(root, writer, (old, new), mode, number)
-                except (AssertionError, ResourceError) as error:
-                    reached, outcome = True, f"{scene}, {mode} at call {number}: {error}"
-                shutil.rmtree(root)
-                if not reached:
-                    break
-                counts["points"] += 1
-                counts[outcome] += 1
-                number += every
+            case = partial(_case, root, writer, (old, new), mode)
+            results[f"{scene}: {mode}"] = points(start, root, every, case)
         shutil.rmtree(start)
         shutil.rmtree(done)
     return results
@@ -126,35 +102,11 @@ def sweep(base: Path, every: int) -> dict[str, Counter[str]]:
 
 def _case(
     root: Path, writer: Writer, trees: tuple[Tree | None, Tree | None], mode: str, number: int
-) -> tuple[bool, str]:
-    """Whether the child got as far as that call, and which result is there."""
-    cut = PowerCut(root)
-    reached = False
-    changes = 0
-
-    def answer(call: Call) -> int | None:
-        nonlocal changes, reached
-        cut.note(call)
-        if call.name in LOOKS:
-            return errno.EIO if mode == "EIO from then on" and reached else None
-        changes += 1
-        if changes < number or (changes > number and not mode.endswith("from then on")):
-            return None
-        reached = True
-        if mode in ("kill", "power cut"):
-            return KILL
-        if mode == "ENOSPC from then on" and call.name not in _GROWS:
-            return None
-        return int(getattr(errno, mode.split()[0]))
-
-    result = watch(root, lambda: writer.attempt(root), answer)
+) -> str | None:
+    """Which result is there after that call went wrong; None where there was none."""
+    reached, result = disturbed(root, lambda: writer.write(root, 2.0), mode, number)
     if not reached:
-        assert result == WRITTEN
-        return False, ""
-    if mode == "power cut":
-        cut.fall()
-    if result is not None and not mode.endswith("from then on"):
-        assert result in (WRITTEN, WRITTEN_AGAIN), "the write after the failed one fails, too"
+        return None
     found, (old, new) = tree(root / "model"), trees
     assert found in (old, new), "neither the old nor the new result"
     outcome = "new" if found == new else "old"
@@ -162,22 +114,8 @@ def _case(
     writer.write(root, 2.0)  # the next run
     assert tree(root / "model") == new
     assert [path.name for path in root.iterdir()] == ["model"]
-    return True, outcome
-
-
-def main() -> None:
-    if problem := unsupported():
-        sys.exit(problem)
-    logging.getLogger("hetero_framework").addHandler(logging.NullHandler())
-    every = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    began = time.monotonic()
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as base:
-        results = sweep(Path(base).resolve(), every)
-    for name, counts in results.items():
-        print(json.dumps({"case": name, **counts}))
-    print(f"{time.monotonic() - began:.1f} s", file=sys.stderr)
+    return outcome
 
 
 if __name__ == "__main__":
-    main()
+    run(sweep)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.checkpoint_sweep import MODES, SCENES
+from tests.faults.checkpoint_sweep import SCENES
+from tests.faults.syscall_sweep import MODES
 from tests.faults.syscalls import unsupported
 
 HERE = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.checkpoint_sweep import MODES
 from tests.faults.export_sweep import SCENES
+from tests.faults.syscall_sweep import MODES
 from tests.faults.test_checkpoint_sweep import sweep
 
 
