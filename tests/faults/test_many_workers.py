@@ -15,6 +15,7 @@ MOST_GROWN_BYTES = 8 << 20
 
 pytestmark = [
     pytest.mark.faults,
+    pytest.mark.alone,
     pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform == "win32", reason="the workers are forked"),
 ]

@@ -35,7 +35,7 @@ from hetero_framework.core.messages import Message
 from tests.framed import framed
 from tests.samples import free_ports
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(400)]
 
 STEPS = 40
 LOUD_STEPS = 100

@@ -191,15 +191,9 @@ def every_cut(reset: bool, first: bool) -> list[FrameCut]:
     return cuts
 
 
-@pytest.mark.parametrize(
-    ("worker", "reset"),
-    [
-        pytest.param(1, False, id="1-closed"),
-        pytest.param(2, True, id="2-reset", marks=LONG),
-        pytest.param(1, True, id="1-reset", marks=LONG),
-        pytest.param(2, False, id="2-closed", marks=LONG),
-    ],
-)
+@LONG
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize("worker", [1, 2])
 def test_a_link_cut_at_any_frame_changes_nothing(
     worker, reset, make, proxies, whole, tmp_path, monkeypatch
 ) -> None:
@@ -507,9 +501,9 @@ def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
+@LONG
 @pytest.mark.parametrize(
-    ("number", "shown"),
-    [(signal.SIGTERM, "SIGTERM"), pytest.param(signal.SIGINT, "Ctrl-C", marks=LONG)],
+    ("number", "shown"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
 )
 def test_a_worker_that_is_told_to_end_hands_over_and_nothing_is_repeated(
     number, shown, make, whole, tmp_path
