@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -95,6 +96,11 @@ class MachineFacts:
     memory_total: int
     memory_free: int
 
+    @classmethod
+    def of(cls, said: m.Welcome) -> MachineFacts:
+        """What a worker says of its own."""
+        return cls(said.device, said.device_label, said.memory_total, said.memory_free)
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -134,7 +140,7 @@ class Assembly:
         outlet = _Outlet(results, links)
         host = StageHost(loaded.local, config, device, meter, outlet, reduce=reduce)
         self.remotes: dict[WorkerId, RemoteHost] = {}
-        for worker in links.workers:
+        for worker in planned(config, links.workers):
             own, head = [s.index for s in specs if s.owner == worker], specs[-1].owner == worker
             remote = RemoteHost(worker, own, links, results, host.data, holds_head=head)
             self.remotes[worker] = remote
@@ -193,6 +199,11 @@ class Assembly:
     def profile(self) -> Profile:
         """What the steps have shown of stages and boundaries."""
         return self._tuner.profile(self.direct)
+
+
+def planned(config: Config, workers: Iterable[WorkerId]) -> list[WorkerId]:
+    """Those of `workers` that the plan gives layers."""
+    return [worker for worker in workers if worker in config.plan.owners]
 
 
 class Boundaries:
@@ -284,14 +295,17 @@ class Cluster:
         reduce: Reduce = nothing_to_add,
         access: Access | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        absence_s: float | None = None,
     ) -> None:
         """`build` and `reduce` are for the stages here; `run_id` is a lasting one. `workers` are
         those of this machine where they were started before. `access` is for the links;
-        `should_stop` ends the wait for a lost worker."""
+        `should_stop` ends the wait for a lost worker. `absence_s`: a worker that is away for so
+        long is given up, also one that was paused (None: as the configuration says)."""
         self._config = config
         self._build = build
         self._reduce = reduce
         self._should_stop = should_stop
+        self._absence_s = absence_s
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         torch.set_num_threads(threads_for(config, "local"))
@@ -317,8 +331,12 @@ class Cluster:
             should_stop=should_stop,
         )
         self._members = Membership(self._peers.workers)
+        self._awaited: dict[WorkerId, Future[bool]] = {}
         self._attempt = 0
         self._current: Assembly | None = None
+        self._was_ready = False
+        self.fingerprint = ""
+        """Of the model's weights, as the last assembly has read them."""
         self._requests = 0
 
     def __enter__(self) -> Cluster:
@@ -331,27 +349,30 @@ class Cluster:
             if self._current is not None:
                 self._current.pipeline.close()
             self._peers.close(Message(_goodbye(error)), end_s)
+            wait_for(self._awaited.values(), timeouts.STOP_S)
         finally:
             self._local.stop(end_s)
 
     # -- start ----------------------------------------------------------------------------------
 
-    def start(self) -> dict[str | int, MachineFacts]:
-        """Start this machine's workers and reach all of them; what each process runs on."""
+    def start(self, awaited: Collection[WorkerId] = ()) -> dict[str | int, MachineFacts]:
+        """Start this machine's workers and reach all of them; what each process runs on. The
+        `awaited` ones need not be there yet, see `returned`."""
         self._peers.listen()
         self._local.start()
         self._local.report()
-        for worker in self.workers:
+        for worker in awaited:
+            self.await_in_background(worker)
+        needed = [worker for worker in self.known_workers if worker not in awaited]
+        for worker in needed:
             self._members.on(worker, Event.DIAL)
-        welcomes = self._peers.connect_all()
+        welcomes = self._peers.connect_all(needed)
         own, memory = self.device, self.device.memory()
         facts: dict[str | int, MachineFacts] = {}
         facts["local"] = MachineFacts(own.name, own.label, memory.total, memory.free)
         for worker, said in welcomes.items():
             self._members.on(worker, Event.FRESH)
-            facts[worker] = MachineFacts(
-                said.device, said.device_label, said.memory_total, said.memory_free
-            )
+            facts[worker] = MachineFacts.of(said)
             if said.torch.split("+")[0] != torch.__version__.split("+")[0]:
                 _log.warning(
                     f"worker {worker} has torch {said.torch}, the coordinator {torch.__version__}: "
@@ -362,13 +383,20 @@ class Cluster:
         return facts
 
     def assemble(self, config: Config, memory_limits: tuple[int, ...] | None = None) -> Assembly:
-        """Have all processes load their stages of `config`. Raises PeerLostError for a worker that
-        is gone or exceeds `load_timeout_s`, and UserError where the files here do."""
+        """Have all processes load their stages of `config`, also when they have others. Workers
+        without stages free what they have, and stay as spare ones. Raises PeerLostError for a
+        worker that is gone or exceeds `load_timeout_s`, and UserError where the files here do."""
+        again = self._current is not None
         if self._current is not None:
             self._current.pipeline.close()
             self._current = None
         self._config, specs = config, config.plan.stages
+        for worker in self.known_workers if again else ():
+            self._peers.forget_direct(worker)  # whoever is set up closes those that it has
+        self._end_loading()
         for worker in self._members.those(State.READY):
+            self._guard(worker, Event.PLANNED)
+        for worker in planned(config, self._members.those(State.SPARE)):
             self._guard(worker, Event.PLANNED)
         for worker in self._members.those(State.JOINING):
             self._guard(worker, Event.PLANNED)
@@ -381,24 +409,35 @@ class Cluster:
         for stage in local:
             stage.input_requires_grad = self._loaded.needs[stage.index]
         parts = Loaded(local, self._loaded.trainable, self._loaded.fingerprint)
+        self.fingerprint = parts.fingerprint
         self._current = Assembly(
             config, self._peers, parts, self.device, self._meter, memory_limits, self._reduce
         )
         while True:
             try:
                 self.retrying(self.pipeline.share_tied_weight)
+                self._was_ready = True
                 return self._current
             except StagesLost:
                 self.rejoin()
+
+    def forget_step(self) -> None:
+        """Have whoever is here forget the step under way: the run goes back, or to another plan.
+        Raises PeerLostError for one more that does not come back."""
+        if self._current is None:
+            return  # another plan was being taken
+        for worker in planned(self._config, self._members.those(State.LEFT)):
+            self.pipeline.lose(worker)
+        while True:
+            with suppress(StagesLost):
+                self.retrying(self.pipeline.abort)
+                break
 
     def rejoin(self) -> None:
         """After StagesLost: have whoever lost its stages load them again, in as many processes as
         it takes, while the others wait with theirs. The state is then as each of them has it:
         `Pipeline.rewind` follows. Raises PeerLostError for one that does not come back."""
-        while True:
-            with suppress(StagesLost):
-                self.retrying(self.pipeline.abort)  # the others need not go on with that step
-                break
+        self.forget_step()
         absent = self._members.those(State.JOINING)
         self._load_workers()
         if self._loaded.fingerprint != self.assembly.fingerprint:
@@ -418,7 +457,13 @@ class Cluster:
         self._members.on(worker, Event.DIAL)
         text = "worker %s left (%s); the run waits for it. Ctrl-C stops with all that is done"
         _log.warning(text, worker, leaving.reason)
-        has_stages = self._peers.reconnect(worker, math.inf if leaving.is_paused else None)
+        without_end = leaving.is_paused and self._absence_s is None
+        try:
+            wait_s = math.inf if without_end else self._absence_s
+            has_stages = self._peers.reconnect(worker, wait_s)
+        except PeerLostError:
+            self._members.on(worker, Event.GONE)
+            raise
         self._members.on(worker, Event.BACK if has_stages else Event.FRESH)
         _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
 
@@ -440,7 +485,7 @@ class Cluster:
                         self._loaded.note(name, entry.index, entry.fingerprint, trainable)
                 self._loaded.check(deadline)
                 self._connect_workers()
-                for worker in [w for w in loading if w not in started]:
+                for worker in planned(self._config, [w for w in loading if w not in started]):
                     own = (s.index for s in self._config.plan.stages if s.owner == worker)
                     needing = tuple(k for k in own if self._loaded.needs[k])
                     self._peers.send(worker, Message(m.Start(needing)))
@@ -453,10 +498,41 @@ class Cluster:
                     self.recover(lost)
             except DirectLost as lost_pair:
                 self._lose_direct(lost_pair)
+            except WorkerLeaving as leaving:
+                if not self._loses_nothing_with(leaving):
+                    raise
         for worker in loading:
-            self._members.on(worker, Event.LOADED)
+            is_planned = worker in self._config.plan.owners
+            self._members.on(worker, Event.LOADED if is_planned else Event.SPARED)
             if self._current is not None:
                 self.pipeline.regain(worker)
+
+    def _end_loading(self) -> None:
+        """Wait for those that still load what an earlier plan gave them: no other one is obeyed
+        before."""
+        loading, ready = self._members.those(State.LOADING), dict[WorkerId, m.Ready]()
+        deadline = time.monotonic() + self._config.training.load_timeout_s
+        while True:
+            try:
+                self._await_ready(loading, ready, deadline)
+                break
+            except LinkLost as lost:
+                with suppress(StagesLost):
+                    self.recover(lost)
+            except WorkerLeaving as leaving:
+                if not self._loses_nothing_with(leaving):
+                    raise
+        for worker in loading:
+            self._members.on(worker, Event.LOADED)
+
+    def _loses_nothing_with(self, leaving: WorkerLeaving) -> bool:
+        """Whether a worker that leaves has no layers, or only begins to load some: then the run
+        goes on; its link breaks next. At the start of a run it is the user who ends it."""
+        state = self._members.state(leaving.worker)
+        if state is State.SPARE:
+            self._guard(leaving.worker, Event.LEAVING, leaving.message)
+            return True
+        return state is State.LOADING and self._was_ready
 
     def _expected_weights(self) -> fingerprint.Fingerprint | None:
         """Of all weights, from this machine's files; None where it has not all of them."""
@@ -472,7 +548,7 @@ class Cluster:
         """Gather READY of these workers."""
         told = time.monotonic()
         while waiting := [str(worker) for worker in loading if worker not in ready]:
-            if self._current is not None and self._should_stop():
+            if self._was_ready and self._should_stop():
                 raise StopWanted
             event = self._peers.receive(timeouts.TICK_S)
             now = time.monotonic()
@@ -529,7 +605,49 @@ class Cluster:
     @property
     def workers(self) -> list[WorkerId]:
         """Ids of the workers that take part."""
+        return planned(self._config, self._peers.workers)
+
+    @property
+    def known_workers(self) -> list[WorkerId]:
+        """Ids of all workers of the run, those among them that hold no layers or are away."""
         return self._peers.workers
+
+    @property
+    def away(self) -> list[WorkerId]:
+        """The known workers that are not here."""
+        return [*self._members.those(State.ABSENT), *self._members.those(State.LEFT)]
+
+    @property
+    def gone(self) -> list[WorkerId]:
+        """Those of `workers` that have been given up."""
+        return planned(self._config, self._members.those(State.LEFT))
+
+    @property
+    def spare(self) -> list[WorkerId]:
+        """Workers that are here and have no layers."""
+        return self._members.those(State.SPARE)
+
+    def await_in_background(self, worker: WorkerId) -> None:
+        """Have a worker that is away dialled while the run goes on, for as long as that lasts."""
+        if worker not in self._awaited:
+            job = partial(self._peers.reconnect, worker, math.inf)
+            self._awaited[worker] = in_background(job, f"await {worker}")
+
+    def returned(self) -> dict[WorkerId, MachineFacts | None]:
+        """The awaited workers that have come since the last call; they are spare ones now. With
+        what they run on, unless they still have stages, whose memory is not free."""
+        found: dict[WorkerId, MachineFacts | None] = {}
+        for worker in [w for w, back in self._awaited.items() if back.done()]:
+            try:
+                has_stages = self._awaited.pop(worker).result()
+            except (HeteroError, StopWanted) as error:
+                _log.warning("worker %s is not waited for any more: %s", worker, error)
+                continue
+            self._members.on(worker, Event.BACK if has_stages else Event.FRESH)
+            _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
+            said = None if has_stages else self._peers.welcome(worker)
+            found[worker] = MachineFacts.of(said) if said is not None else None
+        return found
 
     def begin(
         self, step: int, micro_batches: int, *, train: bool, num_items: int, loss_scale: float = 1.0
@@ -600,6 +718,8 @@ class Cluster:
                 broken = True
                 self.recover(lost)
             except WorkerLeaving as leaving:
+                if broken := self._loses_nothing_with(leaving):
+                    continue
                 left = event("worker left", worker=leaving.worker, reason=leaving.message)
                 _log.info("", extra=left)
                 leaving.hint = self._advice(leaving.worker)
@@ -688,6 +808,10 @@ class Cluster:
                 raise StagesLost(worker, why)
             elif action is Action.HAND_OVER:
                 self.pipeline.abort()
+            elif action is Action.AWAIT:
+                _log.info("worker %s, which has no layers, is away (%s)", worker, why)
+                self._peers.let_go(worker, Message(m.Bye("it has no layers")))
+                self.await_in_background(worker)
             else:
                 assert action is Action.GIVE_UP
                 self._give_up(worker, happened, why)
@@ -697,7 +821,7 @@ class Cluster:
         lost = event("worker lost", "connecting again", worker=worker, reason=ended or why)
         _log.warning("lost the link to worker %s (%s); connecting again", worker, why, extra=lost)
         try:
-            has_stages = self._peers.reconnect(worker)
+            has_stages = self._peers.reconnect(worker, self._absence_s)
         except PeerLostError as gone:
             assert self._members.on(worker, Event.GONE) == (Action.GIVE_UP,)
             raise type(gone)(gone.message, hint=self._advice(worker)) from gone
@@ -706,7 +830,7 @@ class Cluster:
         self._on(worker, Event.BACK if has_stages else Event.FRESH, ended or why)
 
     def _give_up(self, worker: WorkerId, happened: Event, why: str) -> None:
-        """End the run. `train` adds to the advice how it goes on."""
+        """Say that it is gone. `train` ends the run, or goes on without it."""
         if happened is Event.LINK_LOST:
             raise PeerLostError(
                 f"the link to worker {worker} broke {self._members.losses(worker)} times in one "

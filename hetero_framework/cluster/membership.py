@@ -2,8 +2,8 @@
 
 `TABLE[state, event]` is the following state and the actions, which `assembly.Cluster` carries out.
 A worker whose process died comes back as FRESH: it loads its stages again, and all go back to the
-last durable step (REJOIN). One that does not come back ends the run through one action, GIVE_UP,
-wherever it was noticed.
+last durable step (REJOIN). One that does not come back is given up through one action, GIVE_UP,
+wherever it was noticed: the run ends, or goes on without it under another plan.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class State(Enum):
     JOINING = "its link is being opened, or stands and waits for the plan"
     LOADING = "it loads its stages; nothing is lost with it"
     READY = "its stages take part"
+    SPARE = "its link stands, and the plan has no layers for it"
     LOST = "its link is gone; its stages wait for it as long as an outage may last"
     LEAVING = "it will end soon, and still answers"
-    LEFT = "it takes no part any more"
+    LEFT = "it takes no part; it may come back"
 
 
 class Event(Enum):
@@ -40,6 +41,7 @@ class Event(Enum):
     BACK = "it said WELCOME and has its stages"
     PLANNED = "it is known what it shall load"
     LOADED = "it said READY, and knows what its stages need"
+    SPARED = "it said READY, and has no stages"
     LINK_LOST = "its link broke"
     LEAVING = "it said that it will end soon"
     GONE = "its process has ended, or it did not come back in time"
@@ -53,12 +55,15 @@ class Action(Enum):
     REPEAT_COMMIT = "tell it again what it has not confirmed"
     REJOIN = "go back to the last durable step, with a process that loads the stages anew"
     HAND_OVER = "stop the run while it still answers, so that nothing is lost"
-    GIVE_UP = "end the run and say why"
+    GIVE_UP = "say why it is gone; what becomes of the run is not decided here"
+    AWAIT = "have it dialled while the run goes on; FRESH or BACK follows when it is there"
 
 
 _S, _E, _A = State, Event, Action
 TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (_S.ABSENT, _E.DIAL): (_S.JOINING, ()),
+    (_S.ABSENT, _E.FRESH): (_S.SPARE, ()),
+    (_S.ABSENT, _E.BACK): (_S.SPARE, ()),
     (_S.JOINING, _E.FRESH): (_S.JOINING, ()),
     # A coordinator that was started again; the worker's stages are of before its last checkpoint.
     (_S.JOINING, _E.BACK): (_S.JOINING, ()),
@@ -66,11 +71,17 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (_S.JOINING, _E.LINK_LOST): (_S.JOINING, (_A.DIAL,)),
     (_S.JOINING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LOADING, _E.LOADED): (_S.READY, ()),
+    (_S.LOADING, _E.SPARED): (_S.SPARE, ()),
     (_S.LOADING, _E.LINK_LOST): (_S.LOADING, (_A.DIAL,)),
     (_S.LOADING, _E.FRESH): (_S.LOADING, (_A.SET_UP,)),
     (_S.LOADING, _E.BACK): (_S.LOADING, (_A.SET_UP,)),
     (_S.LOADING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.READY, _E.PLANNED): (_S.LOADING, (_A.SET_UP,)),  # all begin anew
+    (_S.SPARE, _E.PLANNED): (_S.LOADING, (_A.SET_UP,)),
+    # Nobody waits for one that holds nothing.
+    (_S.SPARE, _E.LINK_LOST): (_S.LEFT, (_A.AWAIT,)),
+    (_S.SPARE, _E.LEAVING): (_S.LEFT, (_A.AWAIT,)),
+    (_S.SPARE, _E.GONE): (_S.LEFT, (_A.AWAIT,)),
     (_S.READY, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),
     (_S.READY, _E.LEAVING): (_S.LEAVING, (_A.HAND_OVER,)),
     (_S.READY, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
@@ -84,8 +95,10 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (_S.LEAVING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LEFT, _E.LINK_LOST): (_S.LEFT, (_A.GIVE_UP,)),
     (_S.LEFT, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    # One that takes its place begins as it began.
+    # One that takes its place begins as it began; one that was awaited has no layers yet.
     (_S.LEFT, _E.DIAL): (_S.JOINING, ()),
+    (_S.LEFT, _E.FRESH): (_S.SPARE, ()),
+    (_S.LEFT, _E.BACK): (_S.SPARE, ()),
 }
 
 
@@ -112,6 +125,10 @@ class Membership:
                 event = Event.GONE
         self._states[worker], actions = TABLE[state, event]
         return actions
+
+    def state(self, worker: WorkerId) -> State:
+        """What it is to the run now."""
+        return self._states[worker]
 
     def those(self, state: State) -> list[WorkerId]:
         """The workers in this state."""

@@ -128,6 +128,7 @@ class WorkerLinks:
         self._redials: dict[frozenset[WorkerId], _Redial] = {}
         self._dialled: dict[tuple[WorkerId, WorkerId], str | None] = {}
         self._wires: dict[WorkerId, Connection] = {}
+        self._welcomes: dict[WorkerId, m.Welcome] = {}
         self._stats: dict[WorkerId, LinkStats] = {w: LinkStats() for w in self._workers}
         # A run that is started again keeps its id, but begins to count anew.
         self._process = secrets.token_hex(8)
@@ -175,13 +176,13 @@ class WorkerLinks:
             )
         self._callers.listen(own.ip, own.port)
 
-    def connect_all(self) -> dict[WorkerId, m.Welcome]:
-        """Dial every worker at once; what each said. Raises the first error when all have answered
-        or failed: NetworkError for one that cannot be reached in `connect_timeout_s`, ProtocolError
-        for another protocol version."""
+    def connect_all(self, workers: Iterable[WorkerId] | None = None) -> dict[WorkerId, m.Welcome]:
+        """Dial these workers (default: all) at once; what each said. Raises the first error when
+        all have answered or failed: NetworkError for one that cannot be reached in
+        `connect_timeout_s`, ProtocolError for another protocol version."""
         self._dialling = {
-            id: in_background(partial(self._open_when_free, worker), f"dial-{id}")
-            for id, worker in self._workers.items()
+            id: in_background(partial(self._open_when_free, self._workers[id]), f"dial-{id}")
+            for id in (self._workers if workers is None else workers)
         }
         timeout_s = self._config.training.connect_timeout_s + 2 * timeouts.HANDSHAKE_S
         if not wait_for(self._dialling.values(), timeout_s):
@@ -321,7 +322,12 @@ class WorkerLinks:
                 raise _Busy(said.message)
             kind = ProtocolError if said.code == "protocol" else _Refused
             raise kind(f"{name} refused: {said.message}", hint=said.hint)
-        return answer.expect(m.Welcome)
+        self._welcomes[worker.id] = answer.expect(m.Welcome)
+        return self._welcomes[worker.id]
+
+    def welcome(self, worker_id: WorkerId) -> m.Welcome | None:
+        """What a worker said when it was last reached."""
+        return self._welcomes.get(worker_id)
 
     def _dial(
         self, worker: WorkerConfig, port: int, timeout_s: float, on_retry: OnRetry
@@ -395,6 +401,7 @@ class WorkerLinks:
         ends have not noticed yet."""
         self._direct = {pair for pair in self._direct if worker_id not in pair}
         self._back = {pair for pair in self._back if worker_id not in pair}
+        self._redials = {pair: r for pair, r in self._redials.items() if worker_id not in pair}
 
     def drop_direct(self, pair: frozenset[WorkerId]) -> None:
         """Use the link of this pair no more; `dial_again` has it opened again."""

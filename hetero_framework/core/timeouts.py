@@ -42,6 +42,8 @@ DIRECT_DIAL_S = 5.0
 REDIAL_S = 60.0
 """Longest pause before a lost link between workers is opened again."""
 
+REPLAN_S = 60.0
+"""A run that may go on without a worker waits so long for it; started again, it is back by then."""
 COORDINATOR_S = 1800.0
 """A worker without --keep waits so long for its coordinator to be started again."""
 STEP_END_S = 12.0

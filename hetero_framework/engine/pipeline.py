@@ -317,11 +317,16 @@ class Pipeline:
             self._host_of[spec.index].feed(spec.index, micro_batch, names, batch)
 
     def _receive(self, timeout_s: float) -> bool:
-        """Hand the next event to its host; False when none came in time."""
+        """Hand the next event to its host; False when none came in time. What comes from a worker
+        without stages is dropped."""
         if (event := self._links.receive(timeout_s)) is None:
             return False
         assert event.message is not None
-        next(h for h in self._hosts if h.id == event.worker).receive(event.message, event.arrival)
+        host = next((h for h in self._hosts if h.id == event.worker), None)
+        if host is None:
+            event.message.release()
+        else:
+            host.receive(event.message, event.arrival)
         return True
 
     def _wait(self, waiting_for: Callable[[], str]) -> None:

@@ -152,14 +152,18 @@ def estimate_memory(
 
 
 def memory_of_parts(
-    config: Config, model_config: PretrainedConfig, layers: int, plan: AdapterPlan | None = None
+    config: Config,
+    model_config: PretrainedConfig,
+    layers: int,
+    plan: AdapterPlan | None = None,
+    tokens: int | None = None,
 ) -> list[StageMemory]:
     """Memory of the embedding, of each of the model's `layers` and of the head alone, one
     micro-batch in flight. Raises as `estimate_memory`."""
     bounds = [(0, 0), *((k, k + 1) for k in range(layers)), (layers, layers)]
     entries = [{"id": "local", "start": start, "end": end} for start, end in bounds]
     config = config.with_changes(shard_plan=entries)
-    return estimate_memory(config, model_config, max_in_flight=1, plan=plan)
+    return estimate_memory(config, model_config, max_in_flight=1, tokens=tokens, plan=plan)
 
 
 def recompute_stages(

@@ -112,7 +112,10 @@ class Timeline:
 
     def add(self, owner: WorkerId, spans: Sequence[trace.Span], offset_s: float = 0.0) -> None:
         """Take over what a process recorded; `offset_s` is its clock minus the coordinator's.
-        Raises ProtocolError when an earlier call brought data that no Recorder made."""
+        Raises ProtocolError when an earlier call brought data that no Recorder made. After `close`
+        nothing is taken."""
+        if self._closed:
+            return
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
         kept = spans[: MAX_EVENTS - self._kept]

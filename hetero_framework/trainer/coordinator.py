@@ -37,9 +37,15 @@ from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
+from hetero_framework.trainer.replanning import PlanChange, Replanning, absence_s
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
 from hetero_framework.trainer.rescue import rescue_result
-from hetero_framework.trainer.run_checkpoint import RunCheckpoints, newest_state, same_run
+from hetero_framework.trainer.run_checkpoint import (
+    RunCheckpoints,
+    newest_state,
+    plan_in_force,
+    same_run,
+)
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.straggler import StragglerWatch
 from hetero_framework.trainer.train_state import TrainState
@@ -81,6 +87,7 @@ def train(
     resume: int | str | None = None,
     fresh: bool = False,
     debug: bool = False,
+    replan: bool = False,
     progress: Progress | None = None,
     workers: LocalWorkers | None = None,
     access: Access | None = None,
@@ -89,6 +96,7 @@ def train(
 
     `resume` is a step number or "latest"; it overrides `resume_step` of the configuration. Without
     it a run of this `output_dir` that was cut short goes on from its newest state, unless `fresh`.
+    `replan`: the run goes on without workers that stay away.
     `workers` are those of this machine where they have been started before. `access` is for the
     links to workers (default: by the keys that lie beside the configuration). Raises HeteroError
     of the kind that says what happened; whatever happens, no worker is left behind.
@@ -108,11 +116,13 @@ def train(
             checkpoint = newest_state(config, store, "latest" if goes_on else resume, goes_on)
             if checkpoint is None:
                 directories.check_fresh()
-            parts = setup.prepare(config)
+            kept = plan_in_force(checkpoint, config) if checkpoint is not None and replan else None
+            parts = setup.prepare(config, kept)
             if checkpoint is not None:
                 checkpoint = same_run(checkpoint, parts, must=not goes_on)
+            # Who belongs to a run, with how many threads, follows from the plan that was given.
             with Cluster(
-                parts.config,
+                parts.resolved.given,
                 max_frame_bytes=parts.max_frame_bytes,
                 debug=debug,
                 run_id=directories.run_id,
@@ -120,8 +130,10 @@ def train(
                 reduce=replicas.reduce,
                 access=access,
                 should_stop=lambda: stop.requested is not None,
+                absence_s=absence_s(config) if replan else None,
             ) as cluster:
-                facts = cluster.start()
+                planned = parts.config.plan.owners
+                facts = cluster.start([w for w in cluster.known_workers if w not in planned])
                 parts = setup.fit_devices(parts, facts)
                 cluster.assemble(parts.config, parts.memory_limits)
                 labels = {owner: fact.label for owner, fact in facts.items()}
@@ -135,8 +147,9 @@ def train(
                 ):
                     checkpoints = RunCheckpoints(store, cluster, parts)
                     files = RunFiles(directories, checkpoints, metrics, events, timeline)
-                    run = Coordinator(parts, cluster, files, show, stop, replicas)
-                    return run.run(checkpoint, facts)
+                    replanning = Replanning(parts, facts, survivors=replan)
+                    run = Coordinator(parts, cluster, files, show, stop, replicas, replanning)
+                    return run.run(checkpoint)
         except KeyboardInterrupt:
             raise errors.StoppedEarly(
                 f"stopped at once by {stop.requested or 'Ctrl-C'}",
@@ -157,8 +170,10 @@ class Coordinator:
         progress: Progress,
         stop: StopRequest,
         replicas: ReplicaGroup,
+        replanning: Replanning,
     ) -> None:
         self._parts = parts
+        self._replanning = replanning
         self._config = config = parts.config
         self._data: TrainData = parts.data
         self._cluster = cluster
@@ -178,17 +193,27 @@ class Coordinator:
         self._stragglers = StragglerWatch(config.plan.stages)
         self._may_last_s = math.inf
 
-    def run(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> RunSummary:
+    def run(self, checkpoint: CheckpointReader | None) -> RunSummary:
         """The whole run, from a checkpoint or from the beginning."""
         try:
-            self.start(checkpoint, facts)
+            self.start(checkpoint)
             with self._stop.waiting():
+                trouble: StagesLost | WorkerLeaving | errors.PeerLostError | None = None
                 while True:
                     try:
+                        if isinstance(trouble, errors.PeerLostError):
+                            self._go_on_without(trouble)
+                        elif trouble is not None:
+                            self._go_back(trouble)
+                        trouble = None
                         self._steps()
                         return self.finish()
-                    except (StagesLost, WorkerLeaving) as trouble:
-                        self._go_back(trouble)
+                    except (StagesLost, WorkerLeaving) as found:
+                        trouble = found
+                    except errors.PeerLostError as lost:
+                        if not self._replanning.survivors or not self._cluster.gone:
+                            raise
+                        trouble = lost
         except WorkerLeaving as leaving:
             if self._state.step > 0:
                 self._checkpoints.keep(self._state)  # while it still answers
@@ -207,7 +232,7 @@ class Coordinator:
         finally:
             self._checkpoints.close()
 
-    def start(self, checkpoint: CheckpointReader | None, facts: setup.Facts) -> None:
+    def start(self, checkpoint: CheckpointReader | None) -> None:
         """Take up a checkpoint or begin afresh, and show what will run where."""
         if checkpoint is not None:
             self._files.directories.own_checkpoints()
@@ -222,15 +247,21 @@ class Coordinator:
             self._files.directories.tidy()
         warn_of_a_small_disk(self._parts, self._files.directories.store, self._state.step)
         self._files.metrics.resume(self._state.step)
-        outputs.draw_diagram(self._parts, facts, self._cluster.assembly.direct)
-        step, total, stages = self._state.step, self._data.total_steps, self._config.plan.stages
-        rows = [StageRow(s.process, s.start, s.end, facts[s.owner].device) for s in stages]
+        self._draw_diagram()
+        step, total, rows = self._state.step, self._data.total_steps, self._stage_rows()
         logging_steps = interval(self._config.training.logging_steps, total)
         self._progress.start(total, rows, step, logging_steps)
         self._files.events.open()
         what = "run started" if checkpoint is None else "run resumed"
         run_id = self._cluster.run_id
         _log.info("", extra=log.event(what, step=step, run_id=run_id, total_steps=total))
+
+    def _draw_diagram(self) -> None:
+        outputs.draw_diagram(self._parts, self._replanning.facts, self._cluster.assembly.direct)
+
+    def _stage_rows(self) -> list[StageRow]:
+        facts, stages = self._replanning.facts, self._config.plan.stages
+        return [StageRow(s.process, s.start, s.end, facts[s.owner].device) for s in stages]
 
     def _take_up(self, checkpoint: CheckpointReader | None) -> TrainState:
         """Give every stage the state that the run begins with."""
@@ -275,14 +306,86 @@ class Coordinator:
                 break
             except (StagesLost, WorkerLeaving) as again:
                 trouble = again
-        self._state = state
-        del self._losses[max(0, state.step - self._first_step) :]
-        self._files.metrics.resume(state.step)
-        log.set_step(state.step)
+        self._return_to(state)
         back = log.event("went back", worker=trouble.worker, to_step=state.step, from_step=reached)
         text = "training goes on after step %d with worker %s (repeats %s)"
         repeated = plural(reached - state.step, "step")
         _log.info(text, state.step, trouble.worker, repeated, extra=back)
+
+    def _return_to(self, state: TrainState) -> None:
+        """All stages have this state; what was written of later steps is void."""
+        self._state = state
+        del self._losses[max(0, state.step - self._first_step) :]
+        self._files.metrics.resume(state.step)
+        log.set_step(state.step)
+
+    def _go_on_without(self, lost: errors.PeerLostError) -> None:
+        """Workers stay away: the others take another plan and the newest state that is kept. Raises
+        `lost`, with what there is to say, where they cannot hold the model."""
+        away = self._cluster.away
+        try:
+            change = self._replanning.without(away)
+        except errors.UserError as error:
+            hint = f"the others cannot go on without it: {error.message}"
+            hint = ". ".join(filter(None, [hint, lost.hint]))
+            raise type(lost)(lost.message, hint=hint) from error
+        for worker in away:
+            self._cluster.await_in_background(worker)
+        _log.warning("%s; the run goes on without", lost.message)
+        self._take_plan(change)
+
+    def _take_back(self) -> None:
+        """Between two steps: workers that have come back get layers again."""
+        for worker, fact in self._cluster.returned().items():
+            if fact is not None:
+                self._replanning.facts[worker] = fact
+        back = [worker for worker in self._cluster.spare if worker in self._replanning.missing]
+        if not back:
+            return
+        try:
+            change = self._replanning.with_back(back, self._cluster.away)
+        except errors.UserError as error:
+            self._replanning.missing.difference_update(back)
+            _log.warning("worker %s is back and stays without layers: %s", back, error.message)
+            return
+        self._take_plan_now(change)
+
+    def _take_plan_now(self, change: PlanChange) -> None:
+        """Between two steps: keep the state as it is first, so that no step is repeated."""
+        if self._checkpoints.hold(self._state):
+            self._take_plan(change)
+        else:
+            _log.warning("the plan stays as it is: the state could not be kept")
+
+    def _take_plan(self, change: PlanChange) -> None:
+        """All processes load their stages of another plan and take over the newest state that is
+        kept. What breaks meanwhile is begun again, under this plan; whoever stays away then ends
+        it: PeerLostError."""
+        reached = self._state.step
+        self._files.timeline.close()
+        while True:
+            try:
+                self._cluster.forget_step()
+                self._parts, self._config = change.parts, change.parts.config
+                self._replanning.taken(change)
+                self._checkpoints.replanned(change.parts)
+                self._cluster.assemble(change.parts.config, change.parts.memory_limits)
+                state = self._checkpoints.rewind() or self._take_up(None)
+                break
+            except StagesLost as lost:
+                self._note_death(lost)
+            except WorkerLeaving as leaving:
+                self._cluster.part_with(leaving)
+        self._return_to(state)
+        self._order = ModelOrder(self._cluster.assembly.trainable)
+        self._stragglers = StragglerWatch(self._config.plan.stages)
+        self._progress.replanned(self._stage_rows())
+        self._draw_diagram()
+        repeated = plural(reached - state.step, "step")
+        fields: dict[str, Any] = {"to_step": state.step, "from_step": reached}
+        changed = log.event("plan changed", reason=change.reason, plan=change.layers, **fields)
+        text = "%s: the run goes on after step %d with %s (repeats %s)"
+        _log.warning(text, change.reason, state.step, change.layers, repeated, extra=changed)
 
     def _note_death(self, lost: StagesLost) -> None:
         """Raise PeerLostError when the step that is under way has killed workers too often."""
@@ -327,6 +430,8 @@ class Coordinator:
                 self.evaluate()
             if self._is_due(training.save_strategy, training.save_steps):
                 self.save()
+            if self._state.step < total:
+                self._take_back()
 
     def _is_due(self, strategy: str, steps: float) -> bool:
         """Whether something is done now: every so many steps, or at the end of an epoch."""
@@ -369,6 +474,7 @@ class Coordinator:
             self._note_skip(losses, reports, overflow)
 
         self._cluster.assembly.observe(len(batches), stages)
+        self._replanning.note(self._cluster.assembly)
         self._stragglers.step(stages)
         self._losses.append(loss)
         seconds = time.perf_counter() - started

@@ -29,6 +29,7 @@ from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ResourceError
 from hetero_framework.log import event
+from hetero_framework.trainer.by_name import TensorsInMemory, load_by_name
 from hetero_framework.trainer.checkpoint import CheckpointWriter, durable_store
 from hetero_framework.trainer.train_state import TrainState
 
@@ -49,13 +50,18 @@ def interval_steps(copy_s: float, step_s: float) -> int:
     return max(1, min(wanted, MAX_STEPS, int(MAX_WORK_S / step_s)))
 
 
+Cut = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class DurableStep:
-    """A step's whole state. `committed` is the last commit before it, by which hosts know it."""
+    """A step's whole state. `committed` is the last commit before it, by which hosts know it;
+    `cut` are the layers of its stages."""
 
     state: TrainState
     committed: int | None
     stages: Mapping[int, HeldState]
+    cut: Cut
 
 
 @dataclass
@@ -79,7 +85,7 @@ class DurableSteps:
     ) -> None:
         """`manifest(state, values)` is what a checkpoint says beside its tensors."""
         self._every = config.training.replicate_steps
-        self._num_stages = len(config.plan.stages)
+        self._cut = _cut(config)
         self._cluster = cluster
         self._manifest = manifest
         self._store = durable_store(config)
@@ -139,9 +145,16 @@ class DurableSteps:
             _log.info(text, steps, steps * step_s, more, extra=chosen)
         return steps
 
+    def replanned(self, config: Config) -> None:
+        """The run has other stages from now on; the durable step, of the former ones, stays."""
+        self._take_sealed(wait_s=_SEAL_S)
+        self._gathering, self._cut = None, _cut(config)
+        self._step_s.clear()
+
     def rewind(self) -> TrainState | None:
-        """Have every stage go back to the durable step; None where there is none yet, or where its
-        copy has changed in memory. Raises LinkLost and StagesLost."""
+        """Have every stage go back to the durable step, also under another plan than it was copied
+        under; None where there is none yet, or where its copy has changed in memory. Raises
+        LinkLost and StagesLost."""
         if (step := self.newest) is None:
             return None
         self._gathering, self._begun_step = None, step.state.step
@@ -151,7 +164,13 @@ class DurableSteps:
             _log.error(text, damaged[0], step.state.step)
             self._newest = None
             return None
-        self._cluster.pipeline.rewind(step.committed, step.stages)
+        if step.cut == self._cut:
+            self._cluster.pipeline.rewind(step.committed, step.stages)
+        else:
+            self._cluster.pipeline.rewind(None, {})
+            parts = [part for held in step.stages.values() for part in held.parts]
+            values = {name: value for part in parts for name, value in part.values.items()}
+            load_by_name(self._cluster.assembly, TensorsInMemory(parts), values)
         return step.state
 
     def close(self) -> None:
@@ -181,7 +200,7 @@ class DurableSteps:
         del parts[number:]  # read again over a new link
         parts.append(StatePart(tensors, dict(part.values), part.last))
         ended = [k for k, found in gathering.parts.items() if found[-1].last]
-        if len(ended) == self._num_stages:
+        if len(ended) == len(self._cut):
             self._gathering = None
             self._take_sealed(wait_s=_SEAL_S)
             self._sealing = in_background(lambda: self._seal(gathering), "durable step")
@@ -200,7 +219,7 @@ class DurableSteps:
         stages = {k: HeldState(parts, digest(parts)) for k, parts in gathering.parts.items()}
         if gathering.write:
             self._write(state, stages)
-        return DurableStep(state, gathering.committed, stages)
+        return DurableStep(state, gathering.committed, stages, self._cut)
 
     def _write(self, state: TrainState, stages: Mapping[int, HeldState]) -> None:
         try:
@@ -218,6 +237,10 @@ class DurableSteps:
         if sealed is not None:
             self._newest = sealed
             _log.debug("step %d is durable", sealed.state.step)
+
+
+def _cut(config: Config) -> Cut:
+    return tuple((stage.start, stage.end) for stage in config.plan.stages)
 
 
 def write_stages(

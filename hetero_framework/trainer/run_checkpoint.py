@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from hetero_framework._version import __version__
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.config import Config
 from hetero_framework.engine.pipeline import HeldState
-from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
+from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
-from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 from hetero_framework.log import event
+from hetero_framework.trainer.by_name import by_parameter, load_by_name
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore, durable_store
 from hetero_framework.trainer.durable import DurableSteps, write_stages
 from hetero_framework.trainer.resolved import Resolved
@@ -84,6 +84,20 @@ class RunCheckpoints:
             self._cluster.retrying(lambda: durable.take(state))
         elif state.step > 0:
             self.keep(state)
+
+    def hold(self, state: TrainState) -> bool:
+        """Keep the state that the stages have now, for `rewind`; whether that was done. Raises
+        StagesLost and WorkerLeaving."""
+        if (durable := self._durable) is not None:
+            return self._cluster.retrying(lambda: durable.take(state)) is not None
+        return state.step == 0 or self.keep(state)
+
+    def replanned(self, parts: Prepared) -> None:
+        """The run has another plan now. What is kept stays; `rewind` gives it to the new stages,
+        and `begin` follows."""
+        self._parts = parts
+        if self._durable is not None:
+            self._durable.replanned(parts.config)
 
     def rewind(self) -> TrainState | None:
         """Have all stages go back to the newest state that is kept; None where there is none.
@@ -218,10 +232,11 @@ class RunCheckpoints:
         settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
         return {
             "identity": identity(resolved, self._parts.data.fingerprint),
-            "base": self._cluster.assembly.fingerprint,
+            "base": self._cluster.fingerprint,
             "config": settings,
             "position": state.state_dict(),
-            "plan": [entry.model_dump(mode="json") for entry in config.shard_plan],
+            "plan": plan_entries(config),
+            "given_plan": plan_entries(resolved.given),
             "values": values,
             "versions": {
                 "hetero_framework": __version__,
@@ -231,7 +246,7 @@ class RunCheckpoints:
         }
 
     def _load(self, reader: CheckpointReader) -> TrainState:
-        assembly, pipeline = self._cluster.assembly, self._cluster.pipeline
+        assembly = self._cluster.assembly
         if reader.manifest.get("base", assembly.fingerprint) != assembly.fingerprint:
             raise CheckpointError(
                 f"checkpoint {reader.step} began with other weights than the model has now",
@@ -239,17 +254,10 @@ class RunCheckpoints:
             )
         state = TrainState.load_state_dict(reader.manifest["position"])
         values: dict[str, Any] = reader.manifest["values"]
-        states, value_names = _by_parameter(reader.names()), _by_parameter(values)
+        with_state = by_parameter(reader.names()).keys() | by_parameter(values).keys()
         trained = {name for parameters in assembly.trainable for name, _ in parameters}
-        _check_content(reader, trained, states.keys() | value_names.keys(), state)
-        for stage, parameters in enumerate(assembly.trainable):
-            wanted: dict[str, dict[str, Any]] = {}
-            for name, _ in parameters:
-                wanted[f"{WEIGHTS}/{name}"] = {n: values[n] for n in value_names.get(name, ())}
-                wanted.update({n: {} for n in states.get(name, ())})
-            entries = ((name, tensor, wanted[name]) for name, tensor in reader.read(wanted))
-            pipeline.load_state(stage, "checkpoint", in_parts(entries))
-        pipeline.share_tied_weight()
+        _check_content(reader, trained, with_state, state)
+        load_by_name(assembly, reader, values)
         return state
 
 
@@ -277,6 +285,21 @@ def _check_content(
             f"{reader.directory} --output DIR, then name DIR in model.name_or_path (an adapter: "
             "in adapter.init_from)",
         )
+
+
+def plan_entries(config: Config) -> list[dict[str, Any]]:
+    """The plan of a configuration as JSON types."""
+    return [entry.model_dump(mode="json") for entry in config.shard_plan]
+
+
+def plan_in_force(reader: CheckpointReader, config: Config) -> list[dict[str, Any]] | None:
+    """The plan that a run had taken when it wrote this, where `config` still has the one that it
+    began with, and those workers; None where the run had no other."""
+    plan, given = reader.manifest.get("plan"), reader.manifest.get("given_plan")
+    if plan is None or given != plan_entries(config) or plan == given:
+        return None
+    known = {"local", *(worker.id for worker in config.workers)}
+    return plan if {entry["id"] for entry in plan} <= known else None
 
 
 def newest_state(
@@ -360,13 +383,3 @@ def check_identity(reader: CheckpointReader, resolved: Resolved, data_fingerprin
                     f"{json.dumps(a.get(key))}, now it is {json.dumps(b.get(key))}",
                     hint="set it back, or start without --resume",
                 )
-
-
-def _by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names "optimizer/<key>/<parameter>" among these, by parameter."""
-    grouped: dict[str, list[str]] = {}
-    for name in names:
-        kind, _, rest = name.partition("/")
-        if kind == OPTIMIZER:
-            grouped.setdefault(rest.partition("/")[2], []).append(name)
-    return grouped

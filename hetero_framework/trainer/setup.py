@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -36,6 +37,8 @@ from hetero_framework.planner.tuning import default_max_in_flight
 from hetero_framework.trainer.resolved import Resolved
 
 Facts = Mapping[str | int, MachineFacts]
+Entries = Sequence[Mapping[str, Any]]
+"""The entries of a shard_plan, as JSON types."""
 
 _log = logging.getLogger(__name__)
 _FRAME_MARGIN = 1 << 20
@@ -62,9 +65,14 @@ class Prepared:
         return self.resolved.config
 
 
-def prepare(config: Config) -> Prepared:
-    """Read the model's configuration, the tokenizer and the data, and check the plan on them.
-    Raises the UserError that fits what is wrong; no process is started and no weight read."""
+def prepare(config: Config, plan: Entries | None = None) -> Prepared:
+    """Read the model's configuration, the tokenizer and the data, and check the plan on them: that
+    of `config`, or `plan`, which an earlier part of the run has taken instead. Raises the UserError
+    that fits what is wrong; no process is started and no weight read."""
+    resolved, adapter_plan = Resolved.start(config), None
+    if plan is not None:
+        resolved = resolved.decide("shard_plan", list(plan), "the plan that the run had taken")
+    config = resolved.config
     assert config.model is not None
     quiet_libraries(config.training.log_level)
     for warning in config.warnings():
@@ -78,7 +86,6 @@ def prepare(config: Config) -> Prepared:
     for line in data.report:
         _log.info("%s", line)
     check_positions(model_config, data.row_tokens)
-    resolved, adapter_plan = Resolved.start(config), None
     if config.adapter is not None:
         from hetero_framework.models.adapters import explicit_settings, plan_adapter
 
@@ -87,21 +94,43 @@ def prepare(config: Config) -> Prepared:
         if explicit != config.adapter:
             said = f"adapter: the settings are those of {config.adapter.init_from}"
             resolved = resolved.decide("adapter", explicit, said)
-    if config.training.verify_architecture and len(config.shard_plan) > 1:
-        result = admit(model_config, shard_ranges(config))
-        _log.info("a tiny %s cut this way equals the whole: %s", result.model_type, result.verdict)
+    _admit_cut(config, model_config)
     if data.settings.padding_free:
         resolved = without_padding(resolved, model_config)
     resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
     for decision in resolved.decisions:
         _log.info("%s", decision.reason)
     config = resolved.config
-    max_in_flight = config.training.max_in_flight or default_max_in_flight(len(config.shard_plan))
-    memory = estimate_memory(
-        config, model_config, max_in_flight=max_in_flight, tokens=data.row_tokens, plan=adapter_plan
-    )
+    memory = _stage_memory(config, model_config, data, adapter_plan)
     frame = largest_frame(config, model_config, data.row_tokens)
     return Prepared(resolved, model_config, tokenizer, data, adapter_plan, memory, frame)
+
+
+def replanned(parts: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
+    """The same run under another plan, decided for `reason`. Raises PlanError for one that does not
+    fit the devices, and ArchitectureError where the model cannot be cut so."""
+    resolved = parts.resolved.decide("shard_plan", list(plan), reason)
+    config = resolved.config
+    config.plan.covers(introspect(parts.model_config).num_layers)
+    _admit_cut(config, parts.model_config)
+    if parts.data.settings.padding_free:
+        admit_packing(parts.model_config, shard_ranges(config))
+    memory = _stage_memory(config, parts.model_config, parts.data, parts.adapter_plan)
+    return fit_devices(replace(parts, resolved=resolved, memory=memory), facts)
+
+
+def _admit_cut(config: Config, model_config: PretrainedConfig) -> None:
+    if config.training.verify_architecture and len(config.shard_plan) > 1:
+        result = admit(model_config, shard_ranges(config))
+        _log.info("a tiny %s cut this way equals the whole: %s", result.model_type, result.verdict)
+
+
+def _stage_memory(
+    config: Config, model_config: PretrainedConfig, data: TrainData, plan: AdapterPlan | None
+) -> list[StageMemory]:
+    most = config.training.max_in_flight or default_max_in_flight(len(config.shard_plan))
+    tokens = data.row_tokens
+    return estimate_memory(config, model_config, max_in_flight=most, tokens=tokens, plan=plan)
 
 
 def without_padding(resolved: Resolved, model_config: PretrainedConfig) -> Resolved:

@@ -99,8 +99,14 @@ class Progress:
             if self._is_live:
                 self._guard(self._start_live)
             else:
-                for index, row in enumerate(self._stages):
-                    self._print(f"stage {index}: {row}")
+                self._print_stages()
+
+    def replanned(self, stages: Sequence[StageRow]) -> None:
+        """From now on these stages run the steps."""
+        with self._lock:
+            self._stages = [replace(row) for row in stages]
+            if not self._is_live:
+                self._print_stages()
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Report one finished step."""
@@ -140,6 +146,10 @@ class Progress:
             lines += [(label, os.fspath(value)) for label, value in summary.items()]
             width = max(len(label) for label, _ in lines) + 2
             self._print("\n".join(["", *(f"{label:<{width}}{text}" for label, text in lines)]))
+
+    def _print_stages(self) -> None:
+        for index, row in enumerate(self._stages):
+            self._print(f"stage {index}: {row}")
 
     def _account(self, metrics: Mapping[str, Any]) -> None:
         self._step = metrics["step"]

@@ -58,10 +58,10 @@ class Links:
             raise event
         return event
 
-    def reconnect(self, worker: Any) -> bool:
+    def reconnect(self, worker: Any, wait_s: float | None = None) -> bool:
         return self.back(worker)
 
-    def connect_all(self) -> dict[Any, Any]:
+    def connect_all(self, workers: Any) -> dict[Any, Any]:
         return {}
 
     def connect_workers(self, pairs: Any, timeout_s: float) -> dict[frozenset[Any], str]:
@@ -178,7 +178,7 @@ def test_f20_another_torch_is_said(
     monkeypatch.setattr(assembly.LocalWorkers, "start", lambda self: None)
     here = torch.__version__.split("+")[0]
     builds = {1: f"{here}+cu126", 2: "0.4.0"}
-    links.connect_all = lambda: {  # type: ignore[method-assign]
+    links.connect_all = lambda workers: {  # type: ignore[method-assign]
         worker: Welcome(build, "cpu", "cpu", 1, 1) for worker, build in builds.items()
     }
     cluster().start()

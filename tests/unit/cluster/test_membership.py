@@ -106,9 +106,11 @@ def test_any_events_keep_to_the_table(events: list[tuple[int | str, Event]]) -> 
         after = members._states[worker]
         too_often = event is Event.LINK_LOST and members.losses(worker) > MAX_RECOVERIES
         assert (after, actions) == TABLE[state, Event.GONE if too_often else event]
-        # A run ends exactly when somebody is found to be gone; nobody comes back by himself.
+        # Somebody is given up exactly when he is found to be gone; nobody comes back by himself
+        # to do more than wait for layers.
         assert (Action.GIVE_UP in actions) <= (after is State.LEFT)
-        assert state is not State.LEFT or after is State.LEFT or event is Event.DIAL
+        waits = after in (State.LEFT, State.SPARE)
+        assert state is not State.LEFT or waits or event is Event.DIAL
 
 
 @given(EVENTS)
@@ -127,9 +129,22 @@ def test_stages_take_part_only_when_loaded_or_kept(events: list[tuple[int | str,
             )
 
 
+def test_a_worker_without_layers_is_lost_without_anybody_waiting_and_comes_back_as_it_was() -> None:
+    members = Membership([1])
+    for event in START[:3]:
+        members.on(1, event)
+    assert members.on(1, Event.SPARED) == ()
+    for lost in (Event.LINK_LOST, Event.LEAVING, Event.GONE):
+        assert members.on(1, lost) == (Action.AWAIT,)
+        assert members.state(1) is State.LEFT
+        assert members.on(1, Event.BACK) == ()
+        assert members.state(1) is State.SPARE
+    assert members.on(1, Event.PLANNED) == (Action.SET_UP,)
+
+
 def test_every_state_but_the_first_survives_a_broken_link_or_says_that_it_is_over() -> None:
     for state in State:
-        if state is State.ABSENT:
+        if state in (State.ABSENT, State.SPARE):
             continue
         _, actions = TABLE[state, Event.LINK_LOST]
         assert actions in ((Action.DIAL,), (Action.GIVE_UP,))

@@ -1,0 +1,184 @@
+"""A run that takes another plan while it goes on comes to what one process comes to, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.core import timeouts
+from hetero_framework.trainer.coordinator import Coordinator, train
+from hetero_framework.trainer.replanning import PlanChange
+from hetero_framework.trainer.setup import replanned
+from tests.integration.conftest import TRAINING, Notes, read_metrics
+from tests.integration.test_parity import LORA, assert_same, weights
+from tests.samples import free_ports
+
+pytestmark = pytest.mark.usefixtures("nothing_left_here")
+
+CUTS = {
+    3: [("local", 0, 1), (1, 1, 5), (2, 5, 6)],
+    5: [("local", 0, 3), (2, 3, 6)],
+    7: [("local", 0, 1), (2, 1, 2), (1, 2, 4), (2, 4, 6)],
+}
+
+
+WHOLE, THREE = [("local", 0, 6)], [("local", 0, 2), (1, 2, 4), (2, 4, 6)]
+
+
+def make(llama: Path, texts: Path, output: Path, cut: list[tuple[Any, int, int]], **sections: Any):
+    """Workers of this machine, which the coordinator starts where nobody listens yet."""
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    ports, used = free_ports(3), {owner for owner, _, _ in cut}
+    training = {"max_steps": 9, "verify_architecture": False, **sections.pop("training", {})}
+    return Config.from_dict(
+        {
+            "coordinator": {**machine, "port": ports[0]},
+            "workers": [{**machine, "id": i, "port": ports[i]} for i in (1, 2) if i in used],
+            "shard_plan": entries(cut),
+            "model": {"name_or_path": str(llama)},
+            "data": {"train": str(texts), "max_length": 64},
+            "training": {**TRAINING, "output_dir": str(output), **training},
+            **sections,
+        }
+    )
+
+
+def entries(cut: list[tuple[Any, int, int]]) -> list[dict[str, Any]]:
+    return [{"id": owner, "start": start, "end": end} for owner, start, end in cut]
+
+
+def events(output: Path, what: str) -> list[dict[str, Any]]:
+    lines = (output / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["what"] == what]
+
+
+@pytest.fixture
+def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs take the plans of CUTS after those steps."""
+
+    def take(self: Any) -> None:
+        cut = CUTS.get(self._state.step)
+        if cut and self._config.workers:
+            parts = replanned(self._parts, entries(cut), self._replanning.facts, "a test")
+            self._take_plan_now(PlanChange(parts, "a test"))
+
+    monkeypatch.setattr(Coordinator, "_take_back", take)
+
+
+@pytest.mark.usefixtures("cut_at")
+@pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
+def test_another_cut_in_the_midst_changes_no_bit(
+    adapter: Any, llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=adapter))
+    train(make(llama, texts, tmp_path / "run", THREE, adapter=adapter), progress=Notes())
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert [event["to_step"] for event in events(tmp_path / "run", "plan changed")] == [3, 5, 7]
+    assert not events(tmp_path / "whole", "plan changed")
+
+
+class Worker:
+    """Worker 2 as a process of its own, which nobody but the test starts."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config, self.log = folder / "worker.json", folder / "worker.log"
+        self._config.write_text(json.dumps(config.to_dict()))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
+                + ["--config", str(self._config), "--worker-id", "2"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def await_line(self, words: str) -> None:
+        """Wait for its log to say so."""
+        deadline = time.monotonic() + 60
+        while words not in self.log.read_text():
+            assert self._process is not None
+            assert self._process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)  # a log announces nothing
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process = None
+
+
+class At(Notes):
+    """Does something after some steps, each once."""
+
+    def __init__(self, **jobs: Callable[[], None]) -> None:
+        super().__init__()
+        self._jobs = {int(name.removeprefix("step_")): job for name, job in jobs.items()}
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        super().step(metrics)
+        if job := self._jobs.pop(metrics["step"], None):
+            job()
+
+
+@pytest.fixture
+def config(llama: Path, texts: Path, tmp_path: Path) -> Config:
+    training = {"max_steps": 12, "replicate_steps": 2}
+    return make(llama, texts, tmp_path / "run", THREE, adapter=LORA, training=training)
+
+
+@pytest.fixture
+def worker(config: Config, tmp_path: Path) -> Iterator[Worker]:
+    """Worker 2 of that configuration, started."""
+    made = Worker(config, tmp_path)
+    made.start()
+    try:
+        made.await_line("listens on")
+        yield made
+    finally:
+        made.kill()
+
+
+def test_a_worker_that_stays_away_is_done_without_and_taken_back(
+    config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "REPLAN_S", 1.0)
+
+    def return_() -> None:
+        worker.start()
+        worker.await_line("serving the run of")
+
+    train(config, replan=True, progress=At(step_5=worker.kill, step_8=return_))
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    without, again = events(tmp_path / "run", "plan changed")
+    assert without["reason"] == "worker 2 stays away"
+    assert "worker 2" not in without["plan"]
+    assert (again["reason"], again["from_step"]) == ("worker 2 is back", again["to_step"])
+    assert again["plan"] == "coordinator 0-1, worker 1 2-3, worker 2 4-5"
+
+
+def alone(config: Config, output: Path) -> Config:
+    """The same run in one process."""
+    raw = config.to_dict()
+    training = {**raw["training"], "output_dir": str(output)}
+    return Config.from_dict(
+        {**raw, "workers": [], "shard_plan": entries(WHOLE), "training": training}
+    )
