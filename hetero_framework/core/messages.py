@@ -338,8 +338,8 @@ class BackwardDone(OfStep):
 @dataclass(frozen=True, slots=True)
 class StageFigures:
     """What a stage took in one step: seconds of its forwards and backwards, the longest queue of
-    arrivals and of stored forwards, its process's peak memory, and the mean seconds on the wire of
-    an activation and of a gradient that arrived."""
+    arrivals and of stored forwards, its process's peak memory, and the seconds on the wire of an
+    activation and of a gradient that arrived, each as if alone there."""
 
     forward_s: float
     backward_s: float

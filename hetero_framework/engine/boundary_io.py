@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -274,13 +274,13 @@ class Sender:
 
 
 class ArrivalMeter:
-    """How long boundary tensors took to arrive, by stage and direction; feeds the timeline too.
+    """How long boundary tensors take to arrive, by stage and direction; feeds the timeline too.
     `watch(peer)` is the `Link.on_moved` of a link to `peer`. Thread-safe."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._lock = threading.Lock()
-        self._seconds: dict[tuple[str, int], tuple[float, int]] = {}
+        self._seen: dict[tuple[str, int], list[tuple[float, int]]] = {}  # seconds, bytes
 
     def watch(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
         record = self.recorder.on_moved(peer)
@@ -291,16 +291,23 @@ class ArrivalMeter:
             if direction == "receive" and isinstance(body, Boundary):
                 key = ("forward" if isinstance(body, Forward) else "backward", body.stage)
                 with self._lock:
-                    seconds, count = self._seconds.get(key, (0.0, 0))
-                    self._seconds[key] = (seconds + ended - began, count + 1)
+                    self._seen.setdefault(key, []).append((ended - began, message.payload_bytes))
 
         return moved
 
     def take(self) -> dict[str, dict[int, float]]:
-        """Mean seconds per tensor since the last call: {"forward": {stage: s}, "backward": ...}."""
+        """Seconds per tensor since the last call, each as if alone in the network:
+        {"forward": {stage: s}, "backward": ...}."""
         with self._lock:
-            taken, self._seconds = self._seconds, {}
-        means: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
-        for (kind, stage), (seconds, count) in taken.items():
-            means[kind][stage] = seconds / count
-        return means
+            taken, self._seen = self._seen, {}
+        found: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
+        for (kind, stage), seen in taken.items():
+            found[kind][stage] = alone_s(seen)
+        return found
+
+
+def alone_s(seen: Sequence[tuple[float, int]]) -> float:
+    """Seconds of a tensor of mean size that shares the network with no other, from the (seconds,
+    bytes) of those that arrived: at the pace of the quickest tenth, which met no other."""
+    paces = sorted(seconds / max(nbytes, 1) for seconds, nbytes in seen)
+    return paces[len(paces) // 10] * sum(max(nbytes, 1) for _, nbytes in seen) / len(seen)

@@ -32,6 +32,7 @@ from hetero_framework.engine.boundary_io import (
     BoundaryIO,
     Done,
     Sender,
+    alone_s,
     move_in,
     unpack,
 )
@@ -523,7 +524,7 @@ def boundary(kind: type[Body], stage: int, step: int = 3) -> Message:
     return boundary_message(kind, info, stage, 0, hidden())
 
 
-def test_meter_means_the_seconds_of_tensors_that_arrived() -> None:
+def test_meter_takes_the_seconds_of_tensors_that_arrived() -> None:
     meter = ArrivalMeter(Recorder(0))
     moved = meter.watch(2)
     moved("receive", boundary(Forward, 1), 0.0, 1.0)
@@ -531,8 +532,17 @@ def test_meter_means_the_seconds_of_tensors_that_arrived() -> None:
     moved("receive", boundary(Backward, 1), 0.0, 0.5)
     moved("send", boundary(Forward, 2), 0.0, 100.0)
     moved("receive", messages.commit_message(Commit(3, 1, 1e-3, 1.0), hidden()), 0.0, 100.0)
-    assert meter.take() == {"forward": {1: 2.0}, "backward": {1: 0.5}}
+    assert meter.take() == {"forward": {1: 1.0}, "backward": {1: 0.5}}
     assert meter.take() == {"forward": {}, "backward": {}}
+
+
+def test_a_tensor_alone_takes_as_long_as_the_quickest_of_ten() -> None:
+    shared = [(2.0, 100)] * 14  # two at once
+    assert alone_s([*shared, (1.0, 100), (1.0, 100)]) == 1.0
+    assert alone_s([(0.1, 100), (1.0, 100), *shared]) == 1.0  # one that lay in a buffer
+    assert alone_s([(3.0, 100)]) == 3.0
+    assert alone_s([(1.0, 100), (3.0, 300), (6.0, 300)]) == pytest.approx(7 / 3)  # of mean size
+    assert alone_s([(1.0, 0)]) == 1.0
 
 
 def test_meter_feeds_the_timeline() -> None:
