@@ -283,7 +283,8 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     config.require("model", "data")
     access = access_for(config, "local", arguments)
     config.spare_base_model()
-    from hetero_framework.cluster.local_workers import PROGRAM, LocalWorkers
+    from hetero_framework.cluster.child import PROGRAM
+    from hetero_framework.cluster.local_workers import LocalWorkers
     from hetero_framework.cluster.run_id import run_id_of
     from hetero_framework.trainer.signals import StopRequest
 
@@ -362,14 +363,14 @@ def _serve(
 ) -> int:
     access = access_for(config, worker_ids[0], arguments)
     if not supervised:
-        from hetero_framework.cluster.local_workers import PROGRAM
+        from hetero_framework.cluster.child import PROGRAM
         from hetero_framework.cluster.supervisor import run_workers
 
         for worker_id in worker_ids[1:]:
             access_for(config, worker_id, arguments)
         program = (*PROGRAM, *access.arguments(worker_ids))
         return run_workers(config, worker_ids, keep=keep, debug=arguments.debug, program=program)
-    from hetero_framework.cluster.local_workers import watch_parent
+    from hetero_framework.cluster.child import watch_parent
     from hetero_framework.cluster.orders import Orders
     from hetero_framework.cluster.roles import threads_for
 

@@ -23,7 +23,8 @@ import torch
 
 from hetero_framework import control, errors
 from hetero_framework.cluster import link_probe
-from hetero_framework.cluster.local_workers import PROGRAM, LocalWorkers
+from hetero_framework.cluster.child import PROGRAM
+from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.membership import Action, Event, Membership, State
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import WorkerLinks

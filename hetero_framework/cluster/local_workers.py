@@ -1,64 +1,35 @@
-"""Start the worker processes of one machine: the coordinator's own, and those of supervisor.py.
-
-A child's standard input is its life line: a pipe that only the parent holds open. When the parent
-ends in whatever way, on any system, it closes, and the child ends too.
-"""
+"""The worker processes that a coordinator starts on its own machine."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-import hetero_framework
-from hetero_framework import control
 from hetero_framework.cluster import kernel_word
+from hetero_framework.cluster.child import (
+    PROGRAM,
+    Spawner,
+    describe_end,
+    describe_exit,
+    end_processes,
+)
 from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy, is_crash
-from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
-from hetero_framework.core.files import write_file
 from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly
 from hetero_framework.log import event
 
 WorkerId = int | str
-PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
 _log = logging.getLogger(__name__)
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
-
-
-def watch_parent(
-    on_gone: Callable[[], None] | None = None,
-    on_order: Callable[[str], None] = lambda reason: None,
-) -> threading.Thread:
-    """In a supervised worker: call `on_gone` when the parent is gone (default: end the process),
-    and `on_order` with each line that the parent writes: why this process is to end."""
-
-    def wait() -> None:
-        rest = b""
-        with contextlib.suppress(OSError):
-            while data := os.read(0, 4096):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    on_order(line.decode("utf-8", "replace"))
-        if on_gone is None:
-            os._exit(PeerLostError.exit_code)  # the main thread may be deep inside a computation
-        on_gone()
-
-    thread = threading.Thread(target=wait, name="watch-parent", daemon=True)
-    thread.start()
-    return thread
 
 
 @dataclass(frozen=True)
@@ -68,23 +39,12 @@ class WorkerExit:
     worker_id: WorkerId
     code: int
     last_lines: tuple[str, ...]
-    why: str | None = None
+    how: str
 
     def __str__(self) -> str:
-        text = f"worker {self.worker_id} ended with {describe_exit(self.code)}"
-        text += f" ({self.why})" if self.why else ""
+        text = f"worker {self.worker_id} ended with {self.how}"
         end = "; the end of its log:" if self.last_lines else ""
         return "\n    ".join([text + end, *self.last_lines])
-
-
-def describe_exit(code: int) -> str:
-    """`exit code 2`, or `signal SIGKILL` for a negative number as subprocess gives it."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
 
 
 class LocalWorkers:
@@ -106,7 +66,7 @@ class LocalWorkers:
         self._program = [*program, *(["--run-id", run_id] if run_id else [])]
         self._children: dict[WorkerId, _Child] = {}
         self._policies = {worker_id: RestartPolicy() for worker_id in self._ids}
-        self._spawner: _Spawner | None = None
+        self._spawner: Spawner | None = None
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -117,7 +77,7 @@ class LocalWorkers:
     def start(self) -> None:
         """Start the workers that are not there, or not any more. Raises ResourceError."""
         try:
-            self._spawner = _Spawner(self._config, self._program, debug=self._debug)
+            self._spawner = Spawner(self._config, self._program, debug=self._debug)
             for worker_id in self._ids:
                 self._start(worker_id, self._spawner)
         except OSError as error:
@@ -161,12 +121,12 @@ class LocalWorkers:
             child.process.wait(timeouts.STOP_S)
         return True
 
-    def _start(self, worker_id: WorkerId, spawner: _Spawner) -> None:
+    def _start(self, worker_id: WorkerId, spawner: Spawner) -> None:
         running = self._children.get(worker_id)
         if running is not None:
             if running.process.poll() is None:
                 return
-            _stop([running.process], 0.0)  # closes its life line
+            end_processes([running.process], 0.0)  # closes its life line
         worker = self._config.worker(worker_id)
         ip, port = worker.ip, worker.port
         taken = port is not None and not addresses.port_is_free(ip, port)
@@ -195,7 +155,7 @@ class LocalWorkers:
     def exited(self) -> list[WorkerExit]:
         """The workers that ended by themselves, with the end of their logs."""
         return [
-            WorkerExit(worker_id, child.process.returncode, child.tail(), child.why())
+            WorkerExit(worker_id, child.process.returncode, child.tail(), child.how())
             for worker_id, child in self._children.items()
             if child.process.poll() is not None
         ]
@@ -212,7 +172,7 @@ class LocalWorkers:
         """End all workers: close the life lines, wait `grace_s`, then kill. Safe to call twice."""
         processes = [child.process for child in self._children.values()]
         self._children = {}
-        _stop(processes, grace_s)
+        end_processes(processes, grace_s)
 
 
 @dataclass(frozen=True)
@@ -222,11 +182,9 @@ class _Child:
     begin: int  # bytes of the log that earlier processes wrote
     kills_before: int | None  # for memory, by the kernel
 
-    def why(self) -> str | None:
-        """What is known of an end by SIGKILL; None for other ends."""
-        if self.process.returncode != -getattr(signal, "SIGKILL", 9):
-            return None
-        return kernel_word.on_kill(self.process.pid, self.kills_before)
+    def how(self) -> str:
+        """How it ended, and why where the system tells."""
+        return describe_end(self.process.pid, self.process.returncode, self.kills_before)
 
     def tail(self) -> tuple[str, ...]:
         """The last lines that this process wrote."""
@@ -236,54 +194,3 @@ class _Child:
             lines = file.read().decode("utf-8", "replace").splitlines()
             return tuple(line for line in lines if line.strip())[-_TAIL_LINES:]
         return ()
-
-
-class _Spawner:
-    """Starts worker processes that read exactly this configuration, overrides included."""
-
-    def __init__(self, config: Config, program: Sequence[str], *, debug: bool) -> None:
-        self.config = config
-        self.log_dir = config.output_dir / "logs"
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        snapshot = self.log_dir / "config.json"
-        write_file(snapshot, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
-        self._command = [*program, "--supervised", "--config", str(snapshot)]
-        self._command += ["--base-dir", str(config.base_dir)] + ["--debug"] * debug
-        for file in control.imported_files():
-            self._command += ["--import", str(file)]
-
-    def spawn(self, worker_id: WorkerId, output: IO[bytes] | int) -> subprocess.Popen[bytes]:
-        """A worker process in a session of its own, so that Ctrl-C reaches the parent alone."""
-        package_parent = str(Path(hetero_framework.__file__).parents[1])
-        paths = [package_parent, os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONIOENCODING": "utf-8",
-            "OMP_NUM_THREADS": str(threads_for(self.config, worker_id)),
-        }
-        return subprocess.Popen(
-            [*self._command, "--worker-id", str(worker_id)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=os.name != "nt",
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-        )
-
-
-def _stop(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
-    for process in processes:
-        if process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-    deadline = time.monotonic() + grace_s
-    for process in processes:
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
-                process.wait(timeouts.STOP_S)

@@ -24,17 +24,12 @@ import psutil
 
 from hetero_framework import log, units
 from hetero_framework.cluster import kernel_word, pausing
-from hetero_framework.cluster.local_workers import (
-    PROGRAM,
-    WorkerId,
-    _Spawner,
-    _stop,
-    describe_exit,
-)
+from hetero_framework.cluster.child import PROGRAM, Spawner, describe_end, end_processes
 from hetero_framework.cluster.orders import stop_signals, stopped_by
 from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy, is_crash
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly
 from hetero_framework.log import event, one_line
 
@@ -69,7 +64,7 @@ def run_workers(
                 held.enter_context(desk.held(about))
             wards.append(_Ward(worker_id, about, desk))
         try:
-            spawner = _Spawner(config, [*program, *["--keep"] * keep], debug=debug)
+            spawner = Spawner(config, [*program, *["--keep"] * keep], debug=debug)
             return _Supervisor(wards, spawner).run()
         except OSError as error:
             raise ResourceError(f"cannot start the workers of this machine: {error}") from error
@@ -120,7 +115,7 @@ class _Ward:
 class _Supervisor:
     """The loop over all workers of this machine."""
 
-    def __init__(self, wards: Sequence[_Ward], spawner: _Spawner) -> None:
+    def __init__(self, wards: Sequence[_Ward], spawner: Spawner) -> None:
         self._wards = wards
         self._spawner = spawner
         self._stop_reason: str | None = None
@@ -138,7 +133,7 @@ class _Supervisor:
             finally:
                 at_once = self._signals > 1
                 running = [ward.process for ward in self._wards if ward.process is not None]
-                _stop(running, 0.0 if at_once else timeouts.EXIT_S)
+                end_processes(running, 0.0 if at_once else timeouts.EXIT_S)
                 for ward in self._wards:
                     if ward.printer is not None:  # a child of the worker's own may hold the pipe
                         ward.printer.join(timeouts.STOP_S)
@@ -225,7 +220,7 @@ class _Supervisor:
         elif ward.leave_by is not None:
             self._paused(ward)
         elif is_crash(code):
-            self._died(ward, f"it ended with {_describe(process.pid, code, ward.kills)}")
+            self._died(ward, f"it ended with {describe_end(process.pid, code, ward.kills)}")
         else:
             ward.code = code
 
@@ -254,13 +249,6 @@ class _Supervisor:
 
 def _event(what: str, ward: _Ward, **fields: Any) -> dict[str, Any]:
     return event(what, worker=ward.worker_id, **fields)
-
-
-def _describe(pid: int, code: int, kills: int | None) -> str:
-    """How a process ended, and why where the system tells."""
-    if code == -getattr(signal, "SIGKILL", 0) and code:
-        return f"signal SIGKILL ({kernel_word.on_kill(pid, kills)})"
-    return describe_exit(code)
 
 
 def _memory_of(process: subprocess.Popen[bytes]) -> int:

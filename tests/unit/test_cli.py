@@ -85,10 +85,10 @@ def test_supervised_worker_reads_its_life_line_after_the_imports(config_file: Pa
     program = (
         "import os, sys\n"
         "from hetero_framework import cli\n"
-        "from hetero_framework.cluster import local_workers\n"
+        "from hetero_framework.cluster import child\n"
         "def watch(**_):\n"
         "    os._exit(0 if {'torch', 'numpy', 'transformers'} <= set(sys.modules) else 1)\n"
-        "local_workers.watch_parent = watch\n"
+        "child.watch_parent = watch\n"
         "cli.main(['worker', '--supervised', '--worker-id', '1', '--config', sys.argv[1]])\n"
     )
     done = run_process("-c", program, str(config_file))

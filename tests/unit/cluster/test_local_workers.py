@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from hetero_framework.cluster import kernel_word
-from hetero_framework.cluster.local_workers import LocalWorkers, describe_exit
+from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config
 from hetero_framework.errors import ResourceError
 from tests.samples import free_ports
@@ -23,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # A worker in miniature: it takes the options of the real one and needs no torch.
 STAND_IN = """
 import argparse, os, subprocess, sys, time
-from hetero_framework.cluster.local_workers import watch_parent
+from hetero_framework.cluster.child import watch_parent
 parser = argparse.ArgumentParser()
 parser.add_argument("behaviour")
 parser.add_argument("--supervised", action="store_true")
@@ -237,9 +236,3 @@ def test_program_that_cannot_be_started_is_a_resource_error(config: Config) -> N
     workers = LocalWorkers(config, (1,), program=["/does/not/exist"])
     with pytest.raises(ResourceError, match="cannot start the workers"):
         workers.start()
-
-
-def test_exit_codes_and_signals_have_words() -> None:
-    assert describe_exit(2) == "exit code 2"
-    assert describe_exit(-signal.SIGTERM) == "signal SIGTERM"
-    assert describe_exit(-999) == "signal 999"

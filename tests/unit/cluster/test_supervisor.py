@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero_framework.cluster import kernel_word, supervisor
+from hetero_framework.cluster import supervisor
 from hetero_framework.cluster.pausing import supervised
 from hetero_framework.cluster.restarts import RestartPolicy
 from hetero_framework.cluster.supervisor import run_workers
@@ -34,7 +34,7 @@ posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 # It ends in order with the base directory's file "finish", and writes its process id there.
 STAND_IN = """
 import argparse, os, pathlib, subprocess, sys, threading, time
-from hetero_framework.cluster.local_workers import watch_parent
+from hetero_framework.cluster.child import watch_parent
 parser = argparse.ArgumentParser()
 parser.add_argument("behaviour")
 parser.add_argument("--supervised", action="store_true")
@@ -255,22 +255,6 @@ def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(serve: Any, conf
     )
     assert "AssertionError: the last line" in str(served.error)
     assert [entry["what"] for entry in events(config)] == ["worker restarted"] * 4
-
-
-def test_the_kernel_is_asked_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters, messages = tmp_path / "vmstat", tmp_path / "kmsg"
-    monkeypatch.setattr(kernel_word, "_COUNTERS", counters)
-    monkeypatch.setattr(kernel_word, "_MESSAGES", messages)
-    assert kernel_word.out_of_memory_kills() is None
-    assert kernel_word.on_kill(7, None) == "out of memory, as a rule"
-    counters.write_text("pgfault 1\noom_kill 3\n")
-    assert kernel_word.out_of_memory_kills() == 3
-    assert "none ended for that" in kernel_word.on_kill(7, 3)
-    assert "counts a process ended for that" in kernel_word.on_kill(7, 2)
-    messages.write_text("3,1,1,-;Out of memory: Killed process 7 (python) total-vm:9kB\n rest\n")
-    text = "out of memory; the kernel: Out of memory: Killed process 7 (python) total-vm:9kB"
-    assert kernel_word.on_kill(7, 3) == text
-    assert "none ended for that" in kernel_word.on_kill(77, 3)
 
 
 # ---- the parent's own end

@@ -1,0 +1,124 @@
+"""A worker process seen from its parent: started, described, ended. And the line between the two.
+
+A child's standard input is its life line: a pipe that only the parent holds open. When the parent
+ends in whatever way, on any system, it closes, and the child ends too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+import hetero_framework
+from hetero_framework import control
+from hetero_framework.cluster import kernel_word
+from hetero_framework.cluster.roles import threads_for
+from hetero_framework.config import Config
+from hetero_framework.core import timeouts
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.files import write_file
+from hetero_framework.errors import PeerLostError
+
+PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
+
+
+class Spawner:
+    """Starts worker processes that read exactly this configuration, overrides included."""
+
+    def __init__(self, config: Config, program: Sequence[str], *, debug: bool) -> None:
+        self.config = config
+        self.log_dir = config.output_dir / "logs"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        snapshot = self.log_dir / "config.json"
+        write_file(snapshot, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
+        self._command = [*program, "--supervised", "--config", str(snapshot)]
+        self._command += ["--base-dir", str(config.base_dir)] + ["--debug"] * debug
+        for file in control.imported_files():
+            self._command += ["--import", str(file)]
+
+    def spawn(self, worker_id: WorkerId, output: IO[bytes] | int) -> subprocess.Popen[bytes]:
+        """A worker process in a session of its own, so that Ctrl-C reaches the parent alone."""
+        package_parent = str(Path(hetero_framework.__file__).parents[1])
+        paths = [package_parent, os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONIOENCODING": "utf-8",
+            "OMP_NUM_THREADS": str(threads_for(self.config, worker_id)),
+        }
+        return subprocess.Popen(
+            [*self._command, "--worker-id", str(worker_id)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=os.name != "nt",
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+        )
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
+    """Close the life lines, wait `grace_s` in all, then kill."""
+    for process in processes:
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                process.wait(timeouts.STOP_S)
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 2`, or `signal SIGKILL` for a negative number as subprocess gives it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def describe_end(pid: int, code: int, kills: int | None) -> str:
+    """`describe_exit`, and after SIGKILL why, where the system tells: `kills` is how many processes
+    it had ended for memory before."""
+    if code == -getattr(signal, "SIGKILL", 0) and code:
+        return f"{describe_exit(code)} ({kernel_word.on_kill(pid, kills)})"
+    return describe_exit(code)
+
+
+def watch_parent(
+    on_gone: Callable[[], None] | None = None,
+    on_order: Callable[[str], None] = lambda reason: None,
+) -> threading.Thread:
+    """In a supervised worker: call `on_gone` when the parent is gone (default: end the process),
+    and `on_order` with each line that the parent writes: why this process is to end."""
+
+    def wait() -> None:
+        rest = b""
+        with contextlib.suppress(OSError):
+            while data := os.read(0, 4096):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    on_order(line.decode("utf-8", "replace"))
+        if on_gone is None:
+            os._exit(PeerLostError.exit_code)  # the main thread may be deep inside a computation
+        on_gone()
+
+    thread = threading.Thread(target=wait, name="watch-parent", daemon=True)
+    thread.start()
+    return thread

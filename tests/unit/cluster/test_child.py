@@ -1,0 +1,23 @@
+"""Starting and ending are tested where they are used: local workers and the supervisor."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+
+from hetero_framework.cluster.child import describe_end, describe_exit
+
+
+def test_exit_codes_and_signals_have_words() -> None:
+    assert describe_exit(2) == "exit code 2"
+    assert describe_exit(-signal.SIGTERM) == "signal SIGTERM"
+    assert describe_exit(-999) == "signal 999"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+def test_after_sigkill_the_kernel_is_asked() -> None:
+    assert describe_end(7, -signal.SIGTERM, 3) == "signal SIGTERM"
+    assert describe_end(7, 1, 3) == "exit code 1"
+    assert describe_end(7, -signal.SIGKILL, None).startswith("signal SIGKILL (")
