@@ -42,6 +42,7 @@ from hetero_framework.config.section import (
     Seed,
     Steps,
     Tokens,
+    WholeFile,
     WorkerId,
     with_unit,
 )
@@ -498,7 +499,7 @@ def interval(value: float, total_steps: int) -> int:
     return int(value) if value >= 1 else math.ceil(total_steps * value)
 
 
-class Config(Section):
+class Config(WholeFile):
     """hetero_config.json: who takes part, who holds which layers, what is trained and how."""
 
     model_config = ConfigDict(validate_default=True)
@@ -538,13 +539,6 @@ class Config(Section):
         if isinstance(value, int) and value < 0:
             raise ValueError('must be a step number, "latest" or null')
         return value or None
-
-    @field_validator("*")
-    @classmethod
-    def _note_valid(cls, value: Any, info: ValidationInfo) -> Any:
-        # What is wrong between two sections is said even where a third one is wrong by itself.
-        info.context[info.field_name] = value  # type: ignore[index]
-        return value
 
     @classmethod
     def from_dict(

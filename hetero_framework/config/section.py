@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_validator
+from pydantic_core.core_schema import ValidationInfo
 
 
 def with_unit(unit: str, **limits: Any) -> Any:
@@ -37,3 +38,15 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+
+class WholeFile(Section):
+    """The outermost section. It is validated with a dictionary as context, into which each field
+    goes that is valid by itself: what is wrong between two fields is then said even where a third
+    one is wrong by itself."""
+
+    @field_validator("*")
+    @classmethod
+    def _note_valid(cls, value: Any, info: ValidationInfo) -> Any:
+        info.context[info.field_name] = value  # type: ignore[index]
+        return value

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from hetero_framework.config import Section
 from hetero_framework.config.problems import Problem, problems_of, report, shown
-from hetero_framework.config.section import MicroBatches, WorkerId, with_unit
+from hetero_framework.config.section import MicroBatches, WholeFile, WorkerId, with_unit
 from hetero_framework.config.strict_json import read_json_object
 from hetero_framework.errors import ConfigError
 
@@ -82,7 +81,7 @@ class LinkProfile(Section):
     """How long the first byte takes."""
 
 
-class FleetProfile(Section):
+class FleetProfile(WholeFile):
     """A model and the fleet that may train it. A pair of workers without a link in both directions
     is relayed by the coordinator."""
 
@@ -100,13 +99,6 @@ class FleetProfile(Section):
     """The processes."""
     links: tuple[LinkProfile, ...] = ()
     """Their links, one entry for each direction."""
-
-    @field_validator("*")
-    @classmethod
-    def _note_valid(cls, value: Any, info: ValidationInfo) -> Any:
-        # What is wrong between two fields is said even where a third one is wrong by itself.
-        info.context[info.field_name] = value  # type: ignore[index]
-        return value
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], *, name: str = "profile") -> FleetProfile:

@@ -1,370 +1,314 @@
 """A step that no layout of a fleet can beat.
 
-`least_step` asks for a step of T seconds whether the devices could cover all layers at all, and
-halves the interval until it knows. What it counts:
+`least_step` asks for a step of T seconds whether any layout could take that, and halves the
+interval until it knows. A dynamic programme over the seconds that are left decides (`covering`): a
+stage whose input is there after e seconds, there and back, has S = T - e, and must satisfy what
+`step_bound` asks of its device, its NICs and its memory. Behind it S is less by its work and its
+boundary.
 
-- A device d that takes x layers of c seconds works m c x; it begins after a micro-batch has been
-  through everything in front of it and back, e seconds, so x <= (T - e) / (m c), a whole number
-  where all layers are alike, and no more than its memory holds.
-- Who comes k-th waits for those in front: all layers that the devices from the k-th on cannot cover
-  are in front of it, on the fastest devices at best, behind k - 1 boundaries of the best links.
-- The devices are matched with the places behind the coordinator as covers most.
-- Whoever has a stage on either side receives an activation and a gradient per micro-batch; where no
-  two workers have a link, the coordinator's NIC carries all of it.
-- With several stages on a device nobody waits for more than one layer of each device in front.
+What makes that a relaxation, so that a "no" holds for all layouts:
+
+- A device may be used more often than there are such devices, at a price for each use; what the
+  coordinator relays has a price too. Whatever the prices, no layout covers more than the programme
+  does; those of what is used too much are raised (subgradients, Held and Karp 1971).
+- A stage costs what so many layers cost where they are cheapest, a boundary what the best one into
+  its device does (`choices`).
+- Seconds are counted in whole parts of T, rounded in favour of the layout.
+
+What a stage has to hold in flight depends on how long a micro-batch is under way in all, so the
+question is asked for ranges of that path. With several stages on a device, those behind the first
+only add to its work: who comes behind that waits for one of its layers at least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
-from operator import add
-from typing import NamedTuple
+from abc import ABC, abstractmethod
 
+import numpy as np
+
+from hetero_framework.planner.choices import (
+    choices_of,
+    groups_of,
+    held,
+    share_of,
+    shares_of,
+    work_of_layers,
+)
+from hetero_framework.planner.covering import Floats, Integers, Programme, Stages
+from hetero_framework.planner.layout import Part
 from hetero_framework.planner.partition import Rules
-from hetero_framework.planner.simulator import Edge
 
-_PRECISION = 2e-4
-_MATCHED_DEVICES = 24
+_PRECISION = 2e-3
+_PARTS = 1_000  # of a step
+_NARROW = 0.02  # of a step: a range of paths that is not divided further
+_WIDE_ROUNDS, _ROUNDS = 6, 30  # of prices, for each question
+_AIM = 0.3  # layers less than needed, that prices aim at
 _EXACTLY = 1e-9
 
 
 def least_step(rules: Rules, most_s: float) -> float:
     """A lower bound of the step of all layouts that the rules permit; `most_s` is what one is known
     to reach."""
-    return min(_Relaxation(rules, chunks).least(most_s) for chunks in {False, rules.chunks})
+    least = min(most_s, _alone_s(rules))
+    if len(rules.devices) > 1 and least > 0:
+        for relaxation in (_OneEach, _Several) if rules.chunks else (_OneEach,):
+            least = relaxation(rules, least).least()
+    return least
 
 
-class _Mode(NamedTuple):
-    """A way to run a device's layers: seconds per unit of work, of which backward, bytes of a
-    layer, and of what it keeps of one micro-batch, and the bytes there are."""
-
-    unit_s: float
-    backward_s: float
-    weights: float
-    held: float
-    free: float
-
-
-class _Place(NamedTuple):
-    """A place behind the coordinator: the least seconds before its first and after its last work,
-    and the micro-batches that a stage there has to hold unless it is the last."""
-
-    wait_s: float
-    held: int = 1
-    is_last: bool = False
+def _alone_s(rules: Rules) -> float:
+    """The step of the coordinator alone; infinite where it cannot hold everything."""
+    fleet, found = rules.fleet, math.inf
+    for recompute in (False, True) if rules.checkpointing else (False,):
+        layout = (Part(0, 0, fleet.layers, recompute),)
+        if fleet.memory_limits(layout) is not None:
+            found = min(found, fleet.micro_batches * fleet.pipeline(layout).path_s)
+    return found
 
 
-class _Relaxation:
-    def __init__(self, rules: Rules, chunks: bool) -> None:
-        fleet = rules.fleet
-        self._m = fleet.micro_batches
-        self._chunks = chunks
-        self._checkpointing = rules.checkpointing
-        self._fleet = fleet
-        local = fleet.costs[0]
-        # The work of a layer, so that a device takes c seconds for each unit of it or more.
-        both = list(map(add, local.forward_s, local.backward_s))
-        unit = [after - before for before, after in pairwise(both)]
-        unit = unit if min(unit) > 0 else [1.0] * fleet.layers
-        scale = fleet.layers / sum(unit)
-        self._work = [value * scale for value in unit]
-        self._total = sum(self._work)
-        self._whole = max(self._work) - min(self._work) < _EXACTLY
-        self._ways = {d: self._modes(d) for d in rules.devices}
-        self._c = {d: ways[0].unit_s for d, ways in self._ways.items()}
-        self._heads_s = {
-            d: fleet.costs[d].device.head_forward_s + fleet.costs[d].device.head_backward_s
-            for d in rules.devices
-        }
-        self._embedding_s = local.device.embedding_forward_s + local.device.embedding_backward_s
-        self._others = [d for d in rules.devices if d != 0]
-        self._fastest = sorted(self._c, key=lambda d: self._c[d])
-        self._links(rules)
+class _Relaxation(ABC):
+    """The question whether a step may be shorter than `most_s`, for the coordinator and others."""
 
-    # -- what is fixed ----------------------------------------------------------------------------
+    _narrow = _NARROW
 
-    def _modes(self, d: int) -> list[_Mode]:
-        """How a device may run its layers, as if each cost no more than its cheapest."""
-        costs, fleet, found = self._fleet.costs[d], self._fleet, []
-        free = costs.memory_bytes * (1 + _EXACTLY)
-        free -= costs.device.embedding_bytes if d == 0 else 0.0
-        layers = range(fleet.layers)
-        weights = min(costs.layer_bytes[k + 1] - costs.layer_bytes[k] for k in layers)
-        for recompute in (False, True) if self._checkpointing else (False,):
-            backward_s = costs.recompute_s if recompute else costs.backward_s
-            kept = costs.recomputed_bytes if recompute else costs.kept_bytes
-            found.append(
-                _Mode(
-                    self._least(costs.forward_s, backward_s),
-                    self._least(backward_s),
-                    weights,
-                    min((kept[k + 1] - kept[k]) * fleet.stores_layer(k) for k in layers),
-                    free - (costs.largest_bytes if recompute else 0.0),
-                )
-            )
-        if self._chunks and len(found) > 1:  # each of a device's stages has its own
-            plain, again = found
-            found = [plain._replace(held=min(plain.held, again.held))]
-        return found
+    def __init__(self, rules: Rules, most_s: float, *, chunks: bool) -> None:
+        self._rules, self._fleet, self._most_s = rules, rules.fleet, most_s
+        self._m = rules.fleet.micro_batches
+        self._work = work_of_layers(rules.fleet)
+        self._groups = groups_of(rules, chunks)
+        self._most_stages = min(len(rules.devices), rules.fleet.layers + 2)
+        local = rules.fleet.costs[0].device
+        self._embedding = (local.embedding_forward_s, local.embedding_backward_s)
+        # One for each group, and for what the coordinator relays: its seconds, and how often.
+        self._prices = np.zeros(len(self._groups) + 2)
+        relayed = [way.relayed_s for group in self._groups for way in group.between]
+        self._least_relayed_s = min((s for s in relayed if s > 0), default=0.0)
+        self._found = (0.0, 1.0)
 
-    def _least(self, *sums: Sequence[float]) -> float:
-        """Seconds per unit of work, of the layer where they are fewest."""
-        return min(sum(s[k + 1] - s[k] for s in sums) / work for k, work in enumerate(self._work))
-
-    def _lost(self, pace: float) -> float:
-        """Units that are covered less because somebody holds the head."""
-        found = []
-        for d, head_s in self._heads_s.items():
-            units = head_s / self._c[d] if self._c[d] > 0 else 0.0
-            # Where memory and not time is short the head may cost nothing.
-            most, beside = self._covers(d, math.inf), self._covers(d, pace - head_s)
-            found.append(min(math.floor(units) if self._whole else units, most - beside))
-        return max(0.0, min(found))
-
-    def _links(self, rules: Rules) -> None:
-        """What boundaries take at least: on the way, and of the NICs."""
-        fleet, others = self._fleet, self._others
-        self._relayed_s = math.inf
-        if len(self._c) > _MATCHED_DEVICES:
-            self._links_of_many()
-            return
-
-        def edges(a: int, b: int) -> list[Edge]:
-            return [edge for edge, _ in rules.ways(a, b, fleet.least_boundary(a))]
-
-        def path_s(edge: Edge) -> float:
-            return edge.forward_s + edge.backward_s + 2 * edge.latency_s
-
-        first = [edge for d in others for edge in edges(0, d)]
-        between = [(a, b, edge) for a in others for b in others if a != b for edge in edges(a, b)]
-        home = [edge for d in others for edge in edges(d, 0)] if self._chunks else []
-        self._first_s = min(map(path_s, first), default=0.0)
-        again = [path_s(edge) for edge in (*first, *home)] if self._chunks else []
-        rest = [path_s(edge) for _, _, edge in between]
-        self._rest_s = min(rest + again, default=0.0)
-        # A device's least seconds to receive an activation, and to receive a gradient.
-        self._in_s = {d: min(edge.forward_s for edge in edges(0, d)) for d in others}
-        self._back_s = dict.fromkeys(others, math.inf)
-        for d in others if self._chunks else ():
-            self._back_s[d] = min(edge.backward_s for edge in edges(d, 0))
-        for a, b, edge in between:
-            self._in_s[b] = min(self._in_s[b], edge.forward_s)
-            self._back_s[a] = min(self._back_s[a], edge.backward_s)
-        # What the coordinator's NIC sends of a boundary that it relays, and of its own first one.
-        if not any(fleet.can_go_direct(a, b) for a in others for b in others if a != b):
-            self._relayed_s = min((e.forward_s + e.backward_s for _, _, e in between), default=0.0)
-        self._sent_s = min((edge.forward_s for edge in first), default=0.0)
-
-    def _links_of_many(self) -> None:
-        """The same as if every boundary had the best of all links in each direction."""
-        profile = self._fleet.profile
-        fastest = max(link.bytes_per_s for link in profile.links)
-        latency_s = min(link.latency_s for link in profile.links)
-        there_s, back_s = profile.activation_bytes / fastest, profile.gradient_bytes / fastest
-        if not self._fleet.goes_back(1):
-            back_s = 0.0
-        self._rest_s = there_s + back_s + 2 * latency_s
-        self._first_s = self._rest_s if self._fleet.goes_back(0) else there_s + 2 * latency_s
-        self._sent_s = there_s
-        if all("local" in (link.sender, link.receiver) for link in profile.links):
-            self._relayed_s = there_s + back_s
-
-    # -- whether a step could be that short -------------------------------------------------------
-
-    def least(self, most_s: float) -> float:
-        """The least of all numbers of devices."""
-        if len(self._c) > _MATCHED_DEVICES:
-            return self._halved(most_s, self._possible_for_many)[0]
-        least, high = most_s, most_s
-        for places in range(len(self._c)):
-            possible = partial(self._possible, places=places)
-            if possible(high):
-                low, high = self._halved(high, possible)
-                least = min(least, low)
-        return least
-
-    def _halved(self, high: float, possible: Callable[[float], bool]) -> tuple[float, float]:
-        """Between which steps it begins to be possible."""
-        low = 0.0
+    def least(self) -> float:
+        """The longest step that is known to be too short."""
+        if not self._possible((1 - _EXACTLY) * self._most_s):
+            return self._most_s
+        low, high = 0.0, self._most_s
         while high - low > _PRECISION * high:
             middle = (low + high) / 2
-            if possible(middle):
+            if self._possible(middle):
                 high = middle
             else:
                 low = middle
-        return low, high
+        return low
 
-    def _covers(self, d: int, spare_s: float, held: int = 1, behind_s: float = math.inf) -> float:
-        """Units that a device can take in `spare_s` per micro-batch with so many of them in flight,
-        its backwards in `behind_s`."""
-        if spare_s < 0 or behind_s < 0:
-            return 0.0
-        most = 0.0
-        for way in self._ways[d]:
-            units = self._total
-            if way.unit_s > 0:
-                units = min(units, spare_s / way.unit_s)
-            if way.backward_s > 0:
-                units = min(units, behind_s / way.backward_s)
-            if (each := way.weights + held * way.held) > 0:
-                units = min(units, self._units(way.free / each))
-            most = max(most, units)
-        return float(math.floor(most + _EXACTLY)) if self._whole else most
+    def _possible(self, step_s: float) -> bool:
+        """Whether a step of so many seconds is, for any path; ranges are in parts of a step, and
+        first comes that where it was possible last."""
+        ranges = [(0.0, 1.0), self._found]
+        while ranges:
+            low, high = ranges.pop()
+            narrow = high - low <= self._narrow
+            if not self._covers(step_s, low * step_s, high * step_s, narrow):
+                continue
+            if narrow:
+                self._found = (low, high)
+                return True
+            middle = (low + high) / 2
+            ranges += [(middle, high), (low, middle)]
+        return False
 
-    def _units(self, layers: float) -> float:
-        """The most work that so many layers may be."""
-        if layers <= 0:
-            return 0.0
-        return layers if self._whole else layers * max(self._work)
-
-    def _possible(self, step_s: float, places: int) -> bool:
-        """Whether the coordinator and so many others could take a step of `step_s`."""
-        pace = step_s / self._m
-        path_s = self._path(step_s, places)
-        if path_s > step_s:
+    def _covers(self, step_s: float, low: float, high: float, narrow: bool) -> bool:
+        """Whether layouts in which a micro-batch is under way from `low` to `high` seconds could
+        cover all layers in a step of so many seconds, as far as some rounds of prices tell."""
+        # Where less is left the path would be longer.
+        least = int((1 - high / step_s) * _PARTS * (1 - _EXACTLY))
+        starts = {left: w for left, w in self._starts(step_s, low).items() if left >= least}
+        if not starts:
             return False
-        if not places:
-            own = self._covers(0, pace - self._embedding_s - self._heads_s[0])
-            return own >= self._total - _EXACTLY
-        middles = [d for d in self._others if self._in_s[d] + self._back_s[d] <= pace]
-        ends = [d for d in self._others if self._in_s[d] <= pace and d not in middles]
-        if places > len(middles) + bool(ends):
-            return False
-        relayed_s = (places - 1) * self._relayed_s if places > 1 else 0.0
-        if relayed_s < math.inf and not self._chunks and self._sent_s + relayed_s > pace + _EXACTLY:
-            return False
-        # Every backward of a stage but the first comes after the first has been everywhere.
-        first_alone = self._chunks or self._m == 1
-        behind_s = math.inf if first_alone else (step_s - path_s) / (self._m - 1)
-        held = 1 if self._chunks else self._held(step_s, path_s, path_s)
-        own = self._covers(0, pace - self._embedding_s, held, behind_s)
-        needed = self._total + self._lost(pace) - own - _EXACTLY
+        left_s = np.arange(least, _PARTS + 1, dtype=np.float64) * (step_s / _PARTS)
+        rows = np.array(list(starts), np.int64) - least
+        programme = Programme(
+            self._stages(left_s, step_s, low, high, first=False),
+            np.array(list(starts.values())),
+            rows,
+            self._stages(left_s[rows], step_s, low, high, first=True),
+            self._most_stages,
+        )
+        there_are = np.array([*(group.size for group in self._groups), *self._relays(step_s)])
+        needed = self._needed(step_s) * (1 - _EXACTLY)
+        for _ in range(_ROUNDS if narrow else _WIDE_ROUNDS):
+            covered, used = programme.best(self._prices)
+            bound = covered + float(self._prices @ there_are)
+            if bound < needed:
+                return False
+            excess = used - there_are
+            excess[(excess < 0) & (self._prices <= 0)] = 0.0
+            norm = float(excess @ excess)
+            if norm == 0:
+                return True
+            step = (bound - needed + _AIM) / norm
+            self._prices = np.maximum(0.0, self._prices + step * excess)
+        return True
 
-        def most(place: _Place) -> list[float]:
-            """What each device covers there; those that can only be last are one column."""
-            spare_s = (step_s - place.wait_s) / self._m
-            if place.is_last:
-                last = max((self._covers(d, spare_s) for d in ends), default=0.0)
-                return [*(self._covers(d, spare_s) for d in middles), last]
-            found = [self._covers(d, spare_s, place.held, behind_s) for d in middles]
-            return [*found, 0.0]
+    def _relays(self, step_s: float) -> tuple[float, float]:
+        """The share of a step that the coordinator's NIC can relay beside what it sends itself, and
+        the boundaries for which that is enough."""
+        first_s = min(group.first.forward_s for group in self._groups)
+        spare_s = max(0.0, step_s - self._m * first_s)
+        if not self._least_relayed_s:
+            return 1.0, 1.0
+        most = spare_s / (self._m * self._least_relayed_s)
+        return spare_s / step_s, math.floor(most + _EXACTLY)
 
-        found = self._places(step_s, path_s, places, own, most)
-        rows = [most(place) for place in found]
-        return matched(rows) >= needed
+    def _needed(self, step_s: float) -> float:
+        """The work of all layers."""
+        return float(self._work[-1])
 
-    def _least_work(self, units: float, step_s: float) -> float:
-        """Seconds that so many units take on the fastest devices that can take them, as many as it
-        needs; infinite where all of them cannot."""
-        worked = 0.0
-        for d in self._fastest:
-            taken = min(units, self._covers(d, step_s / self._m))
-            worked += taken * self._c[d]
-            units -= taken
-            if units <= _EXACTLY:
-                return worked
-        return math.inf
+    @abstractmethod
+    def _starts(self, step_s: float, low: float) -> dict[int, float]:
+        """The parts of a step that the coordinator may leave to others, and its most work then."""
 
-    def _path(self, step_s: float, places: int) -> float:
-        """Least seconds of one micro-batch through everything and back."""
-        ends_s = self._embedding_s + min(self._heads_s.values())
-        links_s = self._first_s + (places - 1) * self._rest_s if places else 0.0
-        return ends_s + links_s + self._least_work(self._total, step_s)
+    @abstractmethod
+    def _stages(
+        self, left_s: Floats, step_s: float, low: float, high: float, *, first: bool
+    ) -> Stages:
+        """What may come where `left_s` seconds are left behind the stage before, which is the
+        coordinator's if it comes `first`."""
 
-    def _places(
-        self,
-        step_s: float,
-        path_s: float,
-        places: int,
-        own: float,
-        most: Callable[[_Place], list[float]],
-    ) -> list[_Place]:
-        """The places behind the coordinator."""
-        links = [self._first_s + place * self._rest_s for place in range(places)]
-        found = [_Place(self._embedding_s + link_s) for link_s in links]
-        if self._chunks:
-            layer_s = min(self._c.values()) * min(self._work)
-            waits = [p.wait_s + k * layer_s for k, p in enumerate(found)]
-            return [_Place(wait_s, 1, is_last=True) for wait_s in waits]
-        for _ in range(3):
-            for k in range(places):
-                # Whoever is last holds one micro-batch and may cover more.
-                behind = max(most(found[k]._replace(is_last=True)))
-                behind += sum(sorted(most(found[k]), reverse=True)[: places - k - 1])
-                worked = self._least_work(max(0.0, self._total - behind), step_s)
-                wait_s = min(step_s, self._embedding_s + links[k] + worked)
-                wait_s = max(wait_s, *(place.wait_s for place in found[: k + 1]))
-                in_front = own + sum(
-                    sorted(most(found[0]._replace(is_last=False)), reverse=True)[:k]
-                )
-                rest = max(0.0, self._total - in_front)
-                round_s = self._least_work(rest, step_s) + self._rest_s
-                held = self._held(step_s, path_s, round_s)
-                found[k] = _Place(wait_s, held, k == places - 1)
+    def _uses(self, group: Integers, relayed_s: Floats, step_s: float) -> Floats:
+        uses = np.zeros((len(self._prices), len(group)))
+        uses[group, np.arange(len(group))] = 1.0
+        uses[-2] = self._m / step_s * relayed_s
+        uses[-1] = relayed_s > 0
+        return uses
+
+    def _parts(self, seconds: Floats, step_s: float) -> Integers:
+        """Whole parts of a step, rounded down."""
+        return np.floor(seconds * (_PARTS / step_s) * (1 - _EXACTLY)).astype(np.int64)
+
+
+class _OneEach(_Relaxation):
+    """One stage per device."""
+
+    def __init__(self, rules: Rules, most_s: float) -> None:
+        super().__init__(rules, most_s, chunks=False)
+        self._first, self._between = (
+            choices_of(rules, self._groups, most_s, first=first) for first in (True, False)
+        )
+
+    def _starts(self, step_s: float, low: float) -> dict[int, float]:
+        fleet, m = self._fleet, self._m
+        costs, most_s = fleet.costs[0], step_s * (1 + _EXACTLY)
+        found: dict[int, float] = {}
+        for recompute in (False, True) if self._rules.checkpointing else (False,):
+            sums = costs.recompute_s if recompute else costs.backward_s
+            for end in range(fleet.layers + 1):
+                forward_s = self._embedding[0] + costs.forward_s[end]
+                backward_s = self._embedding[1] + sums[end]
+                if m * (forward_s + backward_s) > most_s:
+                    break
+                count = self._held(Part(0, 0, end, recompute))
+                if not count or low * (1 + (m - 1) // count) > most_s:
+                    continue
+                idle_s = float(_idle_s(forward_s, backward_s, np.array(low), count, m))
+                if m * (forward_s + backward_s) + idle_s <= most_s:
+                    left = _PARTS - int(self._parts(np.array(forward_s + backward_s), step_s))
+                    found[left] = max(found.get(left, 0.0), float(self._work[end]))
         return found
 
-    def _held(self, step_s: float, path_s: float, round_s: float) -> int:
-        """The micro-batches that a stage has to hold where one takes `round_s` to come back: with
-        fewer, (m - 1) // held ways there and back would not fit into the step."""
-        if round_s <= 0 or round_s == math.inf:
-            return 1
-        ways = int((step_s - path_s) / round_s + _EXACTLY)
-        return (self._m - 1) // (ways + 1) + 1
+    def _held(self, part: Part) -> int:
+        """The forwards that the coordinator has memory for, 0 where not one fits."""
+        costs = self._fleet.costs[0]
+        room = costs.memory_bytes * (1 + _EXACTLY) - costs.device.embedding_bytes
+        room -= costs.layer_bytes[part.end]
+        room -= costs.largest_bytes if part.recompute and part.end else 0.0
+        return held(room, self._fleet.activation_bytes(part), self._m)
 
-    def _possible_for_many(self, step_s: float) -> bool:
-        """The same where devices are too many to be matched: the fastest first, each with all that
-        it can do in time, as if layers could be split and there were memory for all."""
-        pace = step_s / self._m
-        places = len(self._others)
-        if self._relayed_s < math.inf and not self._chunks and self._relayed_s > 0:
-            places = min(places, 1 + int(max(0.0, pace - self._sent_s) / self._relayed_s))
-        wait_s, covered = self._embedding_s, 0.0
-        for place, d in enumerate(self._fastest[: places + 1]):
-            spare_s = (step_s - wait_s) / self._m
-            if spare_s <= 0:
-                break
-            if self._c[d] == 0:
-                return True
-            covered += spare_s / self._c[d]
-            work_s = self._c[d] * min(self._work) if self._chunks else spare_s
-            wait_s += work_s + (self._rest_s if place else self._first_s)
-        return covered >= self._total - _EXACTLY
+    def _stages(
+        self, left_s: Floats, step_s: float, low: float, high: float, *, first: bool
+    ) -> Stages:
+        one, m = self._first if first else self._between, self._m
+        here_s = left_s[:, None] - one.path_s + _EXACTLY * step_s
+        # What is left may be a part too much for each stage before.
+        rounded_s = step_s / _PARTS * self._most_stages
+        round_s = np.maximum(0.0, here_s - rounded_s - (step_s - low))
+        idle_s = _idle_s(one.forward_s, one.backward_s, round_s, one.held, m)
+        may = (one.held > 0) & (one.work > 0) & (here_s >= one.wire_s)
+        may &= here_s >= m * one.seconds + idle_s
+        ways = (m - 1) // np.maximum(1, one.held)
+        may &= low + ways * round_s <= step_s * (1 + _EXACTLY)
+        behind_s = np.maximum(one.last_wire_s, step_s - high)
+        ends = one.fits_last & (here_s >= np.maximum(m * one.last_s, one.last_s + behind_s))
+        return Stages(
+            np.where(may, one.work, -np.inf),
+            np.where(ends, one.work, -np.inf),
+            self._parts(one.path_s + one.seconds, step_s),
+            self._uses(one.group, one.relayed_s, step_s),
+        )
 
 
-def matched(rows: Sequence[Sequence[float]]) -> float:
-    """The largest sum of one entry of each row, no two of one column (fewer where columns are
-    fewer): the Hungarian method, O(rows^2 columns)."""
-    n, width = len(rows), max(len(rows), len(rows[0]))
-    cost = [[-value for value in row] + [0.0] * (width - len(row)) for row in rows]
-    row_price, column_price = [0.0] * (n + 1), [0.0] * (width + 1)
-    owner = [0] * (width + 1)  # the row that has a column; rows and columns from 1
-    for row in range(1, n + 1):
-        owner[0] = row
-        column = 0
-        least, came_from = [math.inf] * (width + 1), [0] * (width + 1)
-        done = [False] * (width + 1)
-        while owner[column]:
-            done[column] = True
-            here, delta, following = owner[column], math.inf, 0
-            for k in range(1, width + 1):
-                if done[k]:
-                    continue
-                reduced = cost[here - 1][k - 1] - row_price[here] - column_price[k]
-                if reduced < least[k]:
-                    least[k], came_from[k] = reduced, column
-                if least[k] < delta:
-                    delta, following = least[k], k
-            for k in range(width + 1):
-                if done[k]:
-                    row_price[owner[k]] += delta
-                    column_price[k] -= delta
-                else:
-                    least[k] -= delta
-            column = following
-        while column:
-            owner[column] = owner[came_from[column]]
-            column = came_from[column]
-    return -sum(cost[owner[k] - 1][k - 1] for k in range(1, width + 1) if owner[k])
+def _idle_s(
+    forward_s: Floats | float,
+    backward_s: Floats | float,
+    round_s: Floats,
+    held: Integers | int,
+    m: int,
+) -> Floats:
+    """As in `step_bound`: how long a stage that holds so many forwards has nothing to do."""
+    before = np.maximum(0.0, round_s - backward_s - held * forward_s)
+    after = np.maximum(0.0, round_s - forward_s - held * backward_s)
+    return np.where(held < m, before + after, np.maximum(before, after))
+
+
+class _Several(_Relaxation):
+    """Several stages on some devices. Ranges of the path say nothing here."""
+
+    _narrow = 1.0
+
+    def __init__(self, rules: Rules, most_s: float) -> None:
+        super().__init__(rules, most_s, chunks=True)
+        self._first, self._between = (
+            shares_of(rules, self._groups, first=first) for first in (True, False)
+        )
+        self._whole = bool(np.ptp(np.diff(self._work)) < _EXACTLY)
+        self._own = {d: share_of(rules, d) for d in rules.devices}
+        devices = {d: rules.fleet.costs[d].device for d in rules.devices}
+        self._head_s = {d: one.head_forward_s + one.head_backward_s for d, one in devices.items()}
+
+    def _starts(self, step_s: float, low: float) -> dict[int, float]:
+        before_s = sum(self._embedding)
+        unit_s, _, most = self._own[0]
+        work = float(self._most(np.array(step_s - self._m * before_s), unit_s, most))
+        left = _PARTS - int(self._parts(np.array(before_s), step_s))
+        return {left: work} if left >= 0 else {}
+
+    def _stages(
+        self, left_s: Floats, step_s: float, low: float, high: float, *, first: bool
+    ) -> Stages:
+        one = self._first if first else self._between
+        here_s = left_s[:, None] - one.path_s + _EXACTLY * step_s
+        work = np.where(here_s > 0, self._most(here_s, one.unit_s, one.most), -np.inf)
+        return Stages(
+            np.where(here_s >= one.wire_s, work, -np.inf),
+            np.where(here_s >= one.last_wire_s, work, -np.inf),
+            self._parts(one.path_s + one.layer_s, step_s),
+            self._uses(one.group, one.relayed_s, step_s),
+        )
+
+    def _most(self, spare_s: Floats, unit_s: Floats | float, most: Floats | float) -> Floats:
+        """The work that a device does in so many seconds of a step."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            in_time = np.where(unit_s > 0, spare_s / (self._m * np.asarray(unit_s)), math.inf)
+        work = np.minimum(np.minimum(in_time, most), self._work[-1])
+        work = np.maximum(0.0, work)
+        return np.floor(work + _EXACTLY) if self._whole else work
+
+    def _needed(self, step_s: float) -> float:
+        """The work of all layers, and what somebody cannot do who has the head."""
+        lost = []
+        for d, head_s in self._head_s.items():
+            unit_s, _, most = self._own[d]
+            units = head_s / unit_s if unit_s > 0 else 0.0
+            beside = float(self._most(np.array(step_s - self._m * head_s), unit_s, most))
+            # Where memory and not time is short the head may cost nothing.
+            spare = float(self._most(np.array(math.inf), unit_s, most)) - beside
+            lost.append(min(math.floor(units) if self._whole else units, max(0.0, spare)))
+        return float(self._work[-1]) + min(lost)

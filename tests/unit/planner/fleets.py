@@ -70,33 +70,45 @@ def rules_of(profile: FleetProfile, **changes: Any) -> Rules:
 
 @st.composite
 def profiles_of_fleets(
-    draw: st.DrawFn, *, most_devices: int = 4, most_layers: int = 7, tight: bool = False
+    draw: st.DrawFn,
+    *,
+    most_devices: int = 4,
+    most_layers: int = 7,
+    tight: bool = False,
+    uneven: bool = False,
 ) -> FleetProfile:
-    """Unlike devices, with and without links between workers, heads, and little memory."""
+    """Unlike devices, with and without links between workers, heads, and little memory; `uneven`:
+    layers and links differ too, and the lowest layers may be frozen."""
     layers = draw(st.integers(1, most_layers))
+    frozen = draw(st.integers(0, layers)) if uneven else 0
     devices = []
     for k in range(draw(st.integers(1, most_devices))):
         forward_s = draw(st.integers(1, 9)) / 1000
         least = 1.2 * GB * layers if tight and k == 0 else 0.5 * GB
         memory = draw(st.floats(least, 2 * GB * layers)) if tight else 1000 * GB
         head_s = draw(st.integers(0, 5)) / 1000
+        scales = [draw(st.sampled_from([1.0, 1.1, 2.0])) if uneven else 1.0 for _ in range(layers)]
         devices.append(
             device(
                 k or "local",
                 memory_bytes=memory,
-                layer_forward_s=forward_s,
-                layer_backward_s=2 * forward_s,
+                layer_forward_s=[scale * forward_s for scale in scales],
+                layer_backward_s=[
+                    2 * scale * forward_s * (layer >= frozen) for layer, scale in enumerate(scales)
+                ],
                 layer_recompute_s=forward_s,
                 head_forward_s=head_s,
                 head_backward_s=2 * head_s,
             )
         )
-    return FleetProfile.from_dict(
-        raw_fleet(
-            devices,
-            layers=layers,
-            micro_batches=draw(st.integers(1, 8)),
-            speed=draw(st.sampled_from([1e7, 1e8, 1e9])),
-            direct=draw(st.booleans()),
-        )
+    raw = raw_fleet(
+        devices,
+        layers=layers,
+        micro_batches=draw(st.integers(1, 8)),
+        speed=draw(st.sampled_from([1e7, 1e8, 1e9])),
+        direct=draw(st.booleans()),
     )
+    for link in raw["links"] if uneven else ():
+        link["bytes_per_s"] *= draw(st.sampled_from([0.1, 1.0, 1.3]))
+        link["latency_s"] *= draw(st.sampled_from([1.0, 50.0]))
+    return FleetProfile.from_dict(raw)
