@@ -4,9 +4,10 @@
 
 As root on Linux every machine is a network namespace with a single virtual Ethernet port into a
 bridge; `tc tbf` shapes both ends of it, so that a machine sends and receives at most at that rate,
-both at once. The loopback gets a namespace of its own, for its byte counters. Without root, a
-shaped network paces every TCP connection by itself with SO_MAX_PACING_RATE (Linux only), which
-flatters whoever has several connections: `Network.how` says so, and so does every result.
+both at once; machines may have rates of their own. The loopback gets a namespace of its own, for
+its byte counters. Without root, a shaped network paces every TCP connection by itself with
+SO_MAX_PACING_RATE (Linux only), which flatters whoever has several connections: `Network.how` says
+so, and so does every result.
 
 Delays come from a proxy in front of each machine's port: what passes it waits for half the round
 trip in each direction, plus a random part drawn for each burst; bandwidth is not limited.
@@ -32,7 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -50,6 +51,9 @@ _DATA_SHARE = 1448 / 1514
 # The kernel splits a segment that is larger than the burst in software: with 64 KiB that cost so
 # much CPU that a 1 Gbit/s network of four machines carried half of it (docs/decisions.md).
 _BURST_BYTES = 256 * 1024
+# What a slower port passes at once after a pause, as the above does at 1 Gbit/s.
+_BURST_S = 8 * _BURST_BYTES / 1e9
+_LEAST_BURST_BYTES = 16 * 1024
 _QUEUE_BYTES = 1024 * 1024
 _SUBNET = "10.77.0"
 _FIRST_PORT = 5001
@@ -112,7 +116,8 @@ class Network:
     """Machines that can reach each other.
 
     `places[k]` is machine k. `reach[k]` is the address and port at which the others reach it; with
-    a delay that is its proxy. `bytes_s` is the data rate of a port each way, None: not limited.
+    a delay that is its proxy. `bytes_s` is the data rate of a port each way, None: not limited;
+    `port_bytes_s` those of single machines, where they differ.
     """
 
     name: str
@@ -123,6 +128,7 @@ class Network:
     bytes_s: float | None = None
     delay_s: float = 0.0
     jitter_s: float = 0.0
+    port_bytes_s: tuple[float, ...] = ()
 
     def transfer_s(self, nbytes: float) -> float:
         """Seconds that `nbytes` of data keep a port busy."""
@@ -142,24 +148,29 @@ def open_network(
     delay_s: float = 0.0,
     jitter_s: float = 0.0,
     namespaces: bool | None = None,
+    ports_bit_s: Sequence[float] = (),
 ) -> Iterator[Network]:
     """`machines` machines on a network of `RATES_BIT_S`, taken down when the block ends.
 
     `delay_s` is the round trip that every connection takes longer, `jitter_s` at most as much
     again for each burst and direction. `namespaces` (default: if this process may make them) can
-    be false to have what other users have. Raises UserError where a shaped network cannot be had.
+    be false to have what other users have. `ports_bit_s` are the rates of single machines in place
+    of the network's; they need namespaces. Raises UserError where a shaped network cannot be had.
     """
     if name not in RATES_BIT_S:
         raise UserError(f"there is no network {name!r}; there are: {', '.join(RATES_BIT_S)}")
     rate = RATES_BIT_S[name]
     namespaces = can_make_namespaces() if namespaces is None else namespaces
+    if ports_bit_s and not namespaces:
+        raise UserError("ports of different rates need network namespaces: root on Linux")
     with ExitStack() as stack:
-        if namespaces and rate is None:
+        if namespaces and rate is None and not ports_bit_s:
             places = stack.enter_context(_own_loopback(machines))
             how = "loopback of its own namespace"
         elif namespaces:
-            assert rate is not None
-            places = stack.enter_context(_bridged(machines, rate))
+            assert rate is not None or ports_bit_s
+            rates = ports_bit_s or [rate or 0.0] * machines
+            places = stack.enter_context(_bridged(rates))
             how = "namespaces on a bridge, each port shaped by tbf both ways"
         else:
             if rate is not None and sys.platform != "linux":
@@ -183,7 +194,8 @@ def open_network(
             tuple(f"/proc/{holder}/net/dev" for holder in holders), places[0].interface, crossings
         )
         bytes_s = rate / 8 * _DATA_SHARE if rate is not None else None
-        yield Network(name, how, places, reach, counters, bytes_s, delay_s, jitter_s)
+        own = tuple(port / 8 * _DATA_SHARE for port in ports_bit_s)
+        yield Network(name, how, places, reach, counters, bytes_s, delay_s, jitter_s, own)
 
 
 def can_make_namespaces() -> bool:
@@ -215,10 +227,11 @@ def _own_loopback(machines: int) -> Iterator[tuple[Place, ...]]:
 
 
 @contextmanager
-def _bridged(machines: int, rate_bit_s: float) -> Iterator[tuple[Place, ...]]:
-    with _namespaces(machines + 1) as (switch, *pids):
+def _bridged(rates_bit_s: Sequence[float]) -> Iterator[tuple[Place, ...]]:
+    with _namespaces(len(rates_bit_s) + 1) as (switch, *pids):
         _batch(switch, ["link add bridge type bridge", "link set bridge up"])
-        for k, pid in enumerate(pids):
+        for k, (pid, rate_bit_s) in enumerate(zip(pids, rates_bit_s, strict=True)):
+            burst = max(_LEAST_BURST_BYTES, min(_BURST_BYTES, round(rate_bit_s / 8 * _BURST_S)))
             # Both ends are made inside the switch, so that no name is ever seen outside.
             _batch(
                 switch,
@@ -234,7 +247,7 @@ def _bridged(machines: int, rate_bit_s: float) -> Iterator[tuple[Place, ...]]:
             for holder, interface in ((pid, "eth0"), (switch, f"port{k}")):
                 shape = (
                     f"qdisc add dev {interface} root tbf rate {int(rate_bit_s)}bit "
-                    f"burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+                    f"burst {burst} limit {_QUEUE_BYTES}"
                 )
                 _run(["nsenter", "-t", str(holder), "-n", "tc", *shape.split()])
         yield tuple(

@@ -176,18 +176,13 @@ def make_config(
         {"hostname": f"machine-{k}", "ip": ip, "port": port, "device": "cpu", "num_threads": 1}
         for k, (ip, port) in enumerate(addresses)
     ]
-    layers = [load.layers_of(k) for k in range(load.stages)]
-    plan = [
-        {"id": load.device_of(k) or "local", "start": own.start, "end": own.stop}
-        for k, own in enumerate(layers)
-    ]
     model = {"from_config": load.llama.settings(), "dtype": "float32"} if load.llama else None
     adapter = {"r": 1, "target_modules": ["q_proj"]} if load.state_bytes else None
     return Config.from_dict(
         {
             "coordinator": entries[0],
             "workers": [{**entry, "id": k} for k, entry in enumerate(entries) if k],
-            "shard_plan": plan,
+            "shard_plan": load.plan(),
             "model": model,
             "adapter": adapter,
             "links": engine.links,

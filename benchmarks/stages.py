@@ -166,6 +166,14 @@ class Load:
         per_stage = self.llama.layers // self.stages if self.llama is not None else 1
         return range(stage * per_stage, (stage + 1) * per_stage)
 
+    def plan(self) -> list[dict[str, Any]]:
+        """The entries of `shard_plan`."""
+        layers = [self.layers_of(k) for k in range(self.stages)]
+        return [
+            {"id": self.device_of(k) or "local", "start": own.start, "end": own.stop}
+            for k, own in enumerate(layers)
+        ]
+
     def profile(
         self,
         network: Network,
