@@ -40,6 +40,7 @@ def profile_of(
             "head_bytes": head.kept + head.logits,
             "activation_bytes_per_layer": cost.of_layers("kept_bytes"),
             "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
+            "reserved_bytes": max(part.working for part in (embedding, *layers)),
         }
         for id, cost in costs.items()
     ]

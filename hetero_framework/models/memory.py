@@ -1,19 +1,21 @@
 """How much memory each stage needs, from shapes alone.
 
-Weights, gradients and optimizer state are counted tensor by tensor. Activations are an estimate:
+Weights, gradients and optimizer state are counted tensor by tensor. So are activations, what a
+layer takes for a moment, and the loss, on tensors without data (`footprint`). Where a model cannot
+be run so, they are an estimate:
 
     bytes per token and layer = 1.4 c * sum of (inputs + outputs) of the layer's matrices
 
 with c bytes per number: each matrix product keeps its input, its output is kept by what follows,
-and 0.4 more stands for norms and residuals. For a GPT block of hidden size h that is 22 h numbers;
-Korthikanti et al. 2022 (equation 1, without the attention matrix) count 17 h. Of what autograd
-really stores it is 1.2 for Llama and Gemma, 0.9 to 1.0 for Qwen3-MoE, and 0.7 for GPT-2, whose GELU
-is spelled out. Attention that stores its matrix ("eager") adds c + 4 bytes per head and pair of
-tokens. A stage that neither trains anything nor passes a gradient on stores nothing for backward.
-All sizes are bytes.
+and 0.4 more stands for norms and residuals. Attention that stores its matrix ("eager") adds c + 4
+bytes per head and pair of tokens. A stage that neither trains anything nor passes a gradient on
+stores nothing for backward. All sizes are bytes.
 
-Measured for a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU: full training estimated
-3.15 GiB, peak resident set over an idle process 2.84; LoRA on all linear layers 1.88 against 2.51.
+What is counted is tensors; benchmarks/stage_memory.py compares them with stages that run. What an
+allocator keeps besides comes to it. For a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU,
+LoRA on all linear layers is estimated 1.31 GiB and full training 2.56; over an idle process glibc's
+resident set peaks at 2.42 and 3.13, since it keeps what smaller tensors gave back, and with
+MALLOC_MMAP_THRESHOLD_=131072 at 1.31 and 2.57.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +34,15 @@ from transformers.pytorch_utils import Conv1D
 from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapter_plan import AdapterPlan
+from hetero_framework.models.footprint import (
+    Footprint,
+    Setting,
+    embedding_footprint,
+    head_footprint,
+    layer_footprint,
+)
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.layer_kinds import layer_kinds
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.quantization import (
     modules_left_alone,
@@ -63,12 +74,13 @@ _ADAM_STATES = 2.0
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one stage. Everything but `activations` and `logits` is counted, not estimated.
+    """Memory of one stage.
 
     `parameters` is the number of weights, an adapter's included. `activations` are those of
-    `in_flight` micro-batches, each `per_micro_batch`. `foreach` is what an optimizer that steps all
-    weights at once needs then: on CUDA and XPU torch's AdamW does (the roots of all second
-    moments). `device` is the owner's.
+    `in_flight` micro-batches, each `per_micro_batch`. `working` is the most that layers and
+    embedding take besides while they run, `logits` what the loss does. `foreach` is what an
+    optimizer that steps all weights at once needs then: on CUDA and XPU torch's AdamW does (the
+    roots of all second moments). `device` is the owner's.
     """
 
     stage: StageSpec
@@ -80,6 +92,7 @@ class StageMemory:
     logits: int
     in_flight: int
     per_micro_batch: int
+    working: int = 0
     foreach: int = 0
     device: str = "auto"
 
@@ -104,11 +117,17 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return self.kept + max(self.activations + self.logits, self.step)
+        return self.kept + max(self.activations + self.passing, self.step)
+
+    @property
+    def passing(self) -> int:
+        """The most that comes to what is kept and to the activations, for a moment."""
+        return max(self.logits, self.working)
 
     def __str__(self) -> str:
-        steps = self.step > self.activations + self.logits
-        peak = ("step",) if steps else ("activations", "logits")
+        steps = self.step > self.activations + self.passing
+        moment = "logits" if self.logits >= self.working else "working"
+        peak = ("step",) if steps else ("activations", moment)
         parts = ("weights", "gradients", "optimizer", *peak)
         sizes = [f"{name} {size(getattr(self, name))}" for name in parts if getattr(self, name)]
         return f"{size(self.total)} ({', '.join(sizes)})"
@@ -197,7 +216,7 @@ def in_flight_limits(
     found = [limit] * len(memory)
     for owners, free in devices:
         own = [m for m in memory if m.stage.owner in owners]
-        spare = free - sum(m.kept + m.holding(0).activations + m.logits for m in own)
+        spare = free - sum(m.kept + m.holding(0).activations + m.passing for m in own)
         once = sum(m.per_micro_batch for m in own if m.stage.is_last)
         each = sum(m.per_micro_batch for m in own if not m.stage.is_last)
         most = (spare - once) // each if each else limit
@@ -240,10 +259,12 @@ class Shapes:
         self, config: PretrainedConfig, model: ModelConfig, plan: AdapterPlan | None
     ) -> None:
         whole = meta_model(config)
+        self._config, self._plan = config, plan
         self.skeleton = Skeleton(config, introspect(config))
         self.text = config.get_text_config()
         stored: Any = config.dtype or torch.float32
         dtype = stored if model.dtype == "auto" else getattr(torch, model.dtype)
+        self._dtype: torch.dtype = dtype
         self.dtype = str(dtype).removeprefix("torch.")
         self.number_bytes = int(dtype.itemsize)
         quantization = model.quantization or stored_quantization(config)
@@ -267,6 +288,27 @@ class Shapes:
         if quantization is not None:
             self.upcast_inputs = set()
         self.attention = config._attn_implementation or "sdpa"
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each layer the first one of its kind."""
+        return layer_kinds(self._config)
+
+    def setting(self, config: Config, tokens: int) -> Setting:
+        """Of micro-batches of so many tokens a row."""
+        training, rows = config.training, config.training.per_device_train_batch_size
+        if config.data is not None and config.data.padding_free:
+            rows, tokens = 1, rows * tokens
+        half = torch.float16 if training.fp16 else None
+        return Setting(
+            self._config,
+            self._plan,
+            objective_of(training),
+            self._dtype,
+            torch.bfloat16 if training.bf16 else half,
+            rows,
+            tokens,
+        )
 
     def _trainable(
         self, whole: PreTrainedModel, plan: AdapterPlan | None, quantized: bool
@@ -338,8 +380,10 @@ def _stage_memory(
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
-    batch_tokens = training.per_device_train_batch_size * tokens
-    once, per_micro_batch = _activation_bytes(spec, shapes, config, tokens, differentiates)
+    counted = _counted_bytes(spec, shapes, config, tokens, differentiates)
+    per_micro_batch, working, logits = counted or _estimated_bytes(
+        spec, shapes, config, tokens, differentiates
+    )
     return StageMemory(
         stage=spec,
         parameters=sum(shapes.numbers[name] for name in held)
@@ -347,10 +391,11 @@ def _stage_memory(
         weights=sum(held.values()) + added + buffers,
         gradients=gradients,
         optimizer=_optimizer_bytes(training.optim, trained.values()),
-        activations=once + in_flight * per_micro_batch,
-        logits=_loss_bytes(shapes, batch_tokens, training) if spec.is_last else 0,
+        activations=in_flight * per_micro_batch,
+        logits=logits,
         in_flight=in_flight,
         per_micro_batch=per_micro_batch,
+        working=working,
         foreach=stepped if training.optim == "adamw_torch" else 0,
         device=machine.device,
     )
@@ -364,11 +409,45 @@ def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
     return int(sum(count * states * (bits / 8 if bits else size) for count, size in trained))
 
 
-def _activation_bytes(
+def _counted_bytes(
     spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
-) -> tuple[int, int]:
-    """(once, for each micro-batch in flight) stored by the layers. Gradient checkpointing: a hidden
-    state per layer and micro-batch, and one layer in full; no backward: what a layer uses."""
+) -> tuple[int, int, int] | None:
+    """(for each micro-batch in flight, for a moment in the layers, for the loss) as footprints say;
+    None where there are none."""
+    setting = shapes.setting(config, tokens)
+    recompute = config.checkpointing(spec.index) is True
+    parts: list[Footprint | None] = [embedding_footprint(setting)] if spec.is_first else []
+    kinds = shapes.kinds
+    parts += [
+        layer_footprint(setting, kinds[k], recompute=recompute, train=differentiates)
+        for k in range(spec.start, spec.end)
+    ]
+    if None in parts:
+        return None
+    inner = [part for part in parts if part is not None]
+    hidden = 0 if spec.is_first else setting.hidden_bytes
+    shared = max((part.shared for part in inner), default=0)
+    working = behind = 0
+    for part in reversed(inner):
+        # Forward, what is behind a part has not run yet; backward, it has given its own back.
+        working = max(working, part.passing - behind)
+        behind += part.kept - part.shared
+    logits = 0
+    if spec.is_last:
+        head = head_footprint(setting)
+        batch_tokens = setting.rows * setting.tokens
+        estimated = _loss_bytes(shapes, batch_tokens, config.training)
+        logits = estimated if head is None else head.passing
+    if not differentiates:
+        return 0, hidden + working, logits
+    return hidden + shared + behind, working, logits
+
+
+def _estimated_bytes(
+    spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
+) -> tuple[int, int, int]:
+    """The same by the formula. Gradient checkpointing: a hidden state per layer and micro-batch,
+    and one layer in full; no backward: what a layer uses."""
     training = config.training
     batch_tokens = training.per_device_train_batch_size * tokens
     c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
@@ -378,11 +457,12 @@ def _activation_bytes(
     span = range(spec.start, spec.end)
     layers = [_layer_bytes(layer, shapes, c, row_tokens) * batch_tokens for layer in span]
     largest = max(layers, default=0)
+    logits = _loss_bytes(shapes, batch_tokens, training) if spec.is_last else 0
     if not differentiates:
-        return hidden + largest, 0
+        return 0, hidden + largest, logits
     if config.checkpointing(spec.index) is True:
-        return largest, hidden * (len(layers) + 1)
-    return 0, hidden + sum(layers)
+        return hidden * (len(layers) + 1), largest, logits
+    return hidden + sum(layers), 0, logits
 
 
 def _layer_bytes(layer: int, shapes: Shapes, c: int, row_tokens: int) -> int:
@@ -404,7 +484,7 @@ def _layer_bytes(layer: int, shapes: Shapes, c: int, row_tokens: int) -> int:
 
 def experts_per_token(text: PretrainedConfig) -> int:
     """How many experts a token visits; 1 for a model without."""
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
+    names = ("num_experts_per_tok", "numexperts_per_token", "moe_topk", "top_k")
     values = (getattr(text, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 

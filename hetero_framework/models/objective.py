@@ -62,6 +62,11 @@ class CausalLM:
             backward(loss)
         return loss.detach()
 
+    def num_chunks(self, config: PretrainedConfig, rows: int, tokens: int) -> int:
+        """How many pieces the loss of a micro-batch is computed in."""
+        limit = chunk_tokens(self._loss_chunk_tokens, config)
+        return max(1, len(spans((rows, tokens), limit)))
+
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
         """For training this model: what the loss of a step's micro-batches is divided by, as in
         transformers' Trainer. That leaves the first label of each row, which nothing predicts, out

@@ -109,8 +109,8 @@ def build_shard(
     seed: int = 0,
 ) -> Shard:
     """Build a shard from a checkpoint, or (None) with random weights from `seed` and each module's
-    name, by the model's rules. `dtype` None takes the configuration's. Raises ModelError (files),
-    ArchitectureError (a model that cannot be cut)."""
+    name, by the model's rules; on the device "meta" without any. `dtype` None takes the
+    configuration's. Raises ModelError (files), ArchitectureError (a model that cannot be cut)."""
     register_per_sample()
     device, dtype = torch.device(device), dtype or _config_dtype(config)
     with _ONE_AT_A_TIME:
@@ -123,7 +123,9 @@ def build_shard(
         report: dict[str, Any]
         with torch.device("meta"):
             model = cls._from_config(copy.deepcopy(config), dtype=dtype)
-        if checkpoint is None:
+        if device.type == "meta":
+            model.tie_weights(recompute_mapping=False)
+        elif checkpoint is None:
             model.to_empty(device="cpu")
             with torch.random.fork_rng(devices=[]):
                 _initialize("", model, model, seed)

@@ -17,12 +17,12 @@ from hetero_framework.models.chunked_loss import (
 )
 from hetero_framework.models.equivalence import why_not_chunked
 from hetero_framework.models.introspect import probe_inputs
+from hetero_framework.models.peak import Peak
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.shard import Shard, build_shard
 from hetero_framework.models.tiny import tiny_config
 from tests.unit.adapter_helpers import ranges
-from tests.unit.peak import Peak
 
 ITEMS = torch.tensor(21)
 CUTS = [(0, 6), (0, 3, 6), (0, 0, 2, 6), (0, 1, 5, 6, 6)]

@@ -23,10 +23,10 @@ from hetero_framework.models.memory import (
     in_flight_limits,
     recompute_stages,
 )
+from hetero_framework.models.peak import Peak
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.models.trainable import trainable_parameters
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
-from tests.unit.peak import Peak
 
 
 def config_of(
@@ -220,12 +220,12 @@ def test_adamw_needs_a_copy_of_the_weights_where_torch_steps_all_at_once(
     kept = few.weights + few.gradients + few.optimizer
     at_once = device.startswith(("cuda", "rocm", "xpu"))
     assert few.activations < few.gradients < many.activations
-    assert few.total == kept + (few.gradients if at_once else few.activations)
+    assert few.total == kept + (few.gradients if at_once else few.activations + few.working)
     assert ("step" in str(few)) == at_once
-    assert many.total == kept + many.activations
+    assert many.total == kept + many.activations + many.working
     for optim in ("adamw_torch_fused", "adamw_bnb_8bit", "sgd"):
         other = memory(optim, 2)
-        assert other.total == other.weights + other.gradients + other.optimizer + other.activations
+        assert other.total == other.kept + other.activations + other.working
 
 
 def stage(index: int, owner: int | str, fixed: int, each: int, held: int = 2) -> StageMemory:
@@ -313,7 +313,8 @@ def test_stored_attention_in_one_row_is_over_all_its_tokens(tmp_path: Path) -> N
         (memory,) = memory_of(config_of(base, (0, 4), model=model, data=data), tokens=12)
         return memory.activations
 
-    assert stored("sdpa", True) == stored("sdpa", False)
-    # 2 rows of 12 tokens: the matrices of 4 layers and 4 heads, 8 bytes an entry.
-    more = 4 * 4 * 8 * (24 * 24 - 2 * 12 * 12)
-    assert stored("eager", True) - stored("eager", False) == more
+    # 2 rows of 12 tokens: of the matrices of 4 layers and 4 heads softmax and its float32 input's
+    # share stay; the mask is one for all.
+    more = 24 * 24 - 2 * 12 * 12
+    assert stored("sdpa", True) - stored("sdpa", False) < more * 32
+    assert stored("eager", True) - stored("eager", False) >= 4 * 4 * 4 * more

@@ -1,0 +1,226 @@
+"""What a part of a model keeps of a micro-batch, and what it takes for a moment: counted by running
+it forward and backward on tensors that have shapes and no data.
+
+The part is the shard that a stage would load, with its adapter, type and loss; nothing is read or
+computed, so the size of the model plays no part. The micro-batch is a padded one: without padding
+some attention needs no mask, and less. Some models cannot be run without numbers (what their
+experts get depends on them): those have no footprint.
+
+Shapes: B rows of a micro-batch, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from hetero_framework.models.adapter_plan import AdapterPlan
+from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect
+from hetero_framework.models.objective import CausalLM
+from hetero_framework.models.partition import ShardRange
+from hetero_framework.models.peak import Peak
+from hetero_framework.models.shard import Shard, build_shard
+from hetero_framework.models.trainable import attach_adapter
+
+_MOST_CHUNKS = 4
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one part and one micro-batch.
+
+    `kept` are there from its forward to its backward: its output and what autograd stores, without
+    its input; `shared` of them (the mask) all layers of a stage have together. `forward` and
+    `backward` are the most that comes to that while it runs, gradients of weights that are added to
+    others included. A part that is not differentiated keeps nothing.
+    """
+
+    kept: int
+    shared: int
+    forward: int
+    backward: int
+
+    @property
+    def passing(self) -> int:
+        """The most that comes to what is kept."""
+        return max(self.forward, self.backward)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What footprints depend on besides the part: `autocast` is the type of matrix products where
+    that is not the weights', `rows` and `tokens` are those of a micro-batch."""
+
+    model: PretrainedConfig
+    plan: AdapterPlan | None
+    objective: CausalLM
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    rows: int
+    tokens: int
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what crosses a boundary."""
+        width = int(self.model.get_text_config().hidden_size)
+        return self.rows * self.tokens * width * self.dtype.itemsize
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        plan, adapter = self.plan, None
+        if plan is not None:
+            adapter = (str(plan.lora_config.to_dict()), plan.modules, plan.saved_modules)
+        return (
+            *(self.model.to_json_string(), self.model._attn_implementation, adapter),
+            *(repr(vars(self.objective)), self.dtype, self.autocast, self.rows, self.tokens),
+        )
+
+
+_counted: dict[tuple[object, ...], Footprint | None] = {}
+
+
+def layer_footprint(
+    setting: Setting, layer: int, *, recompute: bool = False, train: bool = True
+) -> Footprint | None:
+    """Of one layer; `recompute`: its activations are computed again backward, `train`: what comes
+    in needs a gradient. None where that cannot be counted."""
+    rng = ShardRange(layer, layer + 1, False, False)
+    return _remembered(setting, rng, recompute, train)
+
+
+def embedding_footprint(setting: Setting) -> Footprint | None:
+    """Of what is in front of the layers."""
+    return _remembered(setting, ShardRange(0, 0, True, False), False, True)
+
+
+def head_footprint(setting: Setting) -> Footprint | None:
+    """Of what follows the layers, and the loss: forward and backward in one, nothing is kept. None
+    also for a loss of many chunks, which would take as many runs."""
+    if setting.objective.num_chunks(setting.model, setting.rows, setting.tokens) > _MOST_CHUNKS:
+        return None
+    last = introspect(setting.model).num_layers
+    return _remembered(setting, ShardRange(last, last, False, True), False, True)
+
+
+def _remembered(
+    setting: Setting, rng: ShardRange, recompute: bool, train: bool
+) -> Footprint | None:
+    key = (*setting.key, rng, recompute, train)
+    if key not in _counted:
+        introspect(setting.model)  # runs a tiny copy, on numbers
+        try:
+            with _quiet():
+                _counted[key] = _count(setting, rng, recompute, train)
+        except LIBRARY_ERRORS as error:
+            _log.debug("no footprint of %s: %s", rng, error)
+            _counted[key] = None
+    return _counted[key]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what it cannot run without data before it raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _count(setting: Setting, rng: ShardRange, recompute: bool, train: bool) -> Footprint:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    shard, first = _shard(setting, rng), _shard(setting, ShardRange(0, 0, True, False))
+    if recompute:
+        shard.recompute_blocks()
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+        own = _without_data(shard)
+        ids_BS = torch.zeros(setting.rows, setting.tokens, dtype=torch.int64)
+        mask_BS = torch.ones_like(ids_BS)
+        inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS.clone()}
+        hidden_BSD = None
+        if not rng.is_first:
+            _without_data(first)
+            # Its shape and type are those of every boundary.
+            hidden_BSD = first.forward(inputs, None).detach().requires_grad_(train)
+        shard.train()
+        return _run(setting, shard, inputs, hidden_BSD, own)
+
+
+def _run(
+    setting: Setting,
+    shard: Shard,
+    inputs: dict[str, Tensor],
+    hidden_BSD: Tensor | None,
+    own: list[Tensor],
+) -> Footprint:
+    known = [*own, *inputs.values(), *([] if hidden_BSD is None else [hidden_BSD])]
+    running: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if setting.autocast is not None:
+        dtype = setting.autocast
+
+        def running() -> AbstractContextManager[Any]:
+            return torch.autocast("cpu", dtype)
+
+    with Peak(known) as peak:
+        if shard.range.is_last:
+            loss, backward = setting.objective.loss, torch.Tensor.backward
+            items = torch.ones(())
+            loss(shard, inputs, hidden_BSD, items, running=running, backward=backward)
+            return Footprint(0, 0, peak.most, peak.most)
+        entries: list[int] = []
+        shard.on_enter = lambda index: entries.append(peak.made)
+        with running():
+            out_BSD = shard.forward(inputs, hidden_BSD)
+        kept, forward = peak.now, peak.most - peak.now
+        if not out_BSD.requires_grad:
+            return Footprint(0, 0, peak.most, 0)
+        shared = 0 if shard.range.is_first else peak.held(entries[0])
+        peak.most = kept
+        torch.autograd.backward(out_BSD, torch.empty_like(out_BSD))
+        return Footprint(kept, shared, forward, peak.most - kept)
+
+
+def _shard(setting: Setting, rng: ShardRange) -> Shard:
+    """On the meta device."""
+    shard = build_shard(setting.model, None, rng, dtype=setting.dtype, device="meta")
+    plan = setting.plan
+    attach_adapter(shard, replace(plan, weights=None) if plan is not None else None, 0)
+    return shard
+
+
+def _without_data(shard: Shard) -> list[Tensor]:
+    """Move a shard from the meta device to a pretended CPU; gradients are there, as after the first
+    micro-batch. All of these tensors."""
+    made: list[Tensor] = []
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+
+    def like(tensor: Tensor) -> Tensor:
+        made.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+        return made[-1]
+
+    for module in shard.model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in parameters:
+                    new = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
+                    if new.requires_grad:
+                        new.grad = like(parameter)
+                    parameters[parameter] = new
+                module._parameters[name] = parameters[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = like(buffer)
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):  # an absent weight's stand-in
+                setattr(module, name, like(value))
+    return made
