@@ -641,6 +641,7 @@ def _run_bench(arguments: argparse.Namespace) -> None:
     flag("--json", "print JSON; draw only with --output"),
 )
 def _run_timeline(arguments: argparse.Namespace) -> None:
+    from hetero_framework.profiling import account
     from hetero_framework.profiling.bottleneck import diagnose, text
     from hetero_framework.profiling.picture import picture
     from hetero_framework.profiling.trace_file import read_timeline
@@ -655,14 +656,17 @@ def _run_timeline(arguments: argparse.Namespace) -> None:
             f"step {step} was not recorded",
             hint=f"recorded: {', '.join(map(str, steps))}; training.timeline_steps says how many",
         )
-    report(arguments, found.to_dict(), lambda _: text(found))
+    place = Path(arguments.place)
+    folder = place if place.is_dir() else place.parent
+    held = account.read_account(folder, found.steps)
+    figures = {**found.to_dict(), "account": held.to_dict() if held is not None else None}
+    shown = [text(found), *(["", *account.text(held)] if held is not None else [])]
+    report(arguments, figures, lambda _: "\n".join(shown))
     if arguments.output is None and arguments.json:
         return
     if arguments.output is None and not can_draw():
         print('\nno picture: it needs matplotlib (pip install "hetero-framework[pictures]")')
         return
-    place = Path(arguments.place)
-    folder = place if place.is_dir() else place.parent
     output = arguments.output or folder / f"timeline.{arguments.format or 'png'}"
     file = draw(picture(trace, step - 1), output, arguments.format)
     if not arguments.json:

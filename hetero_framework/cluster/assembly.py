@@ -59,6 +59,7 @@ from hetero_framework.models.objective import objective_of
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner
+from hetero_framework.planner.tuning import TunedSchedule
 from hetero_framework.security.access import Access, access_of
 
 _log = logging.getLogger(__name__)
@@ -137,6 +138,8 @@ class Assembly:
             run=self._tune,
         )
         self._tuning: Future[None] | None = None
+        self.forecast: TunedSchedule | None = None
+        """What the step that began last was predicted to be; None while nothing was measured."""
         results = StepResults()
         outlet = _Outlet(results, links)
         host = StageHost(loaded.local, config, device, meter, outlet, reduce=reduce)
@@ -171,6 +174,7 @@ class Assembly:
             self._tuning.result()
         direct = self.direct
         choice = self._tuner.choice(info.micro_batches, direct)
+        self.forecast = self._tuner.forecast(info.micro_batches, direct)
         self.pipeline.begin(
             info, StepSchedule(choice.in_flight_limits, choice.policy, direct), choice.max_in_flight
         )

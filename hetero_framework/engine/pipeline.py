@@ -50,6 +50,11 @@ class StageStatistics(StageFigures):
     def busy_s(self) -> float:
         return self.forward_s + self.backward_s
 
+    @property
+    def step_s(self) -> float:
+        """From the step's begin to the last stage's report."""
+        return self.busy_s + self.wait_s
+
 
 @dataclass(frozen=True)
 class HeldState:

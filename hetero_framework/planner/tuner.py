@@ -98,6 +98,12 @@ class Tuner:
             self._choices[wanted] = self._tuned(self.profile(direct), micro_batches)
         return self._choices[wanted]
 
+    def forecast(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule | None:
+        """The choice that `choice` gives now; None while it rests on no measured times."""
+        choice = self.choice(micro_batches, direct)
+        is_assumed = choice.profile == assumed_profile(self._stages, direct)
+        return None if is_assumed else choice
+
     def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
         """Take in what a step took; the second one replaces the first, which is not typical.
 

@@ -29,6 +29,7 @@ from hetero_framework.engine.optimizer import Schedule, check_optimizer
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.models.objective import objective_of
+from hetero_framework.profiling.account import stage_predictions
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.security.access import Access, access_of
 from hetero_framework.trainer import outputs, setup, skipped_step
@@ -190,6 +191,9 @@ class Coordinator:
         self._first_step, self._has_begun = 0, False
         self._losses: list[float] = []
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
+        self._memory: Counter[WorkerId] = Counter()
+        for memory in parts.memory:
+            self._memory[memory.stage.owner] += memory.total
         self._stragglers = StragglerWatch(config.plan.stages)
         self._may_last_s = math.inf
 
@@ -457,6 +461,7 @@ class Coordinator:
                 what = f"step {state.step + 1}, whose largest micro-batch has"
                 raise advised(error, largest, self._config.training, what) from error
         losses, reports, stages = computed
+        forecast = self._cluster.assembly.forecast
         loss = math.fsum(losses)
         norm = self._order.global_norm(reports)
         rate = self._schedule.rate(state.committed_steps)
@@ -488,11 +493,15 @@ class Coordinator:
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
+            "micro_batches": len(batches),
+            "pipeline_s": max(stage.step_s for stage in stages.values()),
+            "predicted_s": forecast.forecast.seconds if forecast is not None else None,
         }
         if self._state.committed_steps == state.committed_steps:
             line["skipped"] = True
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
-        line["stages"] = stage_lines(specs, stages, *moved)
+        predicted = stage_predictions(forecast, self._memory, [spec.owner for spec in specs])
+        line["stages"] = stage_lines(specs, stages, *moved, predicted)
         self._files.metrics.write(line)
         self._progress.step(line)
         self._checkpoints.after_step(self._state, seconds)

@@ -1,9 +1,10 @@
 """metrics.jsonl and TensorBoard events: what happened in each step.
 
 `metrics.jsonl` holds one JSON object per training step (step, epoch, loss, grad_norm,
-learning_rate, tokens, tokens_per_second, step_seconds, stages: [{index, owner, busy_s, wait_s,
-forward_s, backward_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory}, ...]) and one
-per evaluation (step, eval_loss, eval_perplexity, ...). A step that changed no weight has
+learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_s, predicted_s,
+stages: [{index, owner, busy_s, wait_s, forward_s, backward_s, activation_s, gradient_s, wire_s,
+bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {...}}, ...]) and one per
+evaluation (step, eval_loss, eval_perplexity, ...). A step that changed no weight has
 "skipped": true. JSON has no NaN: a value that is not finite is written as null. TensorBoard gets
 the numbers of each line as train/<name> and eval/<name>, without those of single stages.
 
@@ -17,7 +18,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,10 @@ def stage_lines(
     statistics: Mapping[int, StageStatistics],
     before: Mapping[str | int, Traffic],
     after: Mapping[str | int, Traffic],
+    predicted: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """What the stages did in one step, for its line; `before` and `after` are each worker's
-    traffic when it began and ended."""
+    traffic when it began and ended, `predicted` is what was expected of each stage."""
     lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:
         found = statistics[spec.index]
@@ -158,6 +160,8 @@ def stage_lines(
                 "forward_s": found.forward_s,
                 "backward_s": found.backward_s,
                 "wait_s": found.wait_s,
+                "activation_s": found.arrive_forward_s,
+                "gradient_s": found.arrive_backward_s,
                 "wire_s": wire_s,
                 "bytes_in": bytes_in,
                 "bytes_out": bytes_out,
@@ -165,6 +169,7 @@ def stage_lines(
                 "queue_peak": found.queue_peak,
                 "held_peak": found.in_flight_peak,
                 "peak_memory": found.peak_memory_bytes,
+                "predicted": dict(predicted[spec.index]),
             }
         )
     return lines

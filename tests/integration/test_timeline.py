@@ -83,7 +83,10 @@ def test_run_writes_a_timeline(
     assert 0 < found.bound_s <= found.pipeline_s
     capsys.readouterr()
     assert cli.main(["timeline", str(tmp_path / "run"), "--format", "svg"]) == 0
-    assert "3 stages" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 stages" in said
+    assert "predicted and measured, step" in said
+    assert "memory: predicted" in said
     assert (tmp_path / "run" / "timeline.svg").exists()
 
 

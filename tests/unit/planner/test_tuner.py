@@ -86,6 +86,16 @@ def test_first_step_is_tuned_to_what_is_assumed() -> None:
     assert Tuner(stages).choice(8, NOWHERE) == tune(assumed_profile(stages), 8)
 
 
+def test_a_step_is_forecast_once_times_are_measured() -> None:
+    own = Tuner(plan("local", 1))
+    assert own.forecast(4, NOWHERE) is None
+    own.observe(seconds(2), {})
+    found = own.forecast(4, NOWHERE)
+    assert found == own.choice(4, NOWHERE)
+    assert found is not None
+    assert found.profile.forward_s == (0.02, 0.02)
+
+
 def test_choice_keeps_to_the_users_max_in_flight_and_the_memory_of_the_stages() -> None:
     stages = plan("local", 1, 2)
     assert Tuner(stages, max_in_flight=3).choice(8, NOWHERE).max_in_flight == 3
