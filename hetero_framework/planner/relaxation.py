@@ -278,7 +278,19 @@ class _Several(_Relaxation):
         unit_s, _, most = self._own[0]
         work = float(self._most(np.array(step_s - self._m * before_s), unit_s, most))
         left = _PARTS - int(self._parts(np.array(before_s), step_s))
+        if work + self._together(step_s - before_s) < self._needed(step_s) * (1 - _EXACTLY):
+            return {}
         return {left: work} if left >= 0 else {}
+
+    def _together(self, left_s: float) -> float:
+        """The most work of all workers, each as if only its best boundary were in front."""
+        one, found = self._first, 0.0
+        for k, group in enumerate(self._groups):
+            here_s = left_s - min(way.path_s for way in (group.first, *group.between))
+            found += group.size * float(
+                self._most(np.array(max(0.0, here_s)), one.unit_s[k], one.most[k])
+            )
+        return found
 
     def _stages(
         self, left_s: Floats, step_s: float, low: float, high: float, *, first: bool

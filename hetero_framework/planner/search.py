@@ -25,7 +25,7 @@ from hetero_framework.planner.partition import Partition, Rules, step_range
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 from hetero_framework.planner.relaxation import least_step
 from hetero_framework.planner.simulator import Profile, occupations, simulate, step_bound
-from hetero_framework.planner.tuning import PORTFOLIO, TunedSchedule, tune
+from hetero_framework.planner.tuning import FORWARDS_AHEAD, PORTFOLIO, TunedSchedule, tune
 
 _DEPTHS = (1.0, 0.5, 0.0)
 _LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)
@@ -371,9 +371,11 @@ def _schedules(profile: Profile, micro_batches: int) -> list[tuple[int, Policy]]
     p = profile.num_stages
     bound = step_bound(profile, micro_batches)
     path = math.ceil(profile.path_s * micro_batches / bound) if bound > 0 else p
-    sizes = {min(micro_batches, max(p, path) * 5 // 4 + 1), min(micro_batches, 2 * max(p, path))}
-    policies = PORTFOLIO[1:3] if profile.num_devices < p else (BACKWARD_FIRST,)
-    return [(size, policy) for size in sorted(sizes) for policy in policies]
+    few, many = max(p, path) * 5 // 4 + 1, 2 * max(p, path)
+    few, many = min(micro_batches, few), min(micro_batches, many)
+    if profile.num_devices == p:
+        return [(few, BACKWARD_FIRST), (many, FORWARDS_AHEAD)]
+    return [(size, policy) for size in sorted({few, many}) for policy in PORTFOLIO[1:3]]
 
 
 def _without_the_weakest(rules: Rules) -> Rules:

@@ -10,14 +10,20 @@ from functools import cached_property, partial
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 from hetero_framework.planner.simulator import Profile, Simulation, simulate, step_bound
 
+FORWARDS_AHEAD = Policy(0.0, 1.5, 0.0, 1.0, 0.0)
+"""A forward passes a backward that is not 2/3 as far. Where later stages have less work, as in
+plans of many devices (they begin late), backward first would starve them."""
+
 PORTFOLIO = (
     BACKWARD_FIRST,
     Policy(1.29, 0.70, -0.39, 0.26, -0.61, grouped=True),
     Policy(3.45, 1.46, 0.57, 0.84, -1.47),
     Policy(3.0, 1.5, 0.0, 0.75, -1.5),
+    FORWARDS_AHEAD,
 )
-"""What `tune` tries. The last three advance deep stages first and let forwards pass backwards that
-are not urgent; found by random search over simulated pipelines (docs/decisions.md)."""
+"""What `tune` tries: all but the last with several stages on a device, else the first and the last.
+The middle ones advance deep stages first and let forwards pass backwards that are not urgent. All
+but the first were found by random search over simulated pipelines (docs/decisions.md)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class TunedSchedule:
 
 
 _GOOD_ENOUGH = 1.005
+_WORTH_ITS_MEMORY = 0.99
 _SPREAD = 0.3
 _MOST_MICRO_BATCHES = 64
 _MOST_TASKS = 16_000  # that `tune` simulates in all; about a tenth of a second
@@ -64,18 +71,20 @@ def tune(
     in_flight_limits: Sequence[int] | None = None,
 ) -> TunedSchedule:
     """The policy and the in-flight limits for a step of this profile; steps of more than 64
-    micro-batches are judged by 64. `in_flight_limits[k]` >= 1 is what stage k has memory for.
+    micro-batches, or of 2 p if that is more, are judged by so many. `in_flight_limits[k]` >= 1 is
+    what stage k has memory for.
 
-    Of what is within 0.5 % of the fastest for this profile, and then within 0.5 % of the fastest
+    `FORWARDS_AHEAD` keeps more forwards, so it has to be 1 % faster than backward first. Of what is
+    within 0.5 % of the fastest for this profile, and then within 0.5 % of the fastest
     when things go worse, the fewest micro-batches in flight but one and the fewest stored forwards;
     `max_in_flight` fixes the former. Worse is: edges half as slow again, and also tasks and
     transfers up to 0.3 longer or shorter, as samples and networks are.
     """
     p = profile.num_stages
-    m = max(1, min(micro_batches, _MOST_MICRO_BATCHES))
+    m = max(1, min(micro_batches, max(_MOST_MICRO_BATCHES, 2 * p)))
     slow = replace(profile, edges=tuple(edge.slower(1.5) for edge in profile.edges))
     cases = list(dict.fromkeys(((profile, 0.0), (slow, 0.0), (slow, _SPREAD))))
-    policies = PORTFOLIO if profile.num_devices < p else (BACKWARD_FIRST,)
+    policies = PORTFOLIO[:-1] if profile.num_devices < p else (BACKWARD_FIRST, FORWARDS_AHEAD)
     simulations = 2 * len(policies) * len(cases)
     candidates = [max_in_flight] if max_in_flight is not None else _candidates(slow, m, simulations)
     simulated = []
@@ -89,6 +98,12 @@ def tune(
             for policy in policies:
                 run = partial(simulate, policy=policy, in_flight_limits=limits)
                 simulated.append((run(profile, m, size).seconds, size, limits, policy, run))
+    first = min(seconds for seconds, *_, policy, _ in simulated if policy is BACKWARD_FIRST)
+    simulated = [
+        entry
+        for entry in simulated
+        if entry[3] is not FORWARDS_AHEAD or entry[0] < _WORTH_ITS_MEMORY * first
+    ]
     as_given = _GOOD_ENOUGH * min(seconds for seconds, *_ in simulated)
     fast = []
     for seconds, size, limits, policy, run in simulated:

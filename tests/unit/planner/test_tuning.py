@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hetero_framework.planner.readiness import BACKWARD_FIRST
 from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
-from hetero_framework.planner.tuning import default_max_in_flight, tune
+from hetero_framework.planner.tuning import FORWARDS_AHEAD, default_max_in_flight, tune
 from tests.unit.planner.profiles import SLOW, equal, interleaved, profiles
 
 
@@ -32,6 +32,17 @@ def test_tune_reaches_the_bound_with_interleaved_stages(p: int, v: int, m: int) 
     assert tune(profile, m).forecast.seconds <= 1.005 * step_bound(profile, m)
     first = simulate(profile, m, default_max_in_flight(p * v)).seconds
     assert first > 1.01 * step_bound(profile, m)  # backward first does not
+
+
+def test_tune_feeds_later_stages_that_have_less_work() -> None:
+    """Twelve stages, each with a tenth less than the one before, as the last ones begin late."""
+    work = [0.9**k for k in range(12)]
+    profile = Profile.of(work, [2 * seconds for seconds in work])
+    choice = tune(profile, 32)
+    assert choice.policy == FORWARDS_AHEAD
+    limits = choice.in_flight_limits
+    first = simulate(profile, 32, choice.max_in_flight, in_flight_limits=limits)
+    assert choice.forecast.seconds < 0.98 * first.seconds
 
 
 def test_tune_reaches_the_bound_of_a_slow_link() -> None:
