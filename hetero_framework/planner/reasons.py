@@ -196,7 +196,10 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
     what = "the head, the embedding or the pins leave no way"
     if missing:
         what = f"{size(missing)} are missing"
-    hint = "add a device, or make micro-batches or data.max_length smaller"
+    hint = (
+        "add a device, train an adapter (in 4 bits) instead of all weights, or make micro-batches "
+        "or data.max_length smaller"
+    )
     if not rules.checkpointing:
         hint = "allow checkpointing; or " + hint
     return PlanError("\n  ".join([f"no plan fits into memory: {what}", *lines]), hint=hint)
