@@ -43,6 +43,10 @@ exactly once, and each entry is `[start, end)`. The first entry is `"local"`, th
 holds the embedding, and may hold nothing else (`"start": 0, "end": 0`). The last entry computes
 the loss; it may hold the head alone (`start` = `end` = number of layers). `"local"` and every
 worker may appear several times; a worker that does not appear takes no part.
+
+`"shard_plan": "auto"` leaves the plan to the run: when it begins, the coordinator measures all
+machines of the configuration, as `hetero plan --measure` does, and plans. The plan is kept as
+`plan.json` in `output_dir`; the run goes on with it when it is resumed, and a new one plans anew.
 """
 
 

@@ -199,6 +199,7 @@ _WORKER = "a worker (PORT -: it dials the coordinator); may be given several tim
     repeated("--worker", _ADDRESS, _WORKER, dest="workers"),
     option("--coordinator", metavar=_ADDRESS, help="the coordinator (default: this machine)"),
     option("--layers", type=int, metavar="N", help="number of layers (default: of the model)"),
+    flag("--measure", "no even split: a run measures the machines when it begins, and plans"),
     option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
     option("--data", metavar="FILE", help="training data: file or dataset name"),
     option("--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
@@ -209,7 +210,8 @@ def _run_init(arguments: argparse.Namespace) -> int | None:
 
     given = vars(arguments)
     names = ("model", "workers", "coordinator", "layers", "adapter", "data")
-    answers = Answers(**{name: given[name] for name in names})
+    # Not given, it is asked about.
+    answers = Answers(**{name: given[name] for name in names}, measure=arguments.measure or None)
     output = Path(arguments.output)
     if not arguments.non_interactive:
         code = run_wizard(answers, output, force=arguments.force)
@@ -272,7 +274,7 @@ def _run_check(arguments: argparse.Namespace) -> None:
     _IMPORT,
 )
 def _run_train(arguments: argparse.Namespace) -> int | None:
-    config = load(arguments)
+    config = load(arguments, kept_plan=False)
     from hetero_framework.cluster.roles import decide_role
 
     keys = processes_here(config, arguments)
@@ -283,6 +285,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     config.require("model", "data")
     access = access_for(config, "local", arguments)
     config.spare_base_model()
+    config = _planned(config, arguments, access)
     from hetero_framework.cluster.child import PROGRAM
     from hetero_framework.cluster.local_workers import LocalWorkers
     from hetero_framework.cluster.run_id import run_id_of
@@ -293,7 +296,8 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
         try:
             # They import torch while this process does; `train` says what is wrong with output_dir.
             with contextlib.suppress(OSError, errors.ResourceError):
-                run_id, ids = run_id_of(config.output_dir), role.worker_ids
+                run_id, planned = run_id_of(config.output_dir), config.plan.owners
+                ids = [worker for worker in role.worker_ids if worker in planned]
                 program = (*PROGRAM, *access.arguments(ids))
                 workers = LocalWorkers(
                     config, ids, debug=arguments.debug, run_id=run_id, program=program
@@ -319,6 +323,23 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     return 0
 
 
+def _planned(config: Any, arguments: argparse.Namespace, access: Any) -> Any:
+    """With a plan where shard_plan is "auto": that of the run that goes on, else a new one."""
+    if config.is_planned:
+        return config
+    from hetero_framework.config import with_kept_plan
+    from hetero_framework.trainer.outputs import UNFINISHED_FILE
+
+    is_unfinished = (config.output_dir / UNFINISHED_FILE).exists() and not arguments.fresh
+    if arguments.resume or config.resume_step or is_unfinished:
+        config = with_kept_plan(config)
+    if config.is_planned:
+        return config
+    from hetero_framework.commands.auto_plan import plan_run
+
+    return plan_run(config, access)
+
+
 @_command(
     "serve the layers of this machine's worker entries",
     """
@@ -336,7 +357,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     option("--run-id", help=argparse.SUPPRESS),
 )
 def _run_worker(arguments: argparse.Namespace) -> int | None:
-    config = load(arguments)
+    config = load(arguments, kept_plan=False)
     from hetero_framework.cluster.roles import decide_role
 
     keys = processes_here(config, arguments)

@@ -25,8 +25,7 @@ import torch
 
 from hetero_framework import control, errors, log
 from hetero_framework.cluster import about as _about  # noqa: F401 - registers its answer
-from hetero_framework.cluster import link_probe
-from hetero_framework.cluster import survey as _survey  # noqa: F401 - registers its answer
+from hetero_framework.cluster import link_probe, survey
 from hetero_framework.cluster.dialling import Dialling
 from hetero_framework.cluster.orders import Orders
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes
@@ -90,6 +89,7 @@ class _Run:
     meter: ArrivalMeter | None = None
     owners: dict[int, WorkerId] = field(default_factory=dict)
     started: bool = False
+    measured: bool = False  # for a plan: the run that is planned comes next
 
     def afresh(self, grace_s: float) -> _Run:
         """The same run before it has loaded anything here."""
@@ -439,7 +439,7 @@ class Worker:
             case m.Bye():
                 ended = log.event("run ended", reason=body.reason)
                 _log.info("the coordinator left: %s", body.reason, extra=ended)
-                self._leave()
+                self._leave(stay=self._run is not None and self._run.measured)
             case m.Error() | m.Reject():
                 failed = log.event("run failed", reason=body.message)
                 _log.warning("the coordinator stopped: %s", body.message, extra=failed)
@@ -728,6 +728,8 @@ class Worker:
             reply: Message | None = link_probe.answer_for_peer(question, self.peers.ask)
         else:
             reply = control.answer(message)
+        if question.name == survey.MEASURE and self._run is not None:
+            self._run.measured = True
         message.release()
         if reply is not None:
             self._send(reply)

@@ -37,6 +37,8 @@ def check(config: Config) -> dict[str, Any]:
     fit the model, UserError for a model that cannot be read or cut and for data that are absent."""
     check_optimizer(config.training)
     quiet_libraries(config.training.log_level)
+    if not config.is_planned:
+        return _unplanned(config)
     notes = [f"warning: {warning}" for warning in config.warnings()]
     resolved = Resolved.start(config)
     model_config: PretrainedConfig | None = None
@@ -55,14 +57,7 @@ def check(config: Config) -> dict[str, Any]:
             notes.append("memory is shown without gradient checkpointing, which may lessen it")
     processes = [_process(config, owner, memory) for owner in config.plan.owners]
     role = _role(config)
-    if config.data is None:
-        notes.append("there is no data section, so this configuration cannot be trained")
-    elif role is not None and not role.is_coordinator:
-        notes.append("the data are not looked for: only the coordinator needs them")
-    else:
-        find_sources(config.data.train, config.base_dir)
-        if config.data.eval is not None:
-            find_sources(config.data.eval, config.base_dir)
+    _check_data(config, role, notes)
     return {
         "layers": config.shard_plan[-1].end,
         "model_type": model_config.model_type if model_config is not None else None,
@@ -72,6 +67,44 @@ def check(config: Config) -> dict[str, Any]:
         "decisions": [asdict(decision) for decision in resolved.decisions],
         "notes": notes,
     }
+
+
+def _unplanned(config: Config) -> dict[str, Any]:
+    """The report where the plan is left to the run."""
+    layers = model_type = None
+    notes = [f"warning: {warning}" for warning in config.warnings()]
+    notes.append(
+        'shard_plan is "auto": `hetero train` measures the machines when it begins, and keeps the'
+        " plan with its results; `hetero plan --measure` does so without a run, and `hetero plan"
+        " --dry-run` estimates"
+    )
+    if config.model is not None:
+        model_config = load_model_config(config.model, config.base_dir)
+        layers, model_type = introspect(model_config).num_layers, model_config.model_type
+    owners: list[WorkerId] = ["local", *(worker.id for worker in config.workers)]
+    processes = [{**_machine(config, owner), "stages": []} for owner in owners]
+    role = _role(config)
+    _check_data(config, role, notes)
+    return {
+        "layers": layers,
+        "model_type": model_type,
+        "processes": processes,
+        "schedule": None,
+        "this_machine": _this_machine(config, role, processes, notes),
+        "decisions": [],
+        "notes": notes,
+    }
+
+
+def _check_data(config: Config, role: Role | None, notes: list[str]) -> None:
+    if config.data is None:
+        notes.append("there is no data section, so this configuration cannot be trained")
+    elif role is not None and not role.is_coordinator:
+        notes.append("the data are not looked for: only the coordinator needs them")
+    else:
+        find_sources(config.data.train, config.base_dir)
+        if config.data.eval is not None:
+            find_sources(config.data.eval, config.base_dir)
 
 
 def forecast(config: Config) -> dict[str, Any]:
@@ -112,7 +145,8 @@ def _forecast_lines(found: dict[str, Any], stages: int) -> list[str]:
 
 def text(found: dict[str, Any]) -> str:
     """The report for a person."""
-    model = f"{found['model_type'] or 'a model'} with {found['layers']} layers"
+    layers = f" with {found['layers']} layers" if found["layers"] is not None else ""
+    model = f"{found['model_type'] or 'a model'}{layers}"
     count = len(found["processes"])
     processes = f"{count} processes" if count > 1 else "one process"
     lines = [f"The configuration is valid: {model} on {processes}.", ""]
@@ -121,12 +155,13 @@ def text(found: dict[str, Any]) -> str:
         host = f"{process['hostname']}, " if process["hostname"] else ""
         port = f" port {process['port']}" if process["port"] else ", dials the coordinator"
         where = f"{host}{process['address']}{port}"
-        stages = ", ".join(stage["contents"] for stage in process["stages"])
+        stages = ", ".join(stage["contents"] for stage in process["stages"]) or "not planned yet"
         memory = size(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
         rows.append((process["name"], where, process["device"], stages, memory))
     lines += table(_HEAD, rows, left=(0, 1, 2, 3))
     count = sum(len(process["stages"]) for process in found["processes"])
-    lines += _forecast_lines(found["schedule"], count)
+    if found["schedule"] is not None:
+        lines += _forecast_lines(found["schedule"], count)
     lines += ["", f"This machine: {found['this_machine']['role']}."]
     lines += [f"  {line}" for line in found["this_machine"]["devices"]]
     for decision in found["decisions"]:
@@ -138,23 +173,27 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _process(config: Config, owner: WorkerId, memory: list[StageMemory]) -> dict[str, Any]:
+def _machine(config: Config, owner: WorkerId) -> dict[str, Any]:
     machine = config.machine(owner)
-    stages = []
-    for stage in config.plan.of(owner):
-        found = {**asdict(stage), "contents": stage.contents, "memory": None}
-        if memory:
-            found["memory"] = {name: getattr(memory[stage.index], name) for name in _MEMORY}
-        stages.append(found)
     return {
         "name": process_name(owner),
         "hostname": machine.hostname,
         "address": machine.ip,
         "port": machine.port,
         "device": machine.device,
-        "memory_bytes": sum(m.total for m in memory if m.stage.owner == owner) if memory else None,
-        "stages": stages,
+        "memory_bytes": None,
     }
+
+
+def _process(config: Config, owner: WorkerId, memory: list[StageMemory]) -> dict[str, Any]:
+    stages = []
+    for stage in config.plan.of(owner):
+        found = {**asdict(stage), "contents": stage.contents, "memory": None}
+        if memory:
+            found["memory"] = {name: getattr(memory[stage.index], name) for name in _MEMORY}
+        stages.append(found)
+    needed = sum(m.total for m in memory if m.stage.owner == owner) if memory else None
+    return {**_machine(config, owner), "memory_bytes": needed, "stages": stages}
 
 
 def _role(config: Config) -> Role | None:

@@ -6,13 +6,14 @@ import glob
 import ipaddress
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT, Config, ModelConfig
+from hetero_framework.config import AUTO, COORDINATOR_PORT, WORKER_PORT, Config, ModelConfig
 from hetero_framework.core import addresses
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, HeteroError, UserError
@@ -46,6 +47,7 @@ class Answers:
     layers: int | None = None
     adapter: str | None = None
     data: str | None = None
+    measure: bool | None = None  # leave the plan to the run, which measures the machines for it
 
 
 def parse_address(text: str) -> Address:
@@ -85,13 +87,14 @@ def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
 
 
 def propose(
-    answers: Answers, num_layers: int, *, hostname: str | None, own_address: str
+    answers: Answers, num_layers: int | None, *, hostname: str | None, own_address: str
 ) -> dict[str, Any]:
-    """A complete configuration as JSON types. `hostname` and `own_address` are this machine's, the
+    """A complete configuration as JSON types; without `num_layers` the plan is left to the run.
+    `hostname` and `own_address` are this machine's, the
     coordinator unless the answers name another. Raises UserError."""
     workers = [parse_address(text) for text in answers.workers]
     coordinator = _coordinator(answers, workers, hostname, own_address)
-    ranges = split_layers(num_layers, len(workers) + 1)
+    ranges = [] if num_layers is None else split_layers(num_layers, len(workers) + 1)
     taken = {(coordinator["ip"], coordinator["port"])}
     entries = []
     for number, worker in enumerate(workers, start=1):
@@ -107,12 +110,13 @@ def propose(
         {"id": position or "local", "start": start, "end": end}
         for position, (start, end) in enumerate(ranges)
     ]
-    plan[-1]["is_last"] = True
+    if plan:
+        plan[-1]["is_last"] = True
     raw: dict[str, Any] = {
         "version": "1",
         "coordinator": coordinator,
         "workers": entries,
-        "shard_plan": plan,
+        "shard_plan": plan or AUTO,
     }
     adapter = answers.adapter or "lora"
     if answers.model:
@@ -126,7 +130,7 @@ def propose(
         "output_dir": "runs/default",
         "num_train_epochs": 1,
         "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": max(8, 2 * len(plan)),
+        "gradient_accumulation_steps": max(8, 2 * (len(workers) + 1)),
         "learning_rate": 5e-5 if adapter == "none" else 2e-4,
         "warmup_ratio": 0.03,
         "lr_scheduler_type": "cosine",
@@ -151,7 +155,7 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
     )
     raw = propose(
         answers,
-        _layers(answers, output),
+        None if answers.measure else _layers(answers, output),
         hostname=addresses.local_hostnames()[0],
         own_address=addresses.primary_address(),
     )
@@ -188,7 +192,9 @@ def run_wizard(
             "the input ended before all questions were answered",
             hint="use --non-interactive with options; see `hetero init --help`",
         ) from None
-    for stage in config.plan.stages:
+    if not config.is_planned:
+        say("  The plan is made when the run begins: `hetero train` measures the machines first.")
+    for stage in config.plan.stages if config.is_planned else ():
         who = "this machine" if stage.owner == "local" else f"worker {stage.owner}"
         say(f"  {stage.layers}: {who}")
     say(f"Wrote {output}. Next: hetero check --config {output}")
@@ -228,6 +234,10 @@ class _Questions:
         if not self.answers.workers:
             count = self.ask("Number of workers beside this machine", "1", _count)
             self._take(workers=[self._worker(number) for number in range(1, count + 1)])
+        if self.answers.measure is None and self.answers.workers and sys.stdin.isatty():
+            question = "Measure the machines when the run begins, and plan by that? (yes/no)"
+            chosen = self.ask(question, "no", _one_of("yes", "y", "no", "n"))
+            self._take(measure=chosen.startswith("y"))
         if self.answers.adapter is None:
             question = "Train lora, qlora (4-bit base) or none (all weights)"
             self._take(adapter=self.ask(question, "lora", _one_of(*ADAPTERS)))

@@ -58,8 +58,9 @@ WORKER_ID = option("--worker-id", metavar="ID", help="which worker this process 
 ROLE_HELP = "what this machine is (default: by its addresses and host name)"
 
 
-def load(arguments: argparse.Namespace) -> Any:
-    from hetero_framework.config import load_config
+def load(arguments: argparse.Namespace, *, kept_plan: bool = True) -> Any:
+    """The configuration; with `kept_plan`, where it leaves the plan to the run, with the run's."""
+    from hetero_framework.config import load_config, with_kept_plan
 
     overrides = [*getattr(arguments, "set", ())]
     if getattr(arguments, "output_dir", None):
@@ -70,7 +71,7 @@ def load(arguments: argparse.Namespace) -> Any:
         arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
     )
     set_level(config.training.log_level)
-    return config
+    return with_kept_plan(config) if kept_plan else config
 
 
 def report(

@@ -80,11 +80,7 @@ def write_plan(found: Mapping[str, Any], file: Path) -> None:
     """Put a plan into a configuration; its other settings and their order stay. Raises ConfigError
     for one that it does not fit, and UserError where the file cannot be written."""
     raw = read_json_object(file)
-    again = found["gradient_checkpointing"]
-    raw["shard_plan"] = [
-        {**entry, **({"gradient_checkpointing": True} if again.get(str(k)) else {})}
-        for k, entry in enumerate(found["shard_plan"])
-    ]
+    raw["shard_plan"] = entries_of(found)
     changes = found["changes"]
     if "wire" in changes:
         raw["wire"] = {**(raw.get("wire") or {}), **changes["wire"]}
@@ -95,6 +91,15 @@ def write_plan(found: Mapping[str, Any], file: Path) -> None:
         write_file(file, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def entries_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The entries of shard_plan that a plan asks for."""
+    again = found["gradient_checkpointing"]
+    return [
+        {**entry, **({"gradient_checkpointing": True} if again.get(str(k)) else {})}
+        for k, entry in enumerate(found["shard_plan"])
+    ]
 
 
 def _split_samples(raw: dict[str, Any], micro_batches: int) -> None:

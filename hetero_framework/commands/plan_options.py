@@ -134,7 +134,7 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 def _measured(arguments: argparse.Namespace) -> Any:
     """The profile of the configuration's machines."""
-    config = load(arguments)
+    config = load(arguments, kept_plan=False)
     check_coordinator(config, arguments)
     from hetero_framework.commands.fleet import measure_fleet
 
@@ -146,7 +146,7 @@ def _paper_config(arguments: argparse.Namespace) -> Any:
     the workers that --device names."""
     is_there = Path(arguments.config).exists()
     if arguments.model is None or is_there or arguments.config != DEFAULT_CONFIG:
-        config = load(arguments)
+        config = load(arguments, kept_plan=False)
         if arguments.model is None:
             return config
         name = {"name_or_path": arguments.model, "from_config": None}

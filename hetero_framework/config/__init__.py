@@ -3,9 +3,16 @@
 # ruff: noqa: F401  (what is imported here is what the package offers)
 
 from hetero_framework.config.hosts import host_and_port, normal_host
-from hetero_framework.config.load import apply_override, json_schema, load_config
+from hetero_framework.config.load import (
+    PLAN_FILE,
+    apply_override,
+    json_schema,
+    load_config,
+    with_kept_plan,
+)
 from hetero_framework.config.plan import Plan, StageSpec, layers_text, process_name
 from hetero_framework.config.schema import (
+    AUTO,
     COORDINATOR_PORT,
     WORKER_PORT,
     AdapterConfig,

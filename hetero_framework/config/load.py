@@ -14,6 +14,10 @@ from hetero_framework.config.schema import Config
 from hetero_framework.config.strict_json import read_json_object
 from hetero_framework.errors import ConfigError
 
+PLAN_FILE = "plan.json"
+"""In output_dir: what `hetero plan` answered when the run began, its shard_plan as it was used."""
+_PLAN_HINT = "delete the file, or begin anew with --fresh; the machines are planned for again then"
+
 
 def load_config(
     path: str | os.PathLike[str],
@@ -30,6 +34,18 @@ def load_config(
     for override in overrides:
         apply_override(raw, override)
     return Config.from_dict(raw, base_dir or file.absolute().parent, name=str(path))
+
+
+def with_kept_plan(config: Config) -> Config:
+    """With the plan that a run of this `output_dir` has made, where shard_plan is "auto" and there
+    is one. Raises ConfigError for a plan that cannot be read or is not one for these workers."""
+    file = config.output_dir / PLAN_FILE
+    if config.is_planned or not file.exists():
+        return config
+    try:
+        return config.with_changes(shard_plan=read_json_object(file).get("shard_plan"))
+    except ConfigError as error:
+        raise type(error)(f"{file}: {error.message}", hint=_PLAN_HINT) from None
 
 
 def apply_override(raw: dict[str, Any], setting: str) -> None:

@@ -19,6 +19,7 @@ from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PrivateAttr,
     StrictBool,
     StrictInt,
@@ -51,6 +52,8 @@ from hetero_framework.errors import ConfigError, PlanError
 
 _log = logging.getLogger(__name__)
 
+AUTO = "auto"
+"""In place of shard_plan's entries: a run plans by itself."""
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
 _DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
@@ -499,6 +502,15 @@ def interval(value: float, total_steps: int) -> int:
     return int(value) if value >= 1 else math.ceil(total_steps * value)
 
 
+def _entries_or_auto(entries: tuple[PlanEntry, ...]) -> Any:
+    return [entry.model_dump(mode="json") for entry in entries] or AUTO
+
+
+def _allow_auto(schema: dict[str, Any]) -> None:
+    entries = {name: schema.pop(name) for name in ("type", "items")}
+    schema["anyOf"] = [{**entries, "minItems": 1}, {"const": AUTO}]
+
+
 class Config(WholeFile):
     """hetero_config.json: who takes part, who holds which layers, what is trained and how."""
 
@@ -510,8 +522,11 @@ class Config(WholeFile):
     """The machine that drives the training."""
     workers: tuple[WorkerConfig, ...] = ()
     """The worker processes; one per device."""
-    shard_plan: tuple[PlanEntry, ...] = Field(min_length=1)
-    """Which layers are where, in the order of the model."""
+    shard_plan: Annotated[tuple[PlanEntry, ...], PlainSerializer(_entries_or_auto)] = Field(
+        json_schema_extra=_allow_auto
+    )
+    """Which layers are where, in the order of the model; or "auto": a run measures the machines
+    when it begins, and keeps the plan that it makes with its results."""
     model: ModelConfig | None = None
     """The model to train."""
     adapter: AdapterConfig | None = None
@@ -552,12 +567,17 @@ class Config(WholeFile):
         directory. Raises ConfigError with all problems, PlanError when all are in the plan."""
         valid: dict[str, Any] = {}
         problems = list(text_problems(raw))
+        # Inside, no entries stand for "auto": there is no plan yet.
+        is_auto = raw.get("shard_plan") == AUTO
+        given = {**raw, "shard_plan": []} if is_auto else raw
         try:
-            config = cls.model_validate_json(json.dumps(raw, default=_json), context=valid)
+            config = cls.model_validate_json(json.dumps(given, default=_json), context=valid)
         except ValidationError as error:
             known = {problem.path for problem in problems}
             found = problems_of(error.errors(include_url=False), cls, raw)
             problems += [problem for problem in found if problem.path not in known]
+        if is_auto:
+            valid.pop("shard_plan", None)
         if problems := [*problems, *_disagreements(valid)]:
             in_plan = all(problem.path.startswith("shard_plan") for problem in problems)
             raise (PlanError if in_plan else ConfigError)(report(name, problems))
@@ -612,13 +632,26 @@ class Config(WholeFile):
         return self.path(self.training.logging_dir or self.output_dir / "tensorboard")
 
     @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan: shard_plan is "auto" until a run has made one."""
+        return bool(self.shard_plan)
+
+    @property
     def plan(self) -> Plan:
-        """Who holds which layers."""
+        """Who holds which layers. Raises PlanError where there is no plan yet."""
+        if not self.is_planned:
+            raise PlanError(
+                'shard_plan is "auto", and no plan has been made yet',
+                hint="`hetero train` measures the machines and makes one when it begins; `hetero"
+                " plan --measure --write` makes one now, `hetero plan --dry-run` estimates one",
+            )
         return Plan(self.shard_plan)
 
     @property
     def planned_workers(self) -> tuple[WorkerConfig, ...]:
-        """The workers that hold a stage; the others take no part."""
+        """The workers that hold a stage; the others take no part. All, where there is no plan."""
+        if not self.is_planned:
+            return self.workers
         owners = self.plan.owners
         return tuple(worker for worker in self.workers if worker.id in owners)
 

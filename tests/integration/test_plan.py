@@ -63,6 +63,25 @@ def test_measured_plan_is_written_and_trains_to_the_same_bits(
     assert read_metrics(tmp_path / "run") == losses([], "whole")
 
 
+def test_run_that_plans_by_itself_trains_to_the_same_bits_and_keeps_its_plan(
+    raw: dict[str, Any],
+    tmp_path: Path,
+    losses: Callable[..., list[tuple]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, kept = tmp_path / "c.json", tmp_path / "run" / "plan.json"
+    file.write_text(json.dumps({**raw, "shard_plan": "auto"}))
+    assert cli.main(["diagram", "--config", str(file), "--output", "-"]) == 2
+    assert "`hetero train` measures the machines" in capsys.readouterr().err
+    assert cli.main(["train", "--config", str(file)]) == 0
+    assert read_metrics(tmp_path / "run") == losses([], "whole")
+    plan = json.loads(kept.read_text())
+    assert plan["shard_plan"][-1]["end"] == 6
+    assert plan["predicted_step_s"] > 0
+    assert cli.main(["diagram", "--config", str(file), "--output", "-"]) == 0
+    assert "flowchart" in capsys.readouterr().out
+
+
 def test_worker_that_goes_away_while_it_is_measured_is_named(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

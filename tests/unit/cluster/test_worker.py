@@ -19,7 +19,8 @@ import psutil
 import pytest
 import torch
 
-from hetero_framework import log
+from hetero_framework import control, log
+from hetero_framework.cluster import survey
 from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
 from hetero_framework.cluster.worker_links import WorkerLinks
@@ -420,6 +421,20 @@ def test_goodbye_ends_a_worker_and_a_failed_run_leaves_it_for_the_next(serve: An
 
 
 # ---- what must not end it
+
+
+def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(control._handlers, survey.MEASURE, lambda data: {})
+    served = serve()
+    first = served.dial("first").set_up()
+    first.link.send(control.request(7, survey.MEASURE, {}))
+    assert first.expect(Control).answers == 7
+    first.send(Bye("the run is over"))
+    served.dial("second").set_up().send(Bye("the run is over"))
+    assert served.ended()
+    assert served.error is None
 
 
 def test_failure_to_take_a_message_in_is_told_as_it_is(

@@ -127,6 +127,35 @@ def plan(owners: list[Any], layers_each: int = 2, **training: Any) -> Config:
     )
 
 
+def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["shard_plan"] = "auto"
+    found = check(Config.from_dict(raw, tmp_path))
+    assert found["layers"] == 4
+    assert [process["name"] for process in found["processes"]] == ["coordinator", "worker 1"]
+    said = text(found)
+    assert "not planned yet" in said
+    assert 'shard_plan is "auto": `hetero train` measures the machines' in said
+
+
+def test_command_takes_the_plan_that_a_run_has_kept(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "runs" / "default" / "plan.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps({"shard_plan": raw["shard_plan"], "seconds": 0.1}))
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({**raw, "shard_plan": "auto"}))
+    assert cli.main(["check", "--config", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(process["stages"]) for process in found["processes"]] == [2, 1]
+    kept.write_text(json.dumps({"shard_plan": [{"id": "local", "start": 1, "end": 4}]}))
+    assert cli.main(["check", "--config", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "plan.json" in said
+    assert "shard_plan[0].start: is 1" in said
+    assert "--fresh" in said
+
+
 def test_forecast_is_near_the_known_bubble() -> None:
     found = forecast(plan(["local", 1, 2, 3]))
     # (p - 1) / (m + p - 1) with free boundaries; they are assumed to cost a little.

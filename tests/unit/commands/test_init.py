@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,3 +225,23 @@ def test_wizard_whose_input_ends_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--non-interactive"):
         run_wizard(Answers(), tmp_path / "c.json", ask=replies(), say=lambda text: None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_may_be_left_to_the_run(tmp_path: Path) -> None:
+    answers = Answers(model="absent/model", workers=["box"], adapter="none", measure=True)
+    config = write_config(answers, tmp_path / "c.json")
+    assert not config.is_planned
+    assert json.loads((tmp_path / "c.json").read_text())["shard_plan"] == "auto"
+
+
+@pytest.mark.parametrize(("reply", "planned"), [("yes", False), ("", True)])
+def test_wizard_asks_on_a_terminal_whether_to_measure(
+    reply: str, planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    answers = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="d")
+    said: list[str] = []
+    code = run_wizard(answers, tmp_path / "c.json", ask=replies("cpu", reply), say=said.append)
+    assert code == 0
+    assert load_config(tmp_path / "c.json").is_planned is planned
+    assert ("The plan is made when the run begins" in "".join(said)) is not planned

@@ -672,3 +672,26 @@ def test_too_few_tokens_in_a_piece_say_what_may_stand_there(value: int) -> None:
     assert 'must be at least 2, "auto" or null' in message(
         changed("training.loss_chunk_tokens", value)
     )
+
+
+def test_a_plan_may_be_left_to_the_run() -> None:
+    config = Config.from_dict({**SEED, "shard_plan": "auto"})
+    assert not config.is_planned
+    assert config.planned_workers == config.workers
+    assert config.warnings() == ()
+    with pytest.raises(PlanError, match='shard_plan is "auto"') as raised:
+        _ = config.plan
+    assert "hetero plan --measure" in str(raised.value.hint)
+    assert config.to_dict()["shard_plan"] == "auto"
+    assert Config.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert config.with_changes(shard_plan=SEED["shard_plan"]).to_dict() == (
+        Config.from_dict(SEED).to_dict()
+    )
+
+
+def test_the_schema_of_a_plan_is_entries_or_auto() -> None:
+    entries, auto = json_schema()["properties"]["shard_plan"]["anyOf"]
+    assert (entries["type"], entries["minItems"], auto["const"]) == ("array", 1, "auto")
+    assert message({**SEED, "shard_plan": "automatic"}).startswith(
+        "configuration: shard_plan: must"
+    )
