@@ -1,39 +1,101 @@
-"""What a worker's machine takes for the parts of a model, when `hetero plan --measure` asks.
+"""What a machine takes for the parts of a model, when `hetero plan --measure` asks.
 
-Importing this module registers the answer.
+What was measured is remembered on that machine, for the same device, model, settings and versions.
+Importing this module registers the answer of a worker.
 """
 
 from __future__ import annotations
 
 import json
+import platform
+import time
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
-from hetero_framework import control
+from hetero_framework import control, versions
+from hetero_framework._version import __version__
 from hetero_framework.config import Config, ModelConfig
-from hetero_framework.core.devices import open_device
+from hetero_framework.core import cache
+from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.measuring import ModelCost, measure
 from hetero_framework.models.shard import load_model_config
 
 MEASURE = "hetero.measure"
+_KIND = "costs"
+# Settings of a run that its parts' times do not depend on, and that change often.
+_ASIDE = (
+    *("output_dir", "logging_dir", "max_steps", "num_train_epochs", "learning_rate", "seed"),
+    *("data_seed", "gradient_accumulation_steps", "gradient_checkpointing", "max_in_flight"),
+)
 
 
-def question(number: int, config: Config, model: PretrainedConfig, worker: WorkerId) -> Message:
+@dataclass(frozen=True)
+class Survey:
+    """What the parts cost, how many seconds that took to find out, and whether it was known."""
+
+    cost: ModelCost
+    seconds: float
+    was_known: bool
+
+
+def survey(config: Config, model: PretrainedConfig, device: Device, *, anew: bool) -> Survey:
+    """What `model`, that of `config`, takes on a device of this machine; measured where it is not
+    known, or `anew`. Raises as `measure`."""
+    began = time.monotonic()
+    asked = _question_of(config, model, device)
+    if not anew and (known := cache.recall(_KIND, asked)) is not None:
+        return Survey(ModelCost.from_dict(known), time.monotonic() - began, True)
+    found = measure(config, model, device)
+    cache.remember(_KIND, asked, found.to_dict())
+    return Survey(found, time.monotonic() - began, False)
+
+
+def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str:
+    """All that a cost depends on."""
+    assert config.model is not None
+    libraries = {name: versions.installed(name) for name in versions.LIBRARIES}
+    training = config.training.model_dump(mode="json")
+    return json.dumps(
+        {
+            "machine": platform.node(),
+            "device": [device.name, device.label, device.memory().total, torch.get_num_threads()],
+            "versions": {**libraries, "hetero_framework": __version__},
+            "model": json.loads(model.to_json_string()),
+            "section": [
+                config.model.dtype,
+                config.model.quantization,
+                config.model.attn_implementation,
+            ],
+            "adapter": config.adapter.model_dump(mode="json") if config.adapter else None,
+            "max_length": config.data.max_length if config.data else None,
+            "training": {name: training[name] for name in sorted(training) if name not in _ASIDE},
+        },
+        sort_keys=True,
+    )
+
+
+def question(
+    number: int, config: Config, model: PretrainedConfig, worker: WorkerId, *, anew: bool = False
+) -> Message:
     """Asks a worker what `model`, that of `config`, takes there. Nothing that they name is read."""
     adapter = config.adapter
     raw = config.to_dict()
     if adapter is not None:
         raw["adapter"]["init_from"] = None
-    data = {"config": raw, "model": json.loads(model.to_json_string()), "worker": worker}
+    fields = json.loads(model.to_json_string())
+    data = {"config": raw, "model": fields, "worker": worker, "anew": anew}
     return control.request(number, MEASURE, data)
 
 
-def cost(answer: Message) -> ModelCost:
+def answer_of(message: Message) -> Survey:
     """What the worker found. Raises UserError with its reason if it could not."""
-    return ModelCost.from_dict(control.result(answer))
+    raw = control.result(message)
+    return Survey(ModelCost.from_dict(raw["cost"]), raw["seconds"], raw["was_known"])
 
 
 @control.on(MEASURE)
@@ -45,4 +107,5 @@ def _measure(data: Any) -> dict[str, Any]:
     section = ModelConfig(from_config=data["model"], tokenizer="none", **kept)
     model = load_model_config(section, config.base_dir)
     device = open_device(config.worker(data["worker"]).device)
-    return measure(config, model, device).to_dict()
+    found = survey(config, model, device, anew=bool(data.get("anew")))
+    return {"cost": found.cost.to_dict(), "seconds": found.seconds, "was_known": found.was_known}

@@ -20,7 +20,7 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
     written into `output_dir`. Raises what `measure_fleet` raises, PlanError where nothing fits, and
     ResourceError where the plan cannot be written."""
     _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
-    found = make_plan(measure_fleet(config, access=access), Wishes())
+    found = make_plan(measure_fleet(config, access=access), Wishes()).to_dict()
     for line in text(found).splitlines():
         _log.info("%s", line)
     planned = config.with_changes(shard_plan=entries_of(found))

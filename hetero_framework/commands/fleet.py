@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import logging
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,15 +22,16 @@ from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.commands.bench import losses_told
 from hetero_framework.commands.fleet_profile import profile_of
-from hetero_framework.config import Config
+from hetero_framework.config import Config, process_name
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.engine.measuring import ModelCost, measure
+from hetero_framework.engine.measuring import ModelCost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
 from hetero_framework.models.memory import memory_of_parts
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.planner import FleetProfile
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.signals import StopRequest
+from hetero_framework.units import bit_rate, seconds
 
 _log = logging.getLogger(__name__)
 _MAX_FRAME_BYTES = 1 << 28
@@ -39,14 +42,18 @@ _TINY = {
 }
 
 
-def measure_fleet(config: Config, *, access: Access | None = None) -> FleetProfile:
-    """Measure this machine, every worker of `config`, and the links between all of them. Raises
-    UserError for a worker that cannot be measured or goes away, what `Cluster.start` raises, and
-    KeyboardInterrupt; no worker that was started here is left behind."""
+def measure_fleet(
+    config: Config, *, access: Access | None = None, anew: bool = False
+) -> FleetProfile:
+    """Measure this machine, every worker of `config`, and the links between all of them; machines
+    at once, processes of one machine in turn. What a machine remembers of the same model, settings
+    and versions it measures again only `anew`. Raises UserError for a worker that cannot be
+    measured or goes away, what `Cluster.start` raises, and KeyboardInterrupt; no worker that was
+    started here is left behind."""
     config.require("model")
     assert config.model is not None
     model = load_model_config(config.model, config.base_dir)
-    numbers = itertools.count(1 << 31)
+    began = time.monotonic()
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-plan-") as folder:
         tiny = _tiny(config, folder)
         with Cluster(tiny, max_frame_bytes=_MAX_FRAME_BYTES, access=access) as cluster:
@@ -54,31 +61,126 @@ def measure_fleet(config: Config, *, access: Access | None = None) -> FleetProfi
             cluster.assemble(tiny)
             try:
                 with losses_told(cluster):
-                    costs: dict[WorkerId, ModelCost] = {"local": _own(config, model, cluster)}
-                    for worker in cluster.workers:
-                        _log.info("measuring worker %s", worker)
-                        asked = survey.question(next(numbers), config, model, worker)
-                        answer = cluster.ask(worker, asked)
-                        costs[worker] = survey.cost(answer)
-                        answer.release()
-                    links = _links(cluster, costs["local"].hidden_bytes, numbers)
+                    measuring = _Measuring(config, model, cluster, anew)
+                    costs = measuring.costs()
+                    links = measuring.links(costs["local"].hidden_bytes)
             except PeerLostError as error:
                 raise UserError(
                     f"it was being measured: {error.message}",
                     hint="start it and measure again, or take it out of the configuration",
                 ) from error
+    _log.info("measured in %s", seconds(time.monotonic() - began))
     # Processes that share a device share what is free there.
     places = {id: (machine_of(config, config.machine(id)), facts[id].device) for id in facts}
     sharers = Counter(places.values())
     memory = {id: facts[id].memory_free / sharers[places[id]] for id in facts}
-    return profile_of(
-        config, memory_of_parts(config, model, len(costs["local"].kinds)), costs, memory, links
+    parts = memory_of_parts(config, model, len(costs["local"].kinds))
+    return profile_of(config, parts, costs, memory, links)
+
+
+class _Measuring:
+    """What is asked of a cluster, with a line for each part that was measured."""
+
+    def __init__(
+        self, config: Config, model: PretrainedConfig, cluster: Cluster, anew: bool
+    ) -> None:
+        self._config, self._model, self._cluster, self._anew = config, model, cluster, anew
+        self._numbers = itertools.count(1 << 31)
+
+    def costs(self) -> dict[WorkerId, ModelCost]:
+        """Of the model's parts on each process, the coordinator's first."""
+        found: dict[WorkerId, survey.Survey] = {}
+        for together in turns(self._config):
+            _log.info("measuring %s", ", ".join(map(process_name, together)))
+            found |= self._measured_at_once(together)
+        order: list[WorkerId] = ["local", *self._cluster.workers]
+        return {id: found[id].cost for id in order}
+
+    def _measured_at_once(self, together: Sequence[WorkerId]) -> dict[WorkerId, survey.Survey]:
+        """All of these, while this thread measures its own process."""
+        cluster, found = self._cluster, {}
+        asked = {
+            worker: survey.question(
+                next(self._numbers), self._config, self._model, worker, anew=self._anew
+            )
+            for worker in together
+            if worker != "local"
+        }
+
+        def note(id: WorkerId, one: survey.Survey) -> None:
+            found[id] = one
+            _log.info("%s: %s", process_name(id), _said_of(one))
+
+        def all_answered() -> bool:
+            for worker, question in asked.items():
+                if worker in found:
+                    continue
+                answer = cluster.assembly.remotes[worker].answer(question)
+                if answer is not None:
+                    note(worker, survey.answer_of(answer))
+                    answer.release()
+            return len(found) == len(together)
+
+        if "local" in together:
+            if asked:
+                all_answered()  # sends the questions
+            own = survey.survey(self._config, self._model, cluster.device, anew=self._anew)
+            note("local", own)
+        names = ", ".join(f"worker {worker}" for worker in asked)
+        cluster.pipeline.until(all_answered, f"what {names} measures")
+        return found
+
+    def links(self, hidden_bytes: int) -> list[dict[str, Any]]:
+        """Every pair of processes, both ways, with messages as large as the boundary's tensors."""
+        least, most = _LINK_BYTES
+        nbytes = max(least, min(hidden_bytes, most))
+        cluster, found = self._cluster, []
+
+        def note(one: WorkerId, other: WorkerId, speed: link_probe.LinkSpeed) -> None:
+            up, down, trip_s = speed.up_bytes_per_s, speed.down_bytes_per_s, speed.round_trip_s
+            text = "%s to %s: %s there, %s back, round trip %s"
+            names = process_name(one), process_name(other)
+            _log.info(text, *names, bit_rate(up), bit_rate(down), seconds(trip_s))
+            shared = {"latency_s": trip_s / 2}
+            found.append({"from": one, "to": other, "bytes_per_s": up, **shared})
+            found.append({"from": other, "to": one, "bytes_per_s": down, **shared})
+
+        for worker in cluster.workers:
+            note("local", worker, link_probe.measure(partial(cluster.ask, worker), nbytes))
+        pairs = list(itertools.combinations(cluster.workers, 2))
+        problems = cluster.link_workers(pairs) if pairs else {}
+        for one, other in pairs:
+            if (problem := problems.get(frozenset((one, other)))) is not None:
+                _log.info("workers %s and %s: no direct link (%s)", one, other, problem)
+                continue
+            question = link_probe.peer_question(next(self._numbers), other, nbytes)
+            answer = cluster.ask(one, question)
+            try:
+                note(one, other, link_probe.peer_speed(answer))
+            except HeteroError as error:
+                _log.info("workers %s and %s: not measured (%s)", one, other, error.message)
+            finally:
+                answer.release()
+        return found
+
+
+def turns(config: Config) -> Iterator[list[WorkerId]]:
+    """Who is measured at once: of each machine one process, until all had their turn."""
+    machines: dict[str, list[WorkerId]] = {}
+    owners: list[WorkerId] = ["local", *(worker.id for worker in config.workers)]
+    for owner in owners:
+        machines.setdefault(machine_of(config, config.machine(owner)), []).append(owner)
+    for column in itertools.zip_longest(*machines.values()):
+        yield [owner for owner in column if owner is not None]
+
+
+def _said_of(found: survey.Survey) -> str:
+    layers = len(found.cost.kinds)
+    forward_s, backward_s = (
+        sum(found.cost.of_layers(name)) / layers for name in ("forward_s", "backward_s")
     )
-
-
-def _own(config: Config, model: PretrainedConfig, cluster: Cluster) -> ModelCost:
-    _log.info("measuring this machine")
-    return measure(config, model, cluster.device)
+    how = "remembered" if found.was_known else f"measured in {seconds(found.seconds)}"
+    return f"a layer takes {seconds(forward_s)} forward, {seconds(backward_s)} backward ({how})"
 
 
 def _tiny(config: Config, folder: str) -> Config:
@@ -98,34 +200,3 @@ def _tiny(config: Config, folder: str) -> Config:
         },
         config.base_dir,
     )
-
-
-def _links(cluster: Cluster, hidden_bytes: int, numbers: Any) -> list[dict[str, Any]]:
-    """Every pair of processes, both ways, with messages as large as the boundary's tensors."""
-    least, most = _LINK_BYTES
-    nbytes = max(least, min(hidden_bytes, most))
-    found = []
-
-    def note(one: WorkerId, other: WorkerId, speed: link_probe.LinkSpeed) -> None:
-        shared = {"latency_s": speed.round_trip_s / 2}
-        found.append({"from": one, "to": other, "bytes_per_s": speed.up_bytes_per_s, **shared})
-        found.append({"from": other, "to": one, "bytes_per_s": speed.down_bytes_per_s, **shared})
-
-    for worker in cluster.workers:
-        _log.info("measuring the link to worker %s", worker)
-        note("local", worker, link_probe.measure(partial(cluster.ask, worker), nbytes))
-    pairs = list(itertools.combinations(cluster.workers, 2))
-    problems = cluster.link_workers(pairs) if pairs else {}
-    for one, other in pairs:
-        if (problem := problems.get(frozenset((one, other)))) is not None:
-            _log.info("workers %s and %s: no direct link (%s)", one, other, problem)
-            continue
-        _log.info("measuring the link between workers %s and %s", one, other)
-        answer = cluster.ask(one, link_probe.peer_question(next(numbers), other, nbytes))
-        try:
-            note(one, other, link_probe.peer_speed(answer))
-        except HeteroError as error:
-            _log.info("workers %s and %s: not measured (%s)", one, other, error.message)
-        finally:
-            answer.release()
-    return found

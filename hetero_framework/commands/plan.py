@@ -13,7 +13,7 @@ from hetero_framework.config import Config, layers_text, process_name
 from hetero_framework.config.strict_json import read_json_object
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, UserError
-from hetero_framework.planner import FleetProfile, evaluate, plan
+from hetero_framework.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.planner.planning import ALLOWED
 from hetero_framework.units import seconds, share, size
 from hetero_framework.visualizer.tables import table
@@ -37,8 +37,8 @@ class Wishes:
     allow: Collection[str] = field(default_factory=frozenset)
 
 
-def make_plan(profile: FleetProfile, wishes: Wishes) -> dict[str, Any]:
-    """The best plan for a profile, as JSON types. Raises UserError for wishes that contradict each
+def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
+    """The best plan for a profile. Raises UserError for wishes that contradict each
     other or the profile, PlanError where nothing fits."""
     ids = [device.id for device in profile.devices]
     return plan(
@@ -47,10 +47,10 @@ def make_plan(profile: FleetProfile, wishes: Wishes) -> dict[str, Any]:
         excluded=[_known(name, ids) for name in wishes.excluded],
         margins=_margins(wishes.margins, ids),
         allow=ALLOWED | {word for words in wishes.allow for word in words.split(",") if word},
-    ).to_dict()
+    )
 
 
-def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> dict[str, Any]:
+def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
     """What the plan in a file would take: one that `hetero plan --json` printed, or a
     configuration. Raises ConfigError and PlanError."""
     if not file.exists():
@@ -70,10 +70,9 @@ def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> dict[str, A
         raise ConfigError(f"{file}: max_in_flight: must be a whole number from 1 on")
     ids = [device.id for device in profile.devices]
     margins = _margins(wishes.margins, ids)
-    found = evaluate(
+    return evaluate(
         profile, entries, gradient_checkpointing=again, max_in_flight=most, margins=margins
     )
-    return found.to_dict()
 
 
 def write_plan(found: Mapping[str, Any], file: Path) -> None:

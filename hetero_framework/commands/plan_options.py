@@ -42,6 +42,7 @@ _SOURCES = ("measure", "dry_run", "profile")
 OPTIONS = (
     *CONFIG,
     flag("--measure", "measure the machines of the configuration and their links"),
+    flag("--anew", "with --measure: also what the machines remember of this model and settings"),
     flag(
         "--dry-run",
         "estimate from the model's config.json and makers' figures: nothing is downloaded besides,"
@@ -64,6 +65,12 @@ OPTIONS = (
     option("--save-profile", metavar="FILE", help="keep what is measured or estimated"),
     flag("--write", "put the plan into the configuration"),
     option("--evaluate", metavar="FILE", help="say what this plan would take instead"),
+    option(
+        "--picture",
+        metavar="FILE",
+        help="draw who holds which layers, and beside it (FILE-step) who computes when; png, svg"
+        " or pdf",
+    ),
     repeated("--pin", "ID=START:END", "layers that a process must hold; may be repeated"),
     repeated("--exclude", "ID", "a worker that must hold none; may be repeated"),
     repeated("--margin", "ID=SIZE", "memory that stays free on a process; may be repeated"),
@@ -88,10 +95,16 @@ def run_plan(arguments: argparse.Namespace) -> None:
     excluded = () if arguments.dry_run else arguments.exclude
     wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
     if arguments.evaluate is not None:
-        found = judge_plan(profile, Path(arguments.evaluate), wishes)
+        result = judge_plan(profile, Path(arguments.evaluate), wishes)
     else:
-        found = make_plan(profile, wishes)
-    report(arguments, {**found, **about}, text)
+        result = make_plan(profile, wishes)
+    found = {**result.to_dict(), **about}
+    report(arguments, found, text)
+    if arguments.picture is not None:
+        from hetero_framework.commands.plan_picture import draw_plan
+
+        for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
+            _log.info("drawn: %s", file)
     if arguments.write:
         write_plan(found, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
@@ -103,6 +116,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("hetero plan needs one of --measure, --dry-run and --profile FILE")
     if arguments.save_profile is not None and arguments.profile is not None:
         raise UserError("--save-profile keeps what --measure or --dry-run finds")
+    if arguments.anew and not arguments.measure:
+        raise UserError("--anew goes with --measure")
     for name in ("model", "device", "bandwidth"):
         if getattr(arguments, name) and not arguments.dry_run:
             raise UserError(f"--{name} goes with --dry-run")
@@ -138,7 +153,8 @@ def _measured(arguments: argparse.Namespace) -> Any:
     check_coordinator(config, arguments)
     from hetero_framework.commands.fleet import measure_fleet
 
-    return measure_fleet(config, access=access_for(config, "local", arguments))
+    access = access_for(config, "local", arguments)
+    return measure_fleet(config, access=access, anew=arguments.anew)
 
 
 def _paper_config(arguments: argparse.Namespace) -> Any:

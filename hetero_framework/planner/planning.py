@@ -128,7 +128,7 @@ def _result(rules: Rules, found: Found, changes: Mapping[str, Any]) -> Result:
         alone=reasons.alone(fleet, rules.devices),
         changes=changes,
         seconds=0.0,
-        pipeline=best.schedule.profile,
+        schedule=best.schedule,
         in_flight=best.schedule.forecast.peak_in_flight,
     )
 

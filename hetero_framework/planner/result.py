@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_framework.planner.simulator import Profile
+from hetero_framework.planner.tuning import TunedSchedule
 
 WorkerId = int | str
 
@@ -35,7 +36,7 @@ class Alone:
 @dataclass(frozen=True)
 class Result:
     """A plan with what it is predicted to take. `changes` are settings that it needs besides, for
-    those that were allowed to change; `pipeline` is what was simulated."""
+    those that were allowed to change; `schedule` is what was simulated."""
 
     shard_plan: tuple[Mapping[str, Any], ...]
     gradient_checkpointing: Mapping[str, bool]
@@ -50,8 +51,13 @@ class Result:
     alone: Alone | None
     changes: Mapping[str, Any]
     seconds: float
-    pipeline: Profile = field(repr=False)
+    schedule: TunedSchedule = field(repr=False)
     in_flight: tuple[int, ...] = ()
+
+    @property
+    def pipeline(self) -> Profile:
+        """The times that were simulated."""
+        return self.schedule.profile
 
     @property
     def gap(self) -> float:

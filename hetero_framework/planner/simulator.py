@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from hetero_framework.planner.readiness import (
     BACKWARD,
@@ -203,6 +203,16 @@ class Simulation:
     peak_in_flight: tuple[int, ...]
 
 
+class SimulatedSpan(NamedTuple):
+    """A task of a device, or with `is_transfer` a tensor for this task on its way, in seconds since
+    the step began."""
+
+    task: Task
+    began: float
+    ended: float
+    is_transfer: bool = False
+
+
 def simulate(
     profile: Profile,
     micro_batches: int,
@@ -211,13 +221,15 @@ def simulate(
     policy: Policy = BACKWARD_FIRST,
     in_flight_limits: Sequence[int] | None = None,
     spread: float = 0.0,
+    spans: list[SimulatedSpan] | None = None,
 ) -> Simulation:
     """Simulate a step of a profile, measured or estimated.
 
     `in_flight_limits[k]` is how many forwards stage k may store (default: `max_in_flight`). With
     `spread` each task and transfer takes up to that share more or less, always the same. The last
     stage does forward and backward of a micro-batch as one task, as the real one does. A tensor
-    passes all its NICs at once. Raises ValueError for a limit below one.
+    passes all its NICs at once. `spans` gets what happened when. Raises ValueError for a limit
+    below one.
     """
     if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
         raise ValueError("an in-flight limit smaller than one micro-batch never starts")
@@ -228,7 +240,7 @@ def simulate(
     readiness = {device: Readiness(own, policy, len(limits)) for device, own in limits.items()}
     admission = Admission(micro_batches, max_in_flight)
     nics = _Nics(profile)
-    return _Simulator(profile, micro_batches, admission, readiness, nics, spread).run()
+    return _Simulator(profile, micro_batches, admission, readiness, nics, spread, spans).run()
 
 
 class _Lane:
@@ -306,7 +318,9 @@ class _Simulator:
         readiness: Mapping[int, Readiness],  # of each device
         nics: _Nics,
         spread: float,
+        spans: list[SimulatedSpan] | None,
     ) -> None:
+        self._spans = spans
         self._profile = profile
         self._m = micro_batches
         self._admission = admission
@@ -368,6 +382,8 @@ class _Simulator:
     def _cross(self, now: float, lane: _Lane) -> None:
         task = self._nics.take(lane)
         end = now + lane.seconds * self._factor(task, 1)
+        if self._spans is not None:
+            self._spans.append(SimulatedSpan(task, now, end, is_transfer=True))
         self._post(end, self._crossed, task)
 
     def _crossed(self, now: float, task: Task) -> None:
@@ -398,6 +414,8 @@ class _Simulator:
             cost += profile.backward_s[stage]
         cost *= self._factor(task, 0)
         self._busy_s[device] += cost
+        if self._spans is not None:
+            self._spans.append(SimulatedSpan(task, now, now + cost))
         self._idle[device] = False
         self._post(now + cost, self._ended, task)
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
-from hetero_framework.planner.simulator import Profile, Simulation, simulate, step_bound
+from hetero_framework.planner.simulator import (
+    Profile,
+    SimulatedSpan,
+    Simulation,
+    simulate,
+    step_bound,
+)
 
 FORWARDS_AHEAD = Policy(0.0, 1.5, 0.0, 1.0, 0.0)
 """A forward passes a backward that is not 2/3 as far. Where later stages have less work, as in
@@ -40,15 +46,25 @@ class TunedSchedule:
     def forecast(self) -> Simulation:
         """The step, simulated whole; never less than its bound, as sums rounded in another order
         may be."""
-        simulated = simulate(
+        simulated = self._simulated(None)
+        bound = step_bound(self.profile, self.micro_batches, self.in_flight_limits)
+        return replace(simulated, seconds=max(simulated.seconds, bound))
+
+    def spans(self) -> list[SimulatedSpan]:
+        """What the simulated step does when."""
+        found: list[SimulatedSpan] = []
+        self._simulated(found)
+        return found
+
+    def _simulated(self, spans: list[SimulatedSpan] | None) -> Simulation:
+        return simulate(
             self.profile,
             self.micro_batches,
             self.max_in_flight,
             policy=self.policy,
             in_flight_limits=self.in_flight_limits,
+            spans=spans,
         )
-        bound = step_bound(self.profile, self.micro_batches, self.in_flight_limits)
-        return replace(simulated, seconds=max(simulated.seconds, bound))
 
 
 _GOOD_ENOUGH = 1.005

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,11 @@ def can_draw() -> bool:
 def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = None) -> Path:
     """Write the picture to `path` and return that; `form` None: by the file's name. Raises
     UserError without matplotlib, for an unknown format and for a file that cannot be written."""
+    return save(lambda: figure(picture), path, form)
+
+
+def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None = None) -> Path:
+    """Write the Figure that `make` draws; otherwise as `draw`."""
     target = Path(path)
     chosen = picture_format(target, form, FORMATS)
     if not can_draw():
@@ -97,7 +102,7 @@ def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = 
     content = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hetero"}):
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(chosen, {})
-        figure(picture).savefig(content, format=chosen, dpi=144, metadata=metadata)
+        make().savefig(content, format=chosen, dpi=144, metadata=metadata)
     return write_picture(target, content.getvalue())
 
 

@@ -46,7 +46,10 @@ def test_measured_plan_is_written_and_trains_to_the_same_bits(
     file.write_text(json.dumps(raw))
     words = ["plan", "--measure", "--config", str(file), "--save-profile", str(kept)]
     assert cli.main([*words, "--write", "--pin", "1=2:4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert printed.err.count("(measured in") == 3
+    assert "coordinator to worker 1: " in printed.err
     profile = load_profile(kept)
     assert [device.id for device in profile.devices] == ["local", 1, 2]
     assert profile.layers == 6

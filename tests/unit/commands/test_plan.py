@@ -173,6 +173,7 @@ def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path: Path
             "keeps what --measure or --dry-run finds",
         ),
         (("--profile", "f.json", "--evaluate", "p.json", "--write"), "without --evaluate"),
+        (("--profile", "f.json", "--anew"), "--anew goes with --measure"),
     ],
 )
 def test_options_that_exclude_each_other_end_with_2(

@@ -1,0 +1,102 @@
+"""The two pictures of a plan: who holds which layers, and the step that is predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetero_framework.config import layers_text, process_name
+from hetero_framework.planner import Result
+from hetero_framework.planner.readiness import BACKWARD, FORWARD
+from hetero_framework.planner.simulator import SimulatedSpan
+from hetero_framework.units import plural, seconds
+from hetero_framework.visualizer import plan_picture, timeline_picture
+from hetero_framework.visualizer.plan_picture import Held, PlanPicture, PlanRow
+from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture
+
+WorkerId = int | str
+
+
+def draw_plan(result: Result, path: str, *, is_estimate: bool = False) -> tuple[Path, Path]:
+    """Write both pictures, the step beside `path` as NAME-step; their files. Raises UserError
+    without matplotlib, for an unknown format and for a file that cannot be written."""
+    target = Path(path)
+    beside = target.with_name(f"{target.stem}-step{target.suffix}")
+    kind = "Estimated" if is_estimate else "Predicted"
+    first = timeline_picture.save(lambda: plan_picture.figure(plan(result, kind)), target)
+    return first, timeline_picture.draw(step(result, kind), beside)
+
+
+def plan(result: Result, kind: str = "Predicted") -> PlanPicture:
+    """Processes and layers, those that are not used at the end."""
+    layers = int(result.shard_plan[-1]["end"])
+    rows = []
+    for use in result.devices:
+        held = [
+            Held(e["start"], e["end"], k, bool(result.gradient_checkpointing.get(str(k))))
+            for k, e in enumerate(result.shard_plan)
+            if e["id"] == use.id
+        ]
+        own = ", ".join(layers_text(one.start, one.end) for one in held).replace(", layers ", ", ")
+        capacity = use.memory_bytes + max(0, use.free_bytes)
+        name = process_name(use.id)
+        rows.append(PlanRow(name, own, held, use.memory_bytes, capacity, use.busy))
+    rows += [PlanRow(process_name(id), "not used") for id in result.unused]
+    subtitle = (
+        f"{plural(layers, 'layer')} on {plural(len(result.devices), 'process')}; {kind.lower()}"
+    )
+    subtitle += f" step {seconds(result.predicted_step_s)}, {_bound(result)}"
+    if any(one.recompute for row in rows for one in row.held):
+        subtitle += "; orange: computed again backward"
+    return PlanPicture("Plan", subtitle, layers, rows)
+
+
+def step(result: Result, kind: str = "Predicted") -> StepPicture:
+    """The simulated step: tasks of each process, and what its links move."""
+    schedule, spans = result.schedule, result.schedule.spans()
+    owners: list[WorkerId] = [entry["id"] for entry in result.shard_plan]
+    last = len(owners) - 1
+
+    def bar(span: SimulatedSpan) -> Bar:
+        stage = span.task.stage
+        own = [k for k, owner in enumerate(owners) if owner == owners[stage]]
+        shade = own.index(stage) / max(1, len(own) - 1)
+        both = stage == last and not span.is_transfer
+        name = "forward" if span.task.kind == FORWARD else "backward"
+        what = "forward_backward" if both else name
+        return Bar(what, span.began, span.ended, span.task.micro_batch, shade)
+
+    def sender(span: SimulatedSpan) -> int:
+        return span.task.stage + (1 if span.task.kind == BACKWARD else -1)
+
+    rows = []
+    for owner in dict.fromkeys(owners):
+        own = [k for k, other in enumerate(owners) if other == owner]
+        moved = [span for span in spans if span.is_transfer]
+        rows.append(
+            Row(
+                process_name(owner),
+                f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}",
+                [bar(s) for s in spans if not s.is_transfer and owners[s.task.stage] == owner],
+                [_plain(bar(s)) for s in moved if owners[sender(s)] == owner],
+                [_plain(bar(s)) for s in moved if owners[s.task.stage] == owner],
+            )
+        )
+    count = plural(schedule.micro_batches, "micro-batch")
+    return StepPicture(
+        f"{kind} step",
+        f"{count}, {plural(len(owners), 'stage')} on {plural(len(rows), 'process')};"
+        f" {seconds(result.predicted_step_s)}, {_bound(result)}",
+        rows,
+        result.lower_bound_s,
+    )
+
+
+def _plain(bar: Bar) -> Bar:
+    """On a link: without a number."""
+    return Bar(bar.kind, bar.began, bar.ended)
+
+
+def _bound(result: Result) -> str:
+    if result.proved_optimal:
+        return "no plan takes less"
+    return f"no plan takes less than {seconds(result.lower_bound_s)}"

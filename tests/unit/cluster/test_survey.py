@@ -1,0 +1,86 @@
+"""What a machine remembers of a survey, and what makes it measure anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.cluster import survey
+from hetero_framework.config import Config
+from hetero_framework.core.devices import Device
+from hetero_framework.engine.measuring import ModelCost, PartCost
+from hetero_framework.models.shard import load_model_config
+
+PART = PartCost(0.25, 0.5, 0.125, 7, 3)
+COST = ModelCost(PART, {0: PART}, PART, [0, 0], 64, "float32")
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64}
+LLAMA |= {"intermediate_size": 64, "num_attention_heads": 2}
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, *args: Any) -> ModelCost:
+        self.times += 1
+        return COST
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
+    found = Counting()
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(survey, "measure", found)
+    return found
+
+
+def ask(*, anew: bool = False, model: dict[str, Any] = LLAMA, **sections: Any) -> survey.Survey:
+    config = Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1"},
+            "shard_plan": "auto",
+            "model": {"from_config": model, "tokenizer": "none"},
+            **sections,
+        }
+    )
+    assert config.model is not None
+    loaded = load_model_config(config.model, Path())
+    return survey.survey(config, loaded, Device(), anew=anew)
+
+
+def test_what_was_measured_is_remembered(measured: Counting) -> None:
+    assert not ask().was_known
+    again = ask()
+    assert again.was_known
+    assert again.cost == COST
+    assert measured.times == 1
+    assert not ask(anew=True).was_known
+    assert measured.times == 2
+
+
+def test_settings_that_cost_nothing_are_put_aside(measured: Counting) -> None:
+    ask()
+    assert ask(training={"learning_rate": 0.1, "gradient_accumulation_steps": 4}).was_known
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"training": {"per_device_train_batch_size": 3}},
+        {"training": {"bf16": True}},
+        {"adapter": {"r": 4}},
+        {"data": {"train": "x", "max_length": 7}},
+        {"model": {**LLAMA, "num_hidden_layers": 3}},
+    ],
+)
+def test_what_a_cost_depends_on_is_measured(changed: dict[str, Any], measured: Counting) -> None:
+    ask()
+    assert not ask(**changed).was_known
+
+
+def test_another_version_measures_again(measured: Counting, monkeypatch: Any) -> None:
+    ask()
+    monkeypatch.setattr(survey, "__version__", "0.0.0")
+    assert not ask().was_known
