@@ -12,8 +12,8 @@ every second instance. `large`: 80 layers on 16 devices, links of three speeds. 
 shares and shares in proportion to memory beside the plan, as shares of the fleet's aggregate speed.
 `vtrain`: three numbers for each hidden size and micro-batch (seconds of a layer, of the head, and
 of a step besides), fitted on measured two-stage pipelines; the four-stage ones are predicted.
-`paper`: 64 and 1,000 devices, and what the coordinator's network then carries. Seconds are of the
-processor. Prints one JSON object; `--save` keeps it under results/.
+`paper`: 64 and 1,000 devices, what the coordinator's network then carries, and islands. Seconds are
+of the processor. Prints one JSON object; `--save` keeps it under results/.
 """
 
 from __future__ import annotations
@@ -342,20 +342,28 @@ def pipeline_s(row: dict[str, Any], layer_s: float, head_s: float) -> float:
 
 # -- on paper -------------------------------------------------------------------------------------
 
+_LAYERS, _MICRO_BATCHES = 128, 128
+_ISLAND = 16
+_SAMPLED_ISLANDS = 4
+_STEPS_BETWEEN = 100
+_WEIGHTS = 0.25  # of a layer's bytes, the rest is gradients and the optimizer's
 
-def paper() -> dict[str, Any]:
-    """Fleets of 64 and 1,000 devices of a few kinds: with links of their own, and as a star."""
+
+def paper(sizes: Sequence[int] = (64, 1000)) -> dict[str, Any]:
+    """Fleets of devices of four kinds: with links of their own (at 1,000 for 2 % of the pairs), as
+    a star, and as islands."""
     rows: list[dict[str, Any]] = []
-    for devices, layers, m, most_direct in ((64, 128, 128, 1.0), (1000, 128, 128, 0.02)):
-        for direct in (most_direct, 0.0):
+    for devices in sizes:
+        for direct in (1.0 if devices < 100 else 0.02, 0.0):
             profile = random_fleet(
-                random.Random(devices), devices, layers, m, kinds=4, direct=direct,
+                random.Random(devices), devices, _LAYERS, _MICRO_BATCHES, kinds=4, direct=direct,
                 speeds=[10 * GIGABIT],
             )  # fmt: skip
             found, taken = timed_plan(profile, allow=_NO_CHUNKS)
             assert found is not None
             relayed = sum(entry.get("links") == "relay" for entry in found.shard_plan)
             tensors = profile.activation_bytes + profile.gradient_bytes
+            carried_s = _MICRO_BATCHES * relayed * tensors / (10 * GIGABIT)
             rows.append(
                 {
                     "devices": devices,
@@ -364,16 +372,56 @@ def paper() -> dict[str, Any]:
                     "step_s": found.predicted_step_s,
                     "gap": found.gap,
                     "seconds": taken,
-                    "relayed_boundaries": relayed,
-                    "coordinator_network_share": m
-                    * relayed
-                    * tensors
-                    / (10 * GIGABIT)
-                    / found.predicted_step_s,
-                    "why": found.why,
+                    "micro_batches_per_s": _MICRO_BATCHES / found.predicted_step_s,
+                    "coordinator_network_share": carried_s / found.predicted_step_s,
                 }
             )
+            if direct == 0.0:
+                rows.append(islands(profile))
     return {"rows": rows}
+
+
+def islands(profile: FleetProfile) -> dict[str, Any]:
+    """A star cut into islands of 16 devices, each a star around its first one, which all train the
+    model and every 100 steps send their weights to the coordinator and take the mean back. A few
+    islands are planned; the others are taken to be as fast as their mean."""
+    count = len(profile.devices) // _ISLAND
+    rates, steps, taken = [], [], 0.0
+    for number in range(_SAMPLED_ISLANDS):
+        found, seconds = timed_plan(island(profile, number), allow=_NO_CHUNKS)
+        assert found is not None
+        taken += seconds
+        steps.append(found.predicted_step_s)
+        rates.append(_MICRO_BATCHES / found.predicted_step_s)
+    weights = profile.layers * _WEIGHTS * profile.devices[0].layer_bytes[0]
+    # The coordinator's NIC carries all islands' weights, in and out at the same time.
+    sync_s = (count - 1) * weights / (10 * GIGABIT)
+    round_s = _STEPS_BETWEEN * statistics.fmean(steps)
+    return {
+        "devices": len(profile.devices),
+        "islands": count,
+        "step_s": statistics.fmean(steps),
+        "sync_s": sync_s,
+        "micro_batches_per_s": count * statistics.fmean(rates) * round_s / (round_s + sync_s),
+        "seconds_each": taken / _SAMPLED_ISLANDS,
+    }
+
+
+def island(profile: FleetProfile, number: int) -> FleetProfile:
+    """So many devices of a star, around the first of them."""
+    devices = [
+        device.model_copy(update={"id": k or "local"})
+        for k, device in enumerate(profile.devices[number * _ISLAND : (number + 1) * _ISLAND])
+    ]
+    return profile.model_copy(
+        update={
+            "devices": tuple(devices),
+            "links": tuple(link for link in profile.links if {link.sender, link.receiver} <= _STAR),
+        }
+    )
+
+
+_STAR = {"local", *range(1, _ISLAND)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
