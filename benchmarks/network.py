@@ -47,7 +47,7 @@ RATES_BIT_S: dict[str, float | None] = {"loopback": None, "1gbit": 1e9, "100mbit
 """Networks by name: bits per second of a machine's port, each way; None: not limited."""
 
 # A full frame carries 1448 bytes of data in 1514 that tbf counts (IPv4, TCP time stamps).
-_DATA_SHARE = 1448 / 1514
+DATA_SHARE = 1448 / 1514
 # The kernel splits a segment that is larger than the burst in software: with 64 KiB that cost so
 # much CPU that a 1 Gbit/s network of four machines carried half of it (docs/decisions.md).
 _BURST_BYTES = 256 * 1024
@@ -175,7 +175,7 @@ def open_network(
         else:
             if rate is not None and sys.platform != "linux":
                 raise UserError(f"the network {name} needs Linux", hint="use --network loopback")
-            pacing = int(rate / 8 * _DATA_SHARE) if rate is not None else None
+            pacing = int(rate / 8 * DATA_SHARE) if rate is not None else None
             ports = free_ports(machines)
             places = tuple(Place("127.0.0.1", port, "lo", None, pacing) for port in ports)
             how = "loopback" + ("" if rate is None else ", each connection paced on its own")
@@ -193,8 +193,8 @@ def open_network(
         counters = Counters(
             tuple(f"/proc/{holder}/net/dev" for holder in holders), places[0].interface, crossings
         )
-        bytes_s = rate / 8 * _DATA_SHARE if rate is not None else None
-        own = tuple(port / 8 * _DATA_SHARE for port in ports_bit_s)
+        bytes_s = rate / 8 * DATA_SHARE if rate is not None else None
+        own = tuple(port / 8 * DATA_SHARE for port in ports_bit_s)
         yield Network(name, how, places, reach, counters, bytes_s, delay_s, jitter_s, own)
 
 

@@ -42,6 +42,9 @@ from hetero_framework.planner.simulator import simulate, step_bound
 
 VTRAIN = Path(__file__).parent / "data" / "vtrain_pipeline.json"
 _FORWARD = 1 / 3  # of a layer's seconds
+_ALLOWS = (
+    0.95  # of the aggregate speed, which a plan is to reach where its bound does not forbid it
+)
 _NO_CHUNKS = ALLOWED - {"chunks"}
 
 
@@ -252,7 +255,11 @@ def splits(instances: int, seed: int = 0) -> dict[str, Any]:
             whole = fleet.pipeline((Part(d, 0, fleet.layers),))
             alone.append(fleet.micro_batches * (whole.forward_s[0] + whole.backward_s[0]))
         aggregate_s = 1 / sum(1 / seconds for seconds in alone)
-        shares["plan"].append(aggregate_s / found.predicted_step_s)
+        share = aggregate_s / found.predicted_step_s
+        shares["plan"].append(share)
+        # Fill, drain, whole layers and memory keep some fleets from it under any plan.
+        if aggregate_s >= _ALLOWS * found.lower_bound_s:
+            shares["plan_where_the_bound_allows"].append(share)
         rules = {
             "equal": [1.0] * n,
             "memory": [device.memory_bytes for device in profile.devices],
@@ -272,8 +279,10 @@ def splits(instances: int, seed: int = 0) -> dict[str, Any]:
         "instances": len(shares["plan"]),
         **{
             name: {
+                "fleets": len(found),
                 "mean": statistics.fmean(found),
                 "least": min(found),
+                "reach_0.95": sum(value >= _ALLOWS for value in found),
                 "does_not_fit": sum(value == 0 for value in found),
             }
             for name, found in shares.items()
