@@ -58,7 +58,7 @@ from hetero_framework.models import fingerprint
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.planner.simulator import Profile
-from hetero_framework.planner.tuner import StageSeconds, Tuner
+from hetero_framework.planner.tuner import StageSeconds, Tuner, make_profile
 from hetero_framework.planner.tuning import TunedSchedule
 from hetero_framework.security.access import Access, access_of
 
@@ -131,8 +131,9 @@ class Assembly:
         self.trainable, self.fingerprint = loaded.trainable, loaded.fingerprint
         self._boundaries = Boundaries(config)
         self._links = links
+        self._stages = specs
         self._tuner = Tuner(
-            config.plan.stages,
+            specs,
             max_in_flight=config.training.max_in_flight,
             memory_limits=memory_limits,
             run=self._tune,
@@ -179,8 +180,8 @@ class Assembly:
             info, StepSchedule(choice.in_flight_limits, choice.policy, direct), choice.max_in_flight
         )
 
-    def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> None:
-        """Learn from a step's times how to run the next ones."""
+    def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> Profile:
+        """Learn from a step's times how to run the next ones; the times of stages and edges."""
         n = micro_batches
         seconds = {
             index: StageSeconds(
@@ -200,6 +201,7 @@ class Assembly:
                 )
             latency_s[before.index] = round_trip_s / 2
         self._tuner.observe(seconds, latency_s)
+        return make_profile(self._stages, seconds, latency_s, direct)
 
     def profile(self) -> Profile:
         """What the steps have shown of stages and boundaries."""

@@ -392,6 +392,11 @@ class TrainingConfig(Section):
     rejoin_wait_s: Seconds = 600.0
     """Longest outage of a worker that a run survives: the coordinator waits so long for its link or
     its process to come back, and a worker keeps its stages so long for the coordinator."""
+    replan: Literal["never", "ask", "auto"] = "ask"
+    """What a run does about its plan while it goes on. "auto": it takes another one where the
+    measured times promise a step at least a tenth shorter, and goes on without a worker that stays
+    away for a minute, until that is back. "ask": it says what another plan would gain. "never": it
+    does not. The result is the same to the last bit."""
     replicate_steps: Literal["auto"] | Annotated[int, with_unit("steps", ge=0)] = "auto"
     """Adapters and their optimizer are copied to the coordinator every so many steps; a worker that
     dies costs no more steps than these. "auto": as often as costs at most 5 % of the time. 0: never

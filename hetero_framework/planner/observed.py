@@ -23,17 +23,23 @@ _FORWARD = 1 / 3  # of the time, where no stage has told
 
 
 @dataclass(frozen=True)
-class ModelParts:
-    """What the parts of a model need on any device: work, and bytes as in a `DeviceProfile`."""
+class PartBytes:
+    """What the parts of a model need on any device, as in a `DeviceProfile`."""
 
-    layer_work: tuple[float, ...]
-    head_work: float
     layer_bytes: tuple[float, ...]
     embedding_bytes: float
     head_bytes: float
     activation_bytes: tuple[float, ...]
 
-    def work(self, stage: StageSpec) -> float:
+
+@dataclass(frozen=True)
+class ModelWork:
+    """The work of a model's layers and of its head."""
+
+    layer_work: tuple[float, ...]
+    head_work: float
+
+    def of(self, stage: StageSpec) -> float:
         """Of a stage; the embedding counts as none."""
         own = sum(self.layer_work[stage.start : stage.end])
         return own + (self.head_work if stage.is_last else 0.0)
@@ -42,8 +48,8 @@ class ModelParts:
 class Observed:
     """What the steps of a run have shown of its devices and links, under whatever plans."""
 
-    def __init__(self, parts: ModelParts) -> None:
-        self._parts = parts
+    def __init__(self, work: ModelWork) -> None:
+        self._work = work
         self._pace_s: dict[WorkerId, float] = {}  # forward and backward of a unit of work
         self._wire_s: dict[tuple[WorkerId, WorkerId], float] = {}
         self._latency_s: dict[frozenset[WorkerId], float] = {}
@@ -57,7 +63,7 @@ class Observed:
             stages, seen.forward_s, seen.backward_s, strict=True
         ):
             busy_s[stage.owner] = busy_s.get(stage.owner, 0.0) + forward_s + backward_s
-            work[stage.owner] = work.get(stage.owner, 0.0) + self._parts.work(stage)
+            work[stage.owner] = work.get(stage.owner, 0.0) + self._work.of(stage)
         self._pace_s |= {d: busy_s[d] / work[d] for d in busy_s if work[d] > 0}
         # The last stage does both at once.
         told = [k for k, stage in enumerate(stages[:-1]) if stage.end > stage.start]
@@ -74,12 +80,23 @@ class Observed:
             self._wire_s |= {pair: seconds for pair, seconds in wires.items() if seconds > 0}
             self._latency_s[frozenset((before.owner, after.owner))] = edge.latency_s
 
+    def keep_pace(self, earlier: Observed, devices: Iterable[WorkerId]) -> None:
+        """Of these devices take what was known earlier."""
+        for device in devices:
+            if device in earlier._pace_s:
+                self._pace_s[device] = earlier._pace_s[device]
+
     def fleet(
-        self, memory_bytes: Mapping[WorkerId, float], micro_batches: int, *, relayed: bool
+        self,
+        memory_bytes: Mapping[WorkerId, float],
+        parts: PartBytes,
+        micro_batches: int,
+        *,
+        relayed: bool,
     ) -> FleetProfile:
         """The profile of these devices, with what each has free for the model. One that has not
         been seen at work counts as the median of the others; `relayed`: workers have no links."""
-        devices = [self._device(d, free) for d, free in memory_bytes.items()]
+        devices = [self._device(d, free, parts) for d, free in memory_bytes.items()]
         pairs: Iterable[tuple[WorkerId, WorkerId]] = permutations(memory_bytes, 2)
         links = [
             {
@@ -94,7 +111,7 @@ class Observed:
         return FleetProfile.from_dict(
             {
                 "version": 1,
-                "layers": len(self._parts.layer_work),
+                "layers": len(self._work.layer_work),
                 "micro_batches": micro_batches,
                 "activation_bytes": _BYTES,
                 "gradient_bytes": _BYTES,
@@ -104,18 +121,17 @@ class Observed:
             name="what the steps have shown",
         )
 
-    def _device(self, device: WorkerId, free_bytes: float) -> dict[str, object]:
+    def _device(self, device: WorkerId, free_bytes: float, parts: PartBytes) -> dict[str, object]:
         known = self._pace_s.values()
         pace_s = self._pace_s.get(device, statistics.median(known) if known else 1.0)
         forward_s, backward_s = pace_s * self._forward, pace_s * (1 - self._forward)
-        parts = self._parts
         return {
             "id": device,
             "memory_bytes": free_bytes,
-            "layer_forward_s": [forward_s * work for work in parts.layer_work],
-            "layer_backward_s": [backward_s * work for work in parts.layer_work],
-            "head_forward_s": forward_s * parts.head_work,
-            "head_backward_s": backward_s * parts.head_work,
+            "layer_forward_s": [forward_s * work for work in self._work.layer_work],
+            "layer_backward_s": [backward_s * work for work in self._work.layer_work],
+            "head_forward_s": forward_s * self._work.head_work,
+            "head_backward_s": backward_s * self._work.head_work,
             "layer_bytes": list(parts.layer_bytes),
             "embedding_bytes": parts.embedding_bytes,
             "head_bytes": parts.head_bytes,

@@ -38,7 +38,7 @@ from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
-from hetero_framework.trainer.replanning import PlanChange, Replanning, absence_s
+from hetero_framework.trainer.replanning import AUTO, PlanChange, Replanning, absence_s
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single
 from hetero_framework.trainer.rescue import rescue_result
 from hetero_framework.trainer.run_checkpoint import (
@@ -48,7 +48,6 @@ from hetero_framework.trainer.run_checkpoint import (
     same_run,
 )
 from hetero_framework.trainer.signals import StopRequest
-from hetero_framework.trainer.straggler import StragglerWatch
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 from hetero_framework.visualizer.progress import Progress, StageRow
@@ -97,7 +96,7 @@ def train(
 
     `resume` is a step number or "latest"; it overrides `resume_step` of the configuration. Without
     it a run of this `output_dir` that was cut short goes on from its newest state, unless `fresh`.
-    `replan`: the run goes on without workers that stay away.
+    `replan`: the run goes on without workers that stay away, as with training.replan "auto".
     `workers` are those of this machine where they have been started before. `access` is for the
     links to workers (default: by the keys that lie beside the configuration). Raises HeteroError
     of the kind that says what happened; whatever happens, no worker is left behind.
@@ -105,6 +104,7 @@ def train(
     config.require("model", "data")
     access = access or access_of(config, "local")
     check_optimizer(config.training)
+    replan = replan or config.training.replan == AUTO
     show, replicas = progress or Progress(), Single()
     events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
     store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
@@ -136,7 +136,9 @@ def train(
                 planned = parts.config.plan.owners
                 facts = cluster.start([w for w in cluster.known_workers if w not in planned])
                 parts = setup.fit_devices(parts, facts)
+                began = time.monotonic()
                 cluster.assemble(parts.config, parts.memory_limits)
+                load_s = time.monotonic() - began
                 labels = {owner: fact.label for owner, fact in facts.items()}
                 with (
                     MetricsWriter(
@@ -149,6 +151,7 @@ def train(
                     checkpoints = RunCheckpoints(store, cluster, parts)
                     files = RunFiles(directories, checkpoints, metrics, events, timeline)
                     replanning = Replanning(parts, facts, survivors=replan)
+                    replanning.move_s = load_s
                     run = Coordinator(parts, cluster, files, show, stop, replicas, replanning)
                     return run.run(checkpoint)
         except KeyboardInterrupt:
@@ -191,10 +194,7 @@ class Coordinator:
         self._first_step, self._has_begun = 0, False
         self._losses: list[float] = []
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
-        self._memory: Counter[WorkerId] = Counter()
-        for memory in parts.memory:
-            self._memory[memory.stage.owner] += memory.total
-        self._stragglers = StragglerWatch(config.plan.stages)
+        self._memory = _memory_by_owner(parts)
         self._may_last_s = math.inf
 
     def run(self, checkpoint: CheckpointReader | None) -> RunSummary:
@@ -365,7 +365,7 @@ class Coordinator:
         """All processes load their stages of another plan and take over the newest state that is
         kept. What breaks meanwhile is begun again, under this plan; whoever stays away then ends
         it: PeerLostError."""
-        reached = self._state.step
+        reached, began = self._state.step, time.monotonic()
         self._files.timeline.close()
         while True:
             try:
@@ -380,9 +380,10 @@ class Coordinator:
                 self._note_death(lost)
             except WorkerLeaving as leaving:
                 self._cluster.part_with(leaving)
+        self._replanning.move_s = time.monotonic() - began
         self._return_to(state)
         self._order = ModelOrder(self._cluster.assembly.trainable)
-        self._stragglers = StragglerWatch(self._config.plan.stages)
+        self._memory = _memory_by_owner(change.parts)
         self._progress.replanned(self._stage_rows())
         self._draw_diagram()
         repeated = plural(reached - state.step, "step")
@@ -436,6 +437,8 @@ class Coordinator:
                 self.save()
             if self._state.step < total:
                 self._take_back()
+                if (change := self._replanning.wanted(total - self._state.step)) is not None:
+                    self._take_plan_now(change)
 
     def _is_due(self, strategy: str, steps: float) -> bool:
         """Whether something is done now: every so many steps, or at the end of an epoch."""
@@ -478,11 +481,10 @@ class Coordinator:
             self._state = state.after_skip(tokens, overflow=overflow)
             self._note_skip(losses, reports, overflow)
 
-        self._cluster.assembly.observe(len(batches), stages)
-        self._replanning.note(self._cluster.assembly)
-        self._stragglers.step(stages)
+        seen = self._cluster.assembly.observe(len(batches), stages)
         self._losses.append(loss)
         seconds = time.perf_counter() - started
+        self._replanning.after_step(seen, seconds)
         self._keep_spans()
         line: dict[str, Any] = {
             "step": self._state.step,
@@ -658,6 +660,14 @@ class Coordinator:
             if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
                 self._checkpoints.keep(self._state)
         raise errors.StoppedEarly(where, hint=self._checkpoints.advice())
+
+
+def _memory_by_owner(parts: setup.Prepared) -> Counter[WorkerId]:
+    """What each process is estimated to need."""
+    found: Counter[WorkerId] = Counter()
+    for memory in parts.memory:
+        found[memory.stage.owner] += memory.total
+    return found
 
 
 @contextmanager

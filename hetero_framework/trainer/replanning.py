@@ -1,4 +1,5 @@
-"""Which plan a run takes next, and why: without workers that are away, with those that are back.
+"""Which plan a run takes next, and why: for a shorter step, without workers that are away, with
+those that are back.
 
 What the steps have shown of devices and links, and what was free when the run began, is all that a
 new plan is made of. Taking it is `Coordinator._take_plan`.
@@ -6,23 +7,37 @@ new plan is made of. Taking it is `Coordinator._take_plan`.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from hetero_framework import planner
-from hetero_framework.cluster.assembly import Assembly, MachineFacts
+from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.cluster.roles import machine_of
-from hetero_framework.config import Config
+from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import timeouts
+from hetero_framework.core.background import in_background
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.errors import UserError
+from hetero_framework.log import event
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import memory_of_parts
-from hetero_framework.planner.observed import ModelParts, Observed
+from hetero_framework.models.tiny import meta_model
+from hetero_framework.planner import FleetProfile
+from hetero_framework.planner.judgement import Judge, Proposal, Question, Stages
+from hetero_framework.planner.observed import ModelWork, Observed, PartBytes
 from hetero_framework.planner.planning import CHUNKS
+from hetero_framework.planner.simulator import Profile
 from hetero_framework.trainer import setup
 from hetero_framework.trainer.run_checkpoint import plan_entries
+
+NEVER, ASK, AUTO = "never", "ask", "auto"
+_LEAST_GAIN = 0.02
+_log = logging.getLogger(__name__)
 
 
 def absence_s(config: Config) -> float:
@@ -32,17 +47,18 @@ def absence_s(config: Config) -> float:
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A plan to take, ready to be loaded, and why. `away` are workers that it does without."""
+    """A plan to take, ready to be loaded, and why. `away` are workers that it does without,
+    `proposal` is what the judge said where it is for a shorter step."""
 
     parts: setup.Prepared
     reason: str
     away: tuple[WorkerId, ...] = ()
+    proposal: Proposal | None = None
 
     @property
     def layers(self) -> str:
-        """Who holds what: "coordinator 0-3, worker 1 4-5"."""
-        stages = self.parts.config.plan.stages
-        return ", ".join(f"{s.process} {s.layers.split(maxsplit=1)[-1]}" for s in stages)
+        """Who holds what, in words."""
+        return layers_of(self.parts.config.plan.stages)
 
 
 class Replanning:
@@ -52,19 +68,86 @@ class Replanning:
         self, parts: setup.Prepared, facts: Mapping[WorkerId, MachineFacts], *, survivors: bool
     ) -> None:
         """`survivors`: the run goes on without workers that stay away."""
+        given = parts.resolved.given
         self.survivors = survivors
         self.facts = dict(facts)
-        self.missing: set[WorkerId] = {*parts.resolved.given.plan.owners} - {
-            *parts.config.plan.owners
-        }
+        self.missing: set[WorkerId] = {*given.plan.owners} - {*parts.config.plan.owners}
         """Workers that the plan in force does without because they were away."""
+        self.move_s = 0.0
+        """Seconds that loading took the last time."""
         self._parts = parts
-        self._home = plan_entries(parts.resolved.given)  # the plan when everybody is here
-        self._observed = Observed(_model_parts(parts))
+        self._policy = given.training.replan
+        self._home = plan_entries(given)  # the plan when everybody is here
+        self._judge = Judge(_model_work(parts), parts.config.plan.stages, self._fleet)
+        self._search: tuple[Question, Future[Proposal | None]] | None = None
+        self._return: Proposal | None = None
+        self._told: list[Stages] = []
 
-    def note(self, assembly: Assembly) -> None:
-        """A step has been done."""
-        self._observed.note(self._parts.config.plan.stages, assembly.profile())
+    # -- for a shorter step ---------------------------------------------------------------------
+
+    def after_step(self, seen: Profile, step_s: float) -> None:
+        """A step has been done, with these times of stages and edges."""
+        if len(self.facts) == 1:
+            return
+        found = self._judge.note(seen, step_s)
+        if self._policy == NEVER:
+            return
+        if isinstance(found, Proposal):
+            self._return = found
+        elif found is not None and self._search is None:
+            _ = self._part_bytes  # here: making models is for one thread at a time
+            answer = partial(self._judge.answer, found)
+            self._search = found, in_background(answer, "search for a plan")
+
+    def wanted(self, steps_left: int) -> PlanChange | None:
+        """A plan that is to be taken now, since the rest of the run then takes less; where the user
+        is to be asked it is said instead."""
+        question, proposal = self._answer()
+        if proposal is None:
+            return None
+        saved_s = max(proposal.gain, _LEAST_GAIN) * self._judge.step_s * steps_left
+        if question is not None and self._policy == ASK:
+            self._judge.refuse(question)
+            if proposal.stages not in self._told:
+                self._told.append(proposal.stages)
+                _say(question, proposal)
+            return None
+        try:
+            if saved_s > self.move_s:
+                return self._proposed(proposal)
+            text = "%s would save %.0f s of the rest; loading takes %.0f s"
+            _log.debug(text, layers_of(proposal.stages), saved_s, self.move_s)
+        except UserError as error:
+            _log.debug("a plan is not taken: %s", error.message)
+        if question is not None:
+            self._judge.refuse(question)
+        return None
+
+    def _answer(self) -> tuple[Question | None, Proposal | None]:
+        """What the judge wants by now."""
+        proposal, self._return = self._return, None
+        if proposal is not None:
+            return None, proposal
+        if self._search is None or not self._search[1].done():
+            return None, None
+        (question, found), self._search = self._search, None
+        proposal = found.result()
+        if question.stages != self._parts.config.plan.stages:
+            return None, None  # another plan was taken meanwhile
+        if proposal is None:
+            self._judge.refuse(question)
+        return question, proposal
+
+    def _proposed(self, proposal: Proposal) -> PlanChange:
+        if proposal.returns:
+            reason = "the other plan's gain has not come"
+        else:
+            reason = f"a step should take {proposal.gain:.0%} less"
+        cut = [{"id": s.owner, "start": s.start, "end": s.end} for s in proposal.stages]
+        change = self._change(self._with_settings(cut), reason, tuple(self.missing))
+        return replace(change, proposal=proposal)
+
+    # -- for workers that come and go -----------------------------------------------------------
 
     def without(self, away: Collection[WorkerId]) -> PlanChange:
         """The best plan of those that are here. Raises PlanError where they cannot hold it all."""
@@ -82,33 +165,71 @@ class Replanning:
     def taken(self, change: PlanChange) -> None:
         """This plan is in force."""
         self._parts, self.missing = change.parts, set(change.away)
+        if not self.missing:
+            self._home = plan_entries(change.parts.config)
+        self._judge.taken(change.parts.config.plan.stages, change.proposal)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _part_bytes(self) -> PartBytes:
+        """It takes seconds for large models, so not before it is needed."""
+        return _part_bytes(self._parts)
 
     def _change(
         self, entries: setup.Entries, reason: str, away: tuple[WorkerId, ...]
     ) -> PlanChange:
         return PlanChange(setup.replanned(self._parts, entries, self.facts, reason), reason, away)
 
-    def _searched(self, away: Collection[WorkerId]) -> list[dict[str, Any]]:
-        """The planner's answer for the processes that are here. Where tensors go directly is the
-        run's setting, and what the user said of a process's checkpointing stays."""
+    def _fleet(self, observed: Observed, away: Collection[WorkerId] | None = None) -> FleetProfile:
         config = self._parts.config
-        profile = self._observed.fleet(
-            _free_bytes(config, self.facts, away),
+        return observed.fleet(
+            _free_bytes(config, self.facts, self.missing if away is None else away),
+            self._part_bytes,
             config.training.gradient_accumulation_steps,
             relayed=config.links == "relay",
         )
-        given = self._parts.resolved.given
-        owners = [entry.id for entry in given.shard_plan]
+
+    def _searched(self, away: Collection[WorkerId]) -> list[dict[str, Any]]:
+        """The planner's answer for the processes that are here."""
+        owners = [entry.id for entry in self._parts.resolved.given.shard_plan]
         chunks = {CHUNKS} if len(set(owners)) < len(owners) else set()
-        found = planner.plan(profile, allow=chunks)
-        said = {entry.id: entry.gradient_checkpointing for entry in given.shard_plan}
+        found = planner.plan(self._fleet(self._judge.observed, away), allow=chunks)
+        return self._with_settings(found.shard_plan)
+
+    def _with_settings(self, entries: setup.Entries) -> list[dict[str, Any]]:
+        """Where tensors go directly is the run's setting, and what the user said of a process's
+        checkpointing stays."""
+        given = self._parts.resolved.given.shard_plan
+        said = {entry.id: entry.gradient_checkpointing for entry in given}
         return [
             {
                 **{name: entry[name] for name in ("id", "start", "end")},
                 "gradient_checkpointing": said.get(entry["id"]),
             }
-            for entry in found.shard_plan
+            for entry in entries
         ]
+
+
+def _say(question: Question, proposal: Proposal) -> None:
+    """The one line of training.replan "ask"."""
+    seen = question.median
+    busy_s = [f + b for f, b in zip(seen.forward_s, seen.backward_s, strict=True)]
+    shares = ", ".join(f"{seconds / sum(busy_s):.0%}" for seconds in busy_s)
+    slowest = question.stages[busy_s.index(max(busy_s))].process
+    better = layers_of(proposal.stages)
+    text = (
+        "%s holds up the others: of the time that the stages compute theirs is %s; with %s a step "
+        'would take %.0f %% less (training.replan "auto" takes such plans; hetero timeline says '
+        "more)"
+    )
+    said = event("better plan", "none", process=slowest, shares=shares, plan=better)
+    _log.info(text, slowest, shares, better, 100 * proposal.gain, extra=said)
+
+
+def layers_of(stages: Sequence[StageSpec]) -> str:
+    """Who holds what: "coordinator 0-3, worker 1 4-5"."""
+    return ", ".join(f"{s.process} {s.layers.split(maxsplit=1)[-1]}" for s in stages)
 
 
 def _free_bytes(
@@ -124,8 +245,17 @@ def _free_bytes(
     return {d: facts[d].memory_free / sharers[place] for d, place in places.items()}
 
 
-def _model_parts(parts: setup.Prepared) -> ModelParts:
-    """Work is the number of weights: what a matrix product costs for a token."""
+def _model_work(parts: setup.Prepared) -> ModelWork:
+    """Counted in weights: what a matrix product costs for a token."""
+    model = meta_model(parts.model_config)
+    blocks = model.get_submodule(introspect(parts.model_config).blocks)
+    layers = [sum(p.numel() for p in block.parameters()) for block in blocks.children()]
+    head = model.get_output_embeddings()
+    head_work = sum(p.numel() for p in head.parameters()) if head is not None else 0
+    return ModelWork(tuple(map(float, layers)), float(head_work))
+
+
+def _part_bytes(parts: setup.Prepared) -> PartBytes:
     layers = introspect(parts.model_config).num_layers
     config, tokens = parts.config, parts.data.row_tokens
     if config.training.gradient_checkpointing:  # "auto": wherever it takes that
@@ -133,9 +263,7 @@ def _model_parts(parts: setup.Prepared) -> ModelParts:
     embedding, *blocks, head = memory_of_parts(
         config, parts.model_config, layers, parts.adapter_plan, tokens
     )
-    return ModelParts(
-        tuple(float(block.parameters) for block in blocks),
-        float(head.parameters),
+    return PartBytes(
         tuple(float(block.kept) for block in blocks),
         float(embedding.kept),
         float(head.kept + head.logits),

@@ -16,8 +16,9 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
+from hetero_framework.planner import judgement
 from hetero_framework.trainer.coordinator import Coordinator, train
-from hetero_framework.trainer.replanning import PlanChange
+from hetero_framework.trainer.replanning import PlanChange, Replanning
 from hetero_framework.trainer.setup import replanned
 from tests.integration.conftest import TRAINING, Notes, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
@@ -182,3 +183,72 @@ def alone(config: Config, output: Path) -> Config:
     return Config.from_dict(
         {**raw, "workers": [], "shard_plan": entries(WHOLE), "training": training}
     )
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("point", ["load@6", "load-state@6"])
+def test_a_worker_that_dies_while_the_plan_changes_has_it_begun_again(
+    point: str, config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "REPLAN_S", 5.0)
+    monkeypatch.setenv("HETERO_FAILPOINT", f"worker-1/{point}")
+    train(config, replan=True, progress=At(step_5=worker.kill))
+    monkeypatch.delenv("HETERO_FAILPOINT")
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert [e["worker"] for e in events(tmp_path / "run", "worker restarted")] == [1]
+    assert len(events(tmp_path / "run", "plan changed")) == 1
+
+
+@pytest.mark.faults
+def test_a_coordinator_that_dies_while_the_plan_changes_goes_on_with_the_same_command(
+    config: Config, worker: Worker, tmp_path: Path
+) -> None:
+    config = config.with_changes(training={"rejoin_wait_s": 2.0})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    command = [sys.executable, "-m", "hetero_framework", "train", "--replan", "--config", str(file)]
+    environment = {
+        **os.environ,
+        "HETERO_FAILPOINT": "coordinator/load@6,coordinator/step@6:sleep:8",
+    }
+    killed = subprocess.Popen(command, env=environment)
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5:
+            assert killed.poll() is None
+            time.sleep(0.05)  # a file announces nothing
+        worker.kill()
+        assert killed.wait(timeout=120) == -signal.SIGKILL
+    finally:
+        killed.kill()
+        killed.wait()
+    worker.start()
+    worker.await_line("listens on")
+    subprocess.run(command, check=True, timeout=240)
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.faults
+def test_a_straggler_gets_another_plan_without_being_asked_for(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it holds it is slow, so it is left without layers; and nothing changes a bit."""
+    monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/forward@*:sleep:0.2")
+    monkeypatch.setattr(judgement, "STEPS", 8)
+    loads_at_once = property(lambda self: 0.0, lambda self, seconds: None)
+    monkeypatch.setattr(Replanning, "move_s", loads_at_once, raising=False)
+    training = {"max_steps": 24, "replan": "auto"}
+    config = make(llama, texts, tmp_path / "run", THREE, adapter=LORA, training=training)
+    train(config, progress=Notes())
+    monkeypatch.delenv("HETERO_FAILPOINT")
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    change, *others = events(tmp_path / "run", "plan changed")
+    assert "worker 1" not in change["plan"]
+    assert change["from_step"] == change["to_step"] <= 20
+    assert len(others) <= 1

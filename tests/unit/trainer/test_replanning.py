@@ -1,0 +1,118 @@
+"""What a run says and does about its plan, by the times of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from hetero_framework.cluster.assembly import MachineFacts
+from hetero_framework.config import Config
+from hetero_framework.planner.simulator import Profile
+from hetero_framework.trainer import replanning, setup
+from hetero_framework.trainer.replanning import Replanning
+from tests.samples import save_llama, save_texts
+
+Make = Callable[[str], Replanning]
+
+
+@pytest.fixture
+def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Of a run with six layers over three processes; searches are done at once."""
+    folder = tmp_path_factory.mktemp("run")
+    model, texts = save_llama(folder / "model"), save_texts(folder / "texts.jsonl", 8)
+
+    def at_once(job: Callable[[], Any], name: str) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(job())
+        return done
+
+    monkeypatch.setattr(replanning, "in_background", at_once)
+
+    def made(policy: str) -> Replanning:
+        machine = {"ip": "127.0.0.1", "device": "cpu"}
+        owners = ("local", 1, 2)
+        config = Config.from_dict(
+            {
+                "coordinator": {**machine, "port": 1},
+                "workers": [{**machine, "id": k, "port": 1 + k} for k in (1, 2)],
+                "shard_plan": [
+                    {"id": owner, "start": 2 * k, "end": 2 * k + 2}
+                    for k, owner in enumerate(owners)
+                ],
+                "model": {"name_or_path": str(model)},
+                "data": {"train": str(texts), "max_length": 32},
+                "training": {
+                    "output_dir": str(folder / "out"),
+                    "gradient_accumulation_steps": 4,
+                    "verify_architecture": False,
+                    "replan": policy,
+                },
+            }
+        )
+        facts = dict.fromkeys(owners, MachineFacts("cpu", "cpu", 1 << 40, 1 << 40))
+        parts = setup.fit_devices(setup.prepare(config), facts)
+        return Replanning(parts, facts, survivors=False)
+
+    return made
+
+
+def straggles(run: Replanning, steps: int = 30) -> list[Any]:
+    """The middle stage takes three times as long as the others; what is wanted after each step."""
+    profile = Profile.of([0.2, 0.6, 0.2], [0.4, 1.2, 0.4])
+    wanted = []
+    for left in range(steps, 0, -1):
+        run.after_step(profile, 8.0)
+        wanted.append(run.wanted(left))
+    return wanted
+
+
+def test_f18_a_stage_three_times_as_slow_is_said_once_with_a_better_plan(
+    make: Make, logged: list[str]
+) -> None:
+    run = make("ask")
+    logged.clear()
+    assert not any(straggles(run, 60))
+    (line,) = logged
+    assert "worker 1 holds up the others" in line
+    assert "20%, 60%, 20%" in line
+    assert "with coordinator 0-" in line
+    assert "less (training.replan" in line
+
+
+def test_a_run_that_may_takes_a_plan_that_pays(make: Make) -> None:
+    run = make("auto")
+    change = next(filter(None, straggles(run)))
+    assert change.parts.config.plan.stages != run._parts.config.plan.stages
+    assert change.parts.config.plan.num_layers == 6
+    run.taken(change)
+    assert run._parts is change.parts
+
+
+def test_a_plan_whose_loading_takes_longer_than_it_saves_is_not_taken(make: Make) -> None:
+    run = make("auto")
+    run.move_s = 1000.0
+    assert not any(straggles(run))
+
+
+def test_a_run_that_may_not_is_silent(make: Make, logged: list[str]) -> None:
+    run = make("never")
+    logged.clear()
+    assert not any(straggles(run))
+    assert logged == []
+
+
+def test_workers_that_are_away_hold_nothing_and_get_their_plan_back(make: Make) -> None:
+    run = make("ask")
+    straggles(run, 5)
+    change = run.without([2])
+    owners = {stage.owner for stage in change.parts.config.plan.stages}
+    assert owners == {"local", 1}
+    run.taken(change)
+    assert run.missing == {2}
+    back = run.with_back([2], [])
+    run.taken(back)
+    assert [stage.owner for stage in run._parts.config.plan.stages] == ["local", 1, 2]
+    assert run.missing == set()
