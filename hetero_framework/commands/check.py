@@ -224,7 +224,8 @@ def _this_machine(
             free[device.name] = (device.label, device.memory().free)
     lines = []
     for name, (label, available) in free.items():
-        lines.append(f"{name} ({label}): needs {size(needed[name])}, {size(available)} free")
+        needs = f"needs {size(needed[name])}, " if needed[name] else ""
+        lines.append(f"{name} ({label}): {needs}{size(available)} free")
         if needed[name] > available:
             notes.append(f"warning: {name} of this machine has too little free memory")
     return {"role": " and ".join(names), "devices": lines}

@@ -120,11 +120,10 @@ def text(found: dict[str, Any]) -> str:
     rows = []
     for device in found["devices"]:
         own = [entry for entry in found["shard_plan"] if entry["id"] == device["id"]]
-        layers = ", ".join(layers_text(entry["start"], entry["end"]) for entry in own)
         rows.append(
             (
                 process_name(device["id"]),
-                layers.replace(", layers ", ", "),
+                held_text([(entry["start"], entry["end"]) for entry in own]),
                 share(device["busy"]),
                 device["limit"],
                 size(device["memory_bytes"]),
@@ -135,6 +134,14 @@ def text(found: dict[str, Any]) -> str:
     if "estimate" in found:
         lines = [*_estimate_lines(found["estimate"]), "", *lines]
     return "\n".join(lines)
+
+
+def held_text(ranges: Sequence[tuple[int, int]]) -> str:
+    """What a process holds, by its stages' layers [start, end): "layers 0-7, 19-31"."""
+    ends = {True: "embedding", False: "head"}  # of a stage without layers, by where it is
+    parts = [layers_text(a, b) if b > a else ends[a == 0] for a, b in ranges]
+    found = ", ".join(parts)
+    return found.replace(", layers ", ", ") if found.startswith("layers") else found
 
 
 def _estimate_lines(about: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetero_framework.config import layers_text, process_name
+from hetero_framework.commands.plan import held_text
+from hetero_framework.config import process_name
 from hetero_framework.planner import Result
 from hetero_framework.planner.readiness import BACKWARD, FORWARD
 from hetero_framework.planner.simulator import SimulatedSpan
@@ -36,7 +37,7 @@ def plan(result: Result, kind: str = "Predicted") -> PlanPicture:
             for k, e in enumerate(result.shard_plan)
             if e["id"] == use.id
         ]
-        own = ", ".join(layers_text(one.start, one.end) for one in held).replace(", layers ", ", ")
+        own = held_text([(one.start, one.end) for one in held])
         capacity = use.memory_bytes + max(0, use.free_bytes)
         name = process_name(use.id)
         rows.append(PlanRow(name, own, held, use.memory_bytes, capacity, use.busy))

@@ -16,7 +16,7 @@ _PAPER, _INK, _FAINT, _IDLE, _GRID = "#fdfdfb", "#222222", "#5f6670", "#f1f0ec",
 _MEMORY = "#7d9c86"
 _ROW_PT, _TOP_PT, _BOTTOM_PT, _GAP_PT, _MEMORY_PT = 46.0, 66.0, 46.0, 34.0, 190.0
 _LAYERS_PT, _LAYER_PT = (420.0, 900.0), 16.0
-_BAR = 0.52
+_BAR, _LINE_PT = 0.52, 5.0
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ def _draw_layers(axes: Any, row: PlanRow, top: int, points_per_layer: float) -> 
     for held in row.held:
         fill = color_of("backward" if held.recompute else "forward", 0.35)
         wide = held.end - held.start
-        # One without layers holds the embedding or the head alone: a line at its place.
-        axes.barh(
-            y, wide or 0.15, _BAR, held.start, align="edge", color=fill, edgecolor=_PAPER,
-        )  # fmt: skip
+        # One without layers holds the embedding or the head alone: a line at its end of the model.
+        line = _LINE_PT / points_per_layer
+        left = held.start if wide or not held.start else held.start - line
+        axes.barh(y, wide or line, _BAR, left, align="edge", color=fill, edgecolor=_PAPER)
         text = f"{held.start}-{held.end - 1}" if wide > 1 else str(held.start)
         if wide and wide * points_per_layer > 6.0 * len(text):
             axes.text(

@@ -134,7 +134,19 @@ def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], tmp_path
     assert [process["name"] for process in found["processes"]] == ["coordinator", "worker 1"]
     said = text(found)
     assert "not planned yet" in said
+    assert "needs" not in said
     assert 'shard_plan is "auto": `hetero train` measures the machines' in said
+
+
+@pytest.mark.parametrize("words", [["train"], ["plan", "--measure"], ["plan", "--dry-run"]])
+def test_without_a_model_there_is_nothing_to_plan_for(
+    words: list[str], raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({**raw, "shard_plan": "auto", "model": None}))
+    assert cli.main([*words, "--config", str(file), "--insecure-plaintext"]) == 2
+    assert 'the configuration has no "model" section' in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.json", "train.jsonl"]
 
 
 def test_command_takes_the_plan_that_a_run_has_kept(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cli import main
-from hetero_framework.commands.plan import write_plan
+from hetero_framework.commands.plan import held_text, write_plan
 from hetero_framework.errors import ConfigError, UserError
 from tests.unit.planner.fleets import GB, device, raw_fleet
 
@@ -181,3 +181,15 @@ def test_options_that_exclude_each_other_end_with_2(
 ) -> None:
     assert main(["plan", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranges", "text"),
+    [
+        ([(0, 8), (19, 32)], "layers 0-7, 19-31"),
+        ([(0, 0), (2, 5)], "embedding, layers 2-4"),
+        ([(0, 2), (5, 6), (8, 8)], "layers 0-1, layer 5, head"),
+    ],
+)
+def test_what_a_process_holds_in_words(ranges: list[tuple[int, int]], text: str) -> None:
+    assert held_text(ranges) == text
