@@ -93,11 +93,11 @@ def test_worker_that_goes_away_while_it_is_measured_is_named(
     raw["workers"] = [{**MACHINE, "id": 1}, {**MACHINE, "id": 2, "port": ports[1]}]
     asked = survey.question
 
-    def kill(number: int, config: Config, model: Any, worker: int | str) -> Any:
+    def kill(number: int, config: Config, model: Any, worker: int | str, **options: Any) -> Any:
         if worker == 1:
             [child] = [p for p in children() if "--run-id" in p[1] and "--worker-id 1" in p[1]]
             os.kill(child[0], signal.SIGKILL)
-        return asked(number, config, model, worker)
+        return asked(number, config, model, worker, **options)
 
     monkeypatch.setattr(survey, "question", kill)
     with pytest.raises(UserError, match=r"it was being measured: lost worker 1: .*SIGKILL"):
