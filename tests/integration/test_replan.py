@@ -199,7 +199,9 @@ def test_a_worker_that_dies_while_the_plan_changes_has_it_begun_again(
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     assert [e["worker"] for e in events(tmp_path / "run", "worker restarted")] == [1]
-    assert len(events(tmp_path / "run", "plan changed")) == 1
+    # One that is started again slowly is done without first, too, and then taken back.
+    last = events(tmp_path / "run", "plan changed")[-1]
+    assert "worker 2" not in last["plan"]
 
 
 @pytest.mark.faults
