@@ -131,7 +131,14 @@ class Replanning:
         if self._search is None or not self._search[1].done():
             return None, None
         (question, found), self._search = self._search, None
-        proposal = found.result()
+        try:
+            proposal = found.result()
+        except Exception as error:  # a mistake of ours; a run does not end over advice
+            self._policy = NEVER
+            text = "no better plan is looked for any more: %s: %s"
+            _log.warning(text, type(error).__name__, error)
+            _log.debug("the search for a plan failed", exc_info=error)
+            return None, None
         if question.stages != self._parts.config.plan.stages:
             return None, None  # another plan was taken meanwhile
         if proposal is None:

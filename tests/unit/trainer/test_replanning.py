@@ -10,6 +10,7 @@ import pytest
 
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.config import Config
+from hetero_framework.planner.judgement import Judge
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.trainer import replanning, setup
 from hetero_framework.trainer.replanning import Replanning
@@ -26,7 +27,10 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
     def at_once(job: Callable[[], Any], name: str) -> Future[Any]:
         done: Future[Any] = Future()
-        done.set_result(job())
+        try:
+            done.set_result(job())
+        except Exception as error:
+            done.set_exception(error)
         return done
 
     monkeypatch.setattr(replanning, "in_background", at_once)
@@ -102,6 +106,19 @@ def test_a_run_that_may_not_is_silent(make: Make, logged: list[str]) -> None:
     logged.clear()
     assert not any(straggles(run))
     assert logged == []
+
+
+def test_a_search_that_fails_is_said_once_and_ends_no_run(
+    make: Make, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(Judge, "answer", fail)
+    run = make("auto")
+    logged.clear()
+    assert not any(straggles(run, 100))
+    assert logged == ["no better plan is looked for any more: ZeroDivisionError: of ours"]
 
 
 def test_workers_that_are_away_hold_nothing_and_get_their_plan_back(make: Make) -> None:
