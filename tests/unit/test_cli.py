@@ -317,8 +317,8 @@ def test_train_runs_the_coordinator_with_the_options(
     options = ["--resume", "latest", "--output-dir", "here", "--set", "training.seed=7"]
     assert cli.main(["train", "--config", str(config_file), *options]) == 0
     workers, (config, given) = calls  # the workers are on their way before anything is imported
-    access = {"access": LOOPBACK_ONLY, "fresh": False}
-    assert given == {"resume": "latest", "debug": False, "workers": workers, **access}
+    usual = {"access": LOOPBACK_ONLY, "fresh": False, "replan": False, "debug": False}
+    assert given == {"resume": "latest", "workers": workers, **usual}
     assert "torch and transformers are loaded now" in capsys.readouterr().err
     assert config.output_dir == tmp_path / "here"
     assert config.training.seed == 7

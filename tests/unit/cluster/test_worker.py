@@ -187,6 +187,10 @@ class Coordinator:
 
     def set_up(self) -> Coordinator:
         self.expect(Welcome)
+        return self.assign()
+
+    def assign(self) -> Coordinator:
+        """Layers for the worker that has welcomed this coordinator."""
         self.send(Setup(self._config.to_dict(), (1,)))
         self.expect(Ready)
         self.send(Start((1,)))
@@ -432,7 +436,10 @@ def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
     first.link.send(control.request(7, survey.MEASURE, {}))
     assert first.expect(Control).answers == 7
     first.send(Bye("the run is over"))
-    served.dial("second").set_up().send(Bye("the run is over"))
+    deadline = time.monotonic() + WAIT_S
+    while isinstance((second := served.dial("second")).next().body, Reject):  # it has not heard yet
+        assert time.monotonic() < deadline
+    second.assign().send(Bye("the run is over"))
     assert served.ended()
     assert served.error is None
 
