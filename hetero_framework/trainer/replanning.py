@@ -76,7 +76,7 @@ class Replanning:
         self.move_s = 0.0
         """Seconds that loading took the last time."""
         self._parts = parts
-        self._policy = given.training.replan
+        self._policy: str = given.training.replan
         self._home = plan_entries(given)  # the plan when everybody is here
         self._judge = Judge(_model_work(parts), parts.config.plan.stages, self._fleet)
         self._search: tuple[Question, Future[Proposal | None]] | None = None
@@ -131,14 +131,13 @@ class Replanning:
         if self._search is None or not self._search[1].done():
             return None, None
         (question, found), self._search = self._search, None
-        try:
-            proposal = found.result()
-        except Exception as error:  # a mistake of ours; a run does not end over advice
+        if (error := found.exception()) is not None:  # of ours; a run does not end over advice
             self._policy = NEVER
             text = "no better plan is looked for any more: %s: %s"
             _log.warning(text, type(error).__name__, error)
             _log.debug("the search for a plan failed", exc_info=error)
             return None, None
+        proposal = found.result()
         if question.stages != self._parts.config.plan.stages:
             return None, None  # another plan was taken meanwhile
         if proposal is None:
