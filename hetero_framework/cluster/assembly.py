@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -338,7 +337,6 @@ class Cluster:
             should_stop=should_stop,
         )
         self._members = Membership(self._peers.workers)
-        self._awaited: dict[WorkerId, Future[bool]] = {}
         self._attempt = 0
         self._current: Assembly | None = None
         self._was_ready = False
@@ -356,7 +354,6 @@ class Cluster:
             if self._current is not None:
                 self._current.pipeline.close()
             self._peers.close(Message(_goodbye(error)), end_s)
-            wait_for(self._awaited.values(), timeouts.STOP_S)
         finally:
             self._local.stop(end_s)
 
@@ -574,7 +571,8 @@ class Cluster:
                 _log.info("still loading: worker %s", ", ".join(waiting))
 
     def _connect_workers(self) -> None:
-        """Open the plan's links between workers; NetworkError where one fails that must be."""
+        """Open the plan's links between workers. Where one fails that must be: NetworkError at the
+        start of a run; later its tensors are relayed, as those of one that is lost."""
         boundaries = Boundaries(self._config)
         pairs = [(before.owner, after.owner) for before, after in boundaries.between_workers]
         problems = self._peers.connect_workers(pairs, timeouts.DIRECT_DIAL_S) if pairs else {}
@@ -585,7 +583,7 @@ class Cluster:
             problem = problems.pop(frozenset((before.owner, after.owner)), None)  # once for a pair
             if problem is None:
                 continue
-            if boundaries.mode(after) == "direct":
+            if boundaries.mode(after) == "direct" and not self._was_ready:
                 raise NetworkError(
                     f"no direct link between {before.layers} and {after.layers}: {problem}",
                     hint='open the port in the firewall, or set links to "auto" or "relay"',
@@ -636,20 +634,13 @@ class Cluster:
 
     def await_in_background(self, worker: WorkerId) -> None:
         """Have a worker that is away dialled while the run goes on, for as long as that lasts."""
-        if worker not in self._awaited:
-            job = partial(self._peers.reconnect, worker, math.inf)
-            self._awaited[worker] = in_background(job, f"await {worker}")
+        self._peers.await_in_background(worker)
 
     def returned(self) -> dict[WorkerId, MachineFacts | None]:
         """The awaited workers that have come since the last call; they are spare ones now. With
         what they run on, unless they still have stages, whose memory is not free."""
         found: dict[WorkerId, MachineFacts | None] = {}
-        for worker in [w for w, back in self._awaited.items() if back.done()]:
-            try:
-                has_stages = self._awaited.pop(worker).result()
-            except (HeteroError, StopWanted) as error:
-                _log.warning("worker %s is not waited for any more: %s", worker, error)
-                continue
+        for worker, has_stages in self._peers.returned().items():
             self._members.on(worker, Event.BACK if has_stages else Event.FRESH)
             _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
             said = None if has_stages else self._peers.welcome(worker)

@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hetero_framework import errors
 from hetero_framework.cluster.callers import Callers
@@ -84,6 +84,13 @@ class _Silent(NetworkError):
     is_deaf = hung_up = False
 
 
+class _Reached(NamedTuple):
+    """A worker that has said WELCOME, on a connection that is not in use yet."""
+
+    connection: Connection
+    welcome: m.Welcome
+
+
 @dataclass
 class _Redial:
     """A lost link between workers: who dials whom next, and when. Each loss costs a step again."""
@@ -138,6 +145,7 @@ class WorkerLinks:
         self._current: tuple[int, int] = (-1, -1)
         self._stop = threading.Event()
         self._dialling: dict[WorkerId, Future[m.Welcome]] = {}
+        self._awaited: dict[WorkerId, Future[_Reached]] = {}
         is_called = any(worker.dials for worker in self._workers.values())
         callers = [worker.id for worker in config.workers if worker.dials]
         self._callers = Callers(callers, access, self._greet) if is_called else None
@@ -206,20 +214,47 @@ class WorkerLinks:
         of this machine whose process ended, or does not answer, is started again. Raises
         PeerAwayError when it does not come back in time, PeerLostError when it died too often, and
         StopWanted."""
-        deadline = time.monotonic() + (wait_s or self._config.training.rejoin_wait_s)
+        wait_s = wait_s or self._config.training.rejoin_wait_s
+        return self._take_in(self._open_again(worker_id, wait_s)).run_id == self._run_id
+
+    def await_in_background(self, worker_id: WorkerId) -> None:
+        """Have a worker that is away dialled while the run goes on, for as long as that lasts."""
+        if worker_id not in self._awaited:
+            job = partial(self._open_again, worker_id, math.inf)
+            self._awaited[worker_id] = in_background(job, f"await {worker_id}")
+
+    def returned(self) -> dict[WorkerId, bool]:
+        """The awaited workers that have come since the last call, and whether they have their
+        stages still. Until then nothing is heard of their links."""
+        found: dict[WorkerId, bool] = {}
+        for worker in [w for w, reached in self._awaited.items() if reached.done()]:
+            reached = self._awaited.pop(worker)
+            if (error := reached.exception()) is not None:
+                if not isinstance(error, (HeteroError, StopWanted)):
+                    raise error
+                _log.warning("worker %s is not waited for any more: %s", worker, error)
+            elif reached.result().connection.closed:
+                self.await_in_background(worker)
+            else:
+                found[worker] = self._take_in(reached.result()).run_id == self._run_id
+        return found
+
+    def _open_again(self, worker_id: WorkerId, wait_s: float) -> _Reached:
+        """As `reconnect` says, but the connection is not in use yet."""
+        deadline, pause_s = time.monotonic() + wait_s, timeouts.ANSWER_TICK_S
         while True:
             if self._should_stop():
                 raise StopWanted
             self._local.revive(worker_id, self._stop)
             try:
                 left = max(0.1, deadline - time.monotonic())
-                welcome = self._open(self._workers[worker_id], left, again=True)
-                return bool(welcome.run_id == self._run_id)
+                return self._open(self._workers[worker_id], left, again=True)
             except (ProtocolError, _Refused):
                 raise
             except (HeteroError, _Busy) as error:
                 # A process that is being killed may accept and reset; a moment later it has ended.
-                self._stop.wait(timeouts.ANSWER_TICK_S)
+                self._stop.wait(pause_s)
+                pause_s = min(2 * pause_s, timeouts.BUSY_PAUSE_S)
                 if isinstance(error, _Silent) and error.is_deaf:
                     self._local.kill(worker_id)
                 if (
@@ -239,7 +274,7 @@ class WorkerLinks:
         while True:
             left = deadline - time.monotonic()
             try:
-                return self._open(worker, max(0.1, left))
+                return self._take_in(self._open(worker, max(0.1, left)))
             except _Ended:
                 if not self._local.was_killed(worker.id):
                     raise
@@ -260,7 +295,7 @@ class WorkerLinks:
                     _log.info("worker %s: %s; waiting up to %.0f s for it", worker.id, busy, left)
             self._stop.wait(timeouts.BUSY_PAUSE_S)
 
-    def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> m.Welcome:
+    def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> _Reached:
         """Connect and shake hands once. `again`: the worker has been there before."""
         name, where, told = f"worker {worker.id}", worker.address, False
 
@@ -291,7 +326,6 @@ class WorkerLinks:
         connection.peer = worker.id
         if self._watch is not None:
             connection.link.on_moved = self._watch(worker.id)
-        self._wires[worker.id] = connection
         if worker.port is not None:
             connection.start()
         epoch = self._epochs[worker.id]
@@ -322,8 +356,14 @@ class WorkerLinks:
                 raise _Busy(said.message)
             kind = ProtocolError if said.code == "protocol" else _Refused
             raise kind(f"{name} refused: {said.message}", hint=said.hint)
-        self._welcomes[worker.id] = answer.expect(m.Welcome)
-        return self._welcomes[worker.id]
+        return _Reached(connection, answer.expect(m.Welcome))
+
+    def _take_in(self, reached: _Reached) -> m.Welcome:
+        """From now on this is the link of its worker."""
+        connection, welcome = reached
+        assert connection.peer is not None
+        self._wires[connection.peer], self._welcomes[connection.peer] = connection, welcome
+        return welcome
 
     def welcome(self, worker_id: WorkerId) -> m.Welcome | None:
         """What a worker said when it was last reached."""
@@ -573,8 +613,10 @@ class WorkerLinks:
         if self._callers is not None:
             self._callers.close()
         deadline = time.monotonic() + drain_s
-        wait(self._dialling.values(), max(0.0, deadline - time.monotonic()))
-        connections = list(self._wires.values())
+        dialling = [*self._dialling.values(), *self._awaited.values()]
+        wait(dialling, max(0.0, deadline - time.monotonic()))
+        reached = [f for f in self._awaited.values() if f.done() and f.exception() is None]
+        connections = [*self._wires.values(), *(f.result().connection for f in reached)]
         self._wires.clear()
         for connection in connections:
             with suppress(HeteroError):

@@ -382,7 +382,8 @@ class TrainingConfig(Section):
     """Format of the diagram; mmd is Mermaid text."""
     timeline_steps: Annotated[int, with_unit("steps", ge=-1)] = 3
     """Steps after the first whose compute, transfers and waits are written into
-    output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all."""
+    output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all that are done under
+    the plan that the run begins with."""
     log_level: str = "INFO"
     """Lines of this level and above are shown: DEBUG, INFO, WARNING or ERROR."""
     connect_timeout_s: Seconds = 300.0

@@ -225,7 +225,7 @@ class Coordinator:
             raise errors.StoppedEarly(leaving.message, hint=hint) from leaving
         except (StopWanted, _Interrupted) as cut:
             self._checkpoints.keep_newest()
-            why = "was away" if isinstance(cut, StopWanted) else "did not answer"
+            why = "was waited for" if isinstance(cut, StopWanted) else "did not answer"
             where = f"stopped by {self._stop.requested} while a worker {why}"
             raise errors.StoppedEarly(where, hint=self._checkpoints.advice()) from None
         except errors.PeerLostError as error:

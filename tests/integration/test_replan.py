@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
+from hetero_framework.errors import StoppedEarly
 from hetero_framework.planner import judgement
 from hetero_framework.trainer.coordinator import Coordinator, train
 from hetero_framework.trainer.replanning import PlanChange, Replanning
@@ -87,6 +90,50 @@ def test_another_cut_in_the_midst_changes_no_bit(
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     assert [event["to_step"] for event in events(tmp_path / "run", "plan changed")] == [3, 5, 7]
     assert not events(tmp_path / "whole", "plan changed")
+
+
+@pytest.mark.usefixtures("cut_at")
+def test_ctrl_c_while_the_plan_changes_keeps_the_state_and_the_same_command_goes_on(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(llama, texts, tmp_path / "run", THREE, adapter=LORA)
+
+    def interrupted(self: Replanning, change: PlanChange) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replanning, "taken", interrupted)
+        with pytest.raises(StoppedEarly, match="while a worker was waited for") as stopped:
+            train(config, progress=Notes())
+    assert stopped.value.hint is not None
+    assert "after step 3" in stopped.value.hint
+    assert not events(tmp_path / "run", "plan changed")
+    train(config, progress=Notes())
+    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.faults
+@pytest.mark.usefixtures("cut_at")
+def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = WorkerLinks.connect_workers, 0
+
+    def connect_workers(self: WorkerLinks, pairs: Any, timeout_s: float) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            return real(self, pairs, timeout_s)
+        return {frozenset(pair): "its machine lets nobody in any more" for pair in pairs}
+
+    monkeypatch.setattr(WorkerLinks, "connect_workers", connect_workers)
+    train(make(llama, texts, tmp_path / "run", THREE, adapter=LORA, links="direct"))
+    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
+    assert asked > 1
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert events(tmp_path / "run", "no direct link")
 
 
 class Worker:
@@ -161,11 +208,20 @@ def test_a_worker_that_stays_away_is_done_without_and_taken_back(
 ) -> None:
     monkeypatch.setattr(timeouts, "REPLAN_S", 1.0)
 
+    def flap() -> None:
+        """Something answers at its port and hangs up, as a machine does that starts or ends."""
+        with socket.create_server(("127.0.0.1", config.worker(2).port or 0)) as port:
+            port.settimeout(60)
+            for _ in range(2):
+                caller, _ = port.accept()
+                with caller:
+                    caller.recv(1)
+
     def return_() -> None:
         worker.start()
         worker.await_line("serving the run of")
 
-    train(config, replan=True, progress=At(step_5=worker.kill, step_8=return_))
+    train(config, replan=True, progress=At(step_5=worker.kill, step_7=flap, step_8=return_))
     train(alone(config, tmp_path / "whole"))
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))

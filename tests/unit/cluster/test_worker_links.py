@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import wait
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -146,7 +147,7 @@ def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
         left.append(timeout_s)
         if len(left) < 4:
             raise worker_links._Silent("it accepts, but says nothing")
-        return SimpleNamespace(run_id="run")
+        return reached("run")
 
     monkeypatch.setattr(timeouts, "ANSWER_TICK_S", 0.001)
     monkeypatch.setattr(made, "_open", open_)
@@ -169,6 +170,29 @@ def test_worker_that_stays_away_is_given_up_when_its_time_is_over(
         made.reconnect(1)
 
 
+def reached(run_id: str | None, closed: bool = False) -> worker_links._Reached:
+    """As worker 1 is that serves this run, or none yet."""
+    parts = SimpleNamespace(peer=1, closed=closed), SimpleNamespace(run_id=run_id)
+    return worker_links._Reached(*parts)  # type: ignore[arg-type]
+
+
+def test_awaited_worker_is_here_only_when_its_link_still_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is heard of it before; one that is gone again by then is dialled again."""
+    made, answers = links(), [reached("run", closed=True), reached("run")]
+    monkeypatch.setattr(made, "_open", lambda *args, **named: answers.pop(0))
+    made.await_in_background(1)
+    wait(made._awaited.values(), 30.0)
+    assert made.generation(1) is None
+    assert made.returned() == {}
+    wait(made._awaited.values(), 30.0)
+    assert made.generation(1) is None
+    assert made.returned() == {1: True}
+    assert made.generation(1) is not None
+    assert (made.returned(), answers) == ({}, [])
+
+
 def hung_up() -> worker_links._Silent:
     error = worker_links._Silent("worker 1 closed the connection")
     error.hung_up = True
@@ -186,7 +210,7 @@ def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
         dialled += 1
         if dialled < lives_at:
             raise hung_up()
-        return SimpleNamespace(run_id=None)
+        return reached(None)
 
     monkeypatch.setattr(timeouts, "BUSY_PAUSE_S", 0.001)
     monkeypatch.setattr(made, "_open", open_)
@@ -208,7 +232,7 @@ def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
     def open_(worker: Any, timeout_s: float) -> Any:
         if not revived:
             raise worker_links._Ended("worker 1 did not start: signal SIGKILL")
-        return SimpleNamespace(run_id=None)
+        return reached(None)
 
     monkeypatch.setattr(made, "_open", open_)
     monkeypatch.setattr(LocalWorkers, "revive", lambda self, worker, stop: revived.append(worker))
