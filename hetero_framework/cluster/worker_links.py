@@ -613,7 +613,7 @@ class WorkerLinks:
         if self._callers is not None:
             self._callers.close()
         deadline = time.monotonic() + drain_s
-        dialling = [*self._dialling.values(), *self._awaited.values()]
+        dialling: list[Future[Any]] = [*self._dialling.values(), *self._awaited.values()]
         wait(dialling, max(0.0, deadline - time.monotonic()))
         reached = [f for f in self._awaited.values() if f.done() and f.exception() is None]
         connections = [*self._wires.values(), *(f.result().connection for f in reached)]

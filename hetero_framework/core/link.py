@@ -39,8 +39,9 @@ DEFAULT_QUEUE_BYTES = 256 * 1024 * 1024
 
 _AT_ONCE_BYTES = 64 * 1024
 """So much of a frame is written at once, in the sender's thread, when the link is idle."""
-_AHEAD_BYTES = 4096
-"""A small frame is read in one call, and of a large one so many bytes with its header."""
+_AHEAD_BYTES = 16384
+"""A small frame is read in one call, and of a large one so many bytes with its header. With 4096
+the echo of a 4 KiB tensor took 0.36 ms, with 16384 0.26 ms."""
 _HASHED_BYTES = 1 << 18
 """So much is received in one call and hashed while it is in the processor's cache."""
 _RESERVE_BYTES = 1024
