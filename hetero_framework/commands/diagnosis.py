@@ -43,6 +43,7 @@ from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import StageMemory, estimate_memory
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
 from hetero_framework.units import bit_rate, seconds, size
 
@@ -458,7 +459,11 @@ def disk(view: View) -> Found:
 
 def _is_on_hub(config: Config) -> bool:
     name = config.model.name_or_path if config.model is not None else None
-    return name is not None and not config.path(name).is_dir()
+    if name is None or config.path(name).is_dir():
+        return False
+    with suppress(UserError):  # a path where nothing is
+        return bool(resolve_model_path(name, config.base_dir))
+    return False
 
 
 def _commit(view: View) -> str | None:

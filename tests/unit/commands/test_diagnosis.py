@@ -268,6 +268,9 @@ def test_room_for_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "the weights of worker 1 need" in line
     assert found(diagnosis.revision, made) == []
     assert "read from a branch of the hub" in made.notes[0]
+    made.config = made.config.with_changes(model={"name_or_path": "./nowhere"})
+    made.notes.clear()
+    assert found(diagnosis.revision, made) == made.notes == []
 
 
 def test_commit_of_a_hub_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
