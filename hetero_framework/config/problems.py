@@ -132,11 +132,11 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     if here := own_name(section, key):
         return f"unknown key; it is called {here}"
     sections = _sections(root)
+    if refusal := refusal_of(section, key):
+        return refusal
     for place, model in {"the top level": root, **sections}.items():
         if key in model.model_fields:
             return f'unknown key here; it belongs into "{place}"'
-    if refusal := refusal_of(section, key):
-        return refusal
     fields = sections.get(section, root).model_fields
     names = [field.alias or name for name, field in fields.items()]
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)

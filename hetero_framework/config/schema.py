@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from hetero_framework.config.hosts import checked_host, host_and_port, normal_host
+from hetero_framework.config.island import IslandConfig
 from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import (
@@ -45,6 +46,7 @@ from hetero_framework.config.section import (
     Tokens,
     WholeFile,
     WorkerId,
+    checked_id,
     with_unit,
 )
 from hetero_framework.config.texts import text_problems
@@ -131,11 +133,8 @@ class WorkerConfig(Machine):
     def _id_is_usable(cls, value: int | str) -> int | str:
         if value == "local":
             raise ValueError('"local" names the coordinator; give the worker another id')
-        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", value):
-            raise ValueError(
-                "an id has 1 to 64 letters, digits, '.', '_' or '-', and begins with neither '.'"
-                " nor '-'"
-            )
+        if isinstance(value, str):
+            checked_id(value, "an id")
         if isinstance(value, int) and value < 0:
             raise ValueError("a worker id is not negative")
         return value
@@ -546,6 +545,9 @@ class Config(WholeFile):
     the coordinator, "auto" directly where the workers reach each other."""
     wire: WireConfig = Field(default_factory=WireConfig)
     """How tensors travel between stages."""
+    island: IslandConfig | None = None
+    """For training together with other coordinators. null: alone. Not there yet: such a run is
+    refused."""
     checkpoint_dir: Name | None = None
     """Directory of the checkpoints. null: output_dir/checkpoints."""
     resume_step: Literal["latest"] | StrictInt | None = None
@@ -703,6 +705,14 @@ class Config(WholeFile):
                 " logging_dir, or move the model",
             )
 
+    def refuse_island(self) -> None:
+        """Raise ConfigError where several coordinators are to train together."""
+        if self.island is not None:
+            raise ConfigError(
+                _NO_ISLANDS,
+                hint='remove the "island" section to train on this coordinator and its workers',
+            )
+
     def warnings(self) -> tuple[str, ...]:
         """Settings that are legal but probably a mistake."""
         idle = [worker for worker in self.workers if worker not in self.planned_workers]
@@ -714,6 +724,8 @@ class Config(WholeFile):
             found.append(
                 "data.eval is given but never used; set training.eval_steps or eval_strategy"
             )
+        if self.island is not None:
+            found.append(f"{_NO_ISLANDS}; `hetero train` refuses to begin")
         stages, m = len(self.shard_plan), self.training.gradient_accumulation_steps
         if m < stages:
             found.append(
@@ -721,6 +733,9 @@ class Config(WholeFile):
                 " of them will wait most of the time"
             )
         return tuple(found)
+
+
+_NO_ISLANDS = "this version has the settings of the island section, but cannot train with others"
 
 
 def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
@@ -747,6 +762,12 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
             )
     if data is not None and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
+    island = parts.get("island")
+    if island is not None and plan and island.fragments > plan[-1].end:
+        yield Problem(
+            "island.fragments",
+            f"{island.fragments} fragments are more than the {plan[-1].end} layers of shard_plan",
+        )
     if training is not None and "data" in parts and (data is None or data.eval is None):
         for name, given in (
             ("eval_steps", training.eval_steps is not None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_validator
@@ -24,6 +25,16 @@ Samples = Annotated[int, with_unit("samples", ge=1)]
 MicroBatches = Annotated[int, with_unit("micro-batches", ge=1)]
 STEPS_OR_SHARE = "steps, or a share of all steps when below 1"
 Steps = Annotated[float, with_unit(STEPS_OR_SHARE, gt=0)]
+
+
+def checked_id(value: str, what: str) -> str:
+    """`value` itself. Raises ValueError unless it can name a process in files and on the wire."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", value):
+        raise ValueError(
+            f"{what} has 1 to 64 letters, digits, '.', '_' or '-', and begins with neither '.' nor"
+            " '-'"
+        )
+    return value
 
 
 class Section(BaseModel):

@@ -102,6 +102,7 @@ def train(
     of the kind that says what happened; whatever happens, no worker is left behind.
     """
     config.require("model", "data")
+    config.refuse_island()
     access = access or access_of(config, "local")
     check_optimizer(config.training)
     replan = replan or config.training.replan == AUTO

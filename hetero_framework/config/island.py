@@ -1,0 +1,92 @@
+"""The `island` section: how this coordinator and its workers train with other ones like them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from hetero_framework.config.hosts import checked_host
+from hetero_framework.config.problems import shown
+from hetero_framework.config.section import Section, checked_id, with_unit
+
+
+class IslandConfig(Section):
+    """One of several coordinators, each with workers of its own, that train one model together.
+    Everything else in their files describes the same model, adapter and data."""
+
+    name: str
+    """Name of this island, another one for each: 1 to 64 letters, digits, '.', '_' or '-'."""
+    lighthouse: str
+    """Where the islands find each other: the address and port of `hetero lighthouse`, as
+    "10.0.0.1:29510"."""
+    min_islands: Annotated[int, with_unit("islands", ge=1)] = 1
+    """Fewer than these do not train; they wait for others."""
+    sync_steps: Annotated[int, with_unit("steps", ge=1)] = 1
+    """1: gradients are summed over the islands in every step. More: islands take so many steps
+    alone, and then average what has changed."""
+    method: Literal["diloco", "local_sgd"] = "diloco"
+    """What is done with it: an outer optimizer's step with its average ("diloco"), or the average
+    of the weights ("local_sgd"). Like all settings below but share, without effect where sync_steps
+    is 1."""
+    fragments: Annotated[int, with_unit("fragments", ge=1)] = 1
+    """Parts of the model, by layers, that are averaged one after the other within sync_steps."""
+    delay_steps: Annotated[int, with_unit("steps", ge=0)] = 0
+    """Steps that go on while a fragment is averaged in the background."""
+    mixing: Annotated[float, with_unit("share", ge=0, le=1)] = 0.0
+    """How much of an island's own weights stays when a fragment comes back: 0 takes what all agree
+    on, 1 changes nothing here until the next time."""
+    compression: Literal["none", "bf16", "int8"] = "none"
+    """How changes of the weights travel between islands. Each rounds; what is lost is added to the
+    next time's."""
+    outer_learning_rate: float = Field(default=0.7, gt=0)
+    """Learning rate of the outer optimizer (SGD)."""
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum of the outer optimizer."""
+    outer_nesterov: bool = True
+    """Nesterov's form of the momentum."""
+    share: Literal["auto"] | Annotated[float, with_unit("share", gt=0)] = "auto"
+    """This island's share of the samples, relative to the numbers of the others. "auto", of all
+    islands or none: by their measured speed."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_usable(cls, value: str) -> str:
+        return checked_id(value, "a name")
+
+    @field_validator("lighthouse")
+    @classmethod
+    def _lighthouse_is_an_address(cls, value: str) -> str:
+        host, colon, port = value.rpartition(":")
+        if not (colon and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+            raise ValueError(
+                f"{shown(value)} has no port; write address and port as in"
+                ' "10.0.0.1:29510" or "[fe80::1]:29510"'
+            )
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise ValueError(f"{shown(value)}: an IPv6 address in front of a port needs brackets")
+        checked_host(host[1:-1] if host.startswith("[") else host)
+        return value
+
+    @field_validator("share", mode="before")
+    @classmethod
+    def _share_is_of_something(cls, value: Any) -> Any:
+        # Else the union of types would blame the text "auto" for a number that is too small.
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+            raise ValueError(f'must be greater than 0 or "auto", not {value}')
+        return value
+
+    @model_validator(mode="after")
+    def _synchronisations_do_not_overlap(self) -> IslandConfig:
+        between = self.sync_steps // self.fragments
+        if between == 0:
+            raise ValueError(
+                f"{self.fragments} fragments need at least as many sync_steps, not"
+                f" {self.sync_steps}"
+            )
+        if self.delay_steps >= between:
+            raise ValueError(
+                f"delay_steps must be less than {between}, the sync_steps between two fragments:"
+                " one is averaged at a time"
+            )
+        return self

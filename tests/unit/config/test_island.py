@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework import cli
+from hetero_framework.config import Config
+from hetero_framework.errors import ConfigError
+
+ISLAND: dict[str, Any] = {"name": "garage", "lighthouse": "10.0.0.1:29510"}
+FULL: dict[str, Any] = {
+    "coordinator": {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"},
+    "shard_plan": [{"id": "local", "start": 0, "end": 4}],
+    "model": {"name_or_path": "model"},
+    "data": {"train": "train.jsonl"},
+}
+
+
+def with_island(**settings: Any) -> dict[str, Any]:
+    return {**FULL, "island": {**ISLAND, **settings}}
+
+
+def test_every_setting_of_the_contract_is_there_and_comes_back() -> None:
+    streaming = {
+        "min_islands": 1, "sync_steps": 20, "method": "diloco", "fragments": 2, "delay_steps": 2,
+        "mixing": 0.5, "compression": "none", "outer_learning_rate": 0.7, "outer_momentum": 0.9,
+        "outer_nesterov": True, "share": "auto",
+    }  # fmt: skip
+    config = Config.from_dict(with_island(**streaming))
+    assert config.to_dict()["island"] == ISLAND | streaming
+    assert Config.from_dict(config.to_dict()) == config
+
+
+def test_name_and_lighthouse_are_enough_and_mean_a_sum_in_every_step() -> None:
+    island = Config.from_dict(with_island()).island
+    assert island is not None
+    assert (island.sync_steps, island.min_islands, island.share) == (1, 1, "auto")
+    assert Config.from_dict(FULL).island is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lighthouse": "[fe80::1]:29510"},
+        {"lighthouse": "light.lan:1"},
+        {"share": 2},
+        {"share": 0.25},
+        {"sync_steps": 4, "fragments": 4},
+        {"sync_steps": 5, "fragments": 2, "delay_steps": 1},
+        {"sync_steps": 20, "outer_learning_rate": 1, "outer_momentum": 0},
+    ],
+)
+def test_valid_settings_are_accepted(settings: dict[str, Any]) -> None:
+    Config.from_dict(with_island(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"name": None}, "island.name: must be a text, not null"),
+        ({"name": "two words"}, "island.name: a name has 1 to 64 letters"),
+        ({"name": "-x"}, "begins with neither '.' nor '-'"),
+        ({"lighthouse": "10.0.0.1"}, 'island.lighthouse: "10.0.0.1" has no port'),
+        ({"lighthouse": "10.0.0.1:0"}, "has no port"),
+        ({"lighthouse": "10.0.0.1:65536"}, "has no port"),
+        ({"lighthouse": "http://10.0.0.1:29510"}, "an IPv6 address in front of a port needs"),
+        ({"lighthouse": "http//x:29510"}, "write only the host"),
+        ({"lighthouse": "fe80::1:29510"}, "needs brackets"),
+        ({"lighthouse": ":29510"}, "island.lighthouse: is missing"),
+        ({"min_islands": 0}, "island.min_islands: must be at least 1, not 0"),
+        ({"sync_steps": 0}, "island.sync_steps: must be at least 1, not 0"),
+        ({"sync_steps": "20"}, 'island.sync_steps: must be a whole number, not the text "20"'),
+        ({"method": "sgd"}, 'island.method: must be "diloco" or "local_sgd"'),
+        ({"fragments": 0}, "island.fragments: must be at least 1, not 0"),
+        ({"fragments": 2}, "island: 2 fragments need at least as many sync_steps, not 1"),
+        ({"sync_steps": 9, "fragments": 5}, "island.fragments: 5 fragments are more than the 4"),
+        ({"sync_steps": 8, "fragments": 2, "delay_steps": 4}, "delay_steps must be less than 4"),
+        ({"delay_steps": 1}, "delay_steps must be less than 1"),
+        ({"mixing": 1.5}, "island.mixing: must be at most 1.0, not 1.5"),
+        ({"mixing": -1}, "island.mixing: must be at least 0.0, not -1"),
+        ({"compression": "int4"}, 'island.compression: must be "none", "bf16" or "int8"'),
+        ({"outer_learning_rate": 0}, "island.outer_learning_rate: must be greater than 0.0"),
+        ({"outer_momentum": 1}, "island.outer_momentum: must be less than 1.0, not 1"),
+        ({"outer_nesterov": 1}, "island.outer_nesterov: must be true or false, not 1"),
+        ({"share": 0}, 'island.share: must be greater than 0 or "auto", not 0'),
+        ({"share": "half"}, 'island.share: must be "auto" or a number, not the text "half"'),
+        ({"fragment": 2}, 'island.fragment: unknown key; did you mean "fragments"?'),
+    ],
+)
+def test_wrong_settings_name_the_place_and_the_fix(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(with_island(**settings))
+    assert expected in str(caught.value)
+
+
+def test_a_run_with_an_island_is_refused_and_a_check_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config.from_dict(with_island(), tmp_path)
+    assert any("cannot train with others" in warning for warning in config.warnings())
+    with pytest.raises(ConfigError, match="cannot train with others"):
+        config.refuse_island()
+    assert Config.from_dict(FULL).warnings() == ()
+
+    file = tmp_path / "island.json"
+    file.write_text(json.dumps(with_island()), encoding="utf-8")
+    assert cli.main(["train", "--config", str(file), "--role", "coordinator"]) == 2
+    assert "cannot train with others" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [file]  # nothing was begun
