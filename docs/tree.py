@@ -15,7 +15,7 @@ PAGE = Path(__file__).with_name("architecture.md")
 # From the bottom up: imports point to earlier rooms only.
 ROOMS = (
     *("core", "config", "security", "data", "planner", "visualizer", "models", "engine"),
-    *("profiling", "cluster", "trainer", "commands"),
+    *("profiling", "cluster", "islands", "trainer", "commands"),
 )
 _BEGIN, _END = "<!-- generated: tree -->\n", "<!-- end -->"
 

@@ -62,6 +62,22 @@ class StepOrder:
         return self.training.per_device_train_batch_size
 
     @property
+    def seed(self) -> int:
+        """Of the order of the samples."""
+        seed, data_seed = self.training.seed, self.training.data_seed
+        return seed if data_seed is None else data_seed
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of a step that is not cut short by the end of an epoch."""
+        return self._rows * self.training.gradient_accumulation_steps
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """All of them, unless dataloader_drop_last drops some."""
+        return min(self.num_examples, self.batches_per_epoch * self._rows)
+
+    @property
     def batches_per_epoch(self) -> int:
         """Micro-batches of an epoch."""
         if self.training.dataloader_drop_last:
@@ -138,8 +154,7 @@ class StepOrder:
             return np.arange(self.num_examples)
         if self._cached is None or self._cached[0] != epoch:
             # The sampler has its own generator: the training's random state is not touched.
-            seed = training.seed if training.data_seed is None else training.data_seed
-            sampler = SeedableRandomSampler(range(self.num_examples), data_seed=seed)
+            sampler = SeedableRandomSampler(range(self.num_examples), data_seed=self.seed)
             sampler.set_epoch(epoch)
             self._cached = epoch, np.fromiter(sampler, np.int64, self.num_examples)
         return self._cached[1]

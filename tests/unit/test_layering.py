@@ -31,6 +31,7 @@ LAYERS = {
     "profiling": 6,
     "engine": 6,
     "cluster": 7,
+    "islands": 7,
     "trainer": 8,
     "commands": 9,
     "cli": 10,

@@ -1,0 +1,32 @@
+"""How much each island gets: whole numbers in proportion to shares. Pure, and alike everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+
+
+def apportion(count: int, shares: Mapping[str, float], least: int = 0) -> dict[str, int]:
+    """`count` things dealt in proportion to `shares` (each > 0), by largest remainder, in the order
+    of the names; of equal remainders the first name's is larger. Nobody gets less than `least`.
+
+    Fractions, not floating point: every island must come to the same numbers.
+    """
+    if count < least * len(shares) or not shares or min(shares.values()) <= 0:
+        raise ValueError(f"{count} cannot be dealt to {dict(shares)}, at least {least} to each")
+    dealt: dict[str, int] = {}
+    while True:  # who would get less than the least gets that, and the others share what is left
+        left = count - least * len(dealt)
+        exact = {name: Fraction(shares[name]) for name in sorted(shares) if name not in dealt}
+        total = sum(exact.values())
+        exact = {name: left * share / total for name, share in exact.items()}
+        short = [name for name in exact if exact[name] < least]
+        if not short:
+            break
+        dealt.update(dict.fromkeys(short, least))
+    whole = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: (whole[name] - exact[name], name))
+    for name in by_remainder[: left - sum(whole.values())]:
+        whole[name] += 1
+    dealt.update(whole)
+    return {name: dealt[name] for name in sorted(dealt)}
