@@ -59,8 +59,6 @@ from hetero_framework.security.access import LOOPBACK_ONLY, Access
 _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
-_MAX_HUNG_UP = 3
-"""At the start of a run, whoever hangs up so often is no worker that died just then."""
 _NOT_CALLED = "it has not dialled"
 OnRetry = Callable[[int, float, str], None]
 
@@ -270,7 +268,7 @@ class WorkerLinks:
         """Open the link at the start of a run; wait for a worker that ends another one, or that
         was killed just now."""
         deadline = time.monotonic() + self._config.training.connect_timeout_s
-        told, hung_up = False, 0
+        told, hangs_up_since = False, math.inf
         while True:
             left = deadline - time.monotonic()
             try:
@@ -281,9 +279,20 @@ class WorkerLinks:
                 self._local.revive(worker.id, self._stop)
                 continue
             except _Silent as silent:
-                hung_up += 1
-                if not silent.hung_up or hung_up == _MAX_HUNG_UP or self._stop.is_set():
+                # A worker that died just then, or a forwarded port with nothing behind it yet.
+                now = time.monotonic()
+                hangs_up_since = min(hangs_up_since, now)
+                tried_s = now - hangs_up_since
+                if (
+                    not silent.hung_up
+                    or tried_s > timeouts.HANDSHAKE_S
+                    or left < timeouts.BUSY_PAUSE_S
+                    or self._stop.is_set()
+                ):
                     raise
+                if not tried_s:
+                    text = "worker %s: what answers at %s hangs up; trying again for up to %.0f s"
+                    _log.info(text, worker.id, worker.address, min(left, timeouts.HANDSHAKE_S))
             except _Busy as busy:
                 if left < timeouts.BUSY_PAUSE_S or self._stop.is_set():
                     raise NetworkError(

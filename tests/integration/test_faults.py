@@ -724,9 +724,11 @@ def test_ctrl_c_in_the_terminal_releases_everybody(make, tmp_path) -> None:
 
 @LONG
 def test_eight_processes_equal_one(make, tmp_path) -> None:
+    training = {"max_steps": 3, "save_strategy": "no", "eval_steps": None}
+    patience = {"liveness_timeout_s": 30.0, "rejoin_wait_s": 60.0}  # seven start on a few cores
     sections = {
         "model": {"name_or_path": str(save_llama(tmp_path / "model", layers=8))},
-        "training": {"max_steps": 3, "save_strategy": "no", "eval_steps": None},
+        "training": {**training, **patience},
     }
     train(make("one", [], layers=8, **sections), progress=Notes())
     eight = make("eight", [], layers=8, **sections).to_dict()
