@@ -30,3 +30,11 @@ def apportion(count: int, shares: Mapping[str, float], least: int = 0) -> dict[s
         whole[name] += 1
     dealt.update(whole)
     return {name: dealt[name] for name in sorted(dealt)}
+
+
+def round_steps(
+    sync_steps: int, shares: Mapping[str, float], fragments: int = 1, delay_steps: int = 0
+) -> dict[str, int]:
+    """How many steps each island takes alone in a round, so that all end it at about one time:
+    `sync_steps` in the mean, and enough for one synchronisation after the other."""
+    return apportion(sync_steps * len(shares), shares, fragments * (delay_steps + 1))

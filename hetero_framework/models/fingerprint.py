@@ -35,11 +35,11 @@ _NOT_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "auto
 def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
     """Of the layers that hold the tensors `names`, each with all its tensors. Remembered until a
     file changes. Raises ModelError for a file that cannot be read."""
-    groups = {_group(name) for name in names}
+    groups = {layer_group(name) for name in names}
     members: dict[str, list[str]] = defaultdict(list)
     for name in checkpoint.files:
-        if _group(name) in groups:
-            members[_group(name)].append(name)
+        if layer_group(name) in groups:
+            members[layer_group(name)].append(name)
     by_file: dict[str, list[str]] = defaultdict(list)
     for name in (name for group in members.values() for name in group):
         by_file[checkpoint.files[name]].append(name)
@@ -103,7 +103,8 @@ def summary(parts: Iterable[Mapping[str, str]]) -> str:
     return _hash(sorted(together.items()))
 
 
-def _group(name: str) -> str:
+def layer_group(name: str) -> str:
+    """The layer that a tensor belongs to, as "model.layers.3"; its own name outside the layers."""
     layer = _LAYER.match(name)
     return layer.group(1) if layer else name
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.islands.shares import apportion
+from hetero_framework.islands.shares import apportion, round_steps
 
 NAMES = st.text("abcdef", min_size=1, max_size=3)
 SHARES = st.dictionaries(NAMES, st.floats(1e-3, 1e3), min_size=1, max_size=6)
@@ -57,3 +57,14 @@ def test_all_is_dealt_and_nobody_is_a_whole_one_off(
             assert abs(got - count * Fraction(shares[name]) / whole) < 1
     reversed_names = dict(sorted(shares.items(), reverse=True))
     assert apportion(count, reversed_names, least) == dealt
+
+
+def test_a_fast_island_takes_more_steps_of_a_round_and_a_slow_one_enough_for_each_fragment() -> (
+    None
+):
+    assert round_steps(20, {"a": 1.0, "b": 1.0}) == {"a": 20, "b": 20}
+    assert round_steps(30, {"fast": 2.0, "slow": 1.0}) == {"fast": 40, "slow": 20}
+    assert round_steps(20, {"fast": 99.0, "slow": 1.0}, fragments=2, delay_steps=2) == {
+        "fast": 34,
+        "slow": 6,
+    }
