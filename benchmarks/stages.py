@@ -29,6 +29,7 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import UserError
+from hetero_framework.models.remains import Remains
 from hetero_framework.planner.simulator import Edge, Profile
 
 _ROW_ELEMENTS = 1024
@@ -208,11 +209,11 @@ class Load:
         )
 
     def build(
-        self, config: Config, specs: Sequence[StageSpec], device: Device
+        self, config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
     ) -> list[StageInterface]:
         """The stages of one process, for `Cluster` and `worker.serve`."""
         if self.llama is not None:
-            return list(load_stages(config, specs, device))
+            return list(load_stages(config, specs, device, remains))
         _sleepers.clear()
         return [SleepStage(spec, self) for spec in specs]
 

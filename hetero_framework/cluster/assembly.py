@@ -45,7 +45,7 @@ from hetero_framework.engine.hosts import (
     WorkerId,
     WorkerLeaving,
 )
-from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
 from hetero_framework.engine.out_of_memory import Attempt, StepOutOfMemory
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
@@ -64,7 +64,6 @@ from hetero_framework.security.access import Access, access_of
 _log = logging.getLogger(__name__)
 
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
-BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 T = TypeVar("T")
 
 
@@ -338,6 +337,7 @@ class Cluster:
         )
         self._members = Membership(self._peers.workers)
         self._attempt = 0
+        self._own: Sequence[StageInterface] = []  # the stages here
         self._current: Assembly | None = None
         self._was_ready = False
         self.fingerprint = ""
@@ -405,7 +405,9 @@ class Cluster:
         for worker in self._members.those(State.JOINING):
             self._guard(worker, Event.PLANNED)
         expected = in_background(self._expected_weights, "fingerprint")
-        local = self._build(config, [s for s in specs if s.owner == "local"], self.device)
+        remains, self._own = take_apart(self._own, config), []
+        own = [s for s in specs if s.owner == "local"]
+        self._own = local = self._build(config, own, self.device, remains)
         self._loaded = _LoadedStages(config, expected)
         for stage in local:
             self._loaded.note("the coordinator", stage.index, stage.fingerprint, stage.trainable())

@@ -30,12 +30,12 @@ from hetero_framework.cluster.dialling import Dialling
 from hetero_framework.cluster.orders import Orders
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes
 from hetero_framework.cluster.permission import check_permitted
-from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
+from hetero_framework.config import Config, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
-from hetero_framework.core.devices import Device, open_device
+from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
@@ -46,6 +46,7 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
+from hetero_framework.engine.loading import BuildStages, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
 from hetero_framework.engine.stage_host import StageHost
@@ -57,10 +58,9 @@ from hetero_framework.errors import (
     ProtocolError,
     StoppedEarly,
 )
+from hetero_framework.models.remains import Remains
 from hetero_framework.security.access import Access, access_of
 from hetero_framework.security.door import Door
-
-BuildStages = Callable[[Config, Sequence[StageSpec], Device], Sequence[StageInterface]]
 
 _log = logging.getLogger(__name__)
 _MAX_LINES = 100  # that wait for the coordinator
@@ -630,14 +630,14 @@ class Worker:
             self._leave(stay=True)
             return
         run = self._current.afresh(config.training.rejoin_wait_s)
-        self._forget_run()
+        remains = self._take_apart()
         self._run = run
         specs = [spec for spec in config.plan.stages if spec.index in setup.stages]
         layers = ", ".join(spec.layers for spec in specs)
         _log.info("loading %s", layers)
         self._send_lines()
         began = time.monotonic()
-        stages = self._build(config, specs, self._device)
+        stages = self._build(config, specs, self._device, remains)
         seconds = time.monotonic() - began
         _log.info("loaded %s onto %s in %.0f s", layers, self._device.name, seconds)
         self._install(run, config, stages)
@@ -662,6 +662,16 @@ class Worker:
         self.peers.run_id, self.peers.watch = run.run_id, run.meter.watch
         if self._connection is not None:
             self._connection.link.on_moved = run.meter.watch("local")
+
+    def _take_apart(self) -> Remains:
+        """Forget the run but for what of its stages the next plan can take over."""
+        remains, host = Remains(), self._current.stages
+        if host is not None:
+            host.close()
+            remains = take_apart(host.stages, host.config)
+            del host
+        self._forget_run()
+        return remains
 
     def _forget_run(self) -> None:
         """Free what a run has here: whoever comes next is told how much memory is free."""

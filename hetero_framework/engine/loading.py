@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -11,19 +11,42 @@ from hetero_framework.config import Config, StageSpec, TrainingConfig
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.stage import Stage
+from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import DeviceError
 from hetero_framework.models.introspect import LIBRARY_ERRORS, one_line
 from hetero_framework.models.quiet import quiet_libraries
+from hetero_framework.models.remains import Remains
 from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
 from hetero_framework.models.trainable import attach_adapter
 
+BuildStages = Callable[[Config, Sequence[StageSpec], Device, Remains], Sequence[StageInterface]]
+"""`load_stages`, or what takes its place where other stages are played."""
 _log = logging.getLogger(__name__)
 
 
-def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> list[Stage]:
-    """Load the stages of one process onto its device. Raises ModelError, ConfigError when the
-    adapter does not fit the model, and DeviceError as the two checks below."""
+def take_apart(stages: Iterable[StageInterface], config: Config) -> Remains:
+    """What is left of stages of `config` that are used no more, for `load_stages`."""
+    remains = Remains(_origin(config))
+    for stage in stages:
+        if isinstance(stage, Stage):
+            remains.add(*stage.dissolve())
+    return remains
+
+
+def _origin(config: Config) -> object:
+    """What decides which frozen weights a process has loaded."""
+    return config.model, config.base_dir, config.training.seed
+
+
+def load_stages(
+    config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains | None = None
+) -> list[Stage]:
+    """Load the stages of one process onto its device. What `remains` of earlier ones is not read
+    again, and the rest of it is freed first. Raises ModelError, ConfigError when the adapter does
+    not fit the model, and DeviceError as the two checks below."""
     assert config.model is not None
+    spans = [ShardRange.of(spec) for spec in specs]
+    kept = (remains or Remains()).hand_out(_origin(config), spans)
     quiet_libraries(config.training.log_level)
     seed = config.training.seed
     check_types(config, device)
@@ -31,9 +54,8 @@ def load_stages(config: Config, specs: Sequence[StageSpec], device: Device) -> l
         check_compiler(config.training, device)
     plan = None
     stages = []
-    for spec in specs:
-        span = ShardRange.of(spec)
-        shard = load_shard(config.model, config.base_dir, span, device, seed=seed)
+    for spec, span, there in zip(specs, spans, kept, strict=True):
+        shard = load_shard(config.model, config.base_dir, span, device, seed=seed, kept=there)
         failpoints.hit("load")
         if config.adapter is not None and plan is None:
             from hetero_framework.models.adapters import plan_adapter

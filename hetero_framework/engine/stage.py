@@ -22,6 +22,8 @@ from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInf
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError, ProtocolError
 from hetero_framework.models.objective import objective_of
+from hetero_framework.models.partition import ShardRange
+from hetero_framework.models.remains import Kept
 from hetero_framework.models.seeds import Place, forward_seed
 from hetero_framework.models.shard import Shard, weakly
 from hetero_framework.models.trainable import export_parts, trainable_parameters
@@ -78,6 +80,10 @@ class Stage:
         self._loaded_keys: set[str] = set()
         self._current_micro_batch = 0
         shard.on_enter = weakly(self._enter)
+
+    def dissolve(self) -> tuple[ShardRange, Kept]:
+        """The stage is used no more: its range, and what of the shard another one can take."""
+        return self._shard.range, self._shard.dissolve()
 
     # -- a step ---------------------------------------------------------------------------------
 

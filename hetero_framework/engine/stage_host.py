@@ -57,6 +57,7 @@ class StageHost(Host):
         """A worker's outlet gets losses as numbers; this process's own may still be tensors. With
         `keeps_state` the last snapshot stays in memory, for `rewind`."""
         self.id = id
+        self.config = config
         self.stages = list(stages)
         self.indexes = [stage.index for stage in stages]
         self.last_step: int | None = None

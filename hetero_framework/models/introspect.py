@@ -87,8 +87,9 @@ class ModelStructure:
     `owner` says which stage has a trained parameter outside the blocks: -1 the first, i that of
     block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
     parameter is used, if more than one. `crossing` names, per block, what it receives beside the
-    hidden state that only the first stage could have. `loss_counts_items` tells whether the model's
-    own loss is the sum over tokens divided by `num_items_in_batch`.
+    hidden state that only the first stage could have. `reaches_into_blocks` tells whether the model
+    uses weights of its blocks (to rescale them) before it runs them, `loss_counts_items` whether
+    its own loss is the sum over tokens divided by `num_items_in_batch`.
     """
 
     model_class: type[PreTrainedModel]
@@ -97,6 +98,7 @@ class ModelStructure:
     owner: dict[str, int]
     shared: dict[str, tuple[int, ...]]
     crossing: dict[int, tuple[str, ...]]
+    reaches_into_blocks: bool
     loss_counts_items: bool
 
     @property
@@ -142,6 +144,9 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
         owner=_owners(model, blocks, watch, constant),
         shared=_shared(blocks, watch),
         crossing=watch.crossing(),
+        reaches_into_blocks=any(
+            min(phases) < 0 for n, phases in watch.phases.items() if n.startswith(f"{blocks}.")
+        ),
         loss_counts_items=_loss_counts_items(model, inputs),
     )
 

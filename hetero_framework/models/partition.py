@@ -91,6 +91,12 @@ class Skeleton:
             return not inside or any(self._owns(o, rng) for o in inside)
         return self._owns(owner, rng)
 
+    @property
+    def is_separable(self) -> bool:
+        """Whether a block's weights are its own: neither shared nor rescaled by the model."""
+        shared = self.structure.shared.keys() - {self.head, self.embedding}
+        return not shared and not self.structure.reaches_into_blocks
+
     def _owns(self, owner: int, rng: ShardRange) -> bool:
         if owner < 0:
             return rng.is_first
@@ -216,38 +222,36 @@ def _outline(module: nn.Module) -> Any:
     return outline
 
 
-def shard_class(
-    whole: Skeleton, rng: ShardRange, *, keep_embedding: bool = False
-) -> type[PreTrainedModel]:
-    """The model's own class with everything outside `rng` taken out after construction;
-    `keep_embedding` leaves the embedding in, while a tied head is loaded from it."""
+def shard_class(whole: Skeleton, present: Callable[[str], bool]) -> type[PreTrainedModel]:
+    """The model's own class with everything taken out after construction that is not `present`:
+    that is asked of a block's name, and of those of the parameters outside blocks."""
     base = whole.structure.model_class
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        _prune(self, whole, rng, keep_embedding)
+        _prune(self, whole, present)
 
     # The library tells its own models from others by module and name.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (base,), {"__init__": __init__, **names})
 
 
-def _prune(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -> None:
+def _prune(model: Any, whole: Skeleton, present: Callable[[str], bool]) -> None:
     structure = whole.structure
     blocks = model.get_submodule(structure.blocks)
     for index, form in enumerate(structure.forms):
-        if not rng.start <= index < rng.end:
+        if not present(f"{structure.blocks}.{index}"):
             blocks[index] = PassThrough(blocks[index], form)
     absent: dict[str, list[str]] = {}
     for name in structure.owner:
-        if not (whole.holds(name, rng) or (keep_embedding and name == whole.embedding)):
+        if not present(name):
             path, _, attribute = name.rpartition(".")
             absent.setdefault(path, []).append(attribute)
     model._hetero_absent = []
     for path, attributes in absent.items():
         owner = structure.owner[f"{path}.{attributes[0]}".lstrip(".")]
         _take_out(model, path, attributes, after=owner >= structure.num_layers)
-    _restrict_tying(model, whole, rng, keep_embedding)
+    _restrict_tying(model, present)
     # What other stages hold is no news. The patterns are a list in older versions of transformers.
     as_set = isinstance(model._keys_to_ignore_on_load_unexpected, set)
     model._keys_to_ignore_on_load_unexpected = {".*"} if as_set else [".*"]
@@ -268,12 +272,8 @@ def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> N
         model._hetero_absent.append((module, name))
 
 
-def _restrict_tying(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding: bool) -> None:
+def _restrict_tying(model: Any, present: Callable[[str], bool]) -> None:
     """Leave in the library's tables only ties whose both ends are here."""
-
-    def here(name: str) -> bool:
-        return whole.holds(name, rng) or (keep_embedding and name == whole.embedding)
-
     for prefix, submodule in model.named_modules():
         if isinstance(submodule, PreTrainedModel):
             module: Any = submodule
@@ -282,7 +282,7 @@ def _restrict_tying(model: Any, whole: Skeleton, rng: ShardRange, keep_embedding
             module.all_tied_weights_keys = {
                 target: source
                 for target, source in (module.all_tied_weights_keys or {}).items()
-                if here(dot + target) and here(dot + source)
+                if present(dot + target) and present(dot + source)
             }
 
 
@@ -293,6 +293,21 @@ def fill_absent(model: Any) -> None:
         shape = getattr(module, name).shape
         setattr(module, name, torch.zeros((), dtype=dtype, device=device).expand(shape))
     del model._hetero_absent
+
+
+def outside(
+    model: Any, whole: Skeleton, rng: ShardRange, wanted: Callable[[nn.Module], bool]
+) -> dict[str, nn.Module]:
+    """The `wanted` modules of a shard before and after its blocks, by name: those without modules
+    in them, all of whose parameters are the shard's."""
+    owned = {name for name in whole.structure.owner if whole.holds(name, rng)}
+    found = {}
+    for path in sorted({name.rpartition(".")[0] for name in owned} - {""}):
+        module = model.get_submodule(path)
+        own = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        if own and own <= owned and not any(True for _ in module.children()) and wanted(module):
+            found[path] = module
+    return found
 
 
 def untie(model: Any, whole: Skeleton, rng: ShardRange) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -39,6 +40,7 @@ from hetero_framework.models.introspect import introspect
 from hetero_framework.models.partition import Captured, ShardRange, Skeleton
 from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
+from hetero_framework.models.remains import Kept
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.varlen_attention import register_per_sample
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 Inputs = dict[str, Tensor]
 # Of one kind of layer: by training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
+NOTHING = Kept()
 _Part = Literal["whole", "blocks", "head"]
 
 # transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
@@ -77,24 +80,32 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
 
 
 def load_shard(
-    model: ModelConfig, base_dir: Path, rng: ShardRange, device: Device, *, seed: int
+    model: ModelConfig,
+    base_dir: Path,
+    rng: ShardRange,
+    device: Device,
+    *,
+    seed: int,
+    kept: Kept = NOTHING,
 ) -> Shard:
-    """Load the shard that `rng` names onto `device`; only its own tensors are read. With
-    `model.from_config` the weights are random. Raises as `build_shard`, `quantization_config`."""
+    """Load the shard that `rng` names onto `device`; only its own tensors are read, and of these
+    none that are `kept` in memory. With `model.from_config` the weights are random. Raises as
+    `build_shard`, `quantization_config`."""
     config = load_model_config(model, base_dir)
     dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
+    build = functools.partial(
+        build_shard, config, rng=rng, dtype=dtype, device=device.torch_device, kept=kept
+    )
     if model.from_config is not None:
-        return build_shard(config, None, rng, dtype=dtype, device=device.torch_device, seed=seed)
+        return build(checkpoint=None, seed=seed)
     compute_dtype = dtype or _config_dtype(config)
     quantization = quantization_config(model.quantization, config, compute_dtype, device)
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
     source = resolve_model_path(str(model.name_or_path), base_dir)
     checkpoint = Checkpoint(source, model.revision)
-    shard = build_shard(
-        config, checkpoint, rng, dtype=dtype, device=device.torch_device, quantization=quantization
-    )
-    shard.fingerprint = fingerprint(checkpoint, checkpoint.used)
+    shard = build(checkpoint=checkpoint, quantization=quantization)
+    shard.fingerprint = {**kept.fingerprint, **fingerprint(checkpoint, checkpoint.used)}
     return shard
 
 
@@ -107,18 +118,26 @@ def build_shard(
     device: torch.device | str = "cpu",
     quantization: Any = None,
     seed: int = 0,
+    kept: Kept = NOTHING,
 ) -> Shard:
     """Build a shard from a checkpoint, or (None) with random weights from `seed` and each module's
-    name, by the model's rules; on the device "meta" without any. `dtype` None takes the
-    configuration's. Raises ModelError (files), ArchitectureError (a model that cannot be cut)."""
+    name, by the model's rules; on the device "meta" without any. What is `kept` of an earlier shard
+    is taken as it is. `dtype` None takes the configuration's. Raises ModelError (files),
+    ArchitectureError (a model that cannot be cut)."""
     register_per_sample()
     device, dtype = torch.device(device), dtype or _config_dtype(config)
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
         partition.check_cut(config, whole, rng)
+        makes_head = whole.head is not None and rng.is_last and not kept.has(whole.head, whole)
         # A tied head is loaded from the embedding, which then goes.
-        keep_embedding = whole.head is not None and rng.is_last and not rng.is_first
-        cls = partition.shard_class(whole, rng, keep_embedding=keep_embedding)
+        keep_embedding = makes_head and not rng.is_first
+
+        def is_read(name: str) -> bool:
+            here = whole.holds(name, rng) or (keep_embedding and name == whole.embedding)
+            return here and not kept.has(name, whole)
+
+        cls = partition.shard_class(whole, is_read)
         model: Any
         report: dict[str, Any]
         with torch.device("meta"):
@@ -159,8 +178,10 @@ def build_shard(
                 )
             model.config.name_or_path = checkpoint.source
             _check_finite(model, checkpoint.source)
+        kept.put_into(model, whole)
         partition.fill_absent(model)
-        partition.untie(model, whole, rng)
+        if makes_head:
+            partition.untie(model, whole, rng)
         return Shard(model, config, whole, rng)
 
 
@@ -245,6 +266,9 @@ class Shard:
         self._parameters_of_forward = inspect.signature(model.forward).parameters
         self._blocks: list[Any] = list(model.get_submodule(whole.structure.blocks).children())
         self._forwards: dict[int, Callable[..., Any]] = {}
+        # What `dissolve` takes back: hooks, and forwards that were not their classes'.
+        self._hooks: list[RemovableHandle] = []
+        self._former: dict[int, Callable[..., Any] | None] = {}
         self._recomputes = False
         self._install()
 
@@ -292,6 +316,27 @@ class Shard:
         """Store only the input of each block in training, and compute it again in its backward."""
         # Not by the library's own switch, which is inside the hooks in some versions only.
         self._recomputes = True
+
+    def dissolve(self) -> Kept:
+        """Take the shard apart, for good: what in it is frozen, as it was loaded, without adapter
+        and hooks. Nothing of a model whose blocks share weights or are rescaled by it."""
+        for hook in self._hooks:
+            hook.remove()
+        for index, former in self._former.items():
+            del self._blocks[index].forward
+            if former is not None:
+                self._blocks[index].forward = former
+        if self.adapter is not None:
+            from hetero_framework.models.adapters import take_off
+
+            take_off(self.model)
+        model, whole, rng, blocks = self.model, self._whole, self.range, self._blocks
+        self.model = self.adapter = None
+        self._forwards, self._former, self._blocks = {}, {}, []
+        if not whole.is_separable:
+            return NOTHING
+        kept = {k: blocks[k] for k in range(rng.start, rng.end) if _is_frozen(blocks[k])}
+        return Kept(kept, partition.outside(model, whole, rng, _is_frozen), self.fingerprint)
 
     def forward(self, inputs: Inputs, hidden_BSD: Tensor | None) -> Tensor:
         """Hidden state that leaves this shard's last block. `inputs` holds input_ids (first shard
@@ -367,19 +412,22 @@ class Shard:
         the shard weakly: dropped together they are freed at once."""
         rng, last = self.range, len(self._blocks) - 1
         for index in range(rng.start, rng.end):
+            self._former[index] = vars(self._blocks[index]).get("forward")
             self._forwards[index] = self._blocks[index].forward
             self._blocks[index].forward = self._passing(index)
         if rng.start < rng.end and not rng.is_first:
             first = self._blocks[rng.start]
-            first.register_forward_pre_hook(weakly(self._inject), with_kwargs=True)
+            hook = first.register_forward_pre_hook(weakly(self._inject), with_kwargs=True)
+            self._hooks.append(hook)
+        after = self._blocks[last].register_forward_hook
         if rng.is_last:
             if rng.end == rng.start:
                 self._blocks[last].on_hidden = weakly(self._take_injected)
-            self._blocks[last].register_forward_hook(weakly(self._leaving))
+            self._hooks.append(after(weakly(self._leaving)))
         elif rng.end <= last:
             self._blocks[rng.end].on_hidden = weakly(self._capture_and_stop)
         else:
-            self._blocks[last].register_forward_hook(weakly(self._capture_output))
+            self._hooks.append(after(weakly(self._capture_output)))
 
     def _passing(self, index: int) -> Callable[..., Any]:
         """A block's forward; it passes the hidden state on while the head works alone."""
@@ -438,6 +486,10 @@ class Shard:
         if self.on_enter is not None:
             self.on_enter(f"head {self._chunk}" if self._part == "head" and self._chunk else "head")
         return form.wrap(self._take_injected()) if self._part == "head" else None
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from hetero_framework.core.timeouts import STRANGER_S
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import ProtocolError
+from hetero_framework.models.remains import Remains
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
@@ -227,7 +228,9 @@ def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[C
         raw["workers"] = [{**raw["workers"][0], "port": free_ports(1)[0]}]
         config = Config.from_dict(raw)
 
-        def build(sent: Config, specs: Sequence[StageSpec], device: Device) -> list[Stage]:
+        def build(
+            sent: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
+        ) -> list[Stage]:
             [stage] = load_stages(sent, specs, device)
             forward = stage.forward
 

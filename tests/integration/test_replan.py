@@ -8,16 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero_framework.cluster.worker import serve
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
+from hetero_framework.core.addresses import port_is_free
+from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import StoppedEarly
 from hetero_framework.planner import judgement
 from hetero_framework.trainer.coordinator import Coordinator, train
@@ -25,6 +30,7 @@ from hetero_framework.trainer.replanning import PlanChange, Replanning
 from hetero_framework.trainer.setup import replanned
 from tests.integration.conftest import TRAINING, Notes, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.reads import note_reads
 from tests.samples import free_ports
 
 pytestmark = pytest.mark.usefixtures("nothing_left_here")
@@ -134,6 +140,46 @@ def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
     assert asked > 1
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     assert events(tmp_path / "run", "no direct link")
+
+
+@pytest.mark.usefixtures("cut_at")
+def test_layers_that_stay_are_not_read_again(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both processes are threads here, so that what they read can be counted."""
+    read: list[tuple[str, str]] = []
+
+    def note(name: str) -> None:
+        if ".layers." in name:
+            read.append((threading.current_thread().name, name.split(".")[2]))
+
+    note_reads(monkeypatch, note)
+    monkeypatch.setitem(CUTS, 3, [("local", 0, 3), (1, 3, 6)])
+    monkeypatch.setitem(CUTS, 5, [("local", 0, 2), (1, 2, 5), ("local", 5, 6)])
+    monkeypatch.delitem(CUTS, 7)
+    config = make(llama, texts, tmp_path / "run", [("local", 0, 2), (1, 2, 6)], adapter=LORA)
+    over = threading.Event()
+    worker = threading.Thread(
+        name="worker",
+        target=lambda: serve(config, 1, build=load_stages, keep=True, should_stop=over.is_set),
+    )
+    worker.start()
+    try:
+        while port_is_free("127.0.0.1", config.workers[0].port or 0):
+            worker.join(0.05)
+            assert worker.is_alive()
+        train(config, progress=Notes())
+    finally:
+        over.set()
+        worker.join()
+    here = threading.current_thread().name
+    assert len(events(tmp_path / "run", "plan changed")) == 2
+    assert {layer for thread, layer in read if thread == here} == {"0", "1", "2", "5"}
+    assert {layer for thread, layer in read if thread == "worker"} == {"2", "3", "4", "5"}
+    # A layer has nine tensors; the worker's third was given away and is read again.
+    times = Counter(read)
+    assert {key for key, count in times.items() if count == 2 * 9} == {("worker", "2")}
+    assert set(times.values()) == {9, 2 * 9}
 
 
 class Worker:

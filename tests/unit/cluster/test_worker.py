@@ -63,6 +63,7 @@ from hetero_framework.errors import (
     ProtocolError,
     StoppedEarly,
 )
+from hetero_framework.models.remains import Remains
 from hetero_framework.security import door
 from tests.framed import framed
 from tests.samples import free_ports
@@ -132,7 +133,9 @@ class Served:
         except BaseException as error:
             self.error = error
 
-    def _build(self, config: Config, specs: Sequence[StageSpec], device: Device) -> list[Any]:
+    def _build(
+        self, config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
+    ) -> list[Any]:
         self.loading()
         stages = [StandIn(spec) for spec in specs]
         self.weights += [weakref.ref(stage.weights) for stage in stages]
