@@ -1,0 +1,116 @@
+"""The arithmetic of a synchronisation: what an island sends, the average, what it makes of it.
+
+DiLoCo (arXiv 2311.08105), with the delay and the mixing of Streaming DiLoCo (2501.18512), and
+LocalSGD (1805.09767), as torchft computes them, but weighted by what each island has trained.
+Tensors are float32 on the CPU, by name. All islands come to the same bits, on any hardware: each
+operation is one that IEEE 754 rounds exactly, so nothing is fused and sums have one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hetero_framework.config import IslandConfig
+from hetero_framework.errors import CheckpointError
+
+Tensors = Mapping[str, Tensor]
+
+
+def weighted_mean(parts: Sequence[tuple[int, Tensors]]) -> dict[str, Tensor]:
+    """The mean of what islands sent, each with its weight, the label tokens that it has trained;
+    `parts` stand in the order of the islands' names, and what has no weight is not looked at.
+    Raises ValueError where nothing has any.
+
+    Products with a weight below 2**29 are exact in float64, so the mean of equal tensors is that
+    tensor, to the bit.
+    """
+    parts = [(weight, tensors) for weight, tensors in parts if weight > 0]
+    if not parts:
+        raise ValueError("no island has trained on a label token")
+    together = sum(weight for weight, _ in parts)
+    mean = {}
+    for name in parts[0][1]:
+        products = [tensors[name].double() * weight for weight, tensors in parts]
+        mean[name] = (sum(products[1:], products[0]) / together).float()
+    return mean
+
+
+class OuterFragment:
+    """What the islands have agreed on of one fragment, and the outer optimizer's momentum.
+
+    At a synchronisation `change` goes out, the mean of all comes back to `step`, once everybody
+    has it, and `mixed` is what the island trains on with. After a failure it is `weights` again.
+    """
+
+    def __init__(self, weights: Tensors, settings: IslandConfig) -> None:
+        self.weights = {name: _held(tensor) for name, tensor in weights.items()}
+        averages = settings.method == "local_sgd"
+        self._rate = 1.0 if averages else settings.outer_learning_rate
+        self._decay = 0.0 if averages else settings.outer_momentum
+        self._nesterov = settings.outer_nesterov
+        self._mixing = settings.mixing
+        # At rate 1 without momentum the outer step leads to the mean of the weights. That itself
+        # is sent, since old - (old - new) is not always new: one island alone keeps its bits.
+        plain = (self._rate, self._decay) == (1.0, 0.0)
+        self._sends_weights = plain and settings.compression == "none"
+        names = self.weights if self._decay else ()
+        self._momentum = {name: torch.zeros_like(self.weights[name]) for name in names}
+
+    def change(self, local: Tensors) -> dict[str, Tensor]:
+        """What this island says of its weights: the outer gradient, agreed - local; or the local
+        weights where their mean is all that is asked for."""
+        if self._sends_weights:
+            return {name: _held(local[name]) for name in self.weights}
+        return {name: old - _held(local[name]) for name, old in self.weights.items()}
+
+    def step(self, mean: Tensors) -> None:
+        """The outer optimizer's step, that of torch.optim.SGD, with the mean of all changes."""
+        if self._sends_weights:
+            self.weights = {name: mean[name] for name in self.weights}
+            return
+        self.weights = {
+            name: old - self._direction(name, mean[name]) * self._rate
+            for name, old in self.weights.items()
+        }
+
+    def _direction(self, name: str, gradient: Tensor) -> Tensor:
+        if not self._decay:
+            return gradient
+        self._momentum[name] = self._momentum[name] * self._decay + gradient
+        if self._nesterov:
+            return gradient + self._momentum[name] * self._decay
+        return self._momentum[name]
+
+    def mixed(self, local: Tensors) -> dict[str, Tensor]:
+        """The weights to go on with, of the type of `local`, of which `mixing` stays."""
+        if not self._mixing:
+            return {name: new.to(local[name].dtype) for name, new in self.weights.items()}
+        return {
+            name: torch.lerp(new, _held(local[name]), self._mixing).to(local[name].dtype)
+            for name, new in self.weights.items()
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Keyed "weights/<parameter>" and "momentum/<parameter>". No later step changes them."""
+        kinds = {"weights": self.weights, "momentum": self._momentum}
+        return {f"{kind}/{name}": t for kind, held in kinds.items() for name, t in held.items()}
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """Of another member or of a checkpoint. Raises CheckpointError where that is of another
+        fragment or of other settings."""
+        own = {key: tuple(tensor.shape) for key, tensor in self.state_dict().items()}
+        if own != {key: tuple(tensor.shape) for key, tensor in state.items()}:
+            raise CheckpointError(
+                "the outer optimizer's state is of other parameters or of another kind",
+                hint="model, adapter and the island section must be those of the run it comes from",
+            )
+        self.weights = {name: _held(state[f"weights/{name}"]) for name in self.weights}
+        self._momentum = {name: _held(state[f"momentum/{name}"]) for name in self._momentum}
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """A copy that no later change of `tensor` reaches."""
+    return tensor.detach().to("cpu", torch.float32, copy=True)
