@@ -122,9 +122,11 @@ class Assembly:
         device: Device,
         meter: ArrivalMeter,
         memory_limits: tuple[int, ...] | None,
+        plan_times: Profile | None,
         reduce: Reduce,
     ) -> None:
-        """`memory_limits` is how many forwards each stage has memory for."""
+        """`memory_limits` is how many forwards each stage has memory for, `plan_times` what the
+        plan was made with."""
         specs = config.plan.stages
         self.trainable, self.fingerprint = loaded.trainable, loaded.fingerprint
         self._boundaries = Boundaries(config)
@@ -134,11 +136,12 @@ class Assembly:
             specs,
             max_in_flight=config.training.max_in_flight,
             memory_limits=memory_limits,
+            planned=plan_times,
             run=self._tune,
         )
         self._tuning: Future[None] | None = None
         self.forecast: TunedSchedule | None = None
-        """What the step that began last was predicted to be; None while nothing was measured."""
+        """What the step that began last was predicted to be; None while no times are known."""
         results = StepResults()
         outlet = _Outlet(results, links)
         host = StageHost(loaded.local, config, device, meter, outlet, reduce=reduce)
@@ -386,10 +389,16 @@ class Cluster:
             _log.info("", extra=connected)
         return facts
 
-    def assemble(self, config: Config, memory_limits: tuple[int, ...] | None = None) -> Assembly:
+    def assemble(
+        self,
+        config: Config,
+        memory_limits: tuple[int, ...] | None = None,
+        plan_times: Profile | None = None,
+    ) -> Assembly:
         """Have all processes load their stages of `config`, also when they have others. Workers
-        without stages free what they have, and stay as spare ones. Raises PeerLostError for a
-        worker that is gone or exceeds `load_timeout_s`, and UserError where the files here do."""
+        without stages free what they have, and stay as spare ones. `plan_times` are those that the
+        plan was made with. Raises PeerLostError for a worker that is gone or exceeds
+        `load_timeout_s`, and UserError where the files here do."""
         again = self._current is not None
         if self._current is not None:
             self._current.pipeline.close()
@@ -417,7 +426,14 @@ class Cluster:
         parts = Loaded(local, self._loaded.trainable, self._loaded.fingerprint)
         self.fingerprint = parts.fingerprint
         self._current = Assembly(
-            config, self._peers, parts, self.device, self._meter, memory_limits, self._reduce
+            config,
+            self._peers,
+            parts,
+            self.device,
+            self._meter,
+            memory_limits,
+            plan_times,
+            self._reduce,
         )
         while True:
             try:

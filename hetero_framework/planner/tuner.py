@@ -65,7 +65,7 @@ class Tuner:
     """The in-flight limits and the policy of a run's steps.
 
     `max_in_flight` is the user's choice, None for our own; `memory_limits[k]` is how many forwards
-    stage k has memory for.
+    stage k has memory for; `planned` are the times that the plan was made with, where it was.
     """
 
     def __init__(
@@ -74,12 +74,14 @@ class Tuner:
         *,
         max_in_flight: int | None = None,
         memory_limits: Sequence[int] | None = None,
+        planned: Profile | None = None,
         run: Callable[[Callable[[], None]], None] = lambda job: job(),
     ) -> None:
         """`run` does the tuning after an observation: at once, or in a thread while steps go on."""
         self._stages = list(stages)
         self._max_in_flight = max_in_flight
         self._memory_limits = memory_limits
+        self._planned = planned
         self._run = run
         self._seconds: dict[int, StageSeconds] = {}
         self._latency_s: dict[int, float] = {}
@@ -87,9 +89,9 @@ class Tuner:
         self._choices: dict[tuple[int, frozenset[int]], TunedSchedule] = {}
 
     def profile(self, direct: frozenset[int]) -> Profile:
-        """The times of stages and edges, measured or else assumed."""
+        """The times of stages and edges: measured, planned with, or else assumed."""
         if not self._seconds:
-            return assumed_profile(self._stages, direct)
+            return self._planned or assumed_profile(self._stages, direct)
         return make_profile(self._stages, self._seconds, self._latency_s, direct)
 
     def choice(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
@@ -99,7 +101,7 @@ class Tuner:
         return self._choices[wanted]
 
     def forecast(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule | None:
-        """The choice that `choice` gives now; None while it rests on no measured times."""
+        """The choice that `choice` gives now; None while it rests on assumed times."""
         choice = self.choice(micro_batches, direct)
         is_assumed = choice.profile == assumed_profile(self._stages, direct)
         return None if is_assumed else choice

@@ -54,9 +54,11 @@ class Cause:
 @dataclass(frozen=True)
 class Account:
     """Means over `steps` (counted from 1), in seconds. `causes` with `unexplained_s` are all of the
-    difference between the two."""
+    difference between the two. `planned_s` is what the plan was to take when it was made, where
+    that is known."""
 
     steps: tuple[int, ...]
+    planned_s: float | None
     predicted_s: float
     measured_s: float
     stages: tuple[StageAccount, ...]
@@ -127,6 +129,7 @@ def _account(lines: Sequence[Mapping[str, Any]]) -> Account:
     ]
     return Account(
         tuple(line["step"] for line in lines),
+        lines[-1].get("planned_s"),
         statistics.fmean(line["predicted_s"] for line in lines),
         statistics.fmean(line["pipeline_s"] for line in lines),
         stages,
@@ -212,12 +215,20 @@ def text(found: Account) -> list[str]:
     return [
         f"predicted and measured, {which}: the pipeline was to take {seconds(found.predicted_s)} "
         f"and took {seconds(found.measured_s)} ({error:+.0%})",
+        *_planned(found),
         "",
         *table(_HEAD, [_row(found, stage) for stage in found.stages], left=(0, 1)),
         "memory is predicted for tensors; on a CPU the peak is the whole process, libraries too",
         "",
         *_reasons(found),
     ]
+
+
+def _planned(found: Account) -> list[str]:
+    if not found.planned_s:
+        return []
+    error = found.measured_s / found.planned_s - 1
+    return [f"when the plan was made a step was to take {seconds(found.planned_s)} ({error:+.0%})"]
 
 
 def _row(found: Account, stage: StageAccount) -> tuple[str, ...]:

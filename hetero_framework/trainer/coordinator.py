@@ -32,7 +32,7 @@ from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.account import stage_predictions
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.security.access import Access, access_of
-from hetero_framework.trainer import outputs, setup, skipped_step
+from hetero_framework.trainer import kept_plan, outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
@@ -138,7 +138,9 @@ def train(
                 facts = cluster.start([w for w in cluster.known_workers if w not in planned])
                 parts = setup.fit_devices(parts, facts)
                 began = time.monotonic()
-                cluster.assemble(parts.config, parts.memory_limits)
+                plan = kept_plan.planned(parts.config)
+                times = plan.pipeline if plan is not None else None
+                cluster.assemble(parts.config, parts.memory_limits, times)
                 load_s = time.monotonic() - began
                 labels = {owner: fact.label for owner, fact in facts.items()}
                 with (
@@ -153,7 +155,16 @@ def train(
                     files = RunFiles(directories, checkpoints, metrics, events, timeline)
                     replanning = Replanning(parts, facts, survivors=replan)
                     replanning.move_s = load_s
-                    run = Coordinator(parts, cluster, files, show, stop, replicas, replanning)
+                    run = Coordinator(
+                        parts,
+                        cluster,
+                        files,
+                        show,
+                        stop,
+                        replicas,
+                        replanning,
+                        plan.step_s if plan is not None else None,
+                    )
                     return run.run(checkpoint)
         except KeyboardInterrupt:
             raise errors.StoppedEarly(
@@ -176,8 +187,12 @@ class Coordinator:
         stop: StopRequest,
         replicas: ReplicaGroup,
         replanning: Replanning,
+        planned_s: float | None = None,
     ) -> None:
+        """`planned_s` is what the plan was to take for a step when it was made, where that is
+        known."""
         self._parts = parts
+        self._planned_s = planned_s
         self._replanning = replanning
         self._config = config = parts.config
         self._data: TrainData = parts.data
@@ -382,6 +397,7 @@ class Coordinator:
             except WorkerLeaving as leaving:
                 self._cluster.part_with(leaving)
         self._replanning.move_s = time.monotonic() - began
+        self._planned_s = None
         self._return_to(state)
         self._order = ModelOrder(self._cluster.assembly.trainable)
         self._memory = _memory_by_owner(change.parts)
@@ -498,6 +514,7 @@ class Coordinator:
             "step_seconds": seconds,
             "micro_batches": len(batches),
             "pipeline_s": max(stage.step_s for stage in stages.values()),
+            "planned_s": self._planned_s,
             "predicted_s": forecast.forecast.seconds if forecast is not None else None,
         }
         if self._state.committed_steps == state.committed_steps:

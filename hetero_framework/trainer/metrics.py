@@ -1,10 +1,10 @@
 """metrics.jsonl and TensorBoard events: what happened in each step.
 
 `metrics.jsonl` holds one JSON object per training step (step, epoch, loss, grad_norm,
-learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_s, predicted_s,
-stages: [{index, owner, busy_s, wait_s, forward_s, backward_s, activation_s, gradient_s, wire_s,
-bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {...}}, ...]) and one per
-evaluation (step, eval_loss, eval_perplexity, ...). A step that changed no weight has
+learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_s, planned_s,
+predicted_s, stages: [{index, owner, busy_s, wait_s, forward_s, backward_s, activation_s,
+gradient_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {...}}, ...]) and
+one per evaluation (step, eval_loss, eval_perplexity, ...). A step that changed no weight has
 "skipped": true. JSON has no NaN: a value that is not finite is written as null. TensorBoard gets
 the numbers of each line as train/<name> and eval/<name>, without those of single stages.
 

@@ -232,9 +232,11 @@ class At(Notes):
 
 
 @pytest.fixture
-def config(llama: Path, texts: Path, tmp_path: Path) -> Config:
-    training = {"max_steps": 12, "replicate_steps": 2}
-    return make(llama, texts, tmp_path / "run", THREE, adapter=LORA, training=training)
+def config(request: pytest.FixtureRequest, llama: Path, texts: Path, tmp_path: Path) -> Config:
+    """Of a run of an adapter, or of what a test gives instead."""
+    changes = {"adapter": LORA, "training": {}, **getattr(request, "param", {})}
+    training = {"max_steps": 12, "replicate_steps": 2, **changes.pop("training")}
+    return make(llama, texts, tmp_path / "run", THREE, training=training, **changes)
 
 
 @pytest.fixture
@@ -276,6 +278,28 @@ def test_a_worker_that_stays_away_is_done_without_and_taken_back(
     assert "worker 2" not in without["plan"]
     assert (again["reason"], again["from_step"]) == ("worker 2 is back", again["to_step"])
     assert again["plan"] == "coordinator 0-1, worker 1 2-3, worker 2 4-5"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "config",
+    [{"adapter": None, "training": {"save_strategy": "steps", "save_steps": 3}}],
+    indirect=True,
+    ids=["full"],
+)
+def test_full_training_goes_on_without_a_worker_from_the_last_checkpoint(
+    config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others have in memory is two steps further than what they go on from."""
+    monkeypatch.setattr(timeouts, "REPLAN_S", 1.0)
+    train(config, replan=True, progress=At(step_5=worker.kill))
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    [without] = events(tmp_path / "run", "plan changed")
+    assert (without["reason"], without["to_step"]) == ("worker 2 stays away", 3)
+    assert without["from_step"] == 5
+    assert "worker 2" not in without["plan"]
 
 
 def alone(config: Config, output: Path) -> Config:

@@ -103,6 +103,17 @@ def test_choice_keeps_to_the_users_max_in_flight_and_the_memory_of_the_stages() 
     assert all(a <= b for a, b in zip(in_flight, (2, 1, 1), strict=True))
 
 
+def test_until_a_step_is_measured_the_times_of_the_plan_count() -> None:
+    planned = Profile.of([1.0, 3.0], [2.0, 6.0])
+    tuned = Tuner(plan("local", 1), planned=planned)
+    forecast = tuned.forecast(4, NOWHERE)
+    assert forecast is not None
+    assert forecast.profile == planned
+    tuned.observe(seconds(2), {})
+    assert tuned.profile(NOWHERE) != planned
+    assert Tuner(plan("local", 1)).forecast(4, NOWHERE) is None
+
+
 def test_choice_is_made_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, Profile]] = []
 

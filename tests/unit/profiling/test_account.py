@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_a_slow_stage_is_named_with_what_it_costs(tmp_path: Path) -> None:
     assert cause.seconds == pytest.approx(found.measured_s - found.predicted_s)
     assert found.unexplained_s == pytest.approx(0)
     assert any("+" in said and "stage 1" in said for said in text(found))
+
+
+def test_what_the_plan_was_to_take_is_said_beside_it(tmp_path: Path) -> None:
+    write(tmp_path, {**line(2, PREDICTED), "planned_s": simulate(PREDICTED, M, 6).seconds / 1.1})
+    found = read_account(tmp_path, (2,))
+    assert found is not None
+    [said] = [one for one in text(found) if "when the plan was made" in one]
+    assert said.endswith("(+10%)")
+    assert "when the plan" not in " ".join(text(replace(found, planned_s=None)))
 
 
 def test_a_slow_link_and_what_nothing_explains_are_told_apart(tmp_path: Path) -> None:
