@@ -701,9 +701,13 @@ class Cluster:
         came about. Raises LinkLost."""
         return self._peers.connect_workers(pairs, timeouts.DIRECT_DIAL_S)
 
-    def ask(self, worker: WorkerId, question: Message) -> Message:
-        """A worker's answer to a CONTROL request, which the caller releases."""
+    def ask(self, worker: WorkerId, question: Message, then: Message | None = None) -> Message:
+        """A worker's answer to a CONTROL request, which the caller releases. `then` is sent right
+        behind the question. Raises LinkLost."""
         host = self.assembly.remotes[worker]
+        if then is not None:
+            host.answer(question)  # sends it
+            self._peers.send(worker, then)
         return self.pipeline.until(lambda: host.answer(question), f"an answer of worker {worker}")
 
     def traffic(self) -> dict[WorkerId, tuple[int, int, float, int]]:

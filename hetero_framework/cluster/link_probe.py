@@ -29,31 +29,38 @@ _ROUNDS = 5
 MOST_BYTES = 1 << 30
 _RANDOM_BYTES = 1 << 18
 
-Ask = Callable[[Message], Message]
+Ask = Callable[[Message, Message | None], Message]
+"""Sends a question, right after it a message that nobody answers where there is one; the answer."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Medians: seconds there and back of a small message, bytes per second away and back."""
+    """Medians: seconds there and back of a small message, bytes per second away and back, each way
+    by itself; and how many times as long that takes while as many bytes go the other way (1: they
+    do not disturb each other, 2: they share what there is, as on Wi-Fi)."""
 
     round_trip_s: float
     up_bytes_per_s: float
     down_bytes_per_s: float
+    both_ways: float = 1.0
 
 
 def measure(ask: Ask, nbytes: int) -> LinkSpeed:
-    """Measure a link with messages of `nbytes`; `ask` sends a question and gives its answer. A
-    transfer's time includes a round trip: the shortest one is taken off."""
+    """Measure a link with messages of `nbytes`. A transfer's time includes a round trip: the
+    shortest one is taken off."""
     payload = (_bytes(nbytes),)
     trips = _repeat(lambda: _seconds(ask, SINK, None), _TRIPS)
     up = _repeat(lambda: _seconds(ask, SINK, None, payload), _ROUNDS)
     down = _repeat(lambda: _seconds(ask, SOURCE, {"bytes": nbytes}), _ROUNDS)
+    both = _repeat(lambda: _seconds_both_ways(ask, nbytes), _ROUNDS)
 
-    def speed(seconds: list[float]) -> float:
+    def one_way(seconds: list[float], round_trips: int = 1) -> float:
         median = statistics.median(seconds)
-        return nbytes / max(median - min(trips), median / 10)
+        return max(median - round_trips * min(trips), median / 10)
 
-    return LinkSpeed(statistics.median(trips), speed(up), speed(down))
+    up_s, down_s = one_way(up), one_way(down)
+    both_ways = max(1.0, one_way(both, 2) / max(up_s, down_s))
+    return LinkSpeed(statistics.median(trips), nbytes / up_s, nbytes / down_s, both_ways)
 
 
 def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
@@ -78,13 +85,13 @@ def peer_speed(answer: Message) -> LinkSpeed:
     return LinkSpeed(**found.data)
 
 
-def answer_for_peer(
-    question: Control, ask_peer: Callable[[WorkerId, Message, float], Message]
-) -> Message:
-    """In the worker that was asked: measure, and answer."""
+def answer_for_peer(question: Control, ask_peer: Callable[..., Message]) -> Message:
+    """In the worker that was asked: measure, and answer. `ask_peer(worker, question, seconds,
+    then)` is `PeerLinks.ask`."""
     try:
         peer, nbytes = question.data["peer"], question.data["bytes"]
-        speed = measure(lambda message: ask_peer(peer, message, timeouts.PROBE_ANSWER_S), nbytes)
+        patience_s = timeouts.PROBE_ANSWER_S
+        speed = measure(lambda asked, then: ask_peer(peer, asked, patience_s, then), nbytes)
     except (HeteroError, KeyError, TypeError, ValueError) as error:
         text = error.message if isinstance(error, HeteroError) else repr(error)
         return Message(Control(PEER, answers=question.request, error=text))
@@ -112,13 +119,27 @@ def _bytes(count: int) -> WireTensor:
 
 def _seconds(ask: Ask, name: str, data: Any, tensors: tuple[WireTensor, ...] = ()) -> float:
     began = time.perf_counter()
-    answer = ask(control.request(next(_numbers), name, data, tensors))
+    answer = ask(control.request(next(_numbers), name, data, tensors), None)
     ended = time.perf_counter()
+    _check(answer)
+    return ended - began
+
+
+def _seconds_both_ways(ask: Ask, nbytes: int) -> float:
+    """Until `nbytes` have come while as many went; with two round trips."""
+    began = time.perf_counter()
+    away = Message(Control(SINK), (_bytes(nbytes),))
+    _check(ask(control.request(next(_numbers), SOURCE, {"bytes": nbytes}), away))
+    _check(ask(control.request(next(_numbers), SINK, None), None))  # behind what went
+    return time.perf_counter() - began
+
+
+def _check(answer: Message) -> None:
+    """Raise what it says went wrong; its bytes are not needed."""
     try:
         control.result(answer)
     finally:
         answer.release()
-    return ended - began
 
 
 _numbers = itertools.count(1 << 32)  # beyond the numbers that a pipeline gives its own questions

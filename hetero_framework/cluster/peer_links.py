@@ -163,13 +163,16 @@ class PeerLinks:
             with suppress(PeerLostError):
                 peer.send(message, done)
 
-    def ask(self, worker: WorkerId, question: Message, timeout_s: float) -> Message:
-        """A peer's answer to a CONTROL request, which the caller releases; else NetworkError."""
+    def ask(
+        self, worker: WorkerId, question: Message, timeout_s: float, then: Message | None = None
+    ) -> Message:
+        """A peer's answer to a CONTROL request, which the caller releases; else NetworkError.
+        `then` is sent right behind the question."""
         peer = self._peers.get(worker)
         if peer is None:
             raise NetworkError(f"there is no link to worker {worker}")
         try:
-            answer = peer.ask(question, timeout_s, self._stop)
+            answer = peer.ask(question, timeout_s, self._stop, then=then)
         except PeerLostError as error:
             raise NetworkError(f"the link to worker {worker} broke") from error
         if answer is None:

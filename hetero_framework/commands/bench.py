@@ -198,7 +198,7 @@ def _predicted(
     }
 
 
-_LINK_HEAD = ("link", "round trip", "there", "back")
+_LINK_HEAD = ("link", "round trip", "there", "back", "both at once")
 _STAGE_HEAD = (
     "stage", "process", "device", "layers", "forward", "backward", "forward per layer",
     "backward per layer",
@@ -246,7 +246,8 @@ def _step_lines(found: dict[str, Any]) -> list[str]:
 def _link_row(link: dict[str, Any]) -> tuple[str, ...]:
     one = link["from"] if link["from"] == "coordinator" else f"worker {link['from']}"
     rates = (bit_rate(link[f"{way}_bytes_per_s"]) for way in ("up", "down"))
-    return (f"{one} - worker {link['to']}", seconds(link["round_trip_s"]), *rates)
+    both_ways = f"{link['both_ways']:.1f} x as long"
+    return (f"{one} - worker {link['to']}", seconds(link["round_trip_s"]), *rates, both_ways)
 
 
 def _stage_row(stage: dict[str, Any]) -> tuple[str, ...]:

@@ -217,8 +217,12 @@ def _greet(view: View, worker: WorkerConfig, access: Access, patience_s: float) 
         links.close(Message(said), timeouts.STOP_S)
 
 
-def _answer(links: WorkerLinks, worker: WorkerId, question: Message) -> Message:
+def _answer(
+    links: WorkerLinks, worker: WorkerId, question: Message, then: Message | None = None
+) -> Message:
     links.send(worker, question)
+    if then is not None:
+        links.send(worker, then)
     deadline = time.monotonic() + _ANSWER_S
     while time.monotonic() < deadline:
         event = links.receive(timeouts.ANSWER_TICK_S)

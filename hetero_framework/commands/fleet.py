@@ -36,6 +36,8 @@ from hetero_framework.units import bit_rate, seconds
 _log = logging.getLogger(__name__)
 _MAX_FRAME_BYTES = 1 << 28
 _LINK_BYTES = (1 << 20, 1 << 25)
+_DISTURBED = 1.2
+"""Below, that both directions of a link take longer together is taken for noise."""
 _TINY = {
     **{"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32},
     **{"num_attention_heads": 2, "num_key_value_heads": 2},
@@ -138,9 +140,11 @@ class _Measuring:
 
         def note(one: WorkerId, other: WorkerId, speed: link_probe.LinkSpeed) -> None:
             up, down, trip_s = speed.up_bytes_per_s, speed.down_bytes_per_s, speed.round_trip_s
-            text = "%s to %s: %s there, %s back, round trip %s"
+            text = "%s to %s: %s there, %s back, both at once %.1f x as long, round trip %s"
             names = process_name(one), process_name(other)
-            _log.info(text, *names, bit_rate(up), bit_rate(down), seconds(trip_s))
+            _log.info(text, *names, bit_rate(up), bit_rate(down), speed.both_ways, seconds(trip_s))
+            if speed.both_ways > _DISTURBED:  # a step has activations and gradients under way
+                up, down = up / speed.both_ways, down / speed.both_ways
             shared = {"latency_s": trip_s / 2}
             found.append({"from": one, "to": other, "bytes_per_s": up, **shared})
             found.append({"from": other, "to": one, "bytes_per_s": down, **shared})

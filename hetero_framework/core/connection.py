@@ -131,15 +131,23 @@ class Connection:
         self._session.receive(message)
 
     def ask(
-        self, message: Message, timeout_s: float, stop: threading.Event | None = None
+        self,
+        message: Message,
+        timeout_s: float,
+        stop: threading.Event | None = None,
+        *,
+        then: Message | None = None,
     ) -> Message | None:
-        """Send a greeting or a CONTROL request; the answer, which the caller releases, or None when
-        there is none in time or `stop` is set. Raises the peer's fault, else why the link ended."""
+        """Send a greeting or a CONTROL request, and `then` right behind it; the answer, which the
+        caller releases, or None when there is none in time or `stop` is set. Raises the peer's
+        fault, else why the link ended."""
         answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
         with self._lock:
             self._asking = answers
         try:
             self.send(message)
+            if then is not None:
+                self.send(then)
             deadline = time.monotonic() + timeout_s
             while time.monotonic() < deadline and not (stop is not None and stop.is_set()):
                 with suppress(queue.Empty):

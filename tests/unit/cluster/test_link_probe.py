@@ -17,19 +17,26 @@ MB = 10**6
 class Wire:
     """A link with its own clock: every message takes its delay and its bytes."""
 
-    def __init__(self, delay_s: float, up: float, down: float) -> None:
+    def __init__(self, delay_s: float, up: float, down: float, shared: bool = False) -> None:
+        """`shared`: one direction waits for the other."""
         self.now = 0.0
         self.questions: list[tuple[str, int]] = []
         self.jitter: Iterator[float] = iter(())
         self._delay_s, self._up, self._down = delay_s, up, down
+        self._shared = shared
 
-    def ask(self, question: Message) -> Message:
+    def ask(self, question: Message, then: Message | None = None) -> Message:
         sent = over_the_wire(question)
         answer = control.answer(sent)
         assert answer is not None
         up, down = size(question), size(answer)
         self.questions.append((question.body.name, up + down))
-        self.now += 2 * self._delay_s + up / self._up + down / self._down + next(self.jitter, 0.0)
+        take = up / self._up + down / self._down
+        if then is not None:
+            assert control.answer(over_the_wire(then)) is None
+            beside = size(then) / self._up
+            take = take + beside if self._shared else max(take, beside)
+        self.now += 2 * self._delay_s + take + next(self.jitter, 0.0)
         return over_the_wire(answer)
 
 
@@ -55,6 +62,17 @@ def test_round_trip_and_both_directions_are_told_apart(wire: Wire) -> None:
     assert found.down_bytes_per_s == pytest.approx(100 * MB)
 
 
+@pytest.mark.parametrize(("shared", "times"), [(False, 1.0), (True, 2.0)])
+def test_directions_that_share_a_medium_are_told_from_a_cable(
+    shared: bool, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(delay_s=0.01, up=10 * MB, down=10 * MB, shared=shared)
+    monkeypatch.setattr(link_probe.time, "perf_counter", lambda: wire.now)
+    found = link_probe.measure(wire.ask, MB)
+    assert found.both_ways == pytest.approx(times)
+    assert found.up_bytes_per_s == pytest.approx(10 * MB)
+
+
 def test_first_message_of_a_kind_does_not_count(wire: Wire) -> None:
     wire.jitter = iter([1.5])
     assert link_probe.measure(wire.ask, MB).round_trip_s == pytest.approx(0.02)
@@ -73,8 +91,8 @@ def test_slow_link_is_measured_with_few_messages(monkeypatch: pytest.MonkeyPatch
     found = link_probe.measure(wire.ask, MB)
     assert found.up_bytes_per_s == pytest.approx(MB / 4)
     large = [name for name, nbytes in wire.questions if nbytes]
-    assert large == [link_probe.SINK, link_probe.SOURCE]
-    assert wire.now < 15
+    assert large == [link_probe.SINK, link_probe.SOURCE, link_probe.SOURCE]
+    assert wire.now < 20
 
 
 def test_bytes_cannot_be_compressed_and_have_the_size_asked_for() -> None:
@@ -94,10 +112,12 @@ def test_senseless_sizes_are_refused_where_they_are_asked_for(count: int) -> Non
 def test_worker_measures_its_link_to_another_and_tells(wire: Wire) -> None:
     asked: list[int | str] = []
 
-    def ask_peer(worker: int | str, question: Message, timeout_s: float) -> Message:
+    def ask_peer(
+        worker: int | str, question: Message, timeout_s: float, then: Message | None
+    ) -> Message:
         assert timeout_s > 0
         asked.append(worker)
-        return wire.ask(question)
+        return wire.ask(question, then)
 
     question = over_the_wire(link_probe.peer_question(5, "box", MB))
     answer = over_the_wire(link_probe.answer_for_peer(question.expect(Control), ask_peer))
@@ -108,7 +128,9 @@ def test_worker_measures_its_link_to_another_and_tells(wire: Wire) -> None:
 
 
 def test_worker_without_a_link_tells_why() -> None:
-    def ask_peer(worker: int | str, question: Message, timeout_s: float) -> Message:
+    def ask_peer(
+        worker: int | str, question: Message, timeout_s: float, then: Message | None
+    ) -> Message:
         raise NetworkError(f"there is no link to worker {worker}")
 
     answer = over_the_wire(

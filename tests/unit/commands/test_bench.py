@@ -46,6 +46,7 @@ LINKS = [
         "round_trip_s": 0.0004,
         "up_bytes_per_s": 1.25e8,
         "down_bytes_per_s": 1.25e7,
+        "both_ways": 1.0,
     },
     {
         "from": 1,
@@ -53,6 +54,7 @@ LINKS = [
         "round_trip_s": 1.5,
         "up_bytes_per_s": 1.25e8,
         "down_bytes_per_s": 2.5e8,
+        "both_ways": 1.96,
     },
 ]
 
@@ -100,9 +102,9 @@ def test_report_is_aligned(found: dict[str, Any]) -> None:
     found["step_s"] = 0.6
     expected = """\
 Links, with messages of 8 MB:
-link                    round trip        there         back
-coordinator - worker 1     0.40 ms  1.00 Gbit/s   100 Mbit/s
-worker 1 - worker box       1.50 s  1.00 Gbit/s  2.00 Gbit/s
+link                    round trip        there         back   both at once
+coordinator - worker 1     0.40 ms  1.00 Gbit/s   100 Mbit/s  1.0 x as long
+worker 1 - worker box       1.50 s  1.00 Gbit/s  2.00 Gbit/s  2.0 x as long
 
 For each micro-batch of 2 samples:
 stage  process      device  layers      forward  backward  forward per layer  backward per layer
