@@ -125,6 +125,8 @@ def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
 
 def closed(rules: Rules, layout: Layout) -> Layout | None:
     """The coordinator holds the last layers and the head too: half of what it holds now."""
+    if layout[-1].start == layout[-1].end:
+        layout = layout[:-1]  # it had the head alone
     counts = [part.end - part.start for part in layout]
     if len(layout) < 2 or layout[-1].device == 0 or counts[0] < 2:
         return None

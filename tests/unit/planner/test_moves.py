@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_framework.planner import FleetProfile
+from hetero_framework.planner.enumeration import Enumeration
+from hetero_framework.planner.layout import Part
+from hetero_framework.planner.moves import closed, interleaved, shifted
+from tests.unit.planner.fleets import device, fleet_of, profiles_of_fleets, rules_of
+
+
+@settings(max_examples=25, deadline=None)
+@given(profiles_of_fleets(most_devices=3, most_layers=5), st.integers(2, 3))
+def test_whatever_is_made_of_a_layout_holds_all_layers_and_only_its_ends_may_hold_none(
+    profile: FleetProfile, chunks: int
+) -> None:
+    rules = rules_of(profile, chunks=True)
+    for layout in Enumeration(rules, 1e9, nodes=10**6).layouts():
+        made = [interleaved(rules, layout, chunks), closed(rules, layout), *shifted(layout)]
+        for found in filter(None, made):
+            assert [part.start for part in found] == [0, *(part.end for part in found[:-1])]
+            assert found[-1].end == profile.layers
+            assert all(part.start < part.end for part in found[1:-1]), (layout, found)
+
+
+def test_whoever_held_the_head_alone_is_left_out_when_the_coordinator_takes_it() -> None:
+    rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
+    layout = (
+        Part(0, 0, 4, False, False),
+        Part(2, 4, 6, False, True),
+        Part(1, 6, 6, False, True),
+    )
+    found = closed(rules, layout)
+    assert found is not None
+    assert [(part.device, part.start, part.end) for part in found] == [
+        (0, 0, 2),
+        (2, 2, 4),
+        (0, 4, 6),
+    ]
