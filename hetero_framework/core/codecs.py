@@ -129,30 +129,36 @@ class BFloat16(Codec):
 
 
 class Int8(Codec):
-    """Blocks of 64 values along the flattened tensor, each with its own scale.
+    """Blocks of values along the flattened tensor, each with its own scale.
 
     value = q * scale with scale = bfloat16(amax / 127) and q = round(value / scale), ties to even.
-    The parts are q ([N] int8) and the scales ([ceil(N / 64)] bfloat16), 66 bytes per 64 values; the
-    last block may be short. |q| needs no clamp: bfloat16 rounds the scale down by 1/257 at most,
-    and amax / scale <= 127 * 257/256 < 127.5 still rounds to 127. At both ends of the range the
-    stated error does not hold: a step is never smaller than 1.2e-38, and magnitudes above 0.99 of
-    the type's largest number may become infinite, which the check for finite gradients notices.
+    The parts are q ([N] int8) and the scales ([ceil(N / block)] bfloat16); the last block may be
+    short. |q| needs no clamp: bfloat16 rounds the scale down by 1/257 at most, and amax / scale <=
+    127 * 257/256 < 127.5 still rounds to 127. At both ends of the range the stated error does not
+    hold: a step is never smaller than 1.2e-38, and magnitudes above 0.99 of the type's largest
+    number may become infinite, which the check for finite gradients notices.
     """
 
     name = "int8"
-    error = (
-        "Every value arrives within 1/252 of the largest magnitude in its block of 64, rounded to"
-        " its type; zeros are exact; a NaN or an infinity leaves no finite value in its block."
-    )
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
+        self.error = (
+            f"Every value arrives within 1/252 of the largest magnitude in its block of {block},"
+            " rounded to its type; zeros are exact; a NaN or an infinity leaves no finite value in"
+            " its block."
+        )
 
     def supports(self, dtype: torch.dtype) -> Support:
         if dtype in (torch.float32, torch.bfloat16, torch.float16):
-            return Support(True, f"{_name(dtype)} travels as int8 with a scale per {BLOCK} values")
+            return Support(
+                True, f"{_name(dtype)} travels as int8 with a scale per {self.block} values"
+            )
         return Support(False, f"{_name(dtype)} tensors cannot travel as int8; use none")
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout:
         count = math.prod(shape)
-        return (torch.int8, (count,)), (torch.bfloat16, (-(-count // BLOCK),))
+        return (torch.int8, (count,)), (torch.bfloat16, (-(-count // self.block),))
 
     def _encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         flat = tensor.view(-1)
@@ -161,7 +167,7 @@ class Int8(Codec):
             for kind, size in self.layout(tensor.shape, tensor.dtype)
         ]
         magnitudes, widened = _scratch(flat), _scratch(flat)
-        for values, quantized, scales in _block_runs(flat, *parts):
+        for values, quantized, scales in _block_runs(self.block, flat, *parts):
             room = magnitudes[: values.numel()].view_as(values)
             if values.dtype != torch.float32:
                 values = widened[: values.numel()].view_as(values).copy_(values)
@@ -179,7 +185,7 @@ class Int8(Codec):
         decoded = torch.empty(shape, dtype=dtype, device=parts[0].device)
         flat = decoded.view(-1)
         scratch = _scratch(flat)
-        for values, quantized, scales in _block_runs(flat, *parts):
+        for values, quantized, scales in _block_runs(self.block, flat, *parts):
             if dtype == torch.float32:
                 values.copy_(quantized).mul_(scales)
             else:
@@ -189,21 +195,21 @@ class Int8(Codec):
 
 
 def _block_runs(
-    flat: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
+    block: int, flat: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views of [blocks, 64], [blocks, 64] and [blocks, 1], run by run; a short block comes last."""
-    whole = flat.numel() // BLOCK
-    step = (_CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN) // BLOCK
+    """Views of [n, block], [n, block] and [n, 1], run by run; a short block comes last."""
+    whole = flat.numel() // block
+    step = (_CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN) // block
     for first in range(0, whole, step):
         last = min(first + step, whole)
-        inside = slice(first * BLOCK, last * BLOCK)
+        inside = slice(first * block, last * block)
         yield (
-            flat[inside].view(-1, BLOCK),
-            quantized[inside].view(-1, BLOCK),
+            flat[inside].view(-1, block),
+            quantized[inside].view(-1, block),
             scales[first:last].view(-1, 1),
         )
-    if flat.numel() % BLOCK:
-        rest = slice(whole * BLOCK, None)
+    if flat.numel() % block:
+        rest = slice(whole * block, None)
         yield flat[rest].view(1, -1), quantized[rest].view(1, -1), scales[whole:].view(1, 1)
 
 

@@ -1,0 +1,100 @@
+"""Changes of the weights in fewer bytes on their way to other islands, and the error fed back.
+
+What rounding takes from one change is added to the next one of that parameter: over time all that
+was meant is sent, but for what the last rounding holds back. The values that come out at the other
+end are the same on any machine.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hetero_framework.core.codecs import CODECS, Codec, Int8
+from hetero_framework.errors import ProtocolError
+
+Kind = Literal["none", "bf16", "int8"]
+Packed = dict[str, list[Tensor]]
+"""What travels of each parameter."""
+
+# A longer block than on the wire between stages: what a large value costs its neighbours comes with
+# the next change, and small numbers are more frequent, so that Huffman's code saves more.
+_CODECS: dict[Kind, Codec] = {"none": CODECS["none"], "bf16": CODECS["bf16"], "int8": Int8(256)}
+_RAW_DEFLATE = -15  # zlib's word for a stream without header and checksum: frames have their own
+
+
+class Compression:
+    """What one island sends of its changes. `lost`: what rounding has held back so far, for a
+    checkpoint; an island that joins has lost nothing."""
+
+    def __init__(self, kind: Kind, lost: Mapping[str, Tensor] | None = None) -> None:
+        self._kind = kind
+        self.lost = dict(lost or {})
+        self._next_lost: dict[str, Tensor] = {}
+
+    def pack(self, changes: Mapping[str, Tensor]) -> Packed:
+        """What to send instead of these changes (float32, on the CPU)."""
+        packed: Packed = {}
+        for name, change in changes.items():
+            meant = change + self.lost[name] if name in self.lost else change
+            packed[name] = _encode(meant, self._kind)
+            if self._kind != "none":
+                self._next_lost[name] = meant - _decode(packed[name], meant.shape, self._kind)
+        return packed
+
+    def committed(self) -> None:
+        """What was packed has become part of the weights. Otherwise it is packed anew next time,
+        as if it had not been before."""
+        self.lost.update(self._next_lost)
+        self._next_lost = {}
+
+
+def unpack(packed: Packed, like: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
+    """The changes of another island, of the names and shapes of `like`. Raises ProtocolError for
+    what cannot be read as these."""
+    if packed.keys() != like.keys():
+        raise ProtocolError("another island sends changes of other parameters")
+    return {name: _decode(packed[name], tensor.shape, kind) for name, tensor in like.items()}
+
+
+def packed_bytes(packed: Packed) -> int:
+    """Bytes of all tensors that travel."""
+    return sum(tensor.nbytes for parts in packed.values() for tensor in parts)
+
+
+def _encode(change: Tensor, kind: Kind) -> list[Tensor]:
+    parts = _CODECS[kind].encode(change)
+    return [_deflated(parts[0]), parts[1]] if kind == "int8" else parts
+
+
+def _decode(parts: Sequence[Tensor], shape: torch.Size, kind: Kind) -> Tensor:
+    if kind == "int8":
+        if len(parts) != 2 or parts[0].dtype != torch.uint8:
+            raise ProtocolError("a change in int8 comes in other parts than numbers and scales")
+        parts = [_inflated(parts[0], shape.numel()), parts[1]]
+    return _CODECS[kind].decode(parts, shape, torch.float32)
+
+
+def _deflated(numbers: Tensor) -> Tensor:
+    """int8 [N] in Huffman's code alone, as uint8: rounded changes hardly repeat themselves."""
+    coder = zlib.compressobj(wbits=_RAW_DEFLATE, strategy=zlib.Z_HUFFMAN_ONLY)
+    stream = coder.compress(numbers.numpy().data) + coder.flush()
+    return torch.frombuffer(bytearray(stream), dtype=torch.uint8)
+
+
+def _inflated(stream: Tensor, count: int) -> Tensor:
+    """The int8 [count] that `_deflated` wrote; a longer one is not written out."""
+    decoder = zlib.decompressobj(_RAW_DEFLATE)
+    try:
+        numbers = decoder.decompress(stream.numpy().data, count + 1)
+    except zlib.error as error:
+        raise ProtocolError(f"a change in int8 cannot be read: {error}") from error
+    if len(numbers) != count or not decoder.eof or decoder.unused_data:
+        raise ProtocolError(f"a change in int8 has other than {count} numbers")
+    if count == 0:  # torch makes no tensor of an empty buffer
+        return torch.empty(0, dtype=torch.int8)
+    return torch.frombuffer(bytearray(numbers), dtype=torch.int8)
