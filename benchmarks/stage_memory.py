@@ -35,6 +35,7 @@ from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.models.memory import StageMemory, estimate_memory
 from hetero_framework.models.peak import Peak
 from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.side import Bundle
 
 GOAL = 0.10
 _IN_FLIGHT = 3
@@ -174,7 +175,7 @@ class Process:
             numbers = range(first, first + in_flight)
             for stage in self._stages:
                 for k in numbers if not stage.is_last else ():
-                    stage.forward(k, inputs, None if stage.is_first else self._arriving(tokens))
+                    stage.forward(k, inputs, () if stage.is_first else self._arriving(tokens))
             for stage in reversed(self._stages):
                 for k in numbers:
                     if stage.is_last:
@@ -185,9 +186,9 @@ class Process:
             stage.report_gradients()
             stage.commit(1e-4, 0.5)
 
-    def _arriving(self, tokens: int) -> torch.Tensor:
-        """A boundary's tensor."""
-        return torch.randn(_ROWS, tokens, self._hidden, dtype=self._dtype)
+    def _arriving(self, tokens: int) -> Bundle:
+        """What crosses a boundary."""
+        return (torch.randn(_ROWS, tokens, self._hidden, dtype=self._dtype),)
 
 
 def most_bytes(case: Case, config: Config, specs: Sequence[StageSpec]) -> int:

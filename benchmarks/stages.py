@@ -30,6 +30,7 @@ from hetero_framework.engine.stage_api import (
 from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import UserError
 from hetero_framework.models.remains import Remains
+from hetero_framework.models.side import Bundle
 from hetero_framework.planner.simulator import Edge, Profile
 
 _ROW_ELEMENTS = 1024
@@ -291,30 +292,28 @@ class SleepStage:
     def begin(self, info: StepInfo) -> None:
         """Nothing to prepare."""
 
-    def forward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
         length = self._load.length(micro_batch)
         self._sleeper.sleep(self._forward_s * length, 0.0, self._load.slow_s)
-        return self._results[length]
+        return (self._results[length],)
 
     def forward_backward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[float, torch.Tensor | None]:
+        self, micro_batch: int, inputs: Tensors, received: Bundle
+    ) -> tuple[float, Bundle]:
         length = self._load.length(micro_batch)
         self._sleeper.sleep(self._forward_s * length, self._backward_s * length, self._load.slow_s)
-        return 1.0, self._results[length]
+        return 1.0, (self._results[length],)
 
-    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> float:
+    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> float:
         self._sleeper.sleep(
             self._forward_s * self._load.length(micro_batch), 0.0, self._load.slow_s
         )
         return 1.0
 
-    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None:
+    def backward(self, micro_batch: int, gradients: Bundle) -> Bundle:
         length = self._load.length(micro_batch)
         self._sleeper.sleep(0.0, self._backward_s * length)
-        return None if self.is_first else self._results[length]
+        return () if self.is_first else (self._results[length],)
 
     def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
         return GradientReport(torch.ones(1))

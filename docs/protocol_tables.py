@@ -67,7 +67,8 @@ def _message(body: type[Body]) -> str:
     if spec.named:
         lines.append("- tensors: one for each of `names`, in that order\n")
     elif high:
-        lines.append(f"- tensors: {low if low == high else f'{low} to {high}'}\n")
+        more = f", then {low} to {high} for each of `sides`" if spec.sided else ""
+        lines.append(f"- tensors: {low if low == high else f'{low} to {high}'}{more}\n")
     if spec.max_header_bytes == frames.MAX_LONG_HEADER_BYTES:
         lines.append("- *long* header\n")
     return "".join(lines)

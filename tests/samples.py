@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from hetero_framework.core.messages import Boundary, Coded, Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.models.tiny import tiny_config
 
 TEXT = "the a model trains on many small machines and every layer keeps its own weights"
 WORDS = TEXT.split()
@@ -58,6 +59,19 @@ def save_llama(directory: Path, *, seed: int = 0, layers: int = 6, **changes: An
     }
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(directory)
+    return directory
+
+
+def save_tiny(model_type: str, directory: Path) -> Path:
+    """A tiny random model of another architecture, with the same tokenizer."""
+    tokenizer = save_tokenizer(directory)
+    config = tiny_config(model_type)
+    names = ("vocab_size", "vocab_size_per_layer_input")
+    config.update({name: 320 for name in names if hasattr(config, name)})
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
 
 

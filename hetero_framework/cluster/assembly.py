@@ -124,6 +124,7 @@ class Assembly:
         memory_limits: tuple[int, ...] | None,
         plan_times: Profile | None,
         reduce: Reduce,
+        id_layers: frozenset[int],
     ) -> None:
         """`memory_limits` is how many forwards each stage has memory for, `plan_times` what the
         plan was made with."""
@@ -156,7 +157,7 @@ class Assembly:
             [host, *self.remotes.values()],
             links,
             results,
-            objective=objective_of(config.training),
+            objective=objective_of(config.training, id_layers),
             step_timeout_s=config.training.step_timeout_s,
         )
 
@@ -304,8 +305,10 @@ class Cluster:
         access: Access | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         absence_s: float | None = None,
+        id_layers: frozenset[int] = frozenset(),
     ) -> None:
-        """`build` and `reduce` are for the stages here; `run_id` is a lasting one. `workers` are
+        """`build` and `reduce` are for the stages here; `id_layers` are the model's that read token
+        ids; `run_id` is a lasting one. `workers` are
         those of this machine where they were started before. `access` is for the links;
         `should_stop` ends the wait for a lost worker. `absence_s`: a worker that is away for so
         long is given up, also one that was paused (None: as the configuration says)."""
@@ -314,6 +317,7 @@ class Cluster:
         self._reduce = reduce
         self._should_stop = should_stop
         self._absence_s = absence_s
+        self._id_layers = id_layers
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         torch.set_num_threads(threads_for(config, "local"))
@@ -434,6 +438,7 @@ class Cluster:
             memory_limits,
             plan_times,
             self._reduce,
+            self._id_layers,
         )
         while True:
             try:

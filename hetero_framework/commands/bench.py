@@ -24,6 +24,7 @@ from hetero_framework.data import token_count
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
+from hetero_framework.models.introspect import introspect
 from hetero_framework.planner.simulator import Profile, step_bound
 from hetero_framework.planner.tuning import tune
 from hetero_framework.security.access import Access
@@ -56,7 +57,8 @@ def bench(
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
         parts = setup.prepare(config.with_changes(training={"output_dir": folder}))
         most = parts.max_frame_bytes
-        with Cluster(parts.config, max_frame_bytes=most, access=access) as cluster:
+        ids = introspect(parts.model_config).id_readers
+        with Cluster(parts.config, max_frame_bytes=most, access=access, id_layers=ids) as cluster:
             facts = cluster.start()
             parts = setup.fit_devices(parts, facts)
             cluster.assemble(parts.config, parts.memory_limits)

@@ -14,6 +14,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import ConfigError, DeviceError
+from hetero_framework.models.crossing import crossing_lines
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
 from hetero_framework.models.quiet import quiet_libraries
@@ -52,6 +53,7 @@ def check(config: Config) -> dict[str, Any]:
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
         config = resolved.config
+        notes += crossing_lines(config, model_config, tokens)
         memory = estimate_memory(config, model_config, in_flight=schedule["held"])
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")

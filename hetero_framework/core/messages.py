@@ -54,6 +54,11 @@ class Spec:
         """Whether it has one tensor for each of its `names`."""
         return "names" in self.fields.kinds and self.tensors[1] > 0
 
+    @property
+    def sided(self) -> bool:
+        """Whether each of its `sides` has one or two tensors more."""
+        return "sides" in self.fields.kinds
+
     def check(self, fields: dict[str, Any], num_tensors: int) -> None:
         """Raise ProtocolError unless these are exactly the fields and tensors it may have."""
         try:
@@ -63,12 +68,13 @@ class Spec:
         if problem is not None:
             raise ProtocolError(f"{self.name}: {problem}")
         low, high = [len(fields["names"])] * 2 if self.named else self.tensors
-        if not low <= num_tensors <= high:
-            self._refuse_count(low, high, num_tensors)
+        sides = len(fields.get("sides") or ())
+        if not low + sides <= num_tensors <= high + 2 * sides:
+            self._refuse_count(low + sides, high + 2 * sides, num_tensors)
 
     def check_count(self, tensors: Any) -> None:
         """Raise ProtocolError for a list of more tensors than it may ever have."""
-        low, high = self.tensors
+        low, high = self.tensors[0], MAX_TENSORS if self.sided else self.tensors[1]
         if isinstance(tensors, list) and len(tensors) > high:
             self._refuse_count(low, high, len(tensors))
 
@@ -296,26 +302,37 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
+class SideForm:
+    """How a side tensor travels: whether it wants a gradient, and what a codec encoded."""
+
+    wants_gradient: bool
+    coded: Coded | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Boundary(OfStep):
-    """A tensor that crosses the boundary between two stages."""
+    """What crosses the boundary between two stages."""
 
     stage: int
     micro_batch: int
     coded: Coded | None = None
+    sides: tuple[SideForm, ...] | None = None
 
 
 @_message(12, EITHER, tensors=(1, 2))
 class Forward(Boundary):
     """To the stage `stage`: its input hidden states. A worker sends it straight to the worker that
-    holds the stage, or to the coordinator, which relays it undecoded. With `coded` the tensors are
-    what a codec made of one of that shape and dtype. On the last stage it is answered by LOSS and
-    BACKWARD."""
+    holds the stage, or to the coordinator, which relays it undecoded. With `coded` the first
+    tensors are what a codec made of one of that shape and dtype. `sides` are the tensors that the
+    model's blocks receive beside the hidden state, in the order of the model, if there are any. On
+    the last stage it is answered by LOSS and BACKWARD."""
 
 
 @_message(13, EITHER, tensors=(1, 2))
 class Backward(Boundary):
-    """To the stage `stage`: the gradient of its output, on the paths of FORWARD. There is none
-    where nothing before the boundary is trained."""
+    """To the stage `stage`: the gradient of its output, on the paths of FORWARD, then, as `sides`,
+    those of the side tensors that want one. There is none where nothing before the boundary is
+    trained."""
 
 
 @_message(14, WORKER)

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 
 from hetero_framework.config import WireConfig
-from hetero_framework.core.codecs import CODECS, Codec
+from hetero_framework.core.codecs import CODECS, Codec, Layout
 from hetero_framework.core.devices import Device, DeviceEvent
-from hetero_framework.core.messages import Boundary, Coded, Forward, Inputs, Message
+from hetero_framework.core.messages import Boundary, Coded, Forward, Inputs, Message, SideForm
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
@@ -28,6 +28,7 @@ from hetero_framework.engine.executor import failed
 from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo, Tensors
 from hetero_framework.errors import PeerLostError, ProtocolError
+from hetero_framework.models.side import Bundle
 
 Done = Callable[[], None]
 
@@ -76,25 +77,44 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     if not isinstance(body, Boundary):
         return None
     parts = [from_wire(tensor) for tensor in message.tensors]
-    coded = body.coded
-    if coded is None:
-        if not device.is_async:
-            return Arrival(parts[0], message.release)
-        moved = device.copy_in(parts[0])
-        message.release()
-        return Arrival(moved)
+    forms = [SideForm(False, body.coded), *(body.sides or ())]
+    counts = [1 if form.coded is None else len(_layout(message, form.coded)) for form in forms]
+    if sum(counts) != len(parts):
+        raise ProtocolError(f"{message.name}: {sum(counts)} tensors expected, got {len(parts)}")
+    found = []
+    for form, count in zip(forms, counts, strict=True):
+        own, parts = parts[:count], parts[count:]
+        tensor = own[0] if form.coded is None else _decoded(message, form.coded, own, device)
+        if form.coded is None and device.is_async:
+            tensor = device.copy_in(tensor)
+        if form.wants_gradient and not tensor.is_floating_point():
+            raise ProtocolError(f"{message.name}: a gradient for a tensor of {tensor.dtype}")
+        found.append(tensor.requires_grad_(form.wants_gradient))
+    if not device.is_async and any(form.coded is None for form in forms):
+        return Arrival(tuple(found), message.release)
+    message.release()
+    return Arrival(tuple(found))
+
+
+def _layout(message: Message, coded: Coded) -> Layout:
+    """Of the tensors that a codec has made of one."""
     codec, dtype = CODECS.get(coded.codec), TORCH_DTYPES.get(coded.dtype)
     if codec is None or dtype is None:
         raise ProtocolError(
             f"{message.name}: cannot read codec {coded.codec!r} of a {coded.dtype!r} tensor"
         )
+    return codec.layout(coded.shape, dtype)
+
+
+def _decoded(
+    message: Message, coded: Coded, parts: list[torch.Tensor], device: Device
+) -> torch.Tensor:
+    """On the device, in memory of its own."""
+    codec, dtype = CODECS[coded.codec], TORCH_DTYPES[coded.dtype]
     if device.is_async and can_code(device):
-        decoded = codec.decode(device.copies_in(parts), coded.shape, dtype)
-    else:
-        decoded = codec.decode(parts, coded.shape, dtype)
-        decoded = device.copy_in(decoded.clone() if _shares(decoded, parts) else decoded)
-    message.release()
-    return Arrival(decoded)
+        return codec.decode(device.copies_in(parts), coded.shape, dtype)
+    decoded = codec.decode(parts, coded.shape, dtype)
+    return device.copy_in(decoded.clone() if _shares(decoded, parts) else decoded)
 
 
 def inputs_in(device: Device, inputs: Tensors) -> Tensors:
@@ -113,10 +133,9 @@ def move_in(device: Device, unpacked: Arrival | Tensors) -> Arrival | Tensors:
         return unpacked
     if not isinstance(unpacked, Arrival):
         return inputs_in(device, unpacked)
-    assert unpacked.tensor is not None
-    moved = device.copy_in(unpacked.tensor)
+    moved = [device.copy_in(t.detach()).requires_grad_(t.requires_grad) for t in unpacked.tensors]
     unpacked.release()
-    return Arrival(moved)
+    return Arrival(tuple(moved))
 
 
 def can_code(device: Device) -> bool:
@@ -151,25 +170,24 @@ class BoundaryIO:
         self._pool = device.buffers()
         self._sender = Sender(outlet.failed, flush_timeout_s)
 
-    def send(self, body: Boundary, tensor_BSD: torch.Tensor) -> None:
+    def send(self, body: Boundary, tensors: Bundle) -> None:
         codec = self._activations if isinstance(body, Forward) else self._gradients
-        if codec is not None and not codec.supports(tensor_BSD.dtype):
-            codec = None  # it travels as it is; the user was told at the start
-        if codec is not None:
-            coded = Coded(codec.name, tuple(tensor_BSD.shape), dtype_name(tensor_BSD.dtype))
-            body = replace(body, coded=coded)
+        # What it cannot encode travels as it is; the user was told at the start.
+        codecs = [codec if codec and codec.supports(tensor.dtype) else None for tensor in tensors]
+        forms = [_form(tensor, own) for tensor, own in zip(tensors, codecs, strict=True)]
+        if forms[0].coded is not None or len(forms) > 1:
+            body = replace(body, coded=forms[0].coded, sides=tuple(forms[1:]) or None)
         if self._device.is_async:
             # Encoding is the device's work; only the encoded parts are copied.
-            here = codec is not None and can_code(self._device)
-            parts = codec.encode(tensor_BSD) if codec is not None and here else [tensor_BSD]
+            here = can_code(self._device)
+            parts = _encoded(tensors, codecs) if here else list(tensors)
+            later = [None] * len(parts) if here else codecs
             event = self._device.record_event(*parts)
-            later = None if here else codec
             self._submit(body, lambda: self._copy_and_post(body, parts, event, later))
-        elif codec is not None:
-            encode = codec.encode
-            self._submit(body, lambda: self._outlet.post(_message(body, encode(tensor_BSD))))
+        elif any(codecs):
+            self._submit(body, lambda: self._outlet.post(_message(body, _encoded(tensors, codecs))))
         else:
-            self._outlet.post(_message(body, [tensor_BSD]))
+            self._outlet.post(_message(body, tensors))
 
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         if not self._loss_is_awaited:
@@ -208,7 +226,11 @@ class BoundaryIO:
         self._sender.submit(explained)
 
     def _copy_and_post(
-        self, body: Boundary, parts: list[torch.Tensor], event: DeviceEvent, codec: Codec | None
+        self,
+        body: Boundary,
+        parts: list[torch.Tensor],
+        event: DeviceEvent,
+        codecs: Sequence[Codec | None],
     ) -> None:
         copies = self._device.copies_out(parts, event, self._pool)
 
@@ -217,11 +239,27 @@ class BoundaryIO:
                 give_back()
 
         hosts = [host for host, _ in copies]
-        encoded = hosts if codec is None else codec.encode(hosts[0])
-        self._outlet.post(_message(body, encoded), release)
+        self._outlet.post(_message(body, _encoded(hosts, codecs)), release)
 
 
-def _message(body: Boundary, parts: list[torch.Tensor]) -> Message:
+def _form(tensor: torch.Tensor, codec: Codec | None) -> SideForm:
+    """How a tensor travels."""
+    coded = None
+    if codec is not None:
+        coded = Coded(codec.name, tuple(tensor.shape), dtype_name(tensor.dtype))
+    return SideForm(tensor.requires_grad, coded)
+
+
+def _encoded(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec | None]) -> list[torch.Tensor]:
+    """What travels of each tensor: what its codec makes of it, or itself."""
+    return [
+        part
+        for tensor, codec in zip(tensors, codecs, strict=True)
+        for part in ([tensor] if codec is None else codec.encode(tensor))
+    ]
+
+
+def _message(body: Boundary, parts: Sequence[torch.Tensor]) -> Message:
     return Message(body, tuple(map(to_wire, parts)))
 
 

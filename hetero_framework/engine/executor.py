@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
-
-import torch
+from typing import Protocol
 
 from hetero_framework.core import failpoints, trace
 from hetero_framework.core.devices import Device, DeviceEvent
@@ -19,6 +17,7 @@ from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.out_of_memory import Attempt, explained
 from hetero_framework.errors import HeteroError, ProtocolError, as_hetero_error, is_out_of_memory
+from hetero_framework.models.side import Bundle
 from hetero_framework.planner.readiness import BACKWARD, BACKWARD_FIRST, FORWARD, Readiness, Task
 
 _AHEAD = 2  # tasks that may be queued on a device that computes behind our back
@@ -27,7 +26,7 @@ _AHEAD = 2  # tasks that may be queued on a device that computes behind our back
 class Outbox(Protocol):
     """Where results go that leave the process."""
 
-    def send(self, body: Boundary, tensor_BSD: torch.Tensor) -> None: ...
+    def send(self, body: Boundary, tensors: Bundle) -> None: ...
     def loss(self, info: api.StepInfo, micro_batch: int, loss: api.Loss) -> None: ...
     def finished(self, info: api.StepInfo, micro_batch: int) -> None: ...
 
@@ -226,65 +225,62 @@ class Executor:
     def _forward(self, lane: _Lane, k: int) -> Callable[[], None]:
         stage = lane.stage
         inputs = lane.inputs.pop(k)
-        arrival = lane.hidden.pop(k, api.Arrival(None))
+        arrival = lane.hidden.pop(k, api.Arrival())
         failpoints.hit("forward" if self._step.train else "evaluation")
         if not stage.is_last:
-            hidden_BSD = stage.forward(k, inputs, arrival.tensor)
+            left = stage.forward(k, inputs, arrival.tensors)
             failpoints.hit("forward-done")
             if self._stores(lane):
                 # The stored forward may look into the receive buffer until its backward is done.
                 lane.in_flight[k] = arrival
             else:
-                hidden_BSD = _own(hidden_BSD, arrival)
+                left = _own(left, arrival)
                 arrival.release()
-            return lambda: self._pass_on(stage, k, hidden_BSD)
+            return lambda: self._pass_on(stage, k, left)
         if not self._step.train:
-            loss = stage.evaluate(k, inputs, arrival.tensor)
+            loss = stage.evaluate(k, inputs, arrival.tensors)
             arrival.release()
             return lambda: self._outbox.loss(self._step, k, loss)
-        loss, gradient_BSD = stage.forward_backward(k, inputs, arrival.tensor)
+        loss, gradients = stage.forward_backward(k, inputs, arrival.tensors)
         failpoints.hit("backward-done")
-        gradient_BSD = _own(gradient_BSD, arrival)
+        gradients = _own(gradients, arrival)
         arrival.release()
 
         def send() -> None:
             self._outbox.loss(self._step, k, loss)
-            self._pass_back(stage, k, gradient_BSD)
+            self._pass_back(stage, k, gradients)
 
         return send
 
     def _backward(self, lane: _Lane, k: int) -> Callable[[], None]:
         stage = lane.stage
         arrival = lane.gradients.pop(k)
-        assert arrival.tensor is not None
         failpoints.hit("backward")
-        gradient_BSD = _own(stage.backward(k, arrival.tensor), arrival)
+        gradients = _own(stage.backward(k, arrival.tensors), arrival)
         failpoints.hit("backward-done")
         arrival.release()
         lane.in_flight.pop(k).release()
         self._readiness.release(stage.index)
-        return lambda: self._pass_back(stage, k, gradient_BSD)
+        return lambda: self._pass_back(stage, k, gradients)
 
-    def _pass_on(self, stage: api.StageInterface, k: int, hidden_BSD: torch.Tensor) -> None:
+    def _pass_on(self, stage: api.StageInterface, k: int, left: Bundle) -> None:
         following = stage.index + 1
         if following in self._lanes:
-            self.put_hidden(following, k, api.Arrival(hidden_BSD))
+            self.put_hidden(following, k, api.Arrival(left))
         else:
             info = self._step
-            self._outbox.send(Forward(info.step, info.attempt, following, k), hidden_BSD)
+            self._outbox.send(Forward(info.step, info.attempt, following, k), left)
 
-    def _pass_back(
-        self, stage: api.StageInterface, k: int, gradient_BSD: torch.Tensor | None
-    ) -> None:
+    def _pass_back(self, stage: api.StageInterface, k: int, gradients: Bundle) -> None:
         """Nothing goes back beyond the lowest stage that trains something, or trains before it."""
         before = stage.index - 1
-        if not stage.input_requires_grad or gradient_BSD is None:
+        if not stage.input_requires_grad or not gradients:
             self._outbox.finished(self._step, k)
         elif before in self._lanes:
-            self.put_gradient(before, k, api.Arrival(gradient_BSD))
+            self.put_gradient(before, k, api.Arrival(gradients))
         else:
             info = self._step
-            self._outbox.send(Backward(info.step, info.attempt, before, k), gradient_BSD)
+            self._outbox.send(Backward(info.step, info.attempt, before, k), gradients)
 
     @property
     def _step(self) -> api.StepInfo:
@@ -300,13 +296,12 @@ class Executor:
         lane.inputs.clear()
 
 
-_T = TypeVar("_T", torch.Tensor, "torch.Tensor | None")
-
-
-def _own(result: _T, arrival: api.Arrival) -> _T:
-    """`result`, copied if it lies in the receive buffer that is about to be given back."""
-    if result is None or arrival.tensor is None or not result.numel():
-        return result
-    if result.untyped_storage().data_ptr() == arrival.tensor.untyped_storage().data_ptr():
-        return result.clone()
-    return result
+def _own(results: Bundle, arrival: api.Arrival) -> Bundle:
+    """`results`, copied where they lie in the receive buffer that is about to be given back."""
+    buffers = {t.untyped_storage().data_ptr() for t in arrival.tensors if t.numel()}
+    return tuple(
+        t.detach().clone().requires_grad_(t.requires_grad)
+        if t.untyped_storage().data_ptr() in buffers
+        else t
+        for t in results
+    )

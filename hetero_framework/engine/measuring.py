@@ -30,10 +30,14 @@ from hetero_framework.core.devices import Device
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.models.footprint import Setting, bundle_at
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.layer_kinds import layer_kinds
 from hetero_framework.models.memory import DEFAULT_TOKENS
+from hetero_framework.models.objective import objective_of
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import ShardRange, load_shard
+from hetero_framework.models.side import Bundle, differentiable
 from hetero_framework.models.trainable import export_parts
 
 _LEAST_RUNS, _MOST_RUNS = 3, 20
@@ -54,8 +58,8 @@ class PartCost:
 @dataclass(frozen=True)
 class ModelCost:
     """`layers` are those of each kind, by the first layer of the kind; `kinds` says for each layer
-    which one that is. `hidden_bytes`, of `hidden_dtype` ("float32"), cross a boundary, and come
-    back as gradients."""
+    which one that is. At most `hidden_bytes`, of `hidden_dtype` ("float32"), cross a boundary, and
+    come back as gradients."""
 
     embedding: PartCost
     layers: dict[int, PartCost]
@@ -90,13 +94,15 @@ def measure(
     with _random_weights(config, model, specs) as made:
         stages = load_stages(_cut(made, specs, recompute=False), specs, device)
         first, *inner, last = [_Part(stage, batch, device, part_s) for stage in stages]
-        hidden_BSD = first.output(None)
-        embedding, head = first.cost(None), last.cost(hidden_BSD)
-        plain = [part.cost(hidden_BSD) for part in inner]
+        hidden_BSD = first.output()
+        entering = [_entering(config, model, spec.start, hidden_BSD) for spec in specs[1:-1]]
+        embedding, head = first.cost(()), last.cost((hidden_BSD,))
+        plain = [part.cost(received) for part, received in zip(inner, entering, strict=True)]
         del stages, first, inner, last
         device.empty_cache()
         again = load_stages(_cut(made, specs, recompute=True), specs[1:-1], device)
-        recomputed = [_Part(stage, batch, device, part_s).cost(hidden_BSD) for stage in again]
+        parts = [_Part(stage, batch, device, part_s) for stage in again]
+        recomputed = [part.cost(received) for part, received in zip(parts, entering, strict=True)]
     layers = {
         spec.start: replace(
             one,
@@ -106,7 +112,26 @@ def measure(
         for spec, one, other in zip(specs[1:-1], plain, recomputed, strict=True)
     }
     dtype = str(hidden_BSD.dtype).removeprefix("torch.")
-    return ModelCost(embedding, layers, head, kinds, hidden_BSD.nbytes, dtype)
+    most = max(sum(t.nbytes for t in received) for received in ((hidden_BSD,), *entering))
+    return ModelCost(embedding, layers, head, kinds, most, dtype)
+
+
+def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: Tensor) -> Bundle:
+    """What a layer would receive: this hidden state, and random side tensors of the model's
+    shapes."""
+    if not introspect(model).sides_at(layer):
+        return (hidden_BSD,)
+    training = config.training
+    tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+    setting = Setting(
+        *(model, None, objective_of(training), hidden_BSD.dtype, None),
+        *(training.per_device_train_batch_size, tokens),
+    )
+    sides = []
+    for shape, dtype, wants_gradient in bundle_at(setting, layer)[1:]:
+        side = torch.zeros(shape, dtype=dtype, device=hidden_BSD.device)
+        sides.append(side.normal_().requires_grad_(wants_gradient) if wants_gradient else side)
+    return (hidden_BSD, *sides)
 
 
 class _Part:
@@ -120,16 +145,17 @@ class _Part:
         # As behind a layer that is trained: what comes in needs a gradient.
         stage.input_requires_grad = not stage.is_first
 
-    def output(self, hidden_BSD: Tensor | None) -> Tensor:
+    def output(self) -> Tensor:
+        """The hidden state that the embedding makes."""
         self._begin(train=False)
-        return self._stage.forward(0, self._batch, hidden_BSD)
+        return self._stage.forward(0, self._batch, ())[0]
 
-    def cost(self, hidden_BSD: Tensor | None) -> PartCost:
-        kept_bytes = self._kept_bytes(hidden_BSD)
+    def cost(self, received: Bundle) -> PartCost:
+        kept_bytes = self._kept_bytes(received)
         both: list[tuple[float, float]] = []
         began = time.monotonic()
         while len(both) < _LEAST_RUNS + 1 or time.monotonic() - began < self._part_s:
-            both.append(self._run(hidden_BSD))
+            both.append(self._run(received))
             if len(both) > _MOST_RUNS:
                 break
         forward_s, backward_s = map(statistics.median, zip(*both[1:], strict=True))
@@ -137,27 +163,29 @@ class _Part:
             backward_s = max(0.0, backward_s - forward_s)
         return PartCost(forward_s, backward_s, kept_bytes=kept_bytes)
 
-    def _run(self, hidden_BSD: Tensor | None) -> tuple[float, float]:
+    def _run(self, received: Bundle) -> tuple[float, float]:
         """Seconds of one forward and one backward pass; of the head, which does both in one call,
         of a forward pass by itself and of both."""
         stage, batch = self._stage, self._batch
         if stage.is_last:
             self._begin(train=False)
-            forward_s = self._timed(lambda: stage.evaluate(0, batch, hidden_BSD))
+            forward_s = self._timed(lambda: stage.evaluate(0, batch, received))
             self._begin(train=True)
-            return forward_s, self._timed(lambda: stage.forward_backward(0, batch, hidden_BSD))
+            return forward_s, self._timed(lambda: stage.forward_backward(0, batch, received))
         self._begin(train=True)
-        forward_s = self._timed(lambda: self._forward(hidden_BSD))
+        forward_s = self._timed(lambda: self._forward(received))
         if not stage.differentiates:
             return forward_s, 0.0
-        gradient_BSD = torch.ones_like(self._out_BSD)
-        return forward_s, self._timed(lambda: stage.backward(0, gradient_BSD))
+        hidden_BSD, *sides = self._left
+        wanted = (hidden_BSD, *differentiable(tuple(sides)))
+        gradients = tuple(map(torch.ones_like, wanted))
+        return forward_s, self._timed(lambda: stage.backward(0, gradients))
 
-    def _forward(self, hidden_BSD: Tensor | None) -> None:
-        self._out_BSD = self._stage.forward(0, self._batch, hidden_BSD)
+    def _forward(self, received: Bundle) -> None:
+        self._left = self._stage.forward(0, self._batch, received)
 
-    def _kept_bytes(self, hidden_BSD: Tensor | None) -> int:
-        """What autograd keeps of one micro-batch, the incoming hidden state included; not the
+    def _kept_bytes(self, received: Bundle) -> int:
+        """What autograd keeps of one micro-batch, what comes in included; not the
         weights. The head gives its own back in the same task."""
         if self._stage.is_last or not self._stage.differentiates:
             return 0
@@ -171,10 +199,10 @@ class _Part:
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        if hidden_BSD is not None:
-            keep(hidden_BSD)
+        for tensor in received:
+            keep(tensor)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            self._forward(hidden_BSD)
+            self._forward(received)
         return sum(storages.values())
 
     def _begin(self, *, train: bool) -> None:

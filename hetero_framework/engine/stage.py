@@ -26,6 +26,13 @@ from hetero_framework.models.partition import ShardRange
 from hetero_framework.models.remains import Kept
 from hetero_framework.models.seeds import Place, forward_seed
 from hetero_framework.models.shard import Shard, weakly
+from hetero_framework.models.side import (
+    Bundle,
+    as_leaves,
+    crossing,
+    differentiable,
+    gradients_of,
+)
 from hetero_framework.models.trainable import export_parts, trainable_parameters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -34,10 +41,13 @@ _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; 
 _OF_ITS_SHAPE = ("attention_mask", "position_ids", "labels")  # rows and tokens, in front
 
 
-def _shown(tensor: Tensor) -> str:
-    """ "4 x 128 x 64 of float32"."""
-    sizes = " x ".join(map(str, tensor.shape)) or "a single number"
-    return f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}"
+def _shown(*tensors: Tensor) -> str:
+    """ "4 x 128 x 64 of float32"; several with a comma between."""
+    shown = []
+    for tensor in tensors:
+        sizes = " x ".join(map(str, tensor.shape)) or "a single number"
+        shown.append(f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}")
+    return ", ".join(shown) or "nothing"
 
 
 class Stage:
@@ -74,7 +84,7 @@ class Stage:
         trained = list(self._names)
         self._optimizer = build_optimizer(training, shard.model, trained) if trained else None
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
-        self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._saved: dict[int, tuple[Bundle, Bundle]] = {}
         self._finite: dict[int, Tensor] = {}
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()
@@ -92,41 +102,41 @@ class Stage:
         self._info = info
         self._shard.train(info.train)
 
-    def forward(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Tensor:
-        """The outgoing hidden states, detached; what `backward` needs is kept."""
-        hidden_BSD = self._leaf(self._fitting(micro_batch, inputs, hidden_BSD))
+    def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
+        """What goes on to the next stage, detached; what `backward` needs is kept."""
+        received = self._leaves(self._fitting(micro_batch, inputs, received))
         with self._running(micro_batch):
-            out_BSD = self._shard.forward(inputs, hidden_BSD)
+            left = self._shard.forward(inputs, received)
         if self.differentiates:
-            self._saved[micro_batch] = (hidden_BSD, out_BSD)
-        failpoints.spoil("output", out_BSD)
-        self._note_finite(micro_batch, out_BSD)
-        return out_BSD.detach()
+            self._saved[micro_batch] = (received, left)
+        failpoints.spoil("output", left[0])
+        self._note_finite(micro_batch, left[0])
+        return crossing(left)
 
     def forward_backward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, micro_batch: int, inputs: Tensors, received: Bundle
+    ) -> tuple[Tensor, Bundle]:
         """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
-        gradient of the incoming hidden states."""
-        hidden_BSD = self._leaf(self._fitting(micro_batch, inputs, hidden_BSD))
-        loss = self._loss(micro_batch, inputs, hidden_BSD, float(self._info.num_items))
+        gradients of what came in."""
+        received = self._leaves(self._fitting(micro_batch, inputs, received))
+        loss = self._loss(micro_batch, inputs, received, float(self._info.num_items))
         failpoints.spoil("output", loss)
         self._note_finite(micro_batch, loss)
-        return loss, self._gradient_of(hidden_BSD)
+        return loss, gradients_of(received)
 
-    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Tensor:
+    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Tensor:
         """Last stage outside training: the sum of the micro-batch's token losses, 0-d."""
-        hidden_BSD = self._fitting(micro_batch, inputs, hidden_BSD)
-        return self._loss(micro_batch, inputs, hidden_BSD, 1.0)
+        received = self._fitting(micro_batch, inputs, received)
+        return self._loss(micro_batch, inputs, received, 1.0)
 
     def _loss(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None, num_items: float
+        self, micro_batch: int, inputs: Tensors, received: Bundle, num_items: float
     ) -> Tensor:
         """The loss, detached; in a training step it has been differentiated."""
         return self._objective.loss(
             self._shard,
             inputs,
-            hidden_BSD,
+            received,
             # Filled there: a number copied to a GPU waits for everything that is queued on it.
             torch.full((), num_items, device=self._device.torch_device),
             running=lambda: self._running(micro_batch),
@@ -138,17 +148,21 @@ class Stage:
         failpoints.hit("backward")
         (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
 
-    def backward(self, micro_batch: int, gradient_BSD: Tensor) -> Tensor | None:
-        """Only where `differentiates`. The gradient for the stage before; None if it needs none."""
-        hidden_BSD, out_BSD = self._saved.pop(micro_batch)
-        if (gradient_BSD.shape, gradient_BSD.dtype) != (out_BSD.shape, out_BSD.dtype):
+    def backward(self, micro_batch: int, gradients: Bundle) -> Bundle:
+        """Only where `differentiates`. Gradients for the stage before; empty if it needs none."""
+        received, left = self._saved.pop(micro_batch)
+        left = differentiable(left)
+        expected = [(tensor.shape, tensor.dtype) for tensor in left]
+        if [(tensor.shape, tensor.dtype) for tensor in gradients] != expected:
             raise ProtocolError(
                 f"stage {self.index}: the gradient of micro-batch {micro_batch} is "
-                f"{_shown(gradient_BSD)}, expected {_shown(out_BSD)}"
+                f"{_shown(*gradients)}, expected {_shown(*left)}"
             )
         self._current_micro_batch = micro_batch
-        torch.autograd.backward(out_BSD, gradient_BSD)
-        return self._gradient_of(hidden_BSD)
+        # At once: what has come back from later stages is then the first term of every sum, as in
+        # the whole model, where later layers are differentiated first.
+        torch.autograd.backward(left, gradients)
+        return gradients_of(received)
 
     # -- the decision ---------------------------------------------------------------------------
 
@@ -304,37 +318,36 @@ class Stage:
             self.input_requires_grad or bool(self._parameters) or self._tied_head is not None
         )
 
-    def _fitting(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None
-    ) -> Tensor | None:
-        """What came from the stage before, if it is a hidden state of this micro-batch: of its rows
-        and tokens, whatever other axes the model has. Another one could pass for it unnoticed where
-        torch repeats axes of size 1."""
+    def _fitting(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
+        """What came from the stage before, if it has the model's side tensors and a hidden state of
+        this micro-batch: of its rows and tokens, whatever other axes the model has. Another one
+        could pass for it unnoticed where torch repeats axes of size 1."""
+        if self.is_first:
+            return received
+        expected = 1 + len(self._shard.entering)
+        if len(received) != expected:
+            raise ProtocolError(
+                f"stage {self.index}: {len(received)} tensors came for micro-batch {micro_batch},"
+                f" expected {expected}"
+            )
         known = next((inputs[name] for name in _OF_ITS_SHAPE if name in inputs), None)
-        if hidden_BSD is None or known is None:
-            return hidden_BSD
-        sizes, (rows, tokens), width = hidden_BSD.shape, known.shape[:2], self._shard.width
+        if known is None:
+            return received
+        sizes, (rows, tokens), width = received[0].shape, known.shape[:2], self._shard.width
+        tokens += self._shard.more_tokens
         # XLNet has tokens before rows.
         fits = any({rows, tokens} == {*pair} for pair in pairwise(sizes[:-1]))
-        if not (fits and sizes[-1] == width and hidden_BSD.is_floating_point()):
-            expected = f"{rows} x {tokens} x {width}"
+        if not (fits and sizes[-1] == width and received[0].is_floating_point()):
+            wanted = f"{rows} x {tokens} x {width}"
             raise ProtocolError(
                 f"stage {self.index}: the hidden state of micro-batch {micro_batch} is "
-                f"{_shown(hidden_BSD)}, expected {expected}"
+                f"{_shown(received[0])}, expected {wanted}"
             )
-        return hidden_BSD
+        return received
 
-    def _leaf(self, hidden_BSD: Tensor | None) -> Tensor | None:
-        if hidden_BSD is None or not (self._info.train and self.input_requires_grad):
-            return hidden_BSD
-        return hidden_BSD.detach().requires_grad_()
-
-    @staticmethod
-    def _gradient_of(hidden_BSD: Tensor | None) -> Tensor | None:
-        """Of a leaf; zeros where the result does not depend on it."""
-        if hidden_BSD is None or not hidden_BSD.requires_grad:
-            return None
-        return hidden_BSD.grad if hidden_BSD.grad is not None else torch.zeros_like(hidden_BSD)
+    def _leaves(self, received: Bundle) -> Bundle:
+        needed = self._info.train and self.input_requires_grad
+        return as_leaves(received) if received and needed else received
 
     @contextmanager
     def _running(self, micro_batch: int) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """What can be asked of a stage: the contract between the engine and whatever computes.
 
 Pipeline, executor, hosts and messages know this module alone; `stage.Stage` is the real thing,
-benchmarks bring stages that sleep. Shapes: B rows of a micro-batch, S tokens, D hidden size.
+benchmarks bring stages that sleep. What crosses a boundary is a `Bundle`; that of the first stage's
+input, and of gradients that nobody needs, is empty.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import StageFigures
+from hetero_framework.models.side import Bundle
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 
 Tensors = dict[str, Tensor]
@@ -26,9 +28,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A tensor that crossed a boundary; `release` gives its receive buffer back."""
+    """What crossed a boundary; `release` gives its receive buffer back."""
 
-    tensor: Tensor | None
+    tensors: Bundle = ()
     release: Callable[[], None] = _nothing
 
 
@@ -127,12 +129,12 @@ class StageInterface(Protocol):
         """Whether a training step has a backward here: something is trained here or before."""
 
     def begin(self, info: StepInfo) -> None: ...
-    def forward(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Tensor: ...
+    def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle: ...
     def forward_backward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None
-    ) -> tuple[Loss, Tensor | None]: ...
-    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: Tensor | None) -> Loss: ...
-    def backward(self, micro_batch: int, gradient_BSD: Tensor) -> Tensor | None: ...
+        self, micro_batch: int, inputs: Tensors, received: Bundle
+    ) -> tuple[Loss, Bundle]: ...
+    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Loss: ...
+    def backward(self, micro_batch: int, gradients: Bundle) -> Bundle: ...
     def report_gradients(self, tied_gradient: Tensor | None = None) -> GradientReport: ...
     def commit(self, learning_rate: float, grad_scale: float) -> None: ...
     def abort(self) -> None: ...

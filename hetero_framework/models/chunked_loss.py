@@ -18,6 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hetero_framework.models.shard import Inputs, Shard
+from hetero_framework.models.side import Bundle
 
 Span = tuple[slice, slice]
 
@@ -57,7 +58,7 @@ def spans(shape: torch.Size | tuple[int, int], limit: int | None) -> list[Span]:
 def chunked_loss(
     shard: Shard,
     inputs: Inputs,
-    hidden_BSD: torch.Tensor | None,
+    received: Bundle,
     num_items: torch.Tensor,
     chunks: list[Span],
     *,
@@ -66,15 +67,15 @@ def chunked_loss(
 ) -> torch.Tensor:
     """`CausalLM.loss` over `chunks`; `backward` differentiates the loss of each."""
     with running():
-        top_BSD = shard.forward(inputs, hidden_BSD)
-    received = torch.zeros_like(top_BSD) if backward and top_BSD.requires_grad else None
+        (top_BSD,) = shard.forward(inputs, received)
+    gradient_BSD = torch.zeros_like(top_BSD) if backward and top_BSD.requires_grad else None
     total = torch.zeros((), device=top_BSD.device)
     sums = _Sums(shard.parameters_outside_blocks())
     # No mask: it masks what the blocks see. Positions keep those of a long row within their table.
     cut = {name: inputs[name] for name in inputs.keys() & {"labels", "position_ids"}}
     for number, span in enumerate(chunks):
         chunk_BSD = top_BSD.detach()[span].contiguous()
-        chunk_BSD.requires_grad_(received is not None)
+        chunk_BSD.requires_grad_(gradient_BSD is not None)
         with running():
             chunk = {name: values[span] for name, values in cut.items()}
             loss = shard.chunk_loss(chunk, chunk_BSD, num_items, number)
@@ -82,12 +83,12 @@ def chunked_loss(
         if backward is not None:
             backward(loss)
             sums.take()
-        if received is not None and chunk_BSD.grad is not None:
+        if gradient_BSD is not None and chunk_BSD.grad is not None:
             # A token at the end of one chunk and the start of the next has its loss in the next.
-            received[span] += chunk_BSD.grad
+            gradient_BSD[span] += chunk_BSD.grad
     sums.give_back()
-    if received is not None:
-        torch.autograd.backward(top_BSD, received)
+    if gradient_BSD is not None:
+        torch.autograd.backward(top_BSD, gradient_BSD)
     return total
 
 

@@ -38,6 +38,7 @@ from hetero_framework.models.partition import ShardRange, ranges_between
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Inputs, Shard, build_shard, load_model_config, token_loss
+from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiable, gradients_of
 from hetero_framework.models.tiny import causal_lm_types, meta_model, shrink, tiny_config
 from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
 from hetero_framework.models.weights import Checkpoint, resolve_model_path
@@ -343,13 +344,13 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
         inputs = probe_inputs(tiny)
         items = torch.tensor(num_items([inputs]))
         try:
-            loss = shard.loss(inputs, None, items)
+            loss = shard.loss(inputs, (), items)
             loss.backward()
             expected = _outcome(shard, loss)
             for limit in _CHUNKS:
                 chunks = spans(inputs["labels"].shape, limit)
                 how: Any = {"running": torch.enable_grad, "backward": torch.Tensor.backward}
-                actual = _outcome(shard, chunked_loss(shard, inputs, None, items, chunks, **how))
+                actual = _outcome(shard, chunked_loss(shard, inputs, (), items, chunks, **how))
                 if lost := sorted(expected.keys() ^ actual.keys()):
                     return f"no gradient reaches {lost[0]}"
                 for looked_at in ({"the loss": expected["the loss"]}, expected):
@@ -501,15 +502,16 @@ class _Chain:
         """The loss; gradients are left in the parameters, the tied ones summed at both ends."""
         for shard in self._shards:
             shard.model.zero_grad()
-        hidden, boundaries = None, []
+        received: Bundle = ()
+        boundaries = []
         for shard in self._shards[:-1]:
-            out = shard.forward(inputs, hidden)
-            hidden = out.detach().requires_grad_()
-            boundaries.append((out, hidden))
-        loss = self._last.loss(inputs, hidden, items)
+            left = shard.forward(inputs, received)
+            received = as_leaves(crossing(left))
+            boundaries.append((left, received))
+        loss = self._last.loss(inputs, received, items)
         loss.backward()
-        for out, received in reversed(boundaries):
-            out.backward(received.grad)
+        for left, received in reversed(boundaries):
+            torch.autograd.backward(differentiable(left), gradients_of(received))
         if self._first.head_name is not None:
             embedding = self._first.model.get_parameter(self._first.embedding_name)
             head = self._last.model.get_parameter(self._last.head_name)

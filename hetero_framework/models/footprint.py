@@ -12,7 +12,9 @@ Shapes: B rows of a micro-batch, S tokens, D hidden size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +24,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hetero_framework.models.adapter_plan import AdapterPlan
-from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect
+from hetero_framework.models.introspect import (
+    LIBRARY_ERRORS,
+    PROBE_ROWS,
+    PROBE_TOKENS,
+    introspect,
+)
+from hetero_framework.models.layer_kinds import layer_kinds
 from hetero_framework.models.objective import CausalLM
 from hetero_framework.models.partition import ShardRange
 from hetero_framework.models.peak import Peak
 from hetero_framework.models.shard import Shard, build_shard
+from hetero_framework.models.side import Bundle, Side, as_leaves, crossing, differentiable
 from hetero_framework.models.trainable import attach_adapter
 
 _MOST_CHUNKS = 4
@@ -68,12 +77,6 @@ class Setting:
     tokens: int
 
     @property
-    def hidden_bytes(self) -> int:
-        """Of what crosses a boundary."""
-        width = int(self.model.get_text_config().hidden_size)
-        return self.rows * self.tokens * width * self.dtype.itemsize
-
-    @property
     def key(self) -> tuple[object, ...]:
         plan, adapter = self.plan, None
         if plan is not None:
@@ -85,6 +88,78 @@ class Setting:
 
 
 _counted: dict[tuple[object, ...], Footprint | None] = {}
+
+Form = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape and type of a tensor that crosses a boundary, and whether a gradient comes back for it."""
+_forms: dict[tuple[object, ...], tuple[Form, ...]] = {}
+
+
+def bundle_at(setting: Setting, block: int) -> tuple[Form, ...]:
+    """What crosses the boundary in front of a block: the hidden state, then side tensors. Raises
+    one of LIBRARY_ERRORS where a part that makes one cannot run without numbers."""
+    structure = introspect(setting.model)
+    crossing_sides = structure.sides_at(block)
+    made: dict[Side, Form] = {}
+    for maker in {side.maker for side in crossing_sides}:
+        own = [side for side in structure.sides if side.maker == maker]
+        made |= zip(own, _made_by(setting, maker)[1:], strict=True)
+    return (_made_by(setting, -1)[0], *(made[side] for side in crossing_sides))
+
+
+def bundle_forms(setting: Setting, block: int) -> tuple[Form, ...]:
+    """`bundle_at`, or an estimate where that cannot be counted: the tiny copy's tensors, scaled."""
+    try:
+        return bundle_at(setting, block)
+    except LIBRARY_ERRORS as error:
+        _log.debug("no shapes of what enters layer %d: %s", block, error)
+    structure = introspect(setting.model)
+    scale = int(setting.model.get_text_config().hidden_size) / structure.tiny_width
+    scale *= setting.rows * setting.tokens / (PROBE_ROWS * PROBE_TOKENS)
+    tiny = [(structure.hidden_shape, setting.dtype)]
+    tiny += [(side.shape, side.dtype) for side in structure.sides_at(block)]
+    return tuple((((math.ceil(math.prod(shape) * scale)),), dtype, True) for shape, dtype in tiny)
+
+
+def bundle_bytes(setting: Setting, block: int) -> int:
+    """Of all that crosses the boundary in front of a block."""
+    forms = bundle_forms(setting, block)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in forms)
+
+
+def _made_by(setting: Setting, maker: int) -> tuple[Form, ...]:
+    """The hidden state and the side tensors that a part makes; see `Side.maker`."""
+    structure = introspect(setting.model)
+    numbers = Counter(side.maker for side in structure.sides)
+    if maker >= 0:
+        alike = layer_kinds(setting.model)[maker]
+        maker = alike if numbers[alike] == numbers[maker] else maker
+    key = (*setting.key, maker)
+    if key not in _forms:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        rng = ShardRange(max(maker, 0), maker + 1, maker < 0, False)
+        shard = _shard(setting, rng)
+        incoming = bundle_at(setting, maker) if maker >= 0 else ()
+        with _quiet(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
+            _without_data(shard)
+            left = shard.forward(_inputs(setting), _fakes(incoming))
+        makers = [-1, *(side.maker for side in structure.sides_at(rng.end))]
+        own = [t for t, m in zip(left, makers, strict=True) if t is left[0] or m == maker]
+        _forms[key] = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in own)
+    return _forms[key]
+
+
+def _fakes(forms: Iterable[Form]) -> Bundle:
+    """Tensors without data, inside a FakeTensorMode."""
+    return tuple(
+        torch.empty(shape, dtype=dtype, requires_grad=wants) for shape, dtype, wants in forms
+    )
+
+
+def _inputs(setting: Setting) -> dict[str, Tensor]:
+    ids_BS = torch.zeros(setting.rows, setting.tokens, dtype=torch.int64)
+    mask_BS = torch.ones_like(ids_BS)
+    return {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS.clone()}
 
 
 def layer_footprint(
@@ -139,31 +214,29 @@ def _quiet() -> Iterator[None]:
 def _count(setting: Setting, rng: ShardRange, recompute: bool, train: bool) -> Footprint:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    shard, first = _shard(setting, rng), _shard(setting, ShardRange(0, 0, True, False))
+    shard = _shard(setting, rng)
     if recompute:
         shard.recompute_blocks()
+    incoming = () if rng.is_first else bundle_at(setting, rng.start)
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
         own = _without_data(shard)
-        ids_BS = torch.zeros(setting.rows, setting.tokens, dtype=torch.int64)
-        mask_BS = torch.ones_like(ids_BS)
-        inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS.clone()}
-        hidden_BSD = None
+        inputs = _inputs(setting)
+        received: Bundle = ()
         if not rng.is_first:
-            _without_data(first)
-            # Its shape and type are those of every boundary.
-            hidden_BSD = first.forward(inputs, None).detach().requires_grad_(train)
+            received = crossing(_fakes(incoming))
+            received = as_leaves(received) if train else received
         shard.train()
-        return _run(setting, shard, inputs, hidden_BSD, own)
+        return _run(setting, shard, inputs, received, own)
 
 
 def _run(
     setting: Setting,
     shard: Shard,
     inputs: dict[str, Tensor],
-    hidden_BSD: Tensor | None,
+    received: Bundle,
     own: list[Tensor],
 ) -> Footprint:
-    known = [*own, *inputs.values(), *([] if hidden_BSD is None else [hidden_BSD])]
+    known = [*own, *inputs.values(), *received]
     running: Callable[[], AbstractContextManager[Any]] = nullcontext
     if setting.autocast is not None:
         dtype = setting.autocast
@@ -175,18 +248,18 @@ def _run(
         if shard.range.is_last:
             loss, backward = setting.objective.loss, torch.Tensor.backward
             items = torch.ones(())
-            loss(shard, inputs, hidden_BSD, items, running=running, backward=backward)
+            loss(shard, inputs, received, items, running=running, backward=backward)
             return Footprint(0, 0, peak.most, peak.most)
         entries: list[int] = []
         shard.on_enter = lambda index: entries.append(peak.made)
         with running():
-            out_BSD = shard.forward(inputs, hidden_BSD)
+            left = differentiable(shard.forward(inputs, received))
         kept, forward = peak.now, peak.most - peak.now
-        if not out_BSD.requires_grad:
+        if not left:
             return Footprint(0, 0, peak.most, 0)
         shared = 0 if shard.range.is_first else peak.held(entries[0])
         peak.most = kept
-        torch.autograd.backward(out_BSD, torch.empty_like(out_BSD))
+        torch.autograd.backward(left, list(map(torch.empty_like, left)))
         return Footprint(kept, shared, forward, peak.most - kept)
 
 

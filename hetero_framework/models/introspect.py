@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.lineage import IDS, Lineage
 from hetero_framework.models.quiet import quiet_library
+from hetero_framework.models.side import Call, Side, Way, tensors_at
 from hetero_framework.models.tiny import model_class, shrink
 
 PROBE_ROWS, PROBE_TOKENS = 2, 12
@@ -86,10 +88,12 @@ class ModelStructure:
 
     `owner` says which stage has a trained parameter outside the blocks: -1 the first, i that of
     block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
-    parameter is used, if more than one. `crossing` names, per block, what it receives beside the
-    hidden state that only the first stage could have. `reaches_into_blocks` tells whether the model
-    uses weights of its blocks (to rescale them) before it runs them, `loss_counts_items` whether
-    its own loss is the sum over tokens divided by `num_items_in_batch`.
+    parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
+    hidden state; `id_readers` the blocks that read what follows from the token ids alone.
+    `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`.
+    `reaches_into_blocks` tells whether the model uses weights of its blocks (to rescale them)
+    before it runs them, `loss_counts_items` whether its own loss is the sum over tokens divided by
+    `num_items_in_batch`.
     """
 
     model_class: type[PreTrainedModel]
@@ -97,13 +101,36 @@ class ModelStructure:
     forms: tuple[BlockForm, ...]
     owner: dict[str, int]
     shared: dict[str, tuple[int, ...]]
-    crossing: dict[int, tuple[str, ...]]
+    sides: tuple[Side, ...]
+    id_readers: frozenset[int]
+    hidden_shape: tuple[int, ...]
+    tiny_width: int
     reaches_into_blocks: bool
     loss_counts_items: bool
 
     @property
     def num_layers(self) -> int:
         return len(self.forms)
+
+    @property
+    def width_factor(self) -> int:
+        """The last size of a hidden state, in hidden sizes."""
+        return self.hidden_shape[-1] // self.tiny_width
+
+    @property
+    def more_tokens(self) -> int:
+        """How many tokens the model itself adds to each row (a prompt of CPM-Ant's)."""
+        pairs = [pair for pair in pairwise(self.hidden_shape[:-1]) if PROBE_ROWS in pair]
+        tokens = max(max(pair) for pair in pairs) if pairs else PROBE_TOKENS
+        return tokens - PROBE_TOKENS
+
+    def sides_at(self, boundary: int) -> tuple[Side, ...]:
+        """What crosses beside the hidden state at the entry of block `boundary`, in order."""
+        return tuple(side for side in self.sides if side.crosses(boundary))
+
+    def reads_ids(self, start: int, end: int) -> bool:
+        """Whether one of the blocks `[start, end)` needs the token ids."""
+        return any(start <= block < end for block in self.id_readers)
 
 
 def introspect(config: PretrainedConfig) -> ModelStructure:
@@ -143,7 +170,10 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
         forms=watch.forms(),
         owner=_owners(model, blocks, watch, constant),
         shared=_shared(blocks, watch),
-        crossing=watch.crossing(),
+        sides=watch.sides(),
+        id_readers=frozenset(watch.id_readers),
+        hidden_shape=watch.hidden_shape,
+        tiny_width=int(config.get_text_config().hidden_size),
         reaches_into_blocks=any(
             min(phases) < 0 for n, phases in watch.phases.items() if n.startswith(f"{blocks}.")
         ),
@@ -174,8 +204,8 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
     for _, name, module in candidates:
         if any(name.startswith(f"{other}.") for other in reasons):
             continue
-        watch = _Watch(model, name, module, inputs["input_ids"])
-        with torch.enable_grad(), watch:
+        watch = _Watch(model, module, inputs["input_ids"])
+        with torch.enable_grad(), watch.lineage, watch:
             model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False)
         if watch.order == list(range(len(module))):
             return name, watch
@@ -191,22 +221,20 @@ class _Watch(TorchFunctionMode):
     """Watches one forward: calls of the blocks, and the phase in which each weight is used: 2 i
     while block i runs, 2 i + 1 after it and before the next, -1 before the first."""
 
-    def __init__(
-        self, model: PreTrainedModel, name: str, blocks: nn.ModuleList, ids: torch.Tensor
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, blocks: nn.ModuleList, ids: torch.Tensor) -> None:
         super().__init__()
-        self._ids = ids
         self._blocks = blocks
-        self._prefix = f"{name}."
         self._names: dict[int, list[str]] = {}
         for parameter, tensor in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(tensor), []).append(parameter)
-        self._phase = -1
+        self.lineage = Lineage(ids, [p for p in model.parameters() if p.requires_grad])
         self._handles: list[Any] = []
         self.order: list[int] = []
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[Call] = []
         self.outputs: list[Any] = []
         self.phases: dict[str, set[int]] = {}
+        # By block, as it was when the block began: containers change later.
+        self._received: list[list[tuple[Way, torch.Tensor]]] = []
 
     def __enter__(self) -> _Watch:
         for index, block in enumerate(self._blocks):
@@ -221,21 +249,22 @@ class _Watch(TorchFunctionMode):
             handle.remove()
 
     def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._phase = 2 * index
+        self.lineage.phase = 2 * index
         self.order.append(index)
         self.calls.append((args, kwargs))
+        self._received.append(list(tensors_at((args, kwargs))))
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        self._phase = 2 * index + 1
+        self.lineage.phase = 2 * index + 1
         self.outputs.append(output)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if getattr(func, "__name__", "") not in _QUERIES:
-            for tensor in tensors_in((args, kwargs)):
+            for _, tensor in tensors_at((args, kwargs)):
                 for name in self._names.get(id(tensor), ()):
-                    self.phases.setdefault(name, set()).add(self._phase)
+                    self.phases.setdefault(name, set()).add(self.lineage.phase)
         return func(*args, **(kwargs or {}))
 
     def forms(self) -> tuple[BlockForm, ...]:
@@ -245,28 +274,52 @@ class _Watch(TorchFunctionMode):
             for i, ((args, kwargs), output) in enumerate(zip(self.calls, self.outputs, strict=True))
         )
 
-    def crossing(self) -> dict[int, tuple[str, ...]]:
-        """See `ModelStructure.crossing`."""
-        found = {}
-        for index, ((args, kwargs), form) in enumerate(zip(self.calls, self.forms(), strict=True)):
-            named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            others = [
-                _argument_name(self._blocks[index], name)
-                for name, value in named
-                if name != form.entry and any(t.requires_grad for t in tensors_in(value))
-            ]
-            if any(t is self._ids for _, value in named for t in tensors_in(value)):
-                others.append("the token ids")
-            if others:
-                found[index] = tuple(others)
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """See `ModelStructure.hidden_shape`."""
+        return tuple(self.forms()[0].hidden(*self.calls[0]).shape)
+
+    @functools.cached_property
+    def _besides(self) -> list[tuple[int, Way, torch.Tensor, int]]:
+        """(block, place, tensor, level) of what blocks receive and read beside the hidden state."""
+        found = []
+        for block, (received, form) in enumerate(zip(self._received, self.forms(), strict=True)):
+            for path, tensor in received:
+                level = self.lineage.level(tensor)
+                is_hidden = [key for _, key in path[1:]] == [form.entry]
+                if level is None or is_hidden or not self.lineage.is_read(tensor, block):
+                    continue
+                found.append((block, path, tensor, level))
         return found
 
+    def sides(self) -> tuple[Side, ...]:
+        """See `ModelStructure.sides`."""
+        by_tensor: dict[int, list[tuple[int, Way, torch.Tensor, int]]] = {}
+        for entry in self._besides:
+            if entry[3] != IDS:
+                by_tensor.setdefault(id(entry[2]), []).append(entry)
+        found = []
+        for entries in by_tensor.values():
+            block, path, tensor, level = entries[0]
+            places = tuple((block, path) for block, path, _, _ in entries)
+            name = _argument_name(self._blocks[block], path)
+            found.append(Side(name, level, places, tuple(tensor.shape), tensor.dtype))
+        return tuple(found)
 
-def _argument_name(block: nn.Module, name: int | str) -> str:
-    if isinstance(name, str):
-        return name
-    parameters = list(inspect.signature(block.forward).parameters)
-    return parameters[name] if name < len(parameters) else f"argument {name}"
+    @property
+    def id_readers(self) -> set[int]:
+        """See `ModelStructure.id_readers`."""
+        return {block for block, _, _, level in self._besides if level == IDS}
+
+
+def _argument_name(block: nn.Module, path: Way) -> str:
+    """A place in a block's call in words."""
+    (_, argument), *rest = path[1:]
+    if isinstance(argument, int):
+        parameters = list(inspect.signature(block.forward).parameters)
+        named = argument < len(parameters)
+        argument = parameters[argument] if named else f"argument {argument}"
+    return ".".join([argument, *(str(key) for _, key in rest)])
 
 
 def _entry(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
@@ -287,15 +340,6 @@ def _exit(index: int, output: Any) -> tuple[int | None, int]:
     raise ArchitectureError(
         f"block {index} returns {type(output).__name__}, which holds no hidden state"
     )
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, tuple, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
 
 
 def _owners(

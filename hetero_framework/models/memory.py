@@ -37,6 +37,7 @@ from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.footprint import (
     Footprint,
     Setting,
+    bundle_bytes,
     embedding_footprint,
     head_footprint,
     layer_footprint,
@@ -425,7 +426,7 @@ def _counted_bytes(
     if None in parts:
         return None
     inner = [part for part in parts if part is not None]
-    hidden = 0 if spec.is_first else setting.hidden_bytes
+    hidden = 0 if spec.is_first else bundle_bytes(setting, spec.start)
     shared = max((part.shared for part in inner), default=0)
     working = behind = 0
     for part in reversed(inner):

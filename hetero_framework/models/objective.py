@@ -21,26 +21,35 @@ from hetero_framework.data.batches import MicroBatch, num_items
 from hetero_framework.models.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.shard import Inputs, Shard
+from hetero_framework.models.side import Bundle
 from hetero_framework.models.tiny import meta_model
 
 
 class CausalLM:
     """Next-token prediction: each token's label is the token after it; -100 is no label."""
 
-    def __init__(self, loss_chunk_tokens: int | Literal["auto"] | None) -> None:
-        """At most the logits of so many tokens exist at once; None: those of all."""
+    def __init__(
+        self,
+        loss_chunk_tokens: int | Literal["auto"] | None,
+        id_layers: frozenset[int] = frozenset(),
+    ) -> None:
+        """At most the logits of so many tokens exist at once; None: those of all. `id_layers` are
+        the model's that read token ids (`ModelStructure.id_readers`)."""
         self._loss_chunk_tokens = loss_chunk_tokens
+        self._id_layers = id_layers
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
-        """The tensors that a stage needs: tokens in front, labels at the end, others everywhere."""
-        needed = {"input_ids": spec.is_first, "labels": spec.is_last}
+        """The tensors that a stage needs: tokens in front and where its layers read them, labels at
+        the end, others everywhere."""
+        reads = not self._id_layers.isdisjoint(range(spec.start, spec.end))
+        needed = {"input_ids": spec.is_first or reads, "labels": spec.is_last}
         return [name for name in names if needed.get(name, True)]
 
     def loss(
         self,
         shard: Shard,
         inputs: Inputs,
-        hidden_BSD: torch.Tensor | None,
+        received: Bundle,
         num_items: torch.Tensor,
         *,
         running: Callable[[], AbstractContextManager[None]],
@@ -49,15 +58,15 @@ class CausalLM:
         """The last shard's loss of a micro-batch divided by `num_items`; 0-d, detached.
 
         `running` is the context of each forward. `backward` differentiates a loss, scaled as the
-        caller likes; None outside training. Gradients are left in parameters and `hidden_BSD`.
+        caller likes; None outside training. Gradients are left in parameters and `received`.
         """
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if chunks := spans(inputs["labels"].shape, limit):
             return chunked_loss(
-                shard, inputs, hidden_BSD, num_items, chunks, running=running, backward=backward
+                shard, inputs, received, num_items, chunks, running=running, backward=backward
             )
         with running():
-            loss = shard.loss(inputs, hidden_BSD, num_items)
+            loss = shard.loss(inputs, received, num_items)
         if backward is not None:
             backward(loss)
         return loss.detach()
@@ -93,6 +102,6 @@ class CausalLM:
         return limit * int(text.vocab_size) * per_logit + 4 * head_numbers
 
 
-def objective_of(training: TrainingConfig) -> CausalLM:
-    """The objective of a run."""
-    return CausalLM(training.loss_chunk_tokens)
+def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:
+    """The objective of a run; `id_layers` as for `CausalLM`."""
+    return CausalLM(training.loss_chunk_tokens, id_layers)

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hetero_framework.config import StageSpec
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.introspect import BlockForm, ModelStructure, tied_names
+from hetero_framework.models.side import Call
 from hetero_framework.models.tiny import meta_model
 
 
@@ -122,11 +123,6 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
     if rng.is_first and rng.is_last:
         return
     structure = whole.structure
-    for layer, crossing in sorted(structure.crossing.items()):
-        found = ", ".join(crossing)
-        raise ArchitectureError(
-            f"layer {layer} receives, beside the hidden state, {found}, from outside it"
-        )
     ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
     for name, layers in sorted(structure.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
@@ -157,8 +153,8 @@ class PassThrough(nn.Module):
         super().__init__()
         self._form = form
         self._block_class = type(block)
-        # Set by the shard: what to do with the hidden state on its way through.
-        self.on_hidden: Callable[[torch.Tensor], torch.Tensor] | None = None
+        # Set by the shard: what to do with the hidden state, and the call, on their way through.
+        self.on_call: Callable[[torch.Tensor, Call], torch.Tensor] | None = None
         _copy_outline(block, self)
 
     def __getattr__(self, name: str) -> Any:
@@ -168,8 +164,8 @@ class PassThrough(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_BSD = self._form.hidden(args, kwargs)
-        if self.on_hidden is not None:
-            hidden_BSD = self.on_hidden(hidden_BSD)
+        if self.on_call is not None:
+            hidden_BSD = self.on_call(hidden_BSD, (args, kwargs))
         return self._form.wrap(hidden_BSD)
 
 

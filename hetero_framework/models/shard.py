@@ -4,7 +4,8 @@ A shard is an instance of a subclass of the model's own class, and transformers 
 in it: masks, rotary embeddings, routing and the like stay its business. Blocks outside the range
 pass the hidden state through. What was received is put in at the entry of the first block that is
 present, and taken out at the entry of the first one that is absent again, so that whatever a model
-does between its parts happens once, on one stage. The last shard can also run its blocks, and then
+does between its parts happens once, on one stage. Side tensors (`side.py`) go in and out at the
+blocks that receive them. The last shard can also run its blocks, and then
 what follows them on one loss chunk at a time (`chunk_loss`).
 
 Parameter names, list positions and layer indices are those of the whole model.
@@ -42,6 +43,7 @@ from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.remains import Kept
 from hetero_framework.models.seeds import derive_seed
+from hetero_framework.models.side import Bundle, Call, Way, put_at, tensor_at
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.varlen_attention import register_per_sample
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
@@ -259,8 +261,12 @@ class Shard:
         self._whole = whole
         # Asked now: over a quantised base, an adapter's type would pass for the model's later.
         self._dtype = model.dtype
-        self._injected: Tensor | None = None
-        self._captured: Tensor | None = None
+        structure = whole.structure
+        self.entering = () if rng.is_first else structure.sides_at(rng.start)
+        self._leaving_sides = () if rng.is_last else structure.sides_at(rng.end)
+        self._reads_ids = structure.reads_ids(rng.start, rng.end)
+        self._injected: Bundle = ()
+        self._captured: dict[int, Tensor] = {}  # by place in the bundle
         self._part: _Part = "whole"
         self._chunk = 0
         self._parameters_of_forward = inspect.signature(model.forward).parameters
@@ -275,7 +281,12 @@ class Shard:
     @property
     def width(self) -> int:
         """The last size of a hidden state that crosses a boundary."""
-        return int(self.config.get_text_config().hidden_size)
+        return int(self.config.get_text_config().hidden_size) * self._whole.structure.width_factor
+
+    @property
+    def more_tokens(self) -> int:
+        """How many tokens a hidden state has beyond its micro-batch's."""
+        return self._whole.structure.more_tokens
 
     @property
     def is_quantized(self) -> bool:
@@ -338,18 +349,25 @@ class Shard:
         kept = {k: blocks[k] for k in range(rng.start, rng.end) if _is_frozen(blocks[k])}
         return Kept(kept, partition.outside(model, whole, rng, _is_frozen), self.fingerprint)
 
-    def forward(self, inputs: Inputs, hidden_BSD: Tensor | None) -> Tensor:
-        """Hidden state that leaves this shard's last block. `inputs` holds input_ids (first shard
-        only), attention_mask and optional position_ids."""
+    def forward(self, inputs: Inputs, received: Bundle) -> Bundle:
+        """What leaves this shard's last block. `received` is empty on the first shard. `inputs`
+        holds input_ids (first shard, and where blocks read them), attention_mask and optional
+        position_ids."""
         if self.range.is_last and self.range.start == self.range.end:
-            assert hidden_BSD is not None
-            return hidden_BSD
-        with suppress(Captured), self._doing("blocks"):
-            self._run(inputs, hidden_BSD)
-        captured, self._captured = self._captured, None
-        if captured is None:
-            raise AssertionError("the forward ended without a hidden state")
-        return captured
+            return received
+        try:
+            with suppress(Captured), self._doing("blocks"):
+                self._run(inputs, received)
+            for place, side in enumerate(self._leaving_sides, 1):
+                if side in self.entering:
+                    self._captured[place] = received[1 + self.entering.index(side)]
+            found = [self._captured.get(place) for place in range(1 + len(self._leaving_sides))]
+        finally:
+            self._captured = {}
+        left = tuple(tensor for tensor in found if tensor is not None)
+        if len(left) < len(found):
+            raise AssertionError("the forward ended without a hidden state or a side tensor")
+        return left
 
     def chunk_loss(
         self, inputs: Inputs, hidden_BSD: Tensor, num_items: Tensor, number: int
@@ -359,17 +377,17 @@ class Shard:
         first label of each row is not used."""
         self._chunk = number
         with self._doing("head"):
-            return self.loss(inputs, hidden_BSD, num_items)
+            return self.loss(inputs, (hidden_BSD,), num_items)
 
-    def loss(self, inputs: Inputs, hidden_BSD: Tensor | None, num_items: Tensor) -> Tensor:
+    def loss(self, inputs: Inputs, received: Bundle, num_items: Tensor) -> Tensor:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items`."""
         labels = inputs["labels"]
         if self._whole.structure.loss_counts_items:
-            return self._run(inputs, hidden_BSD, labels=labels, num_items_in_batch=num_items).loss
-        logits = self._run(inputs, hidden_BSD).logits
+            return self._run(inputs, received, labels=labels, num_items_in_batch=num_items).loss
+        logits = self._run(inputs, received).logits
         return token_loss(self.model, logits, labels, num_items)
 
-    def _run(self, inputs: Inputs, hidden_BSD: Tensor | None, **extra: Any) -> Any:
+    def _run(self, inputs: Inputs, received: Bundle, **extra: Any) -> Any:
         arguments: Inputs = {
             name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
         }
@@ -378,13 +396,12 @@ class Shard:
             if self.on_enter is not None:
                 self.on_enter("embedding")
         else:
-            assert hidden_BSD is not None
-            arguments.update(self._placeholder(inputs, hidden_BSD))
-        self._injected = hidden_BSD
+            arguments.update(self._placeholder(inputs, received[0]))
+        self._injected = received
         try:
             return self.model(**arguments, use_cache=False, **extra)
         finally:
-            self._injected = None
+            self._injected = ()
 
     @contextmanager
     def _doing(self, part: _Part) -> Iterator[None]:
@@ -396,11 +413,17 @@ class Shard:
             self._part = "whole"
 
     def _placeholder(self, inputs: Inputs, hidden_BSD: Tensor) -> Inputs:
-        """The model's input where another shard has the embedding: only shape and type matter."""
+        """The model's input where another shard has the embedding: only shape and type matter, but
+        for token ids that blocks read."""
+        if self._reads_ids and "input_ids" in inputs:
+            return {"input_ids": inputs["input_ids"]}
         # A hidden state may have other axes in front of them.
         shaped = inputs.get("attention_mask", inputs.get("position_ids", hidden_BSD))
         rows, tokens = shaped.shape[:2]
-        if "inputs_embeds" not in self._parameters_of_forward:
+        structure = self._whole.structure
+        by_ids = "inputs_embeds" not in self._parameters_of_forward
+        # What is made of ids beside the embedding cannot be made of its output.
+        if by_ids or structure.sides or structure.id_readers:
             zeros = torch.zeros(rows, tokens, dtype=torch.int64, device=hidden_BSD.device)
             return {"input_ids": zeros}
         width = self.model.get_input_embeddings().weight.shape[-1]
@@ -415,19 +438,43 @@ class Shard:
             self._former[index] = vars(self._blocks[index]).get("forward")
             self._forwards[index] = self._blocks[index].forward
             self._blocks[index].forward = self._passing(index)
-        if rng.start < rng.end and not rng.is_first:
-            first = self._blocks[rng.start]
-            hook = first.register_forward_pre_hook(weakly(self._inject), with_kwargs=True)
-            self._hooks.append(hook)
         after = self._blocks[last].register_forward_hook
+        self._put_in()
         if rng.is_last:
             if rng.end == rng.start:
-                self._blocks[last].on_hidden = weakly(self._take_injected)
+                self._blocks[last].on_call = weakly(self._take_injected)
             self._hooks.append(after(weakly(self._leaving)))
         elif rng.end <= last:
-            self._blocks[rng.end].on_hidden = weakly(self._capture_and_stop)
+            self._take_out()
         else:
             self._hooks.append(after(weakly(self._capture_output)))
+
+    def _put_in(self) -> None:
+        """Have received tensors put in at the entries of this shard's blocks."""
+        rng = self.range
+        places: dict[int, list[tuple[int, Way]]] = {}
+        if rng.start < rng.end and not rng.is_first:
+            places[rng.start] = []
+        for number, side in enumerate(self.entering, 1):
+            for block, path in side.places:
+                if rng.start <= block < rng.end:
+                    places.setdefault(block, []).append((number, path))
+        for block, found in places.items():
+            inject = weakly(self._inject, block, found)
+            hook = self._blocks[block].register_forward_pre_hook(inject, with_kwargs=True)
+            self._hooks.append(hook)
+
+    def _take_out(self) -> None:
+        """Have what leaves collected at the entries of absent blocks behind this shard's."""
+        end = self.range.end
+        places: dict[int, list[tuple[int, Way]]] = {end: []}
+        for number, side in enumerate(self._leaving_sides, 1):
+            if side not in self.entering:
+                block, path = side.first_place(end)
+                places.setdefault(block, []).append((number, path))
+        for block, found in places.items():
+            is_last = block == max(places)
+            self._blocks[block].on_call = weakly(self._collect, block, found, is_last)
 
     def _passing(self, index: int) -> Callable[..., Any]:
         """A block's forward; it passes the hidden state on while the head works alone."""
@@ -460,46 +507,72 @@ class Shard:
             self.on_enter(index)
         return self._forwards[index](*args, **kwargs)
 
-    def _inject(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """At the entry of the first block, where that is not the model's first."""
+    def _inject(
+        self,
+        block: int,
+        places: list[tuple[int, Way]],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call | None:
+        """At the entry of a block of this shard."""
         if self._part == "head":
             return None
-        form = self._whole.structure.forms[self.range.start]
-        return form.replace(self._take_injected(), args, kwargs)
+        if block == self.range.start:
+            form = self._whole.structure.forms[block]
+            args, kwargs = form.replace(self._injected[0], args, kwargs)
+        call: Call = args, kwargs
+        for number, path in places:
+            call = put_at(call, path, self._injected[number])
+        return call
 
-    def _take_injected(self, placeholder: Tensor | None = None) -> Tensor:
-        assert self._injected is not None
-        return self._injected
+    def _take_injected(self, placeholder: Tensor, call: Call) -> Tensor:
+        return self._injected[0]
 
-    def _capture_and_stop(self, hidden_BSD: Tensor) -> Tensor:
-        self._captured = hidden_BSD
-        raise Captured
+    def _collect(
+        self,
+        block: int,
+        places: list[tuple[int, Way]],
+        is_last: bool,
+        hidden_BSD: Tensor,
+        call: Call,
+    ) -> Tensor:
+        """At the entry of an absent block behind this shard's; the last one ends the forward."""
+        if block == self.range.end:
+            self._captured[0] = hidden_BSD
+        for number, path in places:
+            self._captured[number] = tensor_at(call, path)
+        if is_last:
+            raise Captured
+        return hidden_BSD
 
     def _capture_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._captured = self._whole.structure.forms[-1].take(output)
+        self._captured[0] = self._whole.structure.forms[-1].take(output)
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the last block, on the last shard."""
         form = self._whole.structure.forms[-1]
         if self._part == "blocks":
-            self._capture_and_stop(form.take(output))
+            self._captured[0] = form.take(output)
+            raise Captured
         if self.on_enter is not None:
             self.on_enter(f"head {self._chunk}" if self._part == "head" and self._chunk else "head")
-        return form.wrap(self._take_injected()) if self._part == "head" else None
+        return form.wrap(self._injected[0]) if self._part == "head" else None
 
 
 def _is_frozen(module: nn.Module) -> bool:
     return not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method that does not keep its object alive. The object must outlive the calls."""
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A bound method, called with `first` in front, that does not keep its object alive. The object
+    must outlive the calls."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = reference()
         assert bound is not None
-        return bound(*args, **kwargs)
+        return bound(*first, *args, **kwargs)
 
     return call
 

@@ -28,6 +28,7 @@ from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule, check_optimizer
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.objective import objective_of
 from hetero_framework.profiling.account import stage_predictions
 from hetero_framework.profiling.trace_file import Timeline
@@ -133,6 +134,7 @@ def train(
                 access=access,
                 should_stop=lambda: stop.requested is not None,
                 absence_s=absence_s(config) if replan else None,
+                id_layers=introspect(parts.model_config).id_readers,
             ) as cluster:
                 planned = parts.config.plan.owners
                 facts = cluster.start([w for w in cluster.known_workers if w not in planned])

@@ -20,6 +20,7 @@ from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.chunked_loss import chunk_tokens
+from hetero_framework.models.crossing import crossing_lines, largest_sides
 from hetero_framework.models.equivalence import admit, admit_packing, why_not_chunked
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import (
@@ -102,6 +103,9 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
         _log.info("%s", decision.reason)
     config = resolved.config
     memory = _stage_memory(config, model_config, data, adapter_plan)
+    for line in crossing_lines(config, model_config, data.row_tokens):
+        warning = line.removeprefix("warning: ")
+        _log.log(logging.INFO if warning == line else logging.WARNING, "%s", warning)
     frame = largest_frame(config, model_config, data.row_tokens)
     return Prepared(resolved, model_config, tokenizer, data, adapter_plan, memory, frame)
 
@@ -203,16 +207,18 @@ def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
 
 
 def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
-    """Upper bound in bytes of any frame of this run: a boundary tensor or a part of a state.
+    """Upper bound in bytes of any frame of this run: what crosses a boundary, or a part of a state.
 
     `tokens` is the longest row. A state part holds at most one tensor beyond its nominal size, in
-    at most 8 bytes per number; a boundary may carry several residual streams, each in at most 4.
+    at most 8 bytes per number; a boundary may carry several residual streams, each in at most 4,
+    and side tensors.
     """
     largest_tensor = 8 * max(p.numel() for p in meta_model(model_config).parameters())
     training = config.training
     rows = max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
     width = int(model_config.get_text_config().hidden_size)
     boundary = 4 * _MAX_STREAMS * rows * max(tokens, 1) * width
+    boundary += largest_sides(config, model_config, rows, max(tokens, 1))
     return max(boundary, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
 
 

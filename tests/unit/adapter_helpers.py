@@ -13,6 +13,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.models.adapters import plan_adapter
 from hetero_framework.models.partition import ranges_between
 from hetero_framework.models.shard import Shard, ShardRange, load_shard
+from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiable, gradients_of
 from hetero_framework.models.trainable import attach_adapter, trainable_parameters
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -103,29 +104,29 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def chain_logits(parts: list[Shard]) -> torch.Tensor:
-    inputs, hidden = batch(), None
+    inputs = batch()
+    received: Bundle = ()
     with torch.no_grad():
         for shard in parts[:-1]:
-            hidden = shard.forward(inputs, hidden)
-        return parts[-1]._run(inputs, hidden).logits
+            received = shard.forward(inputs, received)
+        return parts[-1]._run(inputs, received).logits
 
 
 def chain_backward(parts: list[Shard]) -> torch.Tensor:
     """Loss of the chain; leaves gradients on the shards' parameters."""
     inputs = batch()
-    crossing: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hidden = None
+    boundaries: list[tuple[Bundle, Bundle]] = []
+    received: Bundle = ()
     for shard in parts[:-1]:
-        out = shard.forward(inputs, hidden)
-        leaf = out.detach().requires_grad_()
-        crossing.append((out, leaf))
-        hidden = leaf
+        left = shard.forward(inputs, received)
+        received = as_leaves(crossing(left))
+        boundaries.append((left, received))
     items = (inputs["labels"][:, 1:] != -100).sum()
-    loss = parts[-1].loss(inputs, hidden, items)
+    loss = parts[-1].loss(inputs, received, items)
     loss.backward()
-    for out, leaf in reversed(crossing):
-        if out.requires_grad:
-            out.backward(leaf.grad)
+    for left, received in reversed(boundaries):
+        if wanted := differentiable(left):
+            torch.autograd.backward(wanted, gradients_of(received))
     return loss.detach()
 
 

@@ -108,6 +108,20 @@ def examples() -> dict[str, Message]:
     return {body.spec.name: Message(body, tensors) for body, tensors in made}
 
 
+def bundles() -> dict[str, Message]:
+    """FORWARD and BACKWARD of a model whose boundaries carry more than the hidden state."""
+    whole, coded = m.SideForm(False), m.SideForm(True, m.Coded("int8", (1, 2), "float32"))
+    forward = m.Forward(*STEP, 1, 3, sides=(whole, coded))
+    backward = m.Backward(*STEP, 1, 3, sides=(m.SideForm(False),))
+    hidden = tensor("bfloat16", 1, 2, 3)
+    sides = [tensor("int32", 1, 2, 4), tensor("int8", 2), tensor("bfloat16", 1)]
+    made = [
+        Message(forward, [hidden, *sides]),
+        Message(backward, [hidden, tensor("float32", 1, 2)]),
+    ]
+    return {message.name: message for message in made}
+
+
 EVALUATION = Message(replace(examples()["STEP"].body, train=False))  # type: ignore[type-var]
 
 
@@ -139,6 +153,14 @@ def test_frame_of_every_message_is_golden(name: str) -> None:
     message = examples()[name]
     assert frame(message).hex() == golden["frames"][name]
     assert same(decode(bytes.fromhex(golden["frames"][name])), message)
+
+
+@pytest.mark.parametrize("name", ["FORWARD", "BACKWARD"])
+def test_frame_with_side_tensors_is_golden(name: str) -> None:
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))["bundles"][name]
+    message = bundles()[name]
+    assert frame(message).hex() == golden
+    assert same(decode(bytes.fromhex(golden)), message)
 
 
 def test_protocol_does_not_import_torch_or_socket() -> None:
@@ -232,6 +254,11 @@ def coded(**changes: Any) -> dict[str, Any]:
         ({"t": 24, "m": {"step": -1, "attempt": 0}, "x": []}, b"", "'step' must be int, got -1"),
         ({"t": 12, "m": HIDDEN, "x": []}, b"", "FORWARD: 1 to 2 tensors expected, got 0"),
         ({"t": 13, "m": HIDDEN, "x": [[8, [0]]] * 3}, b"", "BACKWARD: 1 to 2 tensors expected"),
+        (
+            {"t": 12, "m": {**HIDDEN, "sides": [{"wants_gradient": True}]}, "x": [[8, [0]]]},
+            b"",
+            "FORWARD: 2 to 4 tensors expected, got 1",
+        ),
         (coded(codec=1), b"", "'coded' must be {codec: string, shape: shape, dtype: string}"),
         (coded(shape=[-1]), b"", "'coded' must be"),
         (coded(shape=[1] * 9), b"", "'coded' must be"),

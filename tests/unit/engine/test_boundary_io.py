@@ -21,10 +21,11 @@ from hetero_framework.core.messages import (
     Commit,
     Forward,
     Message,
+    SideForm,
     encode,
     read_header,
 )
-from hetero_framework.core.tensors import from_wire
+from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.core.trace import RECEIVE, Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import (
@@ -39,6 +40,7 @@ from hetero_framework.engine.boundary_io import (
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo
 from hetero_framework.errors import PeerLostError, ProtocolError
+from hetero_framework.models.side import Bundle
 from tests.samples import boundary_message
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
 
@@ -50,6 +52,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def hidden(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(1)
     return torch.randn(shape or (2, 5, 13), generator=draw).to(dtype)
+
+
+def sides() -> Bundle:
+    """Side tensors of one that wants a gradient and two that do not."""
+    wants = hidden(torch.float32, 2, 5, 3).requires_grad_()
+    return wants, torch.arange(7), hidden(torch.bfloat16, 3)
 
 
 class Received:
@@ -89,8 +97,8 @@ def test_unpack_tensor_as_it_is_and_give_its_buffer_back_once(
     received = Received(boundary_message(kind, INFO, 1, 0, sent))
     arrival = unpack(received.message, device)
     assert isinstance(arrival, Arrival)
-    assert arrival.tensor is not None
-    assert torch.equal(arrival.tensor, sent)
+    assert len(arrival.tensors) == 1
+    assert torch.equal(arrival.tensors[0], sent)
     assert received.released == (1 if device.is_async else 0)
     arrival.release()
     assert received.released == 1
@@ -111,9 +119,9 @@ def test_unpack_coded_tensor_into_memory_of_its_own(
     arrival = unpack(received.message, device)
     assert received.released == 1
     assert isinstance(arrival, Arrival)
-    assert arrival.tensor is not None
-    assert arrival.tensor.dtype == dtype
-    assert torch.equal(arrival.tensor, codec.decode(codec.encode(sent), sent.shape, dtype))
+    assert len(arrival.tensors) == 1
+    assert arrival.tensors[0].dtype == dtype
+    assert torch.equal(arrival.tensors[0], codec.decode(codec.encode(sent), sent.shape, dtype))
     arrival.release()
     assert received.released == 1
 
@@ -140,9 +148,9 @@ def test_only_the_computing_thread_copies_to_a_device_of_one_thread(codec: str |
     assert device.copied_in_by == []
     arrival = move_in(device, unpacked)
     assert isinstance(arrival, Arrival)
-    assert arrival.tensor is not None
+    assert len(arrival.tensors) == 1
     assert len(device.copied_in_by) == received.released == 1
-    assert torch.equal(arrival.tensor, expected)
+    assert torch.equal(arrival.tensors[0], expected)
 
 
 def test_inputs_for_a_device_of_one_thread_are_copied_by_that() -> None:
@@ -187,7 +195,7 @@ def test_unpack_leaves_other_messages_alone(device: Device) -> None:
         ({"codec": "zip"}, "FORWARD: cannot read codec 'zip'"),
         ({"dtype": "int3"}, "cannot read codec 'int8' of a 'int3' tensor"),
         ({"shape": (9, 9)}, r"a tensor of \(9, 9\) torch.float32 comes as"),
-        ({"codec": "bf16"}, "comes as"),
+        ({"codec": "bf16"}, "1 tensors expected, got 2"),
     ],
 )
 def test_unpack_refuses_what_no_codec_made(change: dict[str, Any], text: str) -> None:
@@ -336,8 +344,8 @@ class Wire:
         """What arrives of a message that was posted."""
         arrival = unpack(self.sent[index][1], open_device("cpu"))
         assert isinstance(arrival, Arrival)
-        assert arrival.tensor is not None
-        return arrival.tensor
+        assert len(arrival.tensors) == 1
+        return arrival.tensors[0]
 
 
 Opened = tuple[BoundaryIO, Wire]
@@ -365,8 +373,8 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(opened: Any) -> None:
     io, wire = opened(open_device("cpu"))
     tensor = hidden()
-    io.send(Forward(3, 1, 2, 0), tensor)
-    io.send(Backward(3, 1, 0, 1), tensor)
+    io.send(Forward(3, 1, 2, 0), (tensor,))
+    io.send(Backward(3, 1, 0, 1), (tensor,))
     io.loss(INFO, 1, torch.tensor(2.5))
     io.finished(INFO, 1)
     assert wire.left == [
@@ -380,6 +388,36 @@ def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(op
     assert wire.sent[0][2] is None
 
 
+@pytest.mark.parametrize("name", ["none", "bf16", "int8"])
+def test_boundary_io_sends_a_bundle_in_one_message(opened: Any, device: Device, name: str) -> None:
+    io, wire = opened(device, activations=name, gradients="none")
+    sent = (hidden(), *sides())
+    io.send(Forward(3, 1, 2, 1), sent)
+    io.flush()
+    [(_, message, _)] = wire.sent
+    arrival = unpack(Received(message).message, open_device("cpu"))
+    assert isinstance(arrival, Arrival)
+    assert [t.requires_grad for t in arrival.tensors] == [False, True, False, False]
+    for found, tensor in zip(arrival.tensors, sent, strict=True):
+        codec = CODECS[name if tensor.is_floating_point() else "none"]
+        decoded = codec.decode(codec.encode(tensor), tensor.shape, tensor.dtype)
+        assert torch.equal(found.detach(), decoded)
+
+
+@pytest.mark.parametrize(
+    ("forms", "text"),
+    [
+        ([], "1 tensors expected, got 2"),
+        ([SideForm(True)], "a gradient for a tensor of torch.int64"),
+    ],
+)
+def test_a_bundle_that_is_not_what_it_says_is_refused(forms: list[SideForm], text: str) -> None:
+    body = Forward(3, 1, 1, 0, sides=tuple(forms) or None)
+    message = Message(body, [to_wire(hidden()), to_wire(torch.arange(3))])
+    with pytest.raises(ProtocolError, match=text):
+        unpack(Received(message).message, open_device("cpu"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.spec.name)
@@ -391,8 +429,8 @@ def test_boundary_io_sends_what_the_codec_makes_of_it(
     names["activations" if kind is Forward else "gradients"] = name
     io, wire = opened(device, **names)
     tensor = hidden(dtype)
-    io.send(Forward(3, 1, 2, 1), tensor)
-    io.send(Backward(3, 1, 2, 1), tensor)
+    io.send(Forward(3, 1, 2, 1), (tensor,))
+    io.send(Backward(3, 1, 2, 1), (tensor,))
     io.flush()
     [message] = [message for _, message, _ in wire.sent if type(message.body) is kind]
     if name == "bf16" and dtype == torch.float16:
@@ -404,15 +442,15 @@ def test_boundary_io_sends_what_the_codec_makes_of_it(
     expected = CODECS[name].decode(CODECS[name].encode(tensor), tensor.shape, dtype)
     arrival = unpack(message, open_device("cpu"))
     assert isinstance(arrival, Arrival)
-    assert arrival.tensor is not None
-    assert torch.equal(arrival.tensor, expected)
+    assert len(arrival.tensors) == 1
+    assert torch.equal(arrival.tensors[0], expected)
     assert message.body.step == INFO.step
     assert message.body.attempt == INFO.attempt
 
 
 def test_boundary_io_of_the_cpu_encodes_beside_the_computing_thread(opened: Any) -> None:
     io, wire = opened(open_device("cpu"), activations="int8")
-    io.send(Forward(3, 1, 2, 0), hidden())
+    io.send(Forward(3, 1, 2, 0), (hidden(),))
     io.flush()
     assert wire.threads == ["sender"]
 
@@ -423,9 +461,9 @@ def test_boundary_io_of_a_device_waits_for_it_beside_the_computing_thread(opened
     device = QueuedDevice()
     io, wire = opened(device)
     tensors = [hidden(torch.float32, 4) + k for k in range(3)]
-    io.send(Forward(3, 1, 2, 0), tensors[0])
-    io.send(Backward(3, 1, 0, 1), tensors[1])
-    io.send(Forward(3, 1, 2, 1), tensors[2])
+    io.send(Forward(3, 1, 2, 0), (tensors[0],))
+    io.send(Backward(3, 1, 0, 1), (tensors[1],))
+    io.send(Forward(3, 1, 2, 1), (tensors[2],))
     assert wire.left == []
     device.events[2].reached.set()
     device.events[1].reached.set()
@@ -441,7 +479,7 @@ def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opene
     io, wire = opened(device, activations="int8")
     tensor = hidden()
     for k in range(2):
-        io.send(Forward(3, 1, 2, k), tensor + k)
+        io.send(Forward(3, 1, 2, k), (tensor + k,))
         io.flush()
         assert (device.out, device.given_back) == (2 * (k + 1), 2 * k)
         expected = CODECS["int8"].encode(tensor + k)
@@ -459,9 +497,9 @@ def test_boundary_io_keeps_losses_in_order_with_what_was_handed_over_before(open
     GRADIENT_NORMS) waits for all of it."""
     device = QueuedDevice()
     io, wire = opened(device)
-    io.send(Backward(3, 1, 0, 0), hidden())
+    io.send(Backward(3, 1, 0, 0), (hidden(),))
     io.loss(INFO, 1, torch.tensor(0.5))
-    io.send(Backward(3, 1, 0, 1), hidden())
+    io.send(Backward(3, 1, 0, 1), (hidden(),))
     assert wire.left == []
     threading.Timer(0.01, device.reach).start()
     io.flush()
@@ -484,10 +522,10 @@ def test_boundary_io_tells_what_went_wrong_while_sending(opened: Any) -> None:
     device = QueuedDevice(at_once=True)
     io, wire = opened(device)
     wire.breaks = ProtocolError("larger than agreed")
-    io.send(Forward(3, 1, 2, 0), hidden())
+    io.send(Forward(3, 1, 2, 0), (hidden(),))
     io.flush()
     wire.breaks = None
-    io.send(Forward(3, 1, 2, 1), hidden())
+    io.send(Forward(3, 1, 2, 1), (hidden(),))
     io.flush()
     assert [str(error) for error in wire.failures] == ["larger than agreed"]
     assert wire.left == [("FORWARD", 2, 1)]
@@ -501,7 +539,7 @@ def test_what_cannot_be_coded_for_lack_of_memory_names_its_attempt(
 
     monkeypatch.setattr(type(CODECS["int8"]), "encode", encode)
     io, wire = opened(open_device("cpu"), activations="int8")
-    io.send(Forward(3, 1, 2, 0), hidden())
+    io.send(Forward(3, 1, 2, 0), (hidden(),))
     io.flush()
     [error] = wire.failures
     assert isinstance(error, StepOutOfMemory)
@@ -511,7 +549,7 @@ def test_what_cannot_be_coded_for_lack_of_memory_names_its_attempt(
 
 def test_boundary_io_closes_its_thread(opened: Any) -> None:
     io, _ = opened(QueuedDevice(at_once=True))
-    io.send(Forward(3, 1, 2, 0), hidden())
+    io.send(Forward(3, 1, 2, 0), (hidden(),))
     io.close()
     assert "sender" not in {thread.name for thread in threading.enumerate()}
 

@@ -26,6 +26,7 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import HeteroError, ModelError, ProtocolError
+from hetero_framework.models.side import Bundle
 from hetero_framework.planner import simulator
 from hetero_framework.planner.readiness import Admission, Policy, Readiness, Task
 from hetero_framework.planner.simulator import Edge, Profile, simulate
@@ -56,32 +57,30 @@ class FakeStage:
     def abort(self) -> None:
         self.calls.append(("abort",))
 
-    def forward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
         self.calls.append(("forward", micro_batch))
         if self.fails is not None:
             raise self.fails
-        return self._result(hidden_BSD)
+        return self._result(received)
 
     def forward_backward(
-        self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None
-    ) -> tuple[Loss, torch.Tensor | None]:
+        self, micro_batch: int, inputs: Tensors, received: Bundle
+    ) -> tuple[Loss, Bundle]:
         self.calls.append(("forward_backward", micro_batch))
-        return float(micro_batch), None if self.is_first else self._result(hidden_BSD)
+        return float(micro_batch), () if self.is_first else self._result(received)
 
-    def evaluate(self, micro_batch: int, inputs: Tensors, hidden_BSD: torch.Tensor | None) -> Loss:
+    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Loss:
         self.calls.append(("evaluate", micro_batch))
         return float(micro_batch)
 
-    def backward(self, micro_batch: int, gradient_BSD: torch.Tensor) -> torch.Tensor | None:
+    def backward(self, micro_batch: int, gradients: Bundle) -> Bundle:
         self.calls.append(("backward", micro_batch))
-        return self._result(gradient_BSD) if self.input_requires_grad else None
+        return self._result(gradients) if self.input_requires_grad else ()
 
-    def _result(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        if tensor is None:
-            return torch.zeros(1, 2, 3)
-        return tensor.add_(1) if self.in_place else tensor + 1
+    def _result(self, tensors: Bundle) -> Bundle:
+        if not tensors:
+            return (torch.zeros(1, 2, 3),)
+        return tuple(tensor.add_(1) if self.in_place else tensor + 1 for tensor in tensors)
 
     def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
         return GradientReport(torch.zeros(0))
@@ -111,9 +110,9 @@ class Sent:
     def __init__(self) -> None:
         self.messages: list[tuple[Any, ...]] = []
 
-    def send(self, body: Boundary, tensor_BSD: torch.Tensor) -> None:
+    def send(self, body: Boundary, tensors: Bundle) -> None:
         kind = "hidden" if isinstance(body, Forward) else "gradient"
-        self.messages.append((kind, body.stage, body.micro_batch, tensor_BSD))
+        self.messages.append((kind, body.stage, body.micro_batch, tensors[0]))
 
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         self.messages.append(("loss", micro_batch, loss))
@@ -139,7 +138,7 @@ class Buffers:
         def release() -> None:
             self.released[number] += 1
 
-        return Arrival(torch.full((1, 2, 3), value), release)
+        return Arrival((torch.full((1, 2, 3), value),), release)
 
 
 def make_executor(
@@ -439,8 +438,7 @@ def test_result_that_lies_in_a_buffer_is_copied_before_the_buffer_goes_back(info
     if info.train:
         executor.put_gradient(1, 0, arrivals[1])
         executor.run_next()
-    used = arrivals[1 if info.train else 0].tensor
-    assert used is not None
+    [used] = arrivals[1 if info.train else 0].tensors
     result = sent.messages[-1][3]
     used.zero_()  # the next frame arrives in the same buffer
     assert torch.equal(result, torch.full((1, 2, 3), 3.0 if info.train else 2.0))
@@ -507,7 +505,7 @@ def test_what_a_correct_peer_would_not_send_is_refused_and_changes_nothing(
     executor.put_hidden(1, 1, buffers.arrival())
     sent.messages.clear()
     with pytest.raises(ProtocolError, match=text):
-        wrong(executor, Arrival(torch.full((1, 2, 3), 7.0)))
+        wrong(executor, Arrival((torch.full((1, 2, 3), 7.0),)))
     assert not executor.run_next()
     executor.put_inputs(1, 1, INPUTS)
     assert executor.run_next()
@@ -800,7 +798,7 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
         device = profile.devices[stage]
         executor, _ = executors[device]
         put = executor.put_hidden if kind == FORWARD else executor.put_gradient
-        put(stage, k, Arrival(torch.zeros(1, 2, 3)))
+        put(stage, k, Arrival((torch.zeros(1, 2, 3),)))
         start(now, device)
 
     def start(now: float, device: int) -> None:

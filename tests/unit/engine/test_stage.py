@@ -55,7 +55,8 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.errors import CheckpointError, DeviceError, ProtocolError
-from tests.samples import boundary_message, free_ports, save_llama
+from hetero_framework.models.side import Bundle
+from tests.samples import boundary_message, free_ports, save_llama, save_tiny
 
 # A Llama of four layers, cut so that the stage under test has layers 1 and 2, or 1 to the head.
 LAYERS = 4
@@ -141,23 +142,21 @@ class RemoteStage:
         orders = StepSchedule(in_flight_limits=(info.micro_batches,) * self._num_stages)
         self._peers.send(1, messages.step_message(info, orders))
 
-    def forward(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        self._feed(k, inputs, hidden_BSD)
+    def forward(self, k: int, inputs: Tensors, received: Bundle) -> Bundle:
+        self._feed(k, inputs, received)
         return self._boundary(Forward, 2, k)
 
-    def forward_backward(
-        self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor
-    ) -> tuple[float, torch.Tensor]:
-        self._feed(k, inputs, hidden_BSD)
+    def forward_backward(self, k: int, inputs: Tensors, received: Bundle) -> tuple[float, Bundle]:
+        self._feed(k, inputs, received)
         loss = self._await(Loss).body.loss
         return loss, self._boundary(Backward, 0, k)
 
-    def evaluate(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> float:
-        self._feed(k, inputs, hidden_BSD)
+    def evaluate(self, k: int, inputs: Tensors, received: Bundle) -> float:
+        self._feed(k, inputs, received)
         return self._await(Loss).body.loss
 
-    def backward(self, k: int, gradient_BSD: torch.Tensor) -> torch.Tensor:
-        self._cross(Backward, k, gradient_BSD)
+    def backward(self, k: int, gradients: Bundle) -> Bundle:
+        self._cross(Backward, k, gradients)
         return self._boundary(Backward, 0, k)
 
     def report_gradients(self) -> GradientReport:
@@ -195,12 +194,12 @@ class RemoteStage:
         self._peers.send(1, messages.part_message(LoadState, 1, kind, 0, part))
         self._await(StateLoaded)
 
-    def _feed(self, k: int, inputs: Tensors, hidden_BSD: torch.Tensor) -> None:
+    def _feed(self, k: int, inputs: Tensors, received: Bundle) -> None:
         self._peers.send(1, messages.inputs_message(self._info, 1, k, messages.pack_inputs(inputs)))
-        self._cross(Forward, k, hidden_BSD)
+        self._cross(Forward, k, received)
 
-    def _cross(self, kind: type[Body], k: int, tensor: torch.Tensor) -> None:
-        self._peers.send(1, boundary_message(kind, self._info, 1, k, tensor))
+    def _cross(self, kind: type[Body], k: int, tensors: Bundle) -> None:
+        self._peers.send(1, boundary_message(kind, self._info, 1, k, *tensors))
 
     def _tell(self, body: Body) -> None:
         self._peers.send(1, Message(body))
@@ -218,11 +217,10 @@ class RemoteStage:
                 assert type(event.message.body) is GradientNorms
                 self._norms = event.message
 
-    def _boundary(self, kind: type[Body], stage: int, k: int) -> torch.Tensor:
+    def _boundary(self, kind: type[Body], stage: int, k: int) -> Bundle:
         message = self._await(kind)
         assert (message.body.stage, message.body.micro_batch) == (stage, k)
-        [tensor] = message.tensors
-        return from_wire(tensor)
+        return tuple(map(from_wire, message.tensors))
 
 
 @contextmanager
@@ -343,9 +341,9 @@ def info(step: int = 0, attempt: int = 0, *, train: bool = True) -> StepInfo:
 
 def run_middle(stage: Any, whole: Whole) -> None:
     for k in range(2):
-        stage.forward(k, middle_inputs(k), whole.entering(k, 1))
+        stage.forward(k, middle_inputs(k), (whole.entering(k, 1),))
     for k in range(2):
-        stage.backward(k, whole.gradient(k, 3))
+        stage.backward(k, (whole.gradient(k, 3),))
 
 
 def weights(stage: Any) -> Tensors:
@@ -365,10 +363,10 @@ def test_forward_and_backward_are_the_whole_models(stage: Open, whole: Whole) ->
     tested = stage(MIDDLE)
     tested.begin(info())
     for k in range(2):
-        out_BSD = tested.forward(k, middle_inputs(k), whole.entering(k, 1))
+        (out_BSD,) = tested.forward(k, middle_inputs(k), (whole.entering(k, 1),))
         assert torch.equal(out_BSD, whole.entering(k, 3))
     for k in range(2):
-        gradient_BSD = tested.backward(k, whole.gradient(k, 3))
+        (gradient_BSD,) = tested.backward(k, (whole.gradient(k, 3),))
         assert torch.equal(gradient_BSD, whole.gradient(k, 1))
 
 
@@ -376,7 +374,8 @@ def test_forward_backward_of_the_last_stage_are_the_whole_models(stage: Open, wh
     tested = stage(LAST)
     tested.begin(info())
     for k in range(2):
-        loss, gradient_BSD = tested.forward_backward(k, last_inputs(k), whole.entering(k, 1))
+        entering = (whole.entering(k, 1),)
+        loss, (gradient_BSD,) = tested.forward_backward(k, last_inputs(k), entering)
         assert loss == whole.losses[k]
         assert torch.equal(gradient_BSD, whole.gradient(k, 1))
 
@@ -387,12 +386,12 @@ def test_evaluate_is_the_sum_of_token_losses_and_leaves_no_gradient(
     tested = stage(LAST)
     tested.begin(info(train=False))
     for k in range(2):
-        total = tested.evaluate(k, last_inputs(k), whole.entering(k, 1))
+        total = tested.evaluate(k, last_inputs(k), (whole.entering(k, 1),))
         assert total == pytest.approx(whole.losses[k] * NUM_ITEMS, rel=1e-6)
     # Two micro-batches end an evaluation; the next step's norms know nothing of it.
     tested.begin(info(1))
     for k in range(2):
-        tested.forward_backward(k, last_inputs(k), whole.entering(k, 1))
+        tested.forward_backward(k, last_inputs(k), (whole.entering(k, 1),))
     parameters = whole.parameters([name for name, _ in tested.trainable()])
     expected = [torch.linalg.vector_norm(p.grad) for p in parameters.values()]
     assert torch.equal(tested.report_gradients().norms, torch.stack(expected))
@@ -440,7 +439,7 @@ def test_hidden_state_of_another_shape_is_refused_with_both(
         with local_stage(make_config(checkpoint, plan)) as tested:
             tested.begin(info(train=name != "evaluate"))
             with pytest.raises(ProtocolError, match=f"^{text}$"):
-                getattr(tested, name)(0, inputs, wrong)
+                getattr(tested, name)(0, inputs, (wrong,))
 
 
 @pytest.mark.parametrize("change", [lambda g: g[:1], lambda g: g.half(), lambda g: g[:0]])
@@ -449,19 +448,19 @@ def test_gradient_of_another_shape_is_refused_with_both(
 ) -> None:
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
         tested.begin(info())
-        tested.forward(0, middle_inputs(0), whole.entering(0, 1))
+        tested.forward(0, middle_inputs(0), (whole.entering(0, 1),))
         text = "stage 1: the gradient of micro-batch 0 is .*, expected 2 x 7 x 32 of float32"
         with pytest.raises(ProtocolError, match=text):
-            tested.backward(0, change(whole.gradient(0, 3)))
+            tested.backward(0, (change(whole.gradient(0, 3)),))
 
 
 def test_collect_names_micro_batches_that_are_not_finite(stage: Open, whole: Whole) -> None:
     tested = stage(MIDDLE)
     tested.begin(info())
     for k, factor in ((0, 1.0), (1, float("nan"))):
-        tested.forward(k, middle_inputs(k), whole.entering(k, 1) * factor)
+        tested.forward(k, middle_inputs(k), (whole.entering(k, 1) * factor,))
     for k in range(2):
-        tested.backward(k, whole.gradient(k, 3))
+        tested.backward(k, (whole.gradient(k, 3),))
     assert tested.report_gradients().nonfinite == (1,)
     tested.abort()
 
@@ -671,14 +670,14 @@ class Chain:
         return losses, gradients
 
     def _micro_batch(self, k: int, train: bool) -> float:
-        hidden = None
+        crossing: Bundle = ()
         for stage in self.stages[:-1]:
-            hidden = stage.forward(k, batch(k), hidden)
+            crossing = stage.forward(k, batch(k), crossing)
         if not train:
-            return float(self.stages[-1].evaluate(k, batch(k), hidden))
-        loss, gradient = self.stages[-1].forward_backward(k, batch(k), hidden)
+            return float(self.stages[-1].evaluate(k, batch(k), crossing))
+        loss, gradients = self.stages[-1].forward_backward(k, batch(k), crossing)
         for stage in reversed(self.stages[:-1]):
-            gradient = stage.backward(k, gradient) if stage.differentiates else None
+            gradients = stage.backward(k, gradients) if stage.differentiates else ()
         return float(loss)
 
 
@@ -704,6 +703,38 @@ def test_every_way_of_computing_has_the_same_bits_under_every_cut(
         assert other.keys() == gradients.keys()
         different = [name for name in other if not torch.equal(other[name], gradients[name])]
         assert different == []
+
+
+SIDE_WAYS: dict[str, dict[str, Any]] = {
+    "all weights": {"training": {"loss_chunk_tokens": None}},
+    "recomputing": {"training": {"loss_chunk_tokens": None}, "again": True},
+    "adapter": {
+        "training": {"loss_chunk_tokens": None},
+        "adapter": {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.3},
+        "again": True,
+    },
+    # Nothing before layer 4 is trained: no gradient goes back for what was made there.
+    "upper layers": {
+        "training": {"loss_chunk_tokens": None},
+        "adapter": {"r": 2, "target_modules": r".*layers\.[45]\..*o_proj"},
+    },
+}
+
+
+@pytest.mark.parametrize("way", SIDE_WAYS)
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "hy_v4"])
+def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path: Path) -> None:
+    path = save_tiny(model_type, tmp_path / model_type)
+    results = []
+    for bounds in ([(0, 6)], [(0, 1), (1, 4), (4, 6)], [(0, 0), (0, 3), (3, 6)]):
+        chain = Chain(path, bounds, SIDE_WAYS[way])
+        results.append((chain.step(), chain.step(train=False)[0]))
+    (losses, gradients), evaluated = results[0]
+    assert gradients
+    for (other_losses, other), other_evaluated in results[1:]:
+        assert (other_losses, other_evaluated) == (losses, evaluated)
+        assert other.keys() == gradients.keys()
+        assert [n for n in other if not torch.equal(other[n], gradients[n])] == []
 
 
 @quiet_compiler
@@ -735,7 +766,7 @@ def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint: Path) -> None:
     scaled = StepInfo(0, 0, True, micro_batches=2, num_items=NUM_ITEMS, loss_scale=1024.0)
     stage.begin(scaled)
     for k in range(2):
-        stage.forward_backward(k, batch(k), None)
+        stage.forward_backward(k, batch(k), ())
     largest = max(float(p.grad.abs().max()) for _, p in stage._parameters if p.grad is not None)
     assert largest == 1024 * max(float(g.abs().max()) for g in expected.values())
     stage.report_gradients()
@@ -755,8 +786,8 @@ def test_dropped_stage_frees_its_weights_without_the_garbage_collector(
     [stage] = load_stages(config, config.plan.stages[1:2], open_device("cpu"))
     stage.input_requires_grad = True
     stage.begin(info())
-    out_BSD = stage.forward(0, middle_inputs(0), torch.randn(2, 7, 32))
-    stage.backward(0, torch.ones_like(out_BSD))
+    (out_BSD,) = stage.forward(0, middle_inputs(0), (torch.randn(2, 7, 32),))
+    stage.backward(0, (torch.ones_like(out_BSD),))
     stage.report_gradients()
     stage.commit(1e-3, 1.0)
     weights = [weakref.ref(parameter) for parameter in stage._shard.model.parameters()]

@@ -70,7 +70,7 @@ def arrive(host: StageHost, info: StepInfo) -> list[int]:
     released: list[int] = []
     message = boundary_message(Forward, info, 1, 0, torch.zeros(1, 2, 3))
     message._buffer_release = lambda: released.append(1)
-    host.data(message, Arrival(torch.zeros(1, 2, 3), message.release))
+    host.data(message, Arrival((torch.zeros(1, 2, 3),), message.release))
     return released
 
 
@@ -237,9 +237,9 @@ def test_lengths_of_the_samples_of_a_row_are_not_asked_of_the_device() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     batch = {"input_ids": ids, "position_ids": positions, "labels": ids}
-    expected = shard.loss(batch, None, torch.tensor(3))
+    expected = shard.loss(batch, (), torch.tensor(3))
     there = inputs_in(QueuedDevice(), batch)
-    assert torch.equal(shard.loss(there, None, torch.tensor(3)), expected)
+    assert torch.equal(shard.loss(there, (), torch.tensor(3)), expected)
     assert there["position_ids"]._hetero_lengths == [3, 2]  # type: ignore[attr-defined]
     there = inputs_in(QueuedDevice(), batch)
     there["position_ids"].zero_()

@@ -21,6 +21,7 @@ from hetero_framework.models.peak import Peak
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.shard import Shard, build_shard
+from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiable, gradients_of
 from hetero_framework.models.tiny import tiny_config
 from tests.unit.adapter_helpers import ranges
 
@@ -41,18 +42,19 @@ def build(model_type: str, *bounds: int, **kwargs: Any) -> list[Shard]:
 
 def run(shards: list[Shard], inputs: dict[str, torch.Tensor], limit: int | None) -> Numbers:
     """Loss and gradients of a chain of shards whose last one works in pieces (None: whole)."""
-    hidden, boundaries = None, []
+    received: Bundle = ()
+    boundaries = []
     for shard in shards[:-1]:
-        out = shard.forward(inputs, hidden)
-        hidden = out.detach().requires_grad_()
-        boundaries.append((out, hidden))
+        left = shard.forward(inputs, received)
+        received = as_leaves(crossing(left))
+        boundaries.append((left, received))
     if limit is None:
-        loss = shards[-1].loss(inputs, hidden, ITEMS)
+        loss = shards[-1].loss(inputs, received, ITEMS)
         loss.backward()
     else:
-        loss = in_pieces(shards[-1], inputs, hidden, limit)
-    for out, received in reversed(boundaries):
-        out.backward(received.grad)
+        loss = in_pieces(shards[-1], inputs, received, limit)
+    for left, received in reversed(boundaries):
+        torch.autograd.backward(differentiable(left), gradients_of(received))
     gradients = {}
     for shard in shards:
         named = shard.model.named_parameters()
@@ -62,13 +64,13 @@ def run(shards: list[Shard], inputs: dict[str, torch.Tensor], limit: int | None)
 
 
 def in_pieces(
-    shard: Shard, inputs: dict[str, torch.Tensor], hidden: torch.Tensor | None, limit: int
+    shard: Shard, inputs: dict[str, torch.Tensor], received: Bundle, limit: int
 ) -> torch.Tensor:
     pieces = spans(inputs["labels"].shape, limit)
     assert pieces
     backward = torch.Tensor.backward
     return chunked_loss(
-        shard, inputs, hidden, ITEMS, pieces, running=nullcontext, backward=backward
+        shard, inputs, received, ITEMS, pieces, running=nullcontext, backward=backward
     )
 
 
@@ -144,7 +146,7 @@ def test_each_piece_draws_its_own_random_numbers() -> None:
     first, last = build("llama", 0, 4, 6)
     last.on_enter = seen.append
     inputs = probe_inputs(config_of("llama"))
-    in_pieces(last, inputs, first.forward(inputs, None).detach(), 13)
+    in_pieces(last, inputs, crossing(first.forward(inputs, ())), 13)
     assert seen == [4, 5, "head", "head 1"]
 
 
@@ -215,9 +217,9 @@ def head_peak(tokens: int, limit: int | None) -> int:
     inputs = {"labels": labels, "attention_mask": torch.ones_like(labels)}
     with Peak() as peak:
         if limit is None:
-            shard.loss(inputs, hidden, ITEMS).backward()
+            shard.loss(inputs, (hidden,), ITEMS).backward()
         else:
-            in_pieces(shard, inputs, hidden, limit)
+            in_pieces(shard, inputs, (hidden,), limit)
     shard.model.zero_grad()
     return peak.most
 

@@ -25,6 +25,7 @@ from hetero_framework.models.equivalence import (
 )
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.shard import Shard, ShardRange
+from hetero_framework.models.side import Bundle
 from hetero_framework.models.tiny import tiny_config
 from tests.samples import save_llama
 
@@ -45,6 +46,11 @@ from tests.samples import save_llama
         "falcon_h1",
         "roformer",
         "mamba",
+        "deepseek_v4",
+        "gemma3n_text",
+        "gemma4_text",
+        "hy_v4",
+        "zaya",
     ],
 )
 def test_architecture_passes_to_the_bit(model_type: str) -> None:
@@ -56,11 +62,9 @@ def test_architecture_passes_to_the_bit(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gemma4_text", "per_layer_input"),
         ("hrm_text", "no list of blocks"),
-        ("hy_v4", "does not run alone"),
         ("xlm", "loss differs"),
-        ("zamba2", "original_hidden_states"),
+        ("zamba2", "shared_transformer"),
     ],
 )
 def test_architecture_with_a_second_path_is_refused(model_type: str, reason: str) -> None:
@@ -72,8 +76,8 @@ def test_architecture_with_a_second_path_is_refused(model_type: str, reason: str
 def test_changed_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Shard.forward
 
-    def wrong(self: Shard, *args: Any) -> torch.Tensor:
-        return forward(self, *args) * 1.001
+    def wrong(self: Shard, *args: Any) -> Bundle:
+        return tuple(tensor * 1.001 for tensor in forward(self, *args))
 
     monkeypatch.setattr(Shard, "forward", wrong)
     result = verify_model(model_type="llama")
@@ -84,8 +88,8 @@ def test_changed_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_last_bit_is_noticed_but_tolerated(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Shard.forward
 
-    def rounded(self: Shard, *args: Any) -> torch.Tensor:
-        return forward(self, *args) * (1 + 1e-7)
+    def rounded(self: Shard, *args: Any) -> Bundle:
+        return tuple(tensor * (1 + 1e-7) for tensor in forward(self, *args))
 
     monkeypatch.setattr(Shard, "forward", rounded)
     result = verify_model(model_type="llama")
@@ -94,8 +98,8 @@ def test_last_bit_is_noticed_but_tolerated(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_admit_raises_with_the_reason() -> None:
-    config = tiny_config("gemma4_text")
-    with pytest.raises(ArchitectureError, match="per_layer_input"):
+    config = tiny_config("zamba2")
+    with pytest.raises(ArchitectureError, match="shared_transformer"):
         admit(config, ranges_from_cuts([3], 6))
 
 

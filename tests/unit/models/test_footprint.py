@@ -49,10 +49,10 @@ def measured(setting: Setting, rng: ShardRange, *, recompute: bool = False) -> t
     mask = torch.ones_like(ids)
     mask[-1, -5:] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
-    hidden = None if rng.is_first else torch.randn(ROWS, TOKENS, shard.width).requires_grad_()
-    known = [*own, ids, mask, *([] if hidden is None else [hidden])]
-    with Peak(known) as peak:
-        out = shard.forward(inputs, hidden)
+    hidden = torch.randn(ROWS, TOKENS, shard.width).requires_grad_()
+    received = () if rng.is_first else (hidden,)
+    with Peak([*own, ids, mask, *received]) as peak:
+        (out,) = shard.forward(inputs, received)
         kept = peak.most = peak.now
         if out.requires_grad:
             torch.autograd.backward(out, torch.empty_like(out))

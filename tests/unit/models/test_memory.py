@@ -191,12 +191,12 @@ def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype: str, tmp_path:
         with Peak() as peak:
             if pieces:
                 chunked_loss(
-                    *(head, inputs, hidden, items, pieces),
+                    *(head, inputs, (hidden,), items, pieces),
                     running=nullcontext,
                     backward=torch.Tensor.backward,
                 )
             else:
-                head.loss(inputs, hidden, items).backward()
+                head.loss(inputs, (hidden,), items).backward()
         head.model.zero_grad()
         training = {"loss_chunk_tokens": limit}
         config = config_of(base, (0, 4, 4), model={"dtype": dtype}, training=training)

@@ -39,10 +39,10 @@ def test_loss_is_the_shards_own_divided_by_the_items(limit: int | None) -> None:
     shard.train(False)
     objective = CausalLM(limit)
     batch = probe_inputs(config)
-    expected = shard.loss(batch, None, ITEMS)
+    expected = shard.loss(batch, (), ITEMS)
     (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
     loss = objective.loss(
-        shard, batch, None, ITEMS, running=nullcontext, backward=torch.Tensor.backward
+        shard, batch, (), ITEMS, running=nullcontext, backward=torch.Tensor.backward
     )
     assert not loss.requires_grad
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)

@@ -33,6 +33,7 @@ from hetero_framework.models.shard import (
     load_model_config,
     load_shard,
 )
+from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiable, gradients_of
 from hetero_framework.models.tiny import tiny_config
 from tests.samples import save_llama
 
@@ -80,15 +81,16 @@ def build(model_type: str, path: Path | None, bounds: list[int], **kwargs: Any) 
 
 def run(shards: list[Shard], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
     """Loss and all gradients; gradients of a tied weight are summed under the embedding's name."""
-    hidden, boundaries = None, []
+    received: Bundle = ()
+    boundaries = []
     for shard in shards[:-1]:
-        out = shard.forward(inputs, hidden)
-        hidden = out.detach().requires_grad_()
-        boundaries.append((out, hidden))
-    loss = shards[-1].loss(inputs, hidden, ITEMS)
+        left = shard.forward(inputs, received)
+        received = as_leaves(crossing(left))
+        boundaries.append((left, received))
+    loss = shards[-1].loss(inputs, received, ITEMS)
     loss.backward()
-    for out, received in reversed(boundaries):
-        out.backward(received.grad)
+    for left, received in reversed(boundaries):
+        torch.autograd.backward(differentiable(left), gradients_of(received))
     gradients: dict[str, torch.Tensor] = {}
     for shard in shards:
         for name, parameter in shard.model.named_parameters():
@@ -129,7 +131,7 @@ def test_logits_of_the_last_shard_equal_the_whole_models(checkpoints: Any) -> No
     path = checkpoints("llama")
     first, last = build("llama", path, [0, 4, 6])
     inputs = probe_inputs(config_of("llama"))
-    logits = last._run(inputs, first.forward(inputs, None)).logits
+    logits = last._run(inputs, first.forward(inputs, ())).logits
     assert torch.equal(logits, whole("llama", path)[2])
 
 
@@ -471,9 +473,9 @@ def test_what_joins_all_layers_is_refused() -> None:
         build_shard(config, None, ShardRange(0, 3, True, False))
 
 
-def test_what_crosses_layers_is_named_and_allowed_in_one_shard() -> None:
-    config = tiny_config("gemma4_text")
-    with pytest.raises(ArchitectureError, match="per_layer_input"):
+def test_weights_that_layers_share_are_named_and_allowed_in_one_shard() -> None:
+    config = tiny_config("zamba2")
+    with pytest.raises(ArchitectureError, match="shared_transformer"):
         build_shard(config, None, ShardRange(0, 3, True, False))
     build_shard(config, None, ShardRange(0, 6, True, True))
 
@@ -533,7 +535,7 @@ def test_recompute_draws_again_where_torch_saves_no_random_state(
         if recompute:
             shard.recompute_blocks()
         shard.train()
-        loss = shard.loss(probe_inputs(config), None, ITEMS)
+        loss = shard.loss(probe_inputs(config), (), ITEMS)
         loss.backward()
         found.append((loss.detach(), {n: p.grad for n, p in shard.model.named_parameters()}))
     (loss, gradients), (again, recomputed) = found
@@ -553,7 +555,7 @@ def test_dropped_shard_is_freed_without_the_garbage_collector(
     shard.recompute_blocks()
     if rng.is_first and rng.is_last:
         shard.train()
-        shard.loss(probe_inputs(shard.config), None, ITEMS).backward()
+        shard.loss(probe_inputs(shard.config), (), ITEMS).backward()
     gc.disable()
     try:
         left = [weakref.ref(parameter) for parameter in shard.model.parameters()]

@@ -122,5 +122,5 @@ def test_a_worker_that_only_builds_shards_knows_the_attention(
     shard = build_shard(config, None, ShardRange(0, 1, True, False), dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7]])
     positions = torch.tensor([[0, 1, 0]])
-    hidden_BSD = shard.forward({"input_ids": ids, "position_ids": positions}, None)
+    (hidden_BSD,) = shard.forward({"input_ids": ids, "position_ids": positions}, ())
     assert hidden_BSD.shape[:2] == ids.shape

@@ -1,0 +1,61 @@
+"""What crosses the boundaries of a plan beside the hidden state, in words and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from transformers import PretrainedConfig
+
+from hetero_framework.config import Config
+from hetero_framework.models.footprint import Form, Setting, bundle_forms
+from hetero_framework.models.introspect import introspect
+from hetero_framework.models.memory import Shapes
+from hetero_framework.units import size
+
+_LARGE = 2.0
+"""Side tensors of so many times the hidden state are warned of."""
+
+
+def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list[str]:
+    """A line for each boundary of the plan that carries more than the hidden state, for rows of so
+    many tokens; it begins with "warning: " where that is much more. None for most models."""
+    lines = []
+    for layer in dict.fromkeys(spec.start for spec in config.plan.stages if not spec.is_first):
+        sides = introspect(model).sides_at(layer)
+        if not sides:
+            continue
+        setting = _setting(config, model, tokens)
+        count = setting.rows * setting.tokens
+        hidden, *others = (_bytes(form) / count for form in bundle_forms(setting, layer))
+        counts = Counter(side.name for side in sides)
+        names = ", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items())
+        said = (
+            f"in front of layer {layer}, {size(round(sum(others)))} of side tensors per token cross"
+            f" the boundary beside {size(round(hidden))} of hidden state: {names}"
+        )
+        lines.append(f"warning: {said}" if sum(others) > _LARGE * hidden else said)
+    return lines
+
+
+def largest_sides(config: Config, model: PretrainedConfig, rows: int, tokens: int) -> int:
+    """Bytes of the side tensors of such a micro-batch that cross together, under any plan, where
+    activations are float32."""
+    structure = introspect(model)
+    boundaries = [k for k in range(structure.num_layers) if structure.sides_at(k)]
+    if not boundaries:
+        return 0
+    setting = replace(_setting(config, model, tokens), dtype=torch.float32, rows=rows)
+    return max(sum(map(_bytes, bundle_forms(setting, k)[1:])) for k in boundaries)
+
+
+def _setting(config: Config, model: PretrainedConfig, tokens: int) -> Setting:
+    assert config.model is not None
+    return Shapes(model, config.model, None).setting(config, tokens)
+
+
+def _bytes(form: Form) -> int:
+    shape, dtype, _ = form
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,115 @@
+"""Side tensors: what blocks receive beside the hidden state and cannot make where they are.
+
+A boundary carries a bundle: the hidden state, then the side tensors that blocks behind it read and
+parts before it made. Introspection finds them (`ModelStructure.sides`); a shard collects them where
+absent blocks would have received them, and puts them in at the entries of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Step = tuple[type, Any]  # a container's type, and the key or position in it
+Way = tuple[Step, ...]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+Bundle = tuple[torch.Tensor, ...]
+"""What crosses a boundary: the hidden state, then side tensors in the order of `sides`. Backward:
+their gradients, of those side tensors that want one. Empty where nothing crosses."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A tensor of one forward: `maker` is the last part that had a hand in it (-1: what comes
+    before the blocks, i: block i), `places` are where blocks receive it and read it. `shape` and
+    `dtype` are those in the tiny copy."""
+
+    name: str
+    maker: int
+    places: tuple[tuple[int, Way], ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def crosses(self, boundary: int) -> bool:
+        """Whether it is in the bundle at the entry of block `boundary`."""
+        return self.maker < boundary <= self.places[-1][0]
+
+    def first_place(self, boundary: int) -> tuple[int, Way]:
+        """Where a block behind a boundary that it crosses first receives it."""
+        return next(place for place in self.places if place[0] >= boundary)
+
+
+def tensors_at(value: Any, path: Way = ()) -> Iterator[tuple[Way, torch.Tensor]]:
+    """All tensors in nested tuples, lists and mappings, with the way to each."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (Mapping, tuple, list)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from tensors_at(item, (*path, (type(value), key)))
+
+
+def tensor_at(call: Call, path: Way) -> torch.Tensor:
+    """The tensor at a place of a call. Raises LookupError where there is none."""
+    value: Any = call
+    for _, key in path:
+        try:
+            value = value[key]
+        except (LookupError, TypeError):
+            value = None
+    if not isinstance(value, torch.Tensor):
+        raise LookupError(f"no tensor comes as {path[-1][1]!r} where the layers before are absent")
+    return value
+
+
+def put_at(value: Any, path: Way, tensor: torch.Tensor) -> Any:
+    """`value` with the tensor at a place: lists and mappings are changed, tuples made anew, and
+    what is missing on the way is made."""
+    if not path:
+        return tensor
+    (kind, key), rest = path[0], path[1:]
+    if issubclass(kind, tuple):
+        items = [*(value or ()), *[None] * (key + 1 - len(value or ()))]
+        items[key] = put_at(items[key], rest, tensor)
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if value is None:
+        value = kind()
+    if isinstance(value, list):
+        value += [None] * (key + 1 - len(value))
+        value[key] = put_at(value[key], rest, tensor)
+    else:
+        value[key] = put_at(value.get(key), rest, tensor)
+    return value
+
+
+def crossing(left: Bundle) -> Bundle:
+    """What leaves a part of the model, without its graph; a side tensor that wants a gradient says
+    so by `requires_grad`."""
+    hidden_BSD, *sides = left
+    marked = [side.detach().requires_grad_(side.requires_grad) for side in sides]
+    return (hidden_BSD.detach(), *marked)
+
+
+def as_leaves(received: Bundle) -> Bundle:
+    """What came in, to be differentiated: the hidden state, and side tensors that want it."""
+    hidden_BSD, *sides = received
+    own = [side.detach().requires_grad_(side.requires_grad) for side in sides]
+    return (hidden_BSD.detach().requires_grad_(), *own)
+
+
+def differentiable(bundle: Bundle) -> Bundle:
+    """Those of what left that get a gradient from behind."""
+    return tuple(tensor for tensor in bundle if tensor.requires_grad)
+
+
+def gradients_of(leaves: Bundle) -> Bundle:
+    """Of those that want one; zeros where the result does not depend on them."""
+    return tuple(
+        torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for leaf in leaves
+        if leaf.requires_grad
+    )

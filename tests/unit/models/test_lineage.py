@@ -1,0 +1,70 @@
+"""What a tensor was made from, seen operation by operation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero_framework.models.lineage import IDS, Lineage
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.tensor([1, 2, 3])
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.ones(4, 2, requires_grad=True)
+
+
+def test_levels_are_those_of_the_last_part_that_had_a_hand_in_it(
+    ids: torch.Tensor, weight: torch.Tensor
+) -> None:
+    lineage = Lineage(ids, [weight])
+    with lineage:
+        hashed = ids * 7 % 4
+        mask = torch.ones(3)
+        hidden = weight[hashed]
+        like = torch.zeros_like(hidden)
+        lineage.phase = 0
+        made = hidden + 1
+        own_mask = mask * 2
+        chosen = made.argmax(-1)
+        lineage.phase = 1
+        both = made * hidden
+    found = [lineage.level(t) for t in (hashed, mask, hidden, like, made, own_mask, chosen, both)]
+    assert found == [IDS, None, -1, None, 0, 0, 0, 0]
+
+
+def test_writes_in_place_reach_all_views(ids: torch.Tensor, weight: torch.Tensor) -> None:
+    lineage = Lineage(ids, [weight])
+    with lineage:
+        room = torch.zeros(2, 4)
+        row, other = room[0], room[1]
+        lineage.phase = 2
+        row.copy_(weight[:, 0].detach())
+        lineage.phase = 3
+    assert (lineage.level(room), lineage.level(other)) == (1, 1)
+
+
+def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(
+    ids: torch.Tensor, weight: torch.Tensor
+) -> None:
+    lineage = Lineage(ids, [weight])
+    mask = torch.ones(3)
+    with lineage:
+        lineage.phase = 0
+        mask[None, :2]
+    assert lineage.level(mask) is None
+
+
+def test_a_block_reads_what_its_operations_take(ids: torch.Tensor, weight: torch.Tensor) -> None:
+    lineage = Lineage(ids, [weight])
+    with lineage:
+        first, second = weight[ids], weight * 2
+        lineage.phase = 0
+        first + 1
+    assert lineage.is_read(first, 0)
+    assert not lineage.is_read(second, 0)
+    assert not lineage.is_read(first, 1)
