@@ -126,7 +126,8 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
     ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
     for name, layers in sorted(structure.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
-        if name not in ends and any(inside) and not all(inside):
+        at_an_end = name in ends and whole.layer_of(name) is None
+        if not at_an_end and any(inside) and not all(inside):
             shared = f"{name} is shared by layers {list(layers)} of different stages"
             raise ArchitectureError(shared)
 
