@@ -17,6 +17,7 @@ from hetero_framework.models.adapters import plan_adapter
 from hetero_framework.models.partition import ShardRange
 from hetero_framework.models.remains import Remains
 from hetero_framework.models.shard import Shard, build_shard, load_shard
+from hetero_framework.models.side import Bundle
 from hetero_framework.models.tiny import tiny_config
 from hetero_framework.models.trainable import attach_adapter
 from tests.reads import note_reads
@@ -93,20 +94,18 @@ def assert_like_new(shards: list[Shard], base: Path, adapter: Any, **model: Any)
 
 def output(shards: list[Shard]) -> torch.Tensor:
     """What the last one of these makes of a batch, or of what it is given instead of others."""
-    hidden = None
+    received: Bundle = ()
     for shard in shards:
         shard.train()
         shard.on_enter = lambda place: torch.manual_seed(sum(map(ord, str(place))))
-        if hidden is None and not shard.range.is_first:
+        if not received and not shard.range.is_first:
             width = shard.width
-            hidden = torch.linspace(-1, 1, 2 * 12 * width).reshape(2, 12, width)
+            received = (torch.linspace(-1, 1, 2 * 12 * width).reshape(2, 12, width),)
         inputs = {k: v[:2, :12] for k, v in batch().items()}
         if shard.range.is_last:
-            hidden = shard.loss(inputs, hidden, torch.tensor(9))
-        else:
-            hidden = shard.forward(inputs, hidden)
-    assert hidden is not None
-    return hidden
+            return shard.loss(inputs, received, torch.tensor(9))
+        received = shard.forward(inputs, received)
+    return received[0]
 
 
 @pytest.fixture(scope="module")
