@@ -46,7 +46,8 @@ worker may appear several times; a worker that does not appear takes no part.
 
 `"shard_plan": "auto"` leaves the plan to the run: when it begins, the coordinator measures all
 machines of the configuration, as `hetero plan --measure` does, and plans. The plan is kept as
-`plan.json` in `output_dir`; the run goes on with it when it is resumed, and a new one plans anew.
+`plan.json` in `output_dir`: the run goes on with it when it is resumed, and a new one plans anew. A
+worker that the plan leaves out is told so and ends, or waits for the next run with `--keep`.
 """
 
 

@@ -7,6 +7,7 @@ Importing this module registers the answer of a worker.
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import time
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ from hetero_framework.engine.measuring import ModelCost, measure
 from hetero_framework.models.shard import load_model_config
 
 MEASURE = "hetero.measure"
+LEFT_OUT = "hetero.left-out"
+"""To a worker that was measured: the plan has no layers for it; the data say why."""
 _KIND = "costs"
+_log = logging.getLogger(__name__)
 # Settings of a run that its parts' times do not depend on, and that change often.
 _ASIDE = (
     *("output_dir", "logging_dir", "max_steps", "num_train_epochs", "learning_rate", "seed"),
@@ -96,6 +100,12 @@ def answer_of(message: Message) -> Survey:
     """What the worker found. Raises UserError with its reason if it could not."""
     raw = control.result(message)
     return Survey(ModelCost.from_dict(raw["cost"]), raw["seconds"], raw["was_known"])
+
+
+@control.on(LEFT_OUT)
+def _left_out(data: Any) -> None:
+    why = f": {data}" if data else ""
+    _log.info("this machine is not needed: the plan has no layers for it%s", why)
 
 
 @control.on(MEASURE)

@@ -738,8 +738,8 @@ class Worker:
             reply: Message | None = link_probe.answer_for_peer(question, self.peers.ask)
         else:
             reply = control.answer(message)
-        if question.name == survey.MEASURE and self._run is not None:
-            self._run.measured = True
+        if question.name in (survey.MEASURE, survey.LEFT_OUT) and self._run is not None:
+            self._run.measured = question.name == survey.MEASURE
         message.release()
         if reply is not None:
             self._send(reply)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from hetero_framework.commands.fleet import measure_fleet
+from hetero_framework.commands.fleet import plan_fleet
 from hetero_framework.commands.plan import Wishes, entries_of, make_plan, text
 from hetero_framework.config import Config
+from hetero_framework.planner import FleetProfile, Result
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.kept_plan import keep_plan
 
@@ -15,13 +16,17 @@ _log = logging.getLogger(__name__)
 
 def plan_run(config: Config, access: Access | None = None) -> Config:
     """The configuration with a plan for its machines, which are measured for it. The plan is
-    written into `output_dir`. Raises what `measure_fleet` raises, PlanError where nothing fits, and
-    ResourceError where the plan cannot be written."""
+    written into `output_dir`, and workers that it leaves out are told. Raises what `measure_fleet`
+    raises, PlanError where nothing fits, and ResourceError where the plan cannot be written."""
     _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
-    found = make_plan(measure_fleet(config, access=access), Wishes())
-    answer = found.to_dict()
-    for line in text(answer).splitlines():
-        _log.info("%s", line)
-    planned = config.with_changes(shard_plan=entries_of(answer))
+    found = plan_fleet(config, _plan, access=access)
+    planned = config.with_changes(shard_plan=entries_of(found.to_dict()))
     keep_plan(planned, found)
     return planned
+
+
+def _plan(fleet: FleetProfile) -> Result:
+    found = make_plan(fleet, Wishes())
+    for line in text(found.to_dict()).splitlines():
+        _log.info("%s", line)
+    return found

@@ -11,14 +11,15 @@ import logging
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from hetero_framework.cluster import link_probe, survey
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.assembly import Cluster, MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.commands.bench import losses_told
 from hetero_framework.commands.fleet_profile import profile_of
@@ -28,7 +29,7 @@ from hetero_framework.engine.measuring import ModelCost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
 from hetero_framework.models.memory import memory_of_parts
 from hetero_framework.models.shard import load_model_config
-from hetero_framework.planner import FleetProfile
+from hetero_framework.planner import FleetProfile, Result
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.units import bit_rate, seconds
@@ -52,6 +53,28 @@ def measure_fleet(
     and versions it measures again only `anew`. Raises UserError for a worker that cannot be
     measured or goes away, what `Cluster.start` raises, and KeyboardInterrupt; no worker that was
     started here is left behind."""
+    with _measured(config, access, anew) as (_, profile):
+        return profile
+
+
+def plan_fleet(
+    config: Config, plan: Callable[[FleetProfile], Result], *, access: Access | None = None
+) -> Result:
+    """Measure as `measure_fleet` does, and `plan` while the workers are here: those that are left
+    out are told and end, the others wait for the run. Raises what both raise."""
+    with _measured(config, access, anew=False) as (cluster, profile):
+        found = plan(profile)
+        needed = {entry["id"] for entry in found.shard_plan}
+        for worker in (w for w in cluster.workers if w not in needed):
+            with suppress(HeteroError):  # one that is gone need not know
+                cluster.control(worker, survey.LEFT_OUT, found.why)
+        return found
+
+
+@contextmanager
+def _measured(
+    config: Config, access: Access | None, anew: bool
+) -> Iterator[tuple[Cluster, FleetProfile]]:
     config.require("model")
     assert config.model is not None
     model = load_model_config(config.model, config.base_dir)
@@ -71,13 +94,16 @@ def measure_fleet(
                     f"it was being measured: {error.message}",
                     hint="start it and measure again, or take it out of the configuration",
                 ) from error
-    _log.info("measured in %s", seconds(time.monotonic() - began))
-    # Processes that share a device share what is free there.
+            _log.info("measured in %s", seconds(time.monotonic() - began))
+            parts = memory_of_parts(config, model, len(costs["local"].kinds))
+            yield cluster, profile_of(config, parts, costs, _free_bytes(config, facts), links)
+
+
+def _free_bytes(config: Config, facts: Mapping[WorkerId, MachineFacts]) -> dict[WorkerId, float]:
+    """Processes that share a device share what is free there."""
     places = {id: (machine_of(config, config.machine(id)), facts[id].device) for id in facts}
     sharers = Counter(places.values())
-    memory = {id: facts[id].memory_free / sharers[places[id]] for id in facts}
-    parts = memory_of_parts(config, model, len(costs["local"].kinds))
-    return profile_of(config, parts, costs, memory, links)
+    return {id: facts[id].memory_free / sharers[places[id]] for id in facts}
 
 
 class _Measuring:

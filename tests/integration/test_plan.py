@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,15 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.cluster import survey
-from hetero_framework.commands import fleet
+from hetero_framework.commands import auto_plan, fleet
+from hetero_framework.commands.plan import Wishes
 from hetero_framework.config import Config, load_config
+from hetero_framework.core.addresses import port_is_free
 from hetero_framework.errors import UserError
 from hetero_framework.planner import load_profile
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import Pool, read_metrics
+from tests.samples import free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -87,6 +93,34 @@ def test_run_that_plans_by_itself_trains_to_the_same_bits_and_keeps_its_plan(
     assert first["stages"][0]["predicted"]["forward_s"] == plan["pipeline"]["forward_s"][0]
     assert cli.main(["diagram", "--config", str(file), "--output", "-"]) == 0
     assert "flowchart" in capsys.readouterr().out
+
+
+def test_worker_that_the_plan_leaves_out_ends_in_order_and_the_run_goes_on(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine runs `hetero train`, too, and need not know beforehand."""
+    [port] = free_ports(1)
+    raw["workers"] = [raw["workers"][0], {**raw["workers"][1], "port": port}]
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({**raw, "shard_plan": "auto"}))
+    monkeypatch.setattr(auto_plan, "Wishes", lambda: Wishes(excluded=("2",)))
+    command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)]
+    worker = subprocess.Popen(
+        [*command, "--worker-id", "2"], stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+    try:
+        while port_is_free("127.0.0.1", port):
+            assert worker.poll() is None
+            time.sleep(0.05)  # a port announces nothing
+        assert cli.main(["train", "--config", str(file), "--role", "coordinator"]) == 0
+        _, said = worker.communicate(timeout=60)
+    finally:
+        worker.kill()
+        worker.communicate()
+    assert worker.returncode == 0, said
+    assert "this machine is not needed: the plan has no layers for it" in said
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert 2 not in {entry["id"] for entry in plan["shard_plan"]}
 
 
 def test_worker_that_goes_away_while_it_is_measured_is_named(

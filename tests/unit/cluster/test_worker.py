@@ -447,6 +447,21 @@ def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
     assert served.error is None
 
 
+def test_worker_that_the_plan_leaves_out_says_so_and_ends(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(control._handlers, survey.MEASURE, lambda data: {})
+    served = serve()
+    coordinator = served.dial().set_up()
+    for number, question in enumerate((survey.MEASURE, survey.LEFT_OUT)):
+        coordinator.link.send(control.request(number, question, "it is too slow"))
+        assert coordinator.expect(Control).answers == number
+    coordinator.send(Bye("the run is over"))
+    assert served.ended()
+    assert served.error is None
+    assert any("no layers for it: it is too slow" in line for line in served.said)
+
+
 def test_failure_to_take_a_message_in_is_told_as_it_is(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
