@@ -59,7 +59,7 @@ def measure(ask: Ask, nbytes: int) -> LinkSpeed:
         return max(median - round_trips * min(trips), median / 10)
 
     up_s, down_s = one_way(up), one_way(down)
-    both_ways = max(1.0, one_way(both, 2) / max(up_s, down_s))
+    both_ways = min(2.0, max(1.0, one_way(both, 2) / max(up_s, down_s)))  # more is noise
     return LinkSpeed(statistics.median(trips), nbytes / up_s, nbytes / down_s, both_ways)
 
 
