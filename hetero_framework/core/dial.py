@@ -105,6 +105,11 @@ def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tup
     return error.strerror or str(error), f"check the address {host} and the port {port}"
 
 
+_BACKLOG = 128
+"""So many connections may wait to be accepted; of one more the system drops the first packet, and
+its sender tries again after a second."""
+
+
 class Listener:
     """A listening socket; `port` 0 takes a free one. Raises NetworkError that says what to do."""
 
@@ -119,7 +124,7 @@ class Listener:
         try:
             _claim_address(self._socket)
             self._socket.bind(address)
-            self._socket.listen(16)
+            self._socket.listen(_BACKLOG)
         except OSError as error:
             self._socket.close()
             raise _explain_listen(error, host, port) from error

@@ -44,7 +44,7 @@ from tests.framed import framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
-from tests.samples import free_ports, save_llama
+from tests.samples import free_ports
 
 LONG = pytest.mark.faults
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -474,19 +474,6 @@ def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(
 
 
 @LONG
-def test_a_killed_worker_is_started_again_and_the_run_goes_on(make, whole, tmp_path) -> None:
-    class Kill(SignalAt):
-        def act(self) -> None:
-            os.kill(pids(self)[0], signal.SIGKILL)
-
-    notes = Kill(5)
-    config = make("run", [2, 4], training={"rejoin_wait_s": 60.0})
-    train(with_own_worker(config), progress=notes)
-    assert any("it ended with signal SIGKILL; started again" in line for line in notes.lines)
-    assert_equal_runs(tmp_path / "run", whole("lora"))
-
-
-@LONG
 def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
     make, whole, tmp_path, monkeypatch
 ) -> None:
@@ -723,27 +710,3 @@ def test_ctrl_c_in_the_terminal_releases_everybody(make, tmp_path) -> None:
     assert "stopped by SIGINT after step" in text
     assert "Traceback" not in text
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
-
-
-@LONG
-def test_eight_processes_equal_one(make, tmp_path) -> None:
-    training = {"max_steps": 3, "save_strategy": "no", "eval_steps": None}
-    patience = {"liveness_timeout_s": 30.0, "rejoin_wait_s": 60.0}  # seven start on a few cores
-    sections = {
-        "model": {"name_or_path": str(save_llama(tmp_path / "model", layers=8))},
-        "training": {**training, **patience},
-    }
-    train(make("one", [], layers=8, **sections), progress=Notes())
-    eight = make("eight", [], layers=8, **sections).to_dict()
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
-    eight["workers"] = [
-        {**machine, "id": i, "port": port} for i, port in enumerate(free_ports(7), 1)
-    ]
-    eight["shard_plan"] = [
-        {"id": i or "local", "start": i, "end": i + 1, "is_last": i == 7} for i in range(8)
-    ]
-    notes = Notes()
-    train(Config.from_dict(eight), progress=notes)
-    assert len(pids(notes)) == 7
-    assert not any(map(psutil.pid_exists, pids(notes)))
-    assert_equal_runs(tmp_path / "eight", tmp_path / "one")
