@@ -162,18 +162,15 @@ class _Measuring:
         """Every pair of processes, both ways, with messages as large as the boundary's tensors."""
         least, most = _LINK_BYTES
         nbytes = max(least, min(hidden_bytes, most))
-        cluster, found = self._cluster, []
+        cluster = self._cluster
+        found: list[dict[str, Any]] = []
 
         def note(one: WorkerId, other: WorkerId, speed: link_probe.LinkSpeed) -> None:
             up, down, trip_s = speed.up_bytes_per_s, speed.down_bytes_per_s, speed.round_trip_s
             text = "%s to %s: %s there, %s back, both at once %.1f x as long, round trip %s"
             names = process_name(one), process_name(other)
             _log.info(text, *names, bit_rate(up), bit_rate(down), speed.both_ways, seconds(trip_s))
-            if speed.both_ways > _DISTURBED:  # a step has activations and gradients under way
-                up, down = up / speed.both_ways, down / speed.both_ways
-            shared = {"latency_s": trip_s / 2}
-            found.append({"from": one, "to": other, "bytes_per_s": up, **shared})
-            found.append({"from": other, "to": one, "bytes_per_s": down, **shared})
+            found.extend(directions(one, other, speed))
 
         for worker in cluster.workers:
             note("local", worker, link_probe.measure(partial(cluster.ask, worker), nbytes))
@@ -192,6 +189,19 @@ class _Measuring:
             finally:
                 answer.release()
         return found
+
+
+def directions(
+    one: WorkerId, other: WorkerId, speed: link_probe.LinkSpeed
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A link as a profile has it, there and back. A step has activations and gradients under way at
+    once, so a direction counts as fast as it is beside the other one."""
+    times = speed.both_ways if speed.both_ways > _DISTURBED else 1.0
+    up, down, delay_s = speed.up_bytes_per_s, speed.down_bytes_per_s, speed.round_trip_s / 2
+    return (
+        {"from": one, "to": other, "bytes_per_s": up / times, "latency_s": delay_s},
+        {"from": other, "to": one, "bytes_per_s": down / times, "latency_s": delay_s},
+    )
 
 
 def turns(config: Config) -> Iterator[list[WorkerId]]:

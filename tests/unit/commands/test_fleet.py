@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from hetero_framework.commands.fleet import turns
+from hetero_framework.cluster.link_probe import LinkSpeed
+from hetero_framework.commands.fleet import directions, turns
 from hetero_framework.config import Config
 
 
@@ -16,3 +17,11 @@ def test_machines_are_measured_at_once_and_processes_of_one_in_turn() -> None:
         }
     )
     assert list(turns(config)) == [["local", "a", "d"], ["c", "b"]]
+
+
+def test_a_link_counts_as_fast_as_it_is_while_both_directions_are_used() -> None:
+    there, back = directions("local", 1, LinkSpeed(0.01, 1e8, 4e7, both_ways=2.0))
+    assert there == {"from": "local", "to": 1, "bytes_per_s": 5e7, "latency_s": 0.005}
+    assert back == {"from": 1, "to": "local", "bytes_per_s": 2e7, "latency_s": 0.005}
+    there, back = directions("local", 1, LinkSpeed(0.01, 1e8, 4e7, both_ways=1.1))  # noise
+    assert (there["bytes_per_s"], back["bytes_per_s"]) == (1e8, 4e7)
