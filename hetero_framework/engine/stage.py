@@ -92,7 +92,11 @@ class Stage:
         shard.on_enter = weakly(self._enter)
 
     def dissolve(self) -> tuple[ShardRange, Kept]:
-        """The stage is used no more: its range, and what of the shard another one can take."""
+        """The stage is used no more: its range, and what of the shard another one can take. All
+        else is freed, whoever still holds the stage."""
+        self.abort()
+        self._parameters, self._names, self._optimizer = [], {}, None
+        self._tied_head = self._tied_embedding = None
         return self._shard.range, self._shard.dissolve()
 
     # -- a step ---------------------------------------------------------------------------------

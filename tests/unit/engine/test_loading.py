@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hetero_framework.config import Config
-from hetero_framework.core.devices import Device, Support
-from hetero_framework.engine.loading import check_types
+from hetero_framework.core.devices import Device, Support, open_device
+from hetero_framework.engine.loading import check_types, load_stages, take_apart
 from hetero_framework.errors import DeviceError
+from tests.samples import save_llama
 
 
 class Old(Device):
@@ -66,3 +70,36 @@ def test_a_type_that_is_emulated_is_said(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize("chosen", [config(), config(fp16=True)])
 def test_types_that_the_device_has_pass(chosen: Config) -> None:
     check_types(chosen, Old(emulates=False))
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 2}], ids=["full", "lora"])
+def test_what_stages_held_is_freed_when_they_are_taken_apart(
+    adapter: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Also while somebody holds the stages: an assembly goes when the collector comes by."""
+    made = Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1"},
+            "shard_plan": [{"id": "local", "start": 0, "end": 2}],
+            "model": {"name_or_path": str(save_llama(tmp_path / "model", layers=2))},
+            "adapter": adapter,
+        }
+    )
+    device = open_device("cpu")
+    stages = load_stages(made, made.plan.stages, device)
+    for parameter in stages[0].all_weights():
+        if parameter.requires_grad:
+            parameter.grad = parameter.detach().clone()
+    stages[0].commit(0.1, 1.0)
+    trained = [weakref.ref(p) for p in stages[0].all_weights() if p.requires_grad]
+    frozen = [weakref.ref(p) for p in stages[0].all_weights() if not p.requires_grad]
+    del parameter
+    gc.disable()
+    try:
+        remains = take_apart(stages, made)
+        assert not any(weight() is not None for weight in trained)
+        assert all(weight() is not None for weight in frozen)
+        remains.hand_out(None, [])
+        assert not any(weight() is not None for weight in frozen)
+    finally:
+        gc.enable()
