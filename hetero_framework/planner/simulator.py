@@ -9,9 +9,8 @@ Units: seconds. p stages, m micro-batches, F and B the forward and backward time
 from __future__ import annotations
 
 import heapq
-import math
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -110,20 +109,17 @@ class Profile:
         return ((sender, "out"), *middle, (receiver, "in"))  # type: ignore[arg-type]
 
 
-class _Use:
-    """What occupies a device or a NIC: seconds per micro-batch, the earliest moment that it can
-    have something to do, and the least time from its last work to the end of the step."""
+class _Flow(NamedTuple):
+    """The forwards or the backwards of all micro-batches on a device or NIC: seconds of each, the
+    earliest moment of the first, the least time from the last to the end of the step, and what the
+    slowest of those in front takes for one, which lets them come (or, of backwards, go) no faster.
+    """
 
-    __slots__ = ("head_s", "tail_s", "work_s")
-
-    def __init__(self) -> None:
-        self.work_s = 0.0
-        self.head_s = self.tail_s = math.inf
-
-    def add(self, work_s: float, head_s: float, tail_s: float) -> None:
-        self.work_s += work_s
-        self.head_s = min(self.head_s, head_s)
-        self.tail_s = min(self.tail_s, tail_s)
+    kind: str
+    work_s: float
+    head_s: float
+    tail_s: float
+    pace_s: float
 
 
 def step_bound(
@@ -139,8 +135,9 @@ def step_bound(
 
     A stage stores at most h forwards (`in_flight_limits`, by default all). It begins one only when
     the h-th before it has come back, so it sends the last one off after (m - 1) // h ways there and
-    back. And if its device has no other, that is idle when h forwards take less than the first one
-    needs to come back, and again when h backwards take less than the last one needs.
+    back. What has forwards of one stage and backwards of one is idle, too, while the first
+    micro-batch comes back, if what it gets meanwhile is too little or comes too slowly, and
+    likewise at the end of the step (`_idle_s`).
     """
     if not micro_batches:
         return 0.0
@@ -154,43 +151,71 @@ def occupations(
     largest of them."""
     p, m = profile.num_stages, micro_batches
     path = profile.path_s
-    uses: dict[Any, _Use] = {}
+    flows: dict[Any, tuple[list[_Flow], int]] = {}
     found = [path]
-    single = {d for d, count in Counter(profile.devices).items() if count == 1}
     # Earliest start of the stage's first forward; from the end of its last backward to the end.
     reach = leave = 0.0
+    # The longest forward and backward in front, and the fewest forwards that a stage there stores.
+    there_s = back_s = 0.0
+    limit = m
+
+    def add(users: Iterable[Any], *own: _Flow) -> None:
+        for user in users:
+            flows.setdefault(user, ([], limit))[0].extend(own)
+
     for stage, device in enumerate(profile.devices):
         forward_s, backward_s = profile.forward_s[stage], profile.backward_s[stage]
-        idle = 0.0
-        if stage < p - 1:
-            limit = m if in_flight_limits is None else min(m, in_flight_limits[stage])
-            round_s = path - reach - leave
-            if limit < m:
-                found.append(path + (m - 1) // limit * round_s)
-            if device in single:
-                idle = _idle_s(forward_s, backward_s, round_s, limit, limit < m)
-        uses.setdefault(device, _Use()).add(forward_s + backward_s, reach, leave + idle)
         if stage == p - 1:
+            add([device], _Flow("", forward_s + backward_s, reach, leave, 0.0))
             break
+        if in_flight_limits is not None and in_flight_limits[stage] < m:
+            round_s = path - reach - leave
+            found.append(path + (m - 1) // in_flight_limits[stage] * round_s)
+            limit = min(limit, in_flight_limits[stage])
+        add(
+            [device],
+            _Flow(FORWARD, forward_s, reach, path - reach - forward_s, there_s),
+            _Flow(BACKWARD, backward_s, path - leave - backward_s, leave, back_s),
+        )
         edge = profile.edges[stage]
-        there, back = reach + forward_s, leave + backward_s
-        reach = there + profile.edge_s(stage, FORWARD)
-        leave = back + profile.edge_s(stage, BACKWARD)
-        for nic in profile.nics(stage, FORWARD):
-            tail = path - there - edge.forward_s
-            uses.setdefault(nic, _Use()).add(edge.forward_s, there, tail)
-        for nic in profile.nics(stage, BACKWARD):
-            tail = leave - edge.backward_s
-            uses.setdefault(nic, _Use()).add(edge.backward_s, path - leave, tail)
-    return [*found, *(use.head_s + m * use.work_s + use.tail_s for use in uses.values())]
+        reach, leave = reach + forward_s, leave + backward_s
+        there_s, back_s = max(there_s, forward_s), max(back_s, backward_s)
+        there = _Flow(FORWARD, edge.forward_s, reach, path - reach - edge.forward_s, there_s)
+        add(profile.nics(stage, FORWARD), there)
+        reach += profile.edge_s(stage, FORWARD)
+        leave += profile.edge_s(stage, BACKWARD)
+        back = _Flow(BACKWARD, edge.backward_s, path - leave, leave - edge.backward_s, back_s)
+        add(profile.nics(stage, BACKWARD), back)
+        if profile.devices[stage + 1] != device:
+            there_s, back_s = max(there_s, edge.forward_s), max(back_s, edge.backward_s)
+    found += [_occupied_s(own, m, fewest) for own, fewest in flows.values()]
+    return found
 
 
-def _idle_s(forward_s: float, backward_s: float, round_s: float, limit: int, both: bool) -> float:
-    """How long a stage that stores `limit` forwards has nothing to do before its first backward,
-    and (`both`) after its last forward; else these may be the same time."""
-    before = max(0.0, round_s - backward_s - limit * forward_s)
-    after = max(0.0, round_s - forward_s - limit * backward_s)
-    return before + after if both else max(before, after)
+def _occupied_s(flows: Sequence[_Flow], m: int, limit: int) -> float:
+    """What one device or NIC bounds the step by. Of one forward's and one backward's flow, those
+    forwards that come late and those backwards that must go early are left out (Carlier 1982): the
+    earliest head of the others, their work, and the least tail."""
+    head_s = min(flow.head_s for flow in flows)
+    tail_s = min(flow.tail_s for flow in flows)
+    bound = head_s + m * sum(flow.work_s for flow in flows) + tail_s
+    if {flow.kind for flow in flows} == {FORWARD, BACKWARD} and len(flows) == 2:
+        there, back = sorted(flows, key=lambda flow: flow.kind == BACKWARD)
+        before_s, first = _idle_s(there, back.head_s - there.head_s, limit)
+        after_s, last = _idle_s(back, there.tail_s - back.tail_s, limit)
+        # If nothing were left that could be the same time.
+        bound += max(before_s, after_s) if first == last == m else before_s + after_s
+    return bound
+
+
+def _idle_s(flow: _Flow, span_s: float, limit: int) -> tuple[float, int]:
+    """How long something is idle in the first `span_s` seconds if only this flow comes then, at
+    most `limit` of it, and how many are done in that time."""
+    count = min(limit, int(span_s / flow.pace_s)) if flow.pace_s > 0 else limit
+    whole = (count * (flow.pace_s - flow.work_s), count)  # until the last of these has come
+    count = min(limit, count + 1)
+    idle_s, count = max(whole, (span_s - count * flow.work_s, count))
+    return (idle_s, count) if idle_s > 0 else (0.0, 0)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
@@ -108,6 +111,80 @@ def test_bound_of_a_stage_that_stores_few_waits_for_them_to_come_back() -> None:
     of_the_second = path - (1 + 8) - (2 + 12)
     assert step_bound(profile, 5, [9, 1, 9]) == path + 4 * of_the_second
     assert step_bound(profile, 5, [9, 9, 1]) == step_bound(profile, 5)
+
+
+def all_orders(m: int, limit: int) -> list[list[tuple[str, int]]]:
+    """The orders in which a stage may run its tasks if it stores so many forwards."""
+    found = []
+    for chosen in combinations(range(2 * m), m):
+        order, done = [], {FORWARD: 0, BACKWARD: 0}
+        for place in range(2 * m):
+            kind = FORWARD if place in chosen else BACKWARD
+            order.append((kind, done[kind]))
+            done[kind] += 1
+            if not 0 <= done[FORWARD] - done[BACKWARD] <= limit:
+                break
+        else:
+            found.append(order)
+    return found
+
+
+def least_of_all_schedules(profile: Profile, m: int, limits: list[int]) -> float:
+    """By trying every order of every stage, transfers only of latency."""
+    last = profile.num_stages - 1
+    orders = product(*(all_orders(m, limit) for limit in limits[:-1]))
+    return min(ends_of(profile, m, last, order) for order in orders)
+
+
+def ends_of(
+    profile: Profile, m: int, last: int, orders: tuple[list[tuple[str, int]], ...]
+) -> float:
+    """When the last task has ended; infinite where these orders wait for each other."""
+    ends: dict[tuple[str, int, int], float] = {}
+    for k in range(m):
+        ends[FORWARD, -1, k] = 0.0
+    free, todo = [0.0] * (last + 1), [list(order) for order in orders]
+    todo.append([(BACKWARD, k) for k in range(m)])  # both at once
+    while any(todo):
+        progress = False
+        for stage, tasks in enumerate(todo):
+            while tasks:
+                kind, k = tasks[0]
+                comes_forward = kind == FORWARD or stage == last
+                source = stage - 1 if comes_forward else stage + 1
+                before = ends.get((FORWARD if comes_forward else BACKWARD, source, k))
+                if before is None:
+                    break
+                if source >= 0:
+                    before += profile.edges[min(source, stage)].latency_s
+                work = profile.forward_s[stage] * comes_forward
+                work += profile.backward_s[stage] * (kind == BACKWARD)
+                ends[kind, stage, k] = free[stage] = max(before, free[stage]) + work
+                tasks.pop(0)
+                progress = True
+        if not progress:
+            return math.inf
+    return max(free)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bound_is_below_every_schedule(seed: int) -> None:
+    """Unequal stages, three or four of them, latencies and limits; the least of all schedules."""
+    draw = random.Random(seed)
+    p, m = draw.choice([(3, 4), (4, 3), (3, 3)])
+    times = [[draw.randint(1, 9) for _ in range(p)] for _ in range(2)]
+    edges = [Edge(latency_s=draw.randint(0, 5)) for _ in range(p - 1)]
+    profile = Profile.of(*times, edges=edges)
+    limits = [draw.randint(1, m) for _ in range(p)]
+    assert step_bound(profile, m, limits) <= least_of_all_schedules(profile, m, limits)
+
+
+def test_bound_knows_that_a_slow_stage_in_front_starves_those_behind_it() -> None:
+    """The second device gets a forward every 7 and has it done after 4, until the first gradient
+    comes 11 after the first forward has left it. Before, the bound was 65."""
+    edges = [Edge(latency_s=4), Edge(latency_s=3)]
+    profile = Profile.of([7, 4, 4], [6, 7, 1], edges=edges)
+    assert step_bound(profile, 4) == least_of_all_schedules(profile, 4, [4] * 3) == 71
 
 
 # ---- the simulator against closed forms
