@@ -68,7 +68,9 @@ class Choice(NamedTuple):
 
 class Share(NamedTuple):
     """All that a device of a group may hold in several stages; `shares_of` has an array of each.
-    `most` is the work that there is memory for; the rest as in `Choice`."""
+    `most` is the work that there is memory for, and `wire_s` what the device's NICs need of a step
+    from when its first stage can begin, with two stages, one of which `has_last`, the last of all;
+    the rest as in `Choice`."""
 
     group: Any
     unit_s: Any
@@ -77,7 +79,7 @@ class Share(NamedTuple):
     path_s: Any
     relayed_s: Any
     wire_s: Any
-    last_wire_s: Any
+    has_last: Any
 
 
 class Links:
@@ -275,16 +277,20 @@ def held(room: float, each: float, most: int) -> int:
 
 
 def shares_of(rules: Rules, groups: Sequence[Group], *, first: bool) -> Share:
-    """What workers may hold in all, as if each layer were their cheapest."""
+    """What workers may hold in two stages or more, as if each layer were their cheapest."""
     m, rows = rules.fleet.micro_batches, []
     for number, group in enumerate(groups):
         own = [share_of(rules, d) for d in group.members]
         unit_s, layer_s = (min(one[k] for one in own) for k in (0, 1))
-        for way in (group.first,) if first else group.between:
-            there_s, back_s = (m - 1) * way.forward_s - way.latency_s, (m - 1) * way.backward_s
-            wire_s = max(there_s + m * group.answer_s, back_s + m * group.out_s)
-            links = (way.path_s, way.relayed_s, wire_s, max(there_s, back_s))
-            rows.append((number, unit_s, layer_s, max(one[2] for one in own), *links))
+        every = (group.first, *group.between)
+        again_s, back_again_s = (min(way[k] for way in every) for k in (1, 2))
+        for way in every[:1] if first else every[1:]:
+            there_s = (m - 1) * way.forward_s - way.latency_s + m * again_s
+            back_s = (m - 1) * way.backward_s + m * back_again_s
+            for ends in (2, 1):  # of its stages have one behind
+                wire_s = max(there_s + m * ends * group.answer_s, back_s + m * ends * group.out_s)
+                links = (way.path_s, way.relayed_s, wire_s, ends == 1)
+                rows.append((number, unit_s, layer_s, max(one[2] for one in own), *links))
     return Share(*map(np.array, zip(*rows, strict=True)))
 
 

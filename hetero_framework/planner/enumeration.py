@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from hetero_framework.planner.layout import Layout, Part
 from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.simulator import Edge
 
 
 class TooMany(Exception):
@@ -64,9 +65,11 @@ class Enumeration:
                 if end == fleet.layers and wait_s + m * (work_s + head_s) < self._most_s:
                     yield from self._ways((*parts, part))
                 if start < fleet.layers or not parts:
-                    yield from self._behind((*parts, part), wait_s + work_s)
+                    yield from self._behind((*parts, part), wait_s, work_s)
 
-    def _behind(self, parts: Layout, wait_s: float) -> Iterator[Layout]:
+    def _behind(self, parts: Layout, before_s: float, work_s: float) -> Iterator[Layout]:
+        """Continue behind a stage that begins after `before_s` and does so much work."""
+        wait_s = before_s + work_s
         used = {part.device for part in parts}
         free = [d for d in self._rules.devices if d not in used]
         left = self._fleet.layers - parts[-1].end
@@ -81,8 +84,27 @@ class Enumeration:
                 continue
             tried.add(kind)
             edges = self._rules.ways(parts[-1].device, d, parts[-1].end)
+            if before_s + self._wire_s(parts, edges) >= self._most_s:
+                continue
             link_s = min(e.forward_s + e.backward_s + 2 * e.latency_s for e, _ in edges)
             yield from self._from(parts, d, wait_s + link_s, 0.0)
+
+    def _wire_s(self, parts: Layout, behind: list[tuple[Edge, bool]]) -> float:
+        """What the NICs of the last of these stages need of a step from when it can begin."""
+        m, there_s, back_s, latency_s = self._fleet.micro_batches, 0.0, 0.0, 0.0
+        if len(parts) > 1:
+            ways = self._rules.ways(parts[-2].device, parts[-1].device, parts[-1].start)
+            there_s, back_s = (
+                min(edge.forward_s for edge, _ in ways),
+                min(edge.backward_s for edge, _ in ways),
+            )
+            latency_s = max(edge.latency_s for edge, _ in ways)
+        sent_s, answer_s = (
+            min(edge.forward_s for edge, _ in behind),
+            min(edge.backward_s for edge, _ in behind),
+        )
+        received_s = (m - 1) * there_s + m * answer_s - latency_s
+        return max(received_s, (m - 1) * back_s + m * sent_s)
 
     def _ways(self, layout: Layout) -> Iterator[Layout]:
         """The layout with each choice of how its boundaries are crossed."""

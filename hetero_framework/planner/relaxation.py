@@ -16,8 +16,9 @@ What makes that a relaxation, so that a "no" holds for all layouts:
 - Seconds are counted in whole parts of T, rounded in favour of the layout.
 
 What a stage has to hold in flight depends on how long a micro-batch is under way in all, so the
-question is asked for ranges of that path. With several stages on a device, those behind the first
-only add to its work: who comes behind that waits for one of its layers at least.
+question is asked for ranges of that path. Where a device has several stages, those behind the first
+only add to its work, and who comes behind that waits for one of its layers at least; but its NICs
+carry a boundary into each of them, and one out of each but the last of all.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _NARROW = 0.02  # of a step: a range of paths that is not divided further
 _WIDE_ROUNDS, _ROUNDS = 6, 30  # of prices, for each question
 _AIM = 0.3  # layers less than needed, that prices aim at
 _EXACTLY = 1e-9
+# What has a price besides devices: the last stage where a device has several, and what the
+# coordinator relays, its seconds and how often.
+_LAST, _RELAYED_S, _RELAYED = -3, -2, -1
 
 
 def least_step(rules: Rules, most_s: float) -> float:
@@ -80,8 +84,8 @@ class _Relaxation(ABC):
         self._most_stages = min(len(rules.devices), rules.fleet.layers + 2)
         local = rules.fleet.costs[0].device
         self._embedding = (local.embedding_forward_s, local.embedding_backward_s)
-        # One for each group, and for what the coordinator relays: its seconds, and how often.
-        self._prices = np.zeros(len(self._groups) + 2)
+        # One for each group, and those below.
+        self._prices = np.zeros(len(self._groups) + 3)
         relayed = [way.relayed_s for group in self._groups for way in group.between]
         self._least_relayed_s = min((s for s in relayed if s > 0), default=0.0)
         self._found = (0.0, 1.0)
@@ -132,7 +136,7 @@ class _Relaxation(ABC):
             self._stages(left_s[rows], step_s, low, high, first=True),
             self._most_stages,
         )
-        there_are = np.array([*(group.size for group in self._groups), *self._relays(step_s)])
+        there_are = np.array([*(group.size for group in self._groups), 1, *self._relays(step_s)])
         needed = self._needed(step_s) * (1 - _EXACTLY)
         for _ in range(_ROUNDS if narrow else _WIDE_ROUNDS):
             covered, used = programme.best(self._prices)
@@ -176,8 +180,8 @@ class _Relaxation(ABC):
     def _uses(self, group: Integers, relayed_s: Floats, step_s: float) -> Floats:
         uses = np.zeros((len(self._prices), len(group)))
         uses[group, np.arange(len(group))] = 1.0
-        uses[-2] = self._m / step_s * relayed_s
-        uses[-1] = relayed_s > 0
+        uses[_RELAYED_S] = self._m / step_s * relayed_s
+        uses[_RELAYED] = relayed_s > 0
         return uses
 
     def _parts(self, seconds: Floats, step_s: float) -> Integers:
@@ -188,8 +192,8 @@ class _Relaxation(ABC):
 class _OneEach(_Relaxation):
     """One stage per device."""
 
-    def __init__(self, rules: Rules, most_s: float) -> None:
-        super().__init__(rules, most_s, chunks=False)
+    def __init__(self, rules: Rules, most_s: float, *, chunks: bool = False) -> None:
+        super().__init__(rules, most_s, chunks=chunks)
         self._first, self._between = (
             choices_of(rules, self._groups, most_s, first=first) for first in (True, False)
         )
@@ -258,16 +262,22 @@ def _idle_s(
     return np.where(held < m, before + after, np.maximum(before, after))
 
 
-class _Several(_Relaxation):
-    """Several stages on some devices. Ranges of the path say nothing here."""
+class _Several(_OneEach):
+    """Several stages on some devices, whose NICs carry more for it; one of these devices may have
+    the last stage of all. Ranges of the path say nothing here."""
 
     _narrow = 1.0
 
     def __init__(self, rules: Rules, most_s: float) -> None:
         super().__init__(rules, most_s, chunks=True)
+        # Who has one stage and comes last need not have the head.
         self._first, self._between = (
-            shares_of(rules, self._groups, first=first) for first in (True, False)
+            one._replace(last_s=one.seconds, fits_last=one.fits_last | (one.held > 0))
+            for one in (self._first, self._between)
         )
+        self._shares = {
+            first: shares_of(rules, self._groups, first=first) for first in (True, False)
+        }
         self._whole = bool(np.ptp(np.diff(self._work)) < _EXACTLY)
         self._own = {d: share_of(rules, d) for d in rules.devices}
         devices = {d: rules.fleet.costs[d].device for d in rules.devices}
@@ -280,29 +290,35 @@ class _Several(_Relaxation):
         left = _PARTS - int(self._parts(np.array(before_s), step_s))
         if work + self._together(step_s - before_s) < self._needed(step_s) * (1 - _EXACTLY):
             return {}
-        return {left: work} if left >= 0 else {}
+        several = {left: work} if left >= 0 else {}
+        return {**super()._starts(step_s, low), **several}
 
     def _together(self, left_s: float) -> float:
         """The most work of all workers, each as if only its best boundary were in front."""
-        one, found = self._first, 0.0
+        one, found = self._shares[True], 0.0
         for k, group in enumerate(self._groups):
-            here_s = left_s - min(way.path_s for way in (group.first, *group.between))
-            found += group.size * float(
-                self._most(np.array(max(0.0, here_s)), one.unit_s[k], one.most[k])
-            )
+            here_s = max(0.0, left_s - min(way.path_s for way in (group.first, *group.between)))
+            own = int(np.flatnonzero(one.group == k)[0])
+            most = self._most(np.array(here_s), one.unit_s[own], one.most[own])
+            found += group.size * float(most)
         return found
 
     def _stages(
         self, left_s: Floats, step_s: float, low: float, high: float, *, first: bool
     ) -> Stages:
-        one = self._first if first else self._between
+        single = super()._stages(left_s, step_s, low, high, first=first)
+        one = self._shares[first]
         here_s = left_s[:, None] - one.path_s + _EXACTLY * step_s
         work = np.where(here_s > 0, self._most(here_s, one.unit_s, one.most), -np.inf)
+        work = np.where(here_s >= one.wire_s, work, -np.inf)
+        uses = self._uses(one.group, one.relayed_s, step_s)
+        uses[_LAST] = one.has_last
+        parts = self._parts(one.path_s + one.layer_s, step_s)
         return Stages(
-            np.where(here_s >= one.wire_s, work, -np.inf),
-            np.where(here_s >= one.last_wire_s, work, -np.inf),
-            self._parts(one.path_s + one.layer_s, step_s),
-            self._uses(one.group, one.relayed_s, step_s),
+            np.hstack([single.middle, work]),
+            np.hstack([single.last, work]),
+            np.hstack([single.parts, parts]),
+            np.hstack([single.uses, uses]),
         )
 
     def _most(self, spare_s: Floats, unit_s: Floats | float, most: Floats | float) -> Floats:
