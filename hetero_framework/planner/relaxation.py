@@ -40,10 +40,10 @@ from hetero_framework.planner.covering import Floats, Integers, Programme, Stage
 from hetero_framework.planner.layout import Part
 from hetero_framework.planner.partition import Rules
 
-_PRECISION = 2e-3
+_PRECISION = 3e-3
 _PARTS = 1_000  # of a step
 _NARROW = 0.02  # of a step: a range of paths that is not divided further
-_WIDE_ROUNDS, _ROUNDS = 6, 30  # of prices, for each question
+_WIDE_ROUNDS, _ROUNDS = 6, 20  # of prices, for each question
 _AIM = 0.3  # layers less than needed, that prices aim at
 _EXACTLY = 1e-9
 # What has a price besides devices: the last stage where a device has several, and what the
@@ -96,7 +96,8 @@ class _Relaxation(ABC):
             return self._most_s
         low, high = 0.0, self._most_s
         while high - low > _PRECISION * high:
-            middle = (low + high) / 2
+            # Most bounds are near the known step.
+            middle = max((low + high) / 2, 0.9 * high)
             if self._possible(middle):
                 high = middle
             else:

@@ -27,13 +27,13 @@ from hetero_framework.planner.relaxation import least_step
 from hetero_framework.planner.simulator import Profile, occupations, simulate, step_bound
 from hetero_framework.planner.tuning import FORWARDS_AHEAD, PORTFOLIO, TunedSchedule, tune
 
-_DEPTHS = (1.0, 0.5, 0.0)
+_DEPTHS = (1.0, 0.4)
 _LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)
 _DOUBLINGS = 12
 _PRECISION = 0.01
 _ORDERS = 400
 _SEEDS = 6
-_BEAM = 4_000
+_BEAM = 2_000
 _LEAST_BEAM = 12
 _CLIMB = 40
 _SIMULATED = 24
@@ -41,8 +41,8 @@ _FINALISTS = 2
 _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
 _QUICK_TASKS = 1_500  # of one quick simulation
-_MOST_TASKS = 60_000  # of all quick simulations
-_STAGES = 60_000  # that are scored in each part of the search
+_MOST_TASKS = 50_000  # of all quick simulations
+_STAGES = 30_000  # that are scored in each part of the search
 _NODES = 20_000
 _CHUNKS = (2, 3, 4, 5, 6, 8)
 _MANY = 8  # stages

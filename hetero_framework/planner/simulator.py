@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -151,44 +151,42 @@ def occupations(
     largest of them."""
     p, m = profile.num_stages, micro_batches
     path = profile.path_s
-    flows: dict[Any, tuple[list[_Flow], int]] = {}
+    flows: dict[Any, tuple[int, list[_Flow]]] = {}  # and the fewest forwards stored in front
     found = [path]
     # Earliest start of the stage's first forward; from the end of its last backward to the end.
     reach = leave = 0.0
     # The longest forward and backward in front, and the fewest forwards that a stage there stores.
     there_s = back_s = 0.0
     limit = m
-
-    def add(users: Iterable[Any], *own: _Flow) -> None:
-        for user in users:
-            flows.setdefault(user, ([], limit))[0].extend(own)
-
     for stage, device in enumerate(profile.devices):
         forward_s, backward_s = profile.forward_s[stage], profile.backward_s[stage]
+        own = flows.setdefault(device, (limit, []))[1]
         if stage == p - 1:
-            add([device], _Flow("", forward_s + backward_s, reach, leave, 0.0))
+            own.append(_Flow("", forward_s + backward_s, reach, leave, 0.0))
             break
         if in_flight_limits is not None and in_flight_limits[stage] < m:
             round_s = path - reach - leave
             found.append(path + (m - 1) // in_flight_limits[stage] * round_s)
-            limit = min(limit, in_flight_limits[stage])
-        add(
-            [device],
-            _Flow(FORWARD, forward_s, reach, path - reach - forward_s, there_s),
-            _Flow(BACKWARD, backward_s, path - leave - backward_s, leave, back_s),
-        )
-        edge = profile.edges[stage]
+            if in_flight_limits[stage] < limit:
+                limit = in_flight_limits[stage]
+                if not own:
+                    flows[device] = limit, own
+        own.append(_Flow(FORWARD, forward_s, reach, path - reach - forward_s, there_s))
+        own.append(_Flow(BACKWARD, backward_s, path - leave - backward_s, leave, back_s))
         reach, leave = reach + forward_s, leave + backward_s
         there_s, back_s = max(there_s, forward_s), max(back_s, backward_s)
+        if profile.devices[stage + 1] == device:
+            continue
+        edge = profile.edges[stage]
         there = _Flow(FORWARD, edge.forward_s, reach, path - reach - edge.forward_s, there_s)
-        add(profile.nics(stage, FORWARD), there)
-        reach += profile.edge_s(stage, FORWARD)
-        leave += profile.edge_s(stage, BACKWARD)
+        reach += edge.forward_s + edge.latency_s
+        leave += edge.backward_s + edge.latency_s
         back = _Flow(BACKWARD, edge.backward_s, path - leave, leave - edge.backward_s, back_s)
-        add(profile.nics(stage, BACKWARD), back)
-        if profile.devices[stage + 1] != device:
-            there_s, back_s = max(there_s, edge.forward_s), max(back_s, edge.backward_s)
-    found += [_occupied_s(own, m, fewest) for own, fewest in flows.values()]
+        for kind, flow in ((FORWARD, there), (BACKWARD, back)):
+            for nic in profile.nics(stage, kind):
+                flows.setdefault(nic, (limit, []))[1].append(flow)
+        there_s, back_s = max(there_s, edge.forward_s), max(back_s, edge.backward_s)
+    found += [_occupied_s(own, m, fewest) for fewest, own in flows.values()]
     return found
 
 
@@ -196,16 +194,16 @@ def _occupied_s(flows: Sequence[_Flow], m: int, limit: int) -> float:
     """What one device or NIC bounds the step by. Of one forward's and one backward's flow, those
     forwards that come late and those backwards that must go early are left out (Carlier 1982): the
     earliest head of the others, their work, and the least tail."""
-    head_s = min(flow.head_s for flow in flows)
-    tail_s = min(flow.tail_s for flow in flows)
-    bound = head_s + m * sum(flow.work_s for flow in flows) + tail_s
-    if {flow.kind for flow in flows} == {FORWARD, BACKWARD} and len(flows) == 2:
-        there, back = sorted(flows, key=lambda flow: flow.kind == BACKWARD)
+    if len(flows) == 2 and flows[0].kind != flows[1].kind:
+        there, back = flows if flows[0].kind == FORWARD else reversed(flows)
         before_s, first = _idle_s(there, back.head_s - there.head_s, limit)
         after_s, last = _idle_s(back, there.tail_s - back.tail_s, limit)
         # If nothing were left that could be the same time.
-        bound += max(before_s, after_s) if first == last == m else before_s + after_s
-    return bound
+        idle_s = max(before_s, after_s) if first == last == m else before_s + after_s
+        return there.head_s + m * (there.work_s + back.work_s) + idle_s + back.tail_s
+    head_s = min(flow.head_s for flow in flows)
+    tail_s = min(flow.tail_s for flow in flows)
+    return head_s + m * sum(flow.work_s for flow in flows) + tail_s
 
 
 def _idle_s(flow: _Flow, span_s: float, limit: int) -> tuple[float, int]:
