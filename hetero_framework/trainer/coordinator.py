@@ -24,6 +24,7 @@ from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import StagesLost, StopWanted, WorkerId, WorkerLeaving
+from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule, check_optimizer
 from hetero_framework.engine.pipeline import StageStatistics
@@ -92,6 +93,7 @@ def train(
     progress: Progress | None = None,
     workers: LocalWorkers | None = None,
     access: Access | None = None,
+    build: BuildStages = load_stages,
 ) -> RunSummary:
     """Train as the coordinator, start to finish.
 
@@ -99,8 +101,9 @@ def train(
     it a run of this `output_dir` that was cut short goes on from its newest state, unless `fresh`.
     `replan`: the run goes on without workers that stay away, as with training.replan "auto".
     `workers` are those of this machine where they have been started before. `access` is for the
-    links to workers (default: by the keys that lie beside the configuration). Raises HeteroError
-    of the kind that says what happened; whatever happens, no worker is left behind.
+    links to workers (default: by the keys that lie beside the configuration), `build` makes the
+    stages here. Raises HeteroError of the kind that says what happened; whatever happens, no worker
+    is left behind.
     """
     config.require("model", "data")
     config.refuse_island()
@@ -127,6 +130,7 @@ def train(
             with Cluster(
                 parts.resolved.given,
                 max_frame_bytes=parts.max_frame_bytes,
+                build=build,
                 debug=debug,
                 run_id=directories.run_id,
                 workers=workers,

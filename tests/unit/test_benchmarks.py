@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import replication
+from benchmarks import replanning, replication
 from benchmarks.network import (
     Network,
     can_make_namespaces,
@@ -297,3 +297,19 @@ def test_copies_of_the_state_are_made_and_cost_time(network: Network) -> None:
     assert found["steps"] == replication.ROUNDS * replication.COPIES * found["every_steps"]
     assert found["copy_s"] > 0
     assert 0.5 < found["ratio"] < 5
+
+
+# -- replanning ---------------------------------------------------------------------------------
+
+
+def test_best_plan_beside_a_straggler_gives_it_less() -> None:
+    layers = {entry["id"]: entry["end"] - entry["start"] for entry in replanning.best_plan()}
+    assert sum(layers.values()) == replanning.LAYERS
+    assert layers.get(1, 0) < min(layers["local"], layers[2])
+
+
+@pytest.mark.faults
+def test_changes_of_plan_are_timed() -> None:
+    found = replanning.change(64, None)
+    assert len(found["each_s"]) == replanning.CHANGES
+    assert 0 < found["change_s"] < found["first_s"]
