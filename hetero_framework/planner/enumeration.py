@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from hetero_framework.planner.layout import Layout, Part
@@ -17,7 +17,7 @@ class TooMany(Exception):
 
 class Enumeration:
     """Layouts of one stage per device, from the embedding on; a branch ends where a device in it,
-    or what is left for the others, takes `most_s` or longer."""
+    one of its NICs, or what is left for the others, takes `most_s` or longer."""
 
     def __init__(self, rules: Rules, most_s: float, *, nodes: int) -> None:
         self._rules = rules
@@ -89,20 +89,14 @@ class Enumeration:
             link_s = min(e.forward_s + e.backward_s + 2 * e.latency_s for e, _ in edges)
             yield from self._from(parts, d, wait_s + link_s, 0.0)
 
-    def _wire_s(self, parts: Layout, behind: list[tuple[Edge, bool]]) -> float:
+    def _wire_s(self, parts: Layout, behind: Sequence[tuple[Edge, bool]]) -> float:
         """What the NICs of the last of these stages need of a step from when it can begin."""
         m, there_s, back_s, latency_s = self._fleet.micro_batches, 0.0, 0.0, 0.0
         if len(parts) > 1:
             ways = self._rules.ways(parts[-2].device, parts[-1].device, parts[-1].start)
-            there_s, back_s = (
-                min(edge.forward_s for edge, _ in ways),
-                min(edge.backward_s for edge, _ in ways),
-            )
+            there_s, back_s = _least(ways)
             latency_s = max(edge.latency_s for edge, _ in ways)
-        sent_s, answer_s = (
-            min(edge.forward_s for edge, _ in behind),
-            min(edge.backward_s for edge, _ in behind),
-        )
+        sent_s, answer_s = _least(behind)
         received_s = (m - 1) * there_s + m * answer_s - latency_s
         return max(received_s, (m - 1) * back_s + m * sent_s)
 
@@ -117,3 +111,9 @@ class Enumeration:
                 (*parts, part._replace(direct=direct)) for parts in found for _, direct in ways
             ]
         yield from found
+
+
+def _least(ways: Sequence[tuple[Edge, bool]]) -> tuple[float, float]:
+    """Seconds of an activation and of a gradient."""
+    edges = [edge for edge, _ in ways]
+    return min(edge.forward_s for edge in edges), min(edge.backward_s for edge in edges)

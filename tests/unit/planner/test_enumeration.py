@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.planner import all_layouts
+from hetero_framework.planner import FleetProfile
+from hetero_framework.planner.enumeration import Enumeration, TooMany
+from hetero_framework.planner.layout import Layout
+from hetero_framework.planner.simulator import step_bound
+from tests.unit.planner.fleets import device, fleet_of, profiles_of_fleets, rules_of
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    profiles_of_fleets(most_devices=3, most_layers=5, uneven=True), st.sampled_from([0.02, 0.1, 1])
+)
+def test_what_could_be_better_is_enumerated(profile: FleetProfile, slower: float) -> None:
+    """Beside the benchmark's own list of all layouts, on links of every speed."""
+    changed = [
+        link.model_copy(update={"bytes_per_s": slower * link.bytes_per_s}) for link in profile.links
+    ]
+    rules = rules_of(profile.model_copy(update={"links": tuple(changed)}))
+
+    def bound_s(layout: Layout) -> float:
+        limits = rules.fleet.memory_limits(layout)
+        return step_bound(rules.fleet.pipeline(layout), profile.micro_batches, limits)
+
+    bounds = sorted(map(bound_s, all_layouts(rules.fleet, 1e9)))
+    for most_s in (1.001 * bounds[0], 1.001 * bounds[len(bounds) // 2]):
+        found = {bound_s(one) for one in Enumeration(rules, most_s, nodes=10**6).layouts()}
+        assert {one for one in bounds if one < most_s} <= found
+
+
+def test_devices_behind_slow_links_are_left_out_at_once() -> None:
+    """Two boundaries on a NIC take more than the step; of many orders only pairs are looked at."""
+    slow = fleet_of(
+        *(device(k or "local", layer_forward_s=0.001 * (k + 1)) for k in range(7)), speed=5e6
+    )
+    found = list(Enumeration(rules_of(slow), 8 * 0.03, nodes=300).layouts())
+    assert {len(layout) for layout in found} == {1, 2}
+
+
+def test_enumeration_gives_up_where_there_is_too_much() -> None:
+    rules = rules_of(fleet_of(*(device(k or "local") for k in range(4))))
+    with pytest.raises(TooMany):
+        list(Enumeration(rules, 1e9, nodes=20).layouts())
