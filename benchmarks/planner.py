@@ -236,6 +236,16 @@ def split(profile: FleetProfile, weights: Sequence[float]) -> list[dict[str, Any
     return entries
 
 
+def _split_layout(fleet: Fleet, weights: Sequence[float], recompute: bool) -> Layout:
+    """Where all stages compute again or none does, each boundary direct if it can be."""
+    parts: list[Part] = []
+    for entry in split(fleet.profile, weights):
+        d, start, end = fleet.ids.index(entry["id"]), entry["start"], entry["end"]
+        direct = bool(parts) and fleet.can_go_direct(parts[-1].device, d)
+        parts.append(Part(d, start, end, recompute and end > start, direct))
+    return tuple(parts)
+
+
 def splits(instances: int, seed: int = 0) -> dict[str, Any]:
     """The step of simple rules and of the plan, as shares of the fleet's aggregate speed: the sum
     of what the devices would do alone, if they had the memory."""
@@ -265,15 +275,11 @@ def splits(instances: int, seed: int = 0) -> dict[str, Any]:
             "memory": [device.memory_bytes for device in profile.devices],
         }
         for name, weights in rules.items():
-            entries = split(profile, weights)
-            again = {str(k): True for k in range(len(entries))}
-            steps = []
-            for checkpointing in ({}, again):
-                try:
-                    one = evaluate(profile, entries, gradient_checkpointing=checkpointing)
-                    steps.append(one.predicted_step_s)
-                except PlanError:
-                    continue
+            steps = [
+                one.seconds
+                for recompute in (False, True)
+                if (one := evaluated(fleet, _split_layout(fleet, weights, recompute))) is not None
+            ]
             shares[name].append(aggregate_s / min(steps) if steps else 0.0)
     return {
         "instances": len(shares["plan"]),

@@ -39,10 +39,18 @@ def shifted(
 
 
 def toggled(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """One stage that computes again or no longer does; one boundary crossed the other way."""
+    """One stage that computes again or no longer does, or all in front of a stage that do, since
+    the one that stores fewest limits those behind it; one boundary crossed the other way."""
+    short = [
+        rules.checkpointing and not part.recompute and rules.fleet.is_short_of_memory(part)
+        for part in layout
+    ]
     for k, part in enumerate(layout):
-        if rules.checkpointing and part.end > part.start:
+        if short[k] or part.recompute:
             yield _with(layout, k, part._replace(recompute=not part.recompute))
+        if sum(short[:k]) > 1:
+            front = (part._replace(recompute=part.end > part.start) for part in layout[:k])
+            yield (*front, *layout[k:])
         if k:
             ways = rules.ways(layout[k - 1].device, part.device, part.start)
             for _, direct in ways:

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hetero_framework.planner import FleetProfile
 from hetero_framework.planner.enumeration import Enumeration
 from hetero_framework.planner.layout import Part
-from hetero_framework.planner.moves import closed, interleaved, shifted
-from tests.unit.planner.fleets import device, fleet_of, profiles_of_fleets, rules_of
+from hetero_framework.planner.moves import closed, interleaved, shifted, toggled
+from tests.unit.planner.fleets import GB, device, fleet_of, profiles_of_fleets, rules_of
 
 
 @settings(max_examples=25, deadline=None)
@@ -38,3 +38,13 @@ def test_whoever_held_the_head_alone_is_left_out_when_the_coordinator_takes_it()
         (2, 2, 4),
         (0, 4, 6),
     ]
+
+
+def test_all_in_front_compute_again_at_once_where_memory_is_short() -> None:
+    """One alone would win nothing: the one that stores fewest limits those behind it."""
+    small, few = {"memory_bytes": 2.3 * GB}, {"layers": 6, "micro_batches": 8}
+    layout = tuple(Part(k, 2 * k, 2 * k + 2) for k in range(3))
+    for memory, longest in ((small, 2), ({}, 0)):
+        rules = rules_of(fleet_of(*(device(k or "local", **memory) for k in range(3)), **few))
+        again = [sum(part.recompute for part in found) for found in toggled(rules, layout)]
+        assert max(again, default=0) == longest
