@@ -743,7 +743,8 @@ def _print_result(result: Any) -> None:
         f" {result.gradient_difference:.1e}, weights {result.weight_difference:.1e}"
     )
     subject = f"{result.model_type} ({result.subject}): {result.verdict}"
-    parts = filter(None, (subject, cuts, numbers, result.reason))
+    beside = f"crosses: {result.crossing}" if result.crossing else ""
+    parts = filter(None, (subject, cuts, numbers, result.reason, beside))
     print(printable("; ".join(parts)), flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,8 +12,14 @@ from transformers import PretrainedConfig
 
 from hetero_framework.config import Config
 from hetero_framework.models.footprint import Form, Setting, bundle_forms
-from hetero_framework.models.introspect import introspect
+from hetero_framework.models.introspect import (
+    PROBE_ROWS,
+    PROBE_TOKENS,
+    ModelStructure,
+    introspect,
+)
 from hetero_framework.models.memory import Shapes
+from hetero_framework.models.side import Side
 from hetero_framework.units import size
 
 _LARGE = 2.0
@@ -30,14 +37,35 @@ def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list
         setting = _setting(config, model, tokens)
         count = setting.rows * setting.tokens
         hidden, *others = (_bytes(form) / count for form in bundle_forms(setting, layer))
-        counts = Counter(side.name for side in sides)
-        names = ", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items())
         said = (
             f"in front of layer {layer}, {size(round(sum(others)))} of side tensors per token cross"
-            f" the boundary beside {size(round(hidden))} of hidden state: {names}"
+            f" the boundary beside {size(round(hidden))} of hidden state: {_names(sides)}"
         )
         lines.append(f"warning: {said}" if sum(others) > _LARGE * hidden else said)
     return lines
+
+
+def tiny_crossing(structure: ModelStructure, boundaries: Iterable[int]) -> str:
+    """What crosses the fullest of these boundaries of a tiny copy beside the hidden state, and
+    which layers read token ids; empty for most models."""
+    tokens, said = PROBE_ROWS * PROBE_TOKENS, []
+    most = max(map(structure.sides_at, boundaries), key=_tiny_bytes, default=())
+    if most:
+        hidden = 4 * math.prod(structure.hidden_shape) // tokens
+        beside = round(_tiny_bytes(most) / tokens)
+        said.append(f"{beside} bytes a token beside {hidden} of hidden state: {_names(most)}")
+    if structure.id_readers:
+        said.append(f"token ids go to layers {', '.join(map(str, sorted(structure.id_readers)))}")
+    return "; ".join(said)
+
+
+def _tiny_bytes(sides: Sequence[Side]) -> int:
+    return sum(math.prod(side.shape) * side.dtype.itemsize for side in sides)
+
+
+def _names(sides: Sequence[Side]) -> str:
+    counts = Counter(side.name for side in sides)
+    return ", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items())
 
 
 def largest_sides(config: Config, model: PretrainedConfig, rows: int, tokens: int) -> int:

@@ -33,6 +33,7 @@ from hetero_framework.data.batches import collate, num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.chunked_loss import chunked_loss, spans
+from hetero_framework.models.crossing import tiny_crossing
 from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect, one_line, probe_inputs
 from hetero_framework.models.partition import ShardRange, ranges_between
 from hetero_framework.models.quantization import stored_quantization
@@ -77,7 +78,8 @@ class Packing:
 @dataclass(frozen=True)
 class Result:
     """The outcome of one comparison, with the largest differences: of losses (absolute), of the
-    first step's gradients and of trained weights (relative to each tensor's largest entry)."""
+    first step's gradients and of trained weights (relative to each tensor's largest entry).
+    `crossing` is what crosses beside the hidden state, if anything does."""
 
     model_type: str
     verdict: Verdict
@@ -88,6 +90,7 @@ class Result:
     gradient_difference: float = 0.0
     weight_difference: float = 0.0
     packing: Packing | None = None
+    crossing: str = ""
 
     @property
     def passed(self) -> bool:
@@ -140,6 +143,8 @@ def verify_model(
     else:
         ranges = tuple(map(ShardRange.of, config.plan.stages))
     result = compare(model_config, ranges, checkpoint)
+    starts = [rng.start for rng in ranges[1:]]
+    result = replace(result, crossing=tiny_crossing(introspect(model_config), starts))
     wanted = config is not None and config.data is not None and config.data.padding_free
     if not result.passed or not (wanted or config is None):
         return result
@@ -542,6 +547,7 @@ def write_architectures(results: Sequence[Result], path: Path) -> None:
         f" {r.weight_difference:.1e} | {r.reason} |"
         for r in groups["within tolerance"]
     ]
+    crossing = [f"| `{r.model_type}` | {r.crossing} |" for r in results if r.passed and r.crossing]
     refused = [f"| `{r.model_type}` | {r.reason.replace('|', '/')} |" for r in groups["refused"]]
     text = _TABLE.format(
         made=f"Made by `hetero verify --all` on {date.today().isoformat()} with transformers"
@@ -554,6 +560,7 @@ def write_architectures(results: Sequence[Result], path: Path) -> None:
         " without padding (`data.padding_free`).",
         equal=_names(r.model_type for r in groups["bit-equal"]),
         close="\n".join([_CLOSE, *close]) if close else "none",
+        crossing="\n".join([_CROSSING, *sorted(crossing)]) if crossing else "none",
         alone=_names(alone),
         masked=_names(masked),
         refused="\n".join(refused),
@@ -569,6 +576,9 @@ def _names(names: Iterable[str]) -> str:
 _CLOSE = """\
 | architecture | loss | gradients | weights after training | where |
 |---|---|---|---|---|"""
+_CROSSING = """\
+| architecture | what crosses, with the widths of a tiny copy |
+|---|---|"""
 _TABLE = """\
 # Architectures
 
@@ -585,6 +595,13 @@ shards; loss, every gradient and every weight were compared.
 ## Passed, within tolerance
 
 {close}
+
+## More than the hidden state
+
+For these a boundary carries side tensors too, or token ids go to stages behind the first. \
+`hetero check` says how many bytes that is for a model.
+
+{crossing}
 
 ## Without padding
 

@@ -89,7 +89,8 @@ class ModelStructure:
     `owner` says which stage has a trained parameter outside the blocks: -1 the first, i that of
     block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
     parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
-    hidden state; `id_readers` the blocks that read what follows from the token ids alone.
+    hidden state; `id_readers` the blocks that read what follows from the token ids alone; `holders`
+    those behind which the model itself goes on using the hidden state that they received.
     `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`.
     `reaches_into_blocks` tells whether the model uses weights of its blocks (to rescale them)
     before it runs them, `loss_counts_items` whether its own loss is the sum over tokens divided by
@@ -103,6 +104,7 @@ class ModelStructure:
     shared: dict[str, tuple[int, ...]]
     sides: tuple[Side, ...]
     id_readers: frozenset[int]
+    holders: frozenset[int]
     hidden_shape: tuple[int, ...]
     tiny_width: int
     reaches_into_blocks: bool
@@ -172,6 +174,7 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
         shared=_shared(blocks, watch),
         sides=watch.sides(),
         id_readers=frozenset(watch.id_readers),
+        holders=frozenset(watch.holders),
         hidden_shape=watch.hidden_shape,
         tiny_width=int(config.get_text_config().hidden_size),
         reaches_into_blocks=any(
@@ -303,8 +306,15 @@ class _Watch(TorchFunctionMode):
             block, path, tensor, level = entries[0]
             places = tuple((block, path) for block, path, _, _ in entries)
             name = _argument_name(self._blocks[block], path)
-            found.append(Side(name, level, places, tuple(tensor.shape), tensor.dtype))
+            held = self.lineage.is_held(tensor, block)
+            found.append(Side(name, level, places, held, tuple(tensor.shape), tensor.dtype))
         return tuple(found)
+
+    @property
+    def holders(self) -> set[int]:
+        """See `ModelStructure.holders`."""
+        hidden = [f.hidden(*call) for f, call in zip(self.forms(), self.calls, strict=True)]
+        return {k for k, tensor in enumerate(hidden) if self.lineage.is_held(tensor, k)}
 
     @property
     def id_readers(self) -> set[int]:

@@ -54,7 +54,15 @@ class Lineage(TorchDispatchMode):
 
     def is_read(self, tensor: torch.Tensor, block: int) -> bool:
         """Whether an operation in this block takes the tensor, or another view of its memory."""
-        return _storage(tensor) in self._read.get(block, ())
+        return _storage(tensor) in self._read.get(2 * block, ())
+
+    def is_held(self, tensor: torch.Tensor, block: int) -> bool:
+        """Whether the model's own code takes it after this block: its variable, not the block's
+        argument, then is what counts."""
+        return any(
+            phase > 2 * block and phase % 2 and _storage(tensor) in read
+            for phase, read in self._read.items()
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,14 +73,14 @@ class Lineage(TorchDispatchMode):
         made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         self._alive += made
         inside = self.phase >= 0 and self.phase % 2 == 0
-        if inside:
-            self._read.setdefault(self.phase // 2, set()).update(read)
+        changed = set(map(_storage, made)) - set(read) | self._written(func, args, kwargs)
+        if inside or changed:  # a view that the model takes between its blocks is no use yet
+            self._read.setdefault(self.phase, set()).update(read)
         shape_only = func._schema.name.removeprefix("aten::") in _SHAPE_ONLY
         levels = [] if shape_only else [level for s in read if (level := self._of(s)) is not None]
         if inside:
             levels.append(self.phase // 2)
         if levels:
-            changed = set(map(_storage, made)) - set(read) | self._written(func, args, kwargs)
             for storage in changed:
                 self._levels[storage] = max(self._levels.get(storage, IDS), *levels)
         return result

@@ -141,6 +141,9 @@ def _tied_ends(tied: dict[str, str], structure: ModelStructure) -> tuple[str | N
     return None, None
 
 
+_PLAIN = (str, int, float, bool)
+
+
 class Captured(Exception):
     """Ends a forward once the hidden state has left the last block of a shard."""
 
@@ -159,7 +162,10 @@ class PassThrough(nn.Module):
         _copy_outline(block, self)
 
     def __getattr__(self, name: str) -> Any:
-        if callable(getattr(self.__dict__.get("_block_class"), name, None)):
+        of_class = getattr(self.__dict__.get("_block_class"), name, None)
+        if isinstance(of_class, _PLAIN):
+            return of_class
+        if callable(of_class):
             return lambda *args, **kwargs: None
         return super().__getattr__(name)
 
@@ -195,7 +201,7 @@ class AfterBlocks(nn.Module):
 
 def _copy_plain_attributes(source: nn.Module, target: Any) -> None:
     for name, value in vars(source).items():
-        if isinstance(value, (str, int, float, bool)) and not hasattr(target, name):
+        if isinstance(value, _PLAIN) and not hasattr(target, name):
             setattr(target, name, value)
 
 

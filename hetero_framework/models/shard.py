@@ -34,7 +34,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hetero_framework.errors import ModelError
+from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import partition
 from hetero_framework.models.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.introspect import introspect
@@ -360,7 +360,8 @@ class Shard:
                 self._run(inputs, received)
             for place, side in enumerate(self._leaving_sides, 1):
                 if side in self.entering:
-                    self._captured[place] = received[1 + self.entering.index(side)]
+                    passed = received[1 + self.entering.index(side)]
+                    self._captured.setdefault(place, passed)
             found = [self._captured.get(place) for place in range(1 + len(self._leaving_sides))]
         finally:
             self._captured = {}
@@ -459,6 +460,8 @@ class Shard:
             for block, path in side.places:
                 if rng.start <= block < rng.end:
                     places.setdefault(block, []).append((number, path))
+                    if side.is_held:
+                        break  # what the model itself then hands on is right
         for block, found in places.items():
             inject = weakly(self._inject, block, found)
             hook = self._blocks[block].register_forward_pre_hook(inject, with_kwargs=True)
@@ -520,10 +523,20 @@ class Shard:
             return None
         if block == self.range.start:
             form = self._whole.structure.forms[block]
-            args, kwargs = form.replace(self._injected[0], args, kwargs)
+            if block in self._whole.structure.holders:
+                _overwrite(form.hidden(args, kwargs), self._injected[0])
+            else:
+                args, kwargs = form.replace(self._injected[0], args, kwargs)
         call: Call = args, kwargs
         for number, path in places:
-            call = put_at(call, path, self._injected[number])
+            side = self.entering[number - 1]
+            if side.is_held:
+                held = _overwrite(tensor_at(call, path), self._injected[number])
+                if side in self._leaving_sides:
+                    # Its uses here join what comes back for it one by one, as in the whole model.
+                    self._captured[1 + self._leaving_sides.index(side)] = held
+            else:
+                call = put_at(call, path, self._injected[number])
         return call
 
     def _take_injected(self, placeholder: Tensor, call: Call) -> Tensor:
@@ -558,6 +571,17 @@ class Shard:
         if self.on_enter is not None:
             self.on_enter(f"head {self._chunk}" if self._part == "head" and self._chunk else "head")
         return form.wrap(self._injected[0]) if self._part == "head" else None
+
+
+def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:
+    """The placeholder, with what was received in it and the gradients leading there. For tensors
+    that the model's own variables hold, too. Raises ArchitectureError where it is another kind."""
+    if (placeholder.shape, placeholder.dtype) != (received.shape, received.dtype):
+        raise ArchitectureError(
+            f"a tensor of {tuple(received.shape)}, {received.dtype}, has no place in a stage whose"
+            f" own is {tuple(placeholder.shape)}, {placeholder.dtype}"
+        )
+    return placeholder.copy_(received)
 
 
 def _is_frozen(module: nn.Module) -> bool:

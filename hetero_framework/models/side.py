@@ -25,12 +25,13 @@ their gradients, of those side tensors that want one. Empty where nothing crosse
 @dataclass(frozen=True)
 class Side:
     """A tensor of one forward: `maker` is the last part that had a hand in it (-1: what comes
-    before the blocks, i: block i), `places` are where blocks receive it and read it. `shape` and
-    `dtype` are those in the tiny copy."""
+    before the blocks, i: block i), `places` are where blocks receive it and read it. `is_held`: the
+    model's own code uses it, too. `shape` and `dtype` are those in the tiny copy."""
 
     name: str
     maker: int
     places: tuple[tuple[int, Way], ...]
+    is_held: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
 

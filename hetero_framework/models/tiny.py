@@ -34,11 +34,11 @@ _WIDTHS: dict[str, int] = {
     **_all("num_attention_heads n_head n_heads num_heads attention_heads", HEADS),
     **_all("encoder_attention_heads decoder_attention_heads swa_num_attention_heads", HEADS),
     **_all("num_encoder_attention_heads num_decoder_attention_heads linear_num_heads", HEADS),
-    **_all("linear_num_value_heads index_n_heads", HEADS),
+    **_all("linear_num_value_heads index_n_heads indexer_n_heads", HEADS),
     **_all("linear_num_key_heads", 2),
     **_all("head_dim swa_head_dim global_head_dim v_head_dim kv_channels d_head", HEAD_DIM),
     **_all("attention_head_size linear_head_dim linear_key_head_dim index_head_dim", HEAD_DIM),
-    **_all("linear_value_head_dim dim_head", HEAD_DIM),
+    **_all("linear_value_head_dim dim_head indexer_head_dim", HEAD_DIM),
     **_all("qk_nope_head_dim qk_rope_head_dim rotary_dim", 8),
     **_all("qk_head_dim", 16),
     **_all("intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_inner dff", INNER),
@@ -59,13 +59,13 @@ _WIDTHS: dict[str, int] = {
     **_all("sliding_window sliding_window_size attention_window_size local_attention", WINDOW),
     **_all("window_size chunk_size mamba_chunk_size attention_chunk_size block_size", WINDOW),
     **_all("keep_window_size rel_extent block_multiple_of", WINDOW),
-    **_all("index_topk index_block_size", 4),
+    **_all("index_topk index_block_size indexer_budget", 4),
     **_all("index_topk_blocks", 2),
     **_all("max_position_embeddings n_positions n_ctx max_seq_len model_max_length", POSITIONS),
     **_all("context_length max_target_positions max_source_positions", POSITIONS),
     **_all("original_max_position_embeddings", POSITIONS // 2),
     **_all("vocab_size vocab_size_per_layer_input decoder_vocab_size", VOCABULARY),
-    **_all("unpadded_vocab_size", VOCABULARY),
+    **_all("unpadded_vocab_size ngram_vocab_size_base", VOCABULARY),
 }
 
 # Counts that stay as they are when small already.
@@ -74,6 +74,7 @@ _AT_MOST: dict[str, int] = {
     **_all("n_mamba_heads", 8),
     **_all("n_group num_expert_group", 2),
     **_all("topk_group", 1),
+    **_all("indexer_compress_ratio split_ngram_parts", 2),
     **_all("first_k_dense_replace num_dense_layers moe_layer_start_index", 1),
     **_all("attn_layer_period layer_group_size global_attn_every_n_layers", 3),
     **_all("attn_layer_offset", 1),
@@ -122,6 +123,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": TINY_LAYERS,
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * (TINY_LAYERS // 2),
+    },
+    "gemma4_text": {
+        "num_hidden_layers": TINY_LAYERS,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * (TINY_LAYERS // 2),
+    },
+    # Without these its layers of full attention have no indexer, and no layer has an embedding.
+    "qwen4_exp_text": {
+        "head_dim": HEAD_DIM,
+        "indexer_n_heads": HEADS,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD_DIM,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "ple_layer_ids": [2, 5],
+        "eos_token_id": 2,
     },
     # Multipliers that do nothing by default, as the published models have them.
     "granite": _MULTIPLIERS,
@@ -186,8 +203,11 @@ def tiny_config(model_type: str) -> PretrainedConfig:
         raise ArchitectureError(f"transformers knows no model type {model_type!r}")
     cls: Any = CONFIG_MAPPING[model_type]
     extra = _DEFAULTS.get(model_type, {})
-    default = cls(**extra).to_dict()
-    return causal_lm_config(shrink(cls(**{**_layer_counts(default), **extra})))
+    default = cls(**extra)
+    text = causal_lm_config(default)
+    if text is not default and text.model_type in CONFIG_MAPPING:
+        return tiny_config(text.model_type)
+    return causal_lm_config(shrink(cls(**{**_layer_counts(default.to_dict()), **extra})))
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework.config import Config
 from hetero_framework.models.adapter_plan import AdapterPlan
+from hetero_framework.models.footprint import Setting, bundle_bytes
 from hetero_framework.models.memory import (
     DEFAULT_TOKENS,
     Shapes,
@@ -87,10 +88,17 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
         parts[-1],
         memory,
         recomputing,
-        rows * tokens * int(shapes.text.hidden_size),
+        _largest_bundle(shapes.setting(config, tokens), shapes) // shapes.number_bytes,
         shapes.dtype,
         half=training.bf16 or training.fp16 or shapes.number_bytes == 2,
     )
+
+
+def _largest_bundle(setting: Setting, shapes: Shapes) -> int:
+    """Bytes of what crosses the fullest boundary."""
+    structure = shapes.skeleton.structure
+    boundaries = {0, *(side.maker + 1 for side in structure.sides)}
+    return max(bundle_bytes(setting, k) for k in boundaries)
 
 
 class _Part:

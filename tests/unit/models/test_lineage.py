@@ -59,6 +59,23 @@ def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(
     assert lineage.level(mask) is None
 
 
+def test_what_the_model_computes_with_between_its_blocks_is_held(
+    ids: torch.Tensor, weight: torch.Tensor
+) -> None:
+    lineage = Lineage(ids, [weight])
+    with lineage:
+        residual, sliced, argument = weight * 1, weight * 2, weight * 3
+        lineage.phase = 0
+        argument + 1
+        lineage.phase = 1
+        residual + 1
+        sliced[:, 0]  # a view by itself is no use
+    assert lineage.is_held(residual, 0)
+    assert not lineage.is_held(sliced, 0)
+    assert not lineage.is_held(argument, 0)
+    assert not lineage.is_held(residual, 1)
+
+
 def test_a_block_reads_what_its_operations_take(ids: torch.Tensor, weight: torch.Tensor) -> None:
     lineage = Lineage(ids, [weight])
     with lineage:

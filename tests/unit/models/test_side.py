@@ -116,3 +116,15 @@ def test_what_follows_from_token_ids_alone_is_made_where_it_is_read() -> None:
     assert found.id_readers == {0, 1, 2}  # layers whose experts are chosen by a hash of the token
     assert found.reads_ids(2, 4)
     assert not found.reads_ids(3, 6)
+
+
+def test_what_the_model_itself_goes_on_using_is_known() -> None:
+    assert structure("llama").holders == frozenset()
+    assert structure("xlm").holders == set(range(6))  # a residual around each feed-forward network
+    inkling = structure("inkling2_text")
+    assert [(side.name, side.is_held) for side in inkling.sides] == [("block_states", True)]
+
+
+def test_the_widths_of_several_streams_and_of_added_tokens_are_known() -> None:
+    found = [structure(name) for name in ("llama", "qwen4_exp_text", "cpmant")]
+    assert [(s.width_factor, s.more_tokens) for s in found] == [(1, 0), (4, 0), (1, 32)]
