@@ -44,6 +44,7 @@ _PRECISION = 3e-3
 _PARTS = 1_000  # of a step
 _NARROW = 0.02  # of a step: a range of paths that is not divided further
 _WIDE_ROUNDS, _ROUNDS = 6, 20  # of prices, for each question
+_SEVERAL_ROUNDS = 10
 _AIM = 0.3  # layers less than needed, that prices aim at
 _EXACTLY = 1e-9
 # What has a price besides devices: the last stage where a device has several, and what the
@@ -74,7 +75,7 @@ def _alone_s(rules: Rules) -> float:
 class _Relaxation(ABC):
     """The question whether a step may be shorter than `most_s`, for the coordinator and others."""
 
-    _narrow = _NARROW
+    _narrow, _rounds = _NARROW, _ROUNDS
 
     def __init__(self, rules: Rules, most_s: float, *, chunks: bool) -> None:
         self._rules, self._fleet, self._most_s = rules, rules.fleet, most_s
@@ -139,7 +140,7 @@ class _Relaxation(ABC):
         )
         there_are = np.array([*(group.size for group in self._groups), 1, *self._relays(step_s)])
         needed = self._needed(step_s) * (1 - _EXACTLY)
-        for _ in range(_ROUNDS if narrow else _WIDE_ROUNDS):
+        for _ in range(self._rounds if narrow else _WIDE_ROUNDS):
             covered, used = programme.best(self._prices)
             bound = covered + float(self._prices @ there_are)
             if bound < needed:
@@ -267,7 +268,7 @@ class _Several(_OneEach):
     """Several stages on some devices, whose NICs carry more for it; one of these devices may have
     the last stage of all. Ranges of the path say nothing here."""
 
-    _narrow = 1.0
+    _narrow, _rounds = 1.0, _SEVERAL_ROUNDS
 
     def __init__(self, rules: Rules, most_s: float) -> None:
         super().__init__(rules, most_s, chunks=True)

@@ -42,10 +42,11 @@ _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
 _QUICK_TASKS = 1_500  # of one quick simulation
 _MOST_TASKS = 50_000  # of all quick simulations
-_STAGES = 30_000  # that are scored in each part of the search
+_STAGES = 25_000  # that are scored in each part of the search
 _NODES = 20_000
 _CHUNKS = (2, 3, 4, 5, 6, 8)
-_MANY = 8  # stages
+_MANY = 8  # stages; of more, fewer chunks are tried
+_CHUNKS_OF_MANY = (2, 3)
 _PROOF_TASKS = 60_000
 _MOST_DEVICES = 96
 _SHARPNESS = 20
@@ -247,12 +248,13 @@ class Search:
         if not self._rules.chunks or self._rules.pins:
             return []
         found: dict[Layout, None] = {}
-        for chunks in (None, *_CHUNKS):
+        few = len(layouts[0]) <= _MANY
+        for chunks in (None, *(_CHUNKS if few else _CHUNKS_OF_MANY)):
             changed = [
                 moves.closed(self._rules, layout)
                 if chunks is None
                 else moves.interleaved(self._rules, layout, chunks)
-                for layout in layouts[: 1 + (len(layouts[0]) <= _MANY)]
+                for layout in layouts[: 1 + few]
             ]
             evened = {self._evened(layout) for layout in changed if layout is not None}
             fit = [layout for layout in evened if self._score(layout) < math.inf]
