@@ -42,11 +42,12 @@ _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
 _QUICK_TASKS = 1_500  # of one quick simulation
 _MOST_TASKS = 50_000  # of all quick simulations
-_STAGES = 25_000  # that are scored in each part of the search
+_STAGES = 30_000  # that are scored in each other part of the search
 _NODES = 20_000
 _CHUNKS = (2, 3, 4, 5, 6, 8)
 _MANY = 8  # stages; of more, fewer chunks are tried
 _CHUNKS_OF_MANY = (2, 3)
+_PROOF_STAGES = 60_000  # that are scored in the proof
 _PROOF_TASKS = 60_000
 _MOST_DEVICES = 96
 _SHARPNESS = 20
@@ -335,7 +336,7 @@ class Search:
         """The best of all layouts with one stage per device, where few enough could be better."""
         most_s = (1 - _EXACTLY) * best.seconds
         open_layouts = []
-        self._stages_left = _STAGES
+        self._stages_left = _PROOF_STAGES
         try:
             for layout in Enumeration(self._rules, most_s, nodes=_NODES).layouts():
                 if self._stages_left <= 0:
