@@ -33,6 +33,7 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import ProtocolError
 from hetero_framework.models.remains import Remains
+from hetero_framework.models.side import Bundle
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
@@ -234,9 +235,9 @@ def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[C
             [stage] = load_stages(sent, specs, device)
             forward = stage.forward
 
-            def changed(micro_batch: int, *args: Any) -> torch.Tensor:
-                hidden_BSD = forward(micro_batch, *args)
-                return change(hidden_BSD) if micro_batch == 2 else hidden_BSD
+            def changed(micro_batch: int, *args: Any) -> Bundle:
+                (hidden_BSD,) = forward(micro_batch, *args)
+                return (change(hidden_BSD) if micro_batch == 2 else hidden_BSD,)
 
             stage.forward = changed  # type: ignore[method-assign]
             return [stage]
