@@ -359,8 +359,9 @@ class WorkerLinks:
             silent.hung_up = isinstance(fault, PeerLostError) and not silent.is_deaf
             raise silent
         said = answer.body
-        if isinstance(said, m.Reject):
+        if not isinstance(said, m.Welcome):
             connection.close()
+        if isinstance(said, m.Reject):
             if said.code == "busy":
                 raise _Busy(said.message)
             kind = ProtocolError if said.code == "protocol" else _Refused

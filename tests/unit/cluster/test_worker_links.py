@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +16,11 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
-from hetero_framework.core.messages import Bye, Connected, Message, PeerResult, StepFailed
+from hetero_framework.core.messages import Bye, Connected, Error, Message, PeerResult, StepFailed
 from hetero_framework.engine.hosts import Event
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.errors import NetworkError, PeerLostError, ResourceError
+from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, ResourceError
+from tests.framed import framed
 from tests.samples import free_ports
 
 
@@ -302,4 +303,28 @@ def test_who_accepts_and_says_nothing_is_deaf_whichever_wait_ends_first(
             made._open(worker, 5.0, again=True)
         assert found.value.is_deaf
         assert not found.value.hung_up
+    made.close(Message(Bye("over")), 1.0)
+
+
+def test_a_greeting_that_is_answered_with_an_error_leaves_no_link_behind() -> None:
+    made = links()
+    worker = made._workers[1]
+    with closing(socket.create_server(("127.0.0.1", worker.port))) as listener:
+
+        def serve() -> bytes:
+            """All that comes, up to the end of the connection."""
+            got = b""
+            with closing(listener.accept()[0]) as peer:
+                peer.settimeout(10.0)
+                got += peer.recv(1 << 16)
+                peer.sendall(framed(Message(Error("HeteroError", "it ends"))))
+                while more := peer.recv(1 << 16):
+                    got += more
+            return got
+
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(serve)
+            with pytest.raises(ProtocolError):
+                made._open(worker, 5.0, again=True)
+            assert served.result(5.0)
     made.close(Message(Bye("over")), 1.0)
