@@ -41,7 +41,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 faults: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "faults and not alone" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "faults and not alone" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "faults and alone" $(PYTEST_ARGS)
 
 bench: setup
