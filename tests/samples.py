@@ -66,7 +66,7 @@ def save_tiny(model_type: str, directory: Path) -> Path:
     """A tiny random model of another architecture, with the same tokenizer."""
     tokenizer = save_tokenizer(directory)
     config = tiny_config(model_type)
-    names = ("vocab_size", "vocab_size_per_layer_input")
+    names = ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
     config.update({name: 320 for name in names if hasattr(config, name)})
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(tokenizer, name))

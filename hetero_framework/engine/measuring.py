@@ -37,7 +37,7 @@ from hetero_framework.models.memory import DEFAULT_TOKENS
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import ShardRange, load_shard
-from hetero_framework.models.side import Bundle, differentiable
+from hetero_framework.models.side import Bundle, returning
 from hetero_framework.models.trainable import export_parts
 
 _LEAST_RUNS, _MOST_RUNS = 3, 20
@@ -128,9 +128,9 @@ def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: T
         *(training.per_device_train_batch_size, tokens),
     )
     sides = []
-    for shape, dtype, wants_gradient in bundle_at(setting, layer)[1:]:
+    for shape, dtype, _ in bundle_at(setting, layer)[1:]:
         side = torch.zeros(shape, dtype=dtype, device=hidden_BSD.device)
-        sides.append(side.normal_().requires_grad_(wants_gradient) if wants_gradient else side)
+        sides.append(side.normal_() if dtype.is_floating_point else side)
     return (hidden_BSD, *sides)
 
 
@@ -171,18 +171,23 @@ class _Part:
             self._begin(train=False)
             forward_s = self._timed(lambda: stage.evaluate(0, batch, received))
             self._begin(train=True)
-            return forward_s, self._timed(lambda: stage.forward_backward(0, batch, received))
+            marked = self._marked(received)
+            return forward_s, self._timed(lambda: stage.forward_backward(0, batch, marked))
         self._begin(train=True)
         forward_s = self._timed(lambda: self._forward(received))
         if not stage.differentiates:
             return forward_s, 0.0
-        hidden_BSD, *sides = self._left
-        wanted = (hidden_BSD, *differentiable(tuple(sides)))
-        gradients = tuple(map(torch.ones_like, wanted))
+        gradients = tuple(map(torch.ones_like, returning(self._left)))
         return forward_s, self._timed(lambda: stage.backward(0, gradients))
 
     def _forward(self, received: Bundle) -> None:
-        self._left = self._stage.forward(0, self._batch, received)
+        self._left = self._stage.forward(0, self._batch, self._marked(received))
+
+    def _marked(self, received: Bundle) -> Bundle:
+        """As it comes in training: side tensors that want a gradient say so."""
+        marks = (False, *self._stage.side_gradients)
+        pairs = zip(received, marks, strict=False)  # what enters the first stage is empty
+        return tuple(tensor.detach().requires_grad_(wants) for tensor, wants in pairs)
 
     def _kept_bytes(self, received: Bundle) -> int:
         """What autograd keeps of one micro-batch, what comes in included; not the

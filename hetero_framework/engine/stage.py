@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hetero_framework.engine.optimizer import build_optimizer, load_state_tensor
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError, ProtocolError
+from hetero_framework.models.arrivals import Arrivals
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.partition import ShardRange
 from hetero_framework.models.remains import Kept
@@ -30,8 +31,11 @@ from hetero_framework.models.side import (
     Bundle,
     as_leaves,
     crossing,
-    differentiable,
+    differentiate,
     gradients_of,
+    returning,
+    shown,
+    shown_form,
 )
 from hetero_framework.models.trainable import export_parts, trainable_parameters
 
@@ -39,15 +43,6 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; of its shape
 
 _OF_ITS_SHAPE = ("attention_mask", "position_ids", "labels")  # rows and tokens, in front
-
-
-def _shown(*tensors: Tensor) -> str:
-    """ "4 x 128 x 64 of float32"; several with a comma between."""
-    shown = []
-    for tensor in tensors:
-        sizes = " x ".join(map(str, tensor.shape)) or "a single number"
-        shown.append(f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}")
-    return ", ".join(shown) or "nothing"
 
 
 class Stage:
@@ -67,6 +62,7 @@ class Stage:
         half = torch.float16 if training.fp16 else None
         self._autocast_dtype = torch.bfloat16 if training.bf16 else half
         self._objective = objective_of(training)
+        self._arrivals = Arrivals(shard, training)
         if training.compiles:
             shard.compile_blocks(training.torch_compile_backend, training.torch_compile_mode)
         if config.checkpointing(spec.index) is True:
@@ -98,6 +94,11 @@ class Stage:
         self._parameters, self._names, self._optimizer = [], {}, None
         self._tied_head = self._tied_embedding = None
         return self._shard.range, self._shard.dissolve()
+
+    @property
+    def side_gradients(self) -> tuple[bool, ...]:
+        """Of each side tensor that enters, whether it wants a gradient in training."""
+        return self._arrivals.trained
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -155,17 +156,15 @@ class Stage:
     def backward(self, micro_batch: int, gradients: Bundle) -> Bundle:
         """Only where `differentiates`. Gradients for the stage before; empty if it needs none."""
         received, left = self._saved.pop(micro_batch)
-        left = differentiable(left)
-        expected = [(tensor.shape, tensor.dtype) for tensor in left]
-        if [(tensor.shape, tensor.dtype) for tensor in gradients] != expected:
+        expected = [(tensor.shape, tensor.dtype, False) for tensor in returning(left)]
+        if [(t.shape, t.dtype, t.requires_grad) for t in gradients] != expected:
+            wanted = ", ".join(starmap(shown_form, expected))
             raise ProtocolError(
                 f"stage {self.index}: the gradient of micro-batch {micro_batch} is "
-                f"{_shown(*gradients)}, expected {_shown(*left)}"
+                f"{shown(*gradients)}, expected {wanted}"
             )
         self._current_micro_batch = micro_batch
-        # At once: what has come back from later stages is then the first term of every sum, as in
-        # the whole model, where later layers are differentiated first.
-        torch.autograd.backward(left, gradients)
+        differentiate(left, gradients)
         return gradients_of(received)
 
     # -- the decision ---------------------------------------------------------------------------
@@ -338,14 +337,18 @@ class Stage:
         if known is None:
             return received
         sizes, (rows, tokens), width = received[0].shape, known.shape[:2], self._shard.width
-        tokens += self._shard.more_tokens
+        there = tokens + self._shard.more_tokens
         # XLNet has tokens before rows.
-        fits = any({rows, tokens} == {*pair} for pair in pairwise(sizes[:-1]))
+        fits = any({rows, there} == {*pair} for pair in pairwise(sizes[:-1]))
         if not (fits and sizes[-1] == width and received[0].is_floating_point()):
-            wanted = f"{rows} x {tokens} x {width}"
+            wanted = f"{rows} x {there} x {width}"
             raise ProtocolError(
                 f"stage {self.index}: the hidden state of micro-batch {micro_batch} is "
-                f"{_shown(received[0])}, expected {wanted}"
+                f"{shown(received[0])}, expected {wanted}"
+            )
+        if problem := self._arrivals.problem(received[1:], rows, tokens, train=self._info.train):
+            raise ProtocolError(
+                f"stage {self.index}: of the side tensors of micro-batch {micro_batch}, {problem}"
             )
         return received
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,20 @@ class AdapterPlan:
     tensors: dict[str, tuple[int, ...]]
     embedding_tensors: frozenset[str]
     weights: Path | None = None
+
+    def trains(self, weights: Iterable[str]) -> bool:
+        """Whether it trains something in the modules of these weights of the base."""
+        parents = {name.rpartition(".")[0] for name in self.parameters}
+        wrapped = {*self.modules, *self.saved_modules, *parents}
+        trained = {_owner(name, wrapped) for name in self.trainable}
+        return any(weight.startswith(f"{name}.") for name in trained for weight in weights)
+
+
+def _owner(name: str, wrapped: set[str]) -> str:
+    """The module of the base that a trained parameter belongs to."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
+    return next((p for p in prefixes if p in wrapped), name.rpartition(".")[0])
 
 
 @dataclass(frozen=True)

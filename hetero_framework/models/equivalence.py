@@ -39,7 +39,7 @@ from hetero_framework.models.partition import ShardRange, ranges_between
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Inputs, Shard, build_shard, load_model_config, token_loss
-from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiable, gradients_of
+from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
 from hetero_framework.models.tiny import causal_lm_types, meta_model, shrink, tiny_config
 from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
 from hetero_framework.models.weights import Checkpoint, resolve_model_path
@@ -516,7 +516,7 @@ class _Chain:
         loss = self._last.loss(inputs, received, items)
         loss.backward()
         for left, received in reversed(boundaries):
-            torch.autograd.backward(differentiable(left), gradients_of(received))
+            differentiate(left, gradients_of(received))
         if self._first.head_name is not None:
             embedding = self._first.model.get_parameter(self._first.embedding_name)
             head = self._last.model.get_parameter(self._last.head_name)

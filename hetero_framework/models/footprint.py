@@ -11,13 +11,14 @@ Shapes: B rows of a micro-batch, S tokens, D hidden size.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,11 @@ from hetero_framework.models.objective import CausalLM
 from hetero_framework.models.partition import ShardRange
 from hetero_framework.models.peak import Peak
 from hetero_framework.models.shard import Shard, build_shard
-from hetero_framework.models.side import Bundle, Side, as_leaves, crossing, differentiable
+from hetero_framework.models.side import Bundle, Side, as_leaves, crossing, differentiate, returning
 from hetero_framework.models.trainable import attach_adapter
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _MOST_CHUNKS = 4
 _log = logging.getLogger(__name__)
@@ -92,6 +96,7 @@ _counted: dict[tuple[object, ...], Footprint | None] = {}
 Form = tuple[tuple[int, ...], torch.dtype, bool]
 """Shape and type of a tensor that crosses a boundary, and whether a gradient comes back for it."""
 _forms: dict[tuple[object, ...], tuple[Form, ...]] = {}
+_parts: dict[tuple[object, ...], tuple[Shard, FakeTensorMode]] = {}
 
 
 def bundle_at(setting: Setting, block: int) -> tuple[Form, ...]:
@@ -135,18 +140,35 @@ def _made_by(setting: Setting, maker: int) -> tuple[Form, ...]:
         maker = alike if numbers[alike] == numbers[maker] else maker
     key = (*setting.key, maker)
     if key not in _forms:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        rng = ShardRange(max(maker, 0), maker + 1, maker < 0, False)
-        shard = _shard(setting, rng)
         incoming = bundle_at(setting, maker) if maker >= 0 else ()
-        with _quiet(), FakeTensorMode(), torch.random.fork_rng(devices=[]):
-            _without_data(shard)
+        shard, mode = _pretended(setting, maker)
+        # Whoever asks while it watches what autograd keeps does not mean this run.
+        unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        half = torch.autocast("cpu", setting.autocast) if setting.autocast else nullcontext()
+        with _quiet(), mode, torch.random.fork_rng(devices=[]), unseen, half:
             left = shard.forward(_inputs(setting), _fakes(incoming))
-        makers = [-1, *(side.maker for side in structure.sides_at(rng.end))]
+        makers = [-1, *(side.maker for side in structure.sides_at(shard.range.end))]
         own = [t for t, m in zip(left, makers, strict=True) if t is left[0] or m == maker]
         _forms[key] = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in own)
     return _forms[key]
+
+
+def _pretended(setting: Setting, maker: int) -> tuple[Shard, FakeTensorMode]:
+    """The part that makes side tensors, without data, for rows of any length. Its attention and its
+    experts are of the kind that runs so; they give tensors of the same form."""
+    key = (*replace(setting, rows=0, tokens=0).key, maker)
+    if key not in _parts:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        model = copy.deepcopy(setting.model)
+        model._attn_implementation = "eager"
+        model._experts_implementation = "batched_mm"
+        rng = ShardRange(max(maker, 0), maker + 1, maker < 0, False)
+        shard, mode = _shard(replace(setting, model=model), rng), FakeTensorMode()
+        with mode:
+            _without_data(shard)
+        _parts[key] = shard, mode
+    return _parts[key]
 
 
 def _fakes(forms: Iterable[Form]) -> Bundle:
@@ -253,13 +275,13 @@ def _run(
         entries: list[int] = []
         shard.on_enter = lambda index: entries.append(peak.made)
         with running():
-            left = differentiable(shard.forward(inputs, received))
+            left = shard.forward(inputs, received)
         kept, forward = peak.now, peak.most - peak.now
-        if not left:
+        if not any(tensor.requires_grad for tensor in left):
             return Footprint(0, 0, peak.most, 0)
         shared = 0 if shard.range.is_first else peak.held(entries[0])
         peak.most = kept
-        torch.autograd.backward(left, list(map(torch.empty_like, left)))
+        differentiate(left, tuple(map(torch.empty_like, returning(left))))
         return Footprint(kept, shared, forward, peak.most - kept)
 
 

@@ -237,7 +237,7 @@ class _Watch(TorchFunctionMode):
         self.outputs: list[Any] = []
         self.phases: dict[str, set[int]] = {}
         # By block, as it was when the block began: containers change later.
-        self._received: list[list[tuple[Way, torch.Tensor]]] = []
+        self._received: list[list[tuple[Way, torch.Tensor, Any]]] = []  # with each one's graph
 
     def __enter__(self) -> _Watch:
         for index, block in enumerate(self._blocks):
@@ -255,7 +255,8 @@ class _Watch(TorchFunctionMode):
         self.lineage.phase = 2 * index
         self.order.append(index)
         self.calls.append((args, kwargs))
-        self._received.append(list(tensors_at((args, kwargs))))
+        found = tensors_at((args, kwargs))
+        self._received.append([(path, tensor, tensor.grad_fn) for path, tensor in found])
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         self.lineage.phase = 2 * index + 1
@@ -283,32 +284,47 @@ class _Watch(TorchFunctionMode):
         return tuple(self.forms()[0].hidden(*self.calls[0]).shape)
 
     @functools.cached_property
-    def _besides(self) -> list[tuple[int, Way, torch.Tensor, int]]:
-        """(block, place, tensor, level) of what blocks receive and read beside the hidden state."""
+    def _besides(self) -> list[tuple[int, Way, torch.Tensor, Any, int]]:
+        """(block, place, tensor, graph, level) of what blocks receive and read beside the hidden
+        state."""
         found = []
         for block, (received, form) in enumerate(zip(self._received, self.forms(), strict=True)):
-            for path, tensor in received:
+            for path, tensor, graph in received:
                 level = self.lineage.level(tensor)
                 is_hidden = [key for _, key in path[1:]] == [form.entry]
                 if level is None or is_hidden or not self.lineage.is_read(tensor, block):
                     continue
-                found.append((block, path, tensor, level))
+                found.append((block, path, tensor, graph, level))
         return found
 
     def sides(self) -> tuple[Side, ...]:
         """See `ModelStructure.sides`."""
-        by_tensor: dict[int, list[tuple[int, Way, torch.Tensor, int]]] = {}
+        by_tensor: dict[int, list[tuple[int, Way, torch.Tensor, Any, int]]] = {}
         for entry in self._besides:
-            if entry[3] != IDS:
+            if entry[4] != IDS:
                 by_tensor.setdefault(id(entry[2]), []).append(entry)
         found = []
         for entries in by_tensor.values():
-            block, path, tensor, level = entries[0]
-            places = tuple((block, path) for block, path, _, _ in entries)
+            block, path, tensor, graph, level = entries[0]
+            places = tuple((entry[0], entry[1]) for entry in entries)
             name = _argument_name(self._blocks[block], path)
-            held = self.lineage.is_held(tensor, block)
-            found.append(Side(name, level, places, held, tuple(tensor.shape), tensor.dtype))
+            held, form = self.lineage.is_held(tensor, block), (tuple(tensor.shape), tensor.dtype)
+            found.append(Side(name, level, places, held, *form, self._weights_of(graph)))
         return tuple(found)
+
+    def _weights_of(self, graph: Any) -> frozenset[str]:
+        """The names of the weights that a tensor with this graph depends on."""
+        found: set[str] = set()
+        seen, waiting = {graph}, [graph]
+        while waiting:
+            node = waiting.pop()
+            if node is None:
+                continue
+            found.update(self._names.get(id(getattr(node, "variable", None)), ()))
+            new = {before for before, _ in node.next_functions} - seen
+            seen |= new
+            waiting += new
+        return frozenset(found)
 
     @property
     def holders(self) -> set[int]:
@@ -319,7 +335,7 @@ class _Watch(TorchFunctionMode):
     @property
     def id_readers(self) -> set[int]:
         """See `ModelStructure.id_readers`."""
-        return {block for block, _, _, level in self._besides if level == IDS}
+        return {entry[0] for entry in self._besides if entry[4] == IDS}
 
 
 def _argument_name(block: nn.Module, path: Way) -> str:

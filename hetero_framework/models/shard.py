@@ -260,7 +260,7 @@ class Shard:
         self.embedding_name, self.head_name = whole.embedding, whole.head
         self._whole = whole
         # Asked now: over a quantised base, an adapter's type would pass for the model's later.
-        self._dtype = model.dtype
+        self.dtype = model.dtype
         structure = whole.structure
         self.entering = () if rng.is_first else structure.sides_at(rng.start)
         self._leaving_sides = () if rng.is_last else structure.sides_at(rng.end)
@@ -428,7 +428,7 @@ class Shard:
             zeros = torch.zeros(rows, tokens, dtype=torch.int64, device=hidden_BSD.device)
             return {"input_ids": zeros}
         width = self.model.get_input_embeddings().weight.shape[-1]
-        zeros = torch.zeros(rows, tokens, width, dtype=self._dtype, device=hidden_BSD.device)
+        zeros = torch.zeros(rows, tokens, width, dtype=self.dtype, device=hidden_BSD.device)
         return {"inputs_embeds": zeros}
 
     def _install(self) -> None:

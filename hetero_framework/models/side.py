@@ -7,7 +7,7 @@ absent blocks would have received them, and puts them in at the entries of its o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ their gradients, of those side tensors that want one. Empty where nothing crosse
 class Side:
     """A tensor of one forward: `maker` is the last part that had a hand in it (-1: what comes
     before the blocks, i: block i), `places` are where blocks receive it and read it. `is_held`: the
-    model's own code uses it, too. `shape` and `dtype` are those in the tiny copy."""
+    model's own code uses it, too. `shape` and `dtype` are those in the tiny copy. It wants a
+    gradient where one of the `weights` that it depends on is trained."""
 
     name: str
     maker: int
@@ -34,6 +35,7 @@ class Side:
     is_held: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
+    weights: frozenset[str]
 
     def crosses(self, boundary: int) -> bool:
         """Whether it is in the bundle at the entry of block `boundary`."""
@@ -102,9 +104,32 @@ def as_leaves(received: Bundle) -> Bundle:
     return (hidden_BSD.detach().requires_grad_(), *own)
 
 
-def differentiable(bundle: Bundle) -> Bundle:
-    """Those of what left that get a gradient from behind."""
-    return tuple(tensor for tensor in bundle if tensor.requires_grad)
+def returning(left: Bundle) -> Bundle:
+    """Those of what left that get a gradient from behind: the hidden state always."""
+    return tuple(t for place, t in enumerate(left) if place == 0 or t.requires_grad)
+
+
+def differentiate(left: Bundle, gradients: Bundle) -> None:
+    """Backward from what left, with the gradients of `returning(left)`. All at once: what has come
+    back from behind is then the first term of every sum, as in the whole model, where later layers
+    are differentiated first."""
+    pairs = zip(returning(left), gradients, strict=True)
+    # Where only side tensors were made of trained weights, the hidden state has no graph.
+    if own := [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]:
+        tensors, own_gradients = zip(*own, strict=True)
+        torch.autograd.backward(tensors, own_gradients)
+
+
+def shown(*tensors: torch.Tensor) -> str:
+    """ "4 x 128 x 64 of float32"; several with a comma between."""
+    return ", ".join(shown_form(t.shape, t.dtype, t.requires_grad) for t in tensors) or "nothing"
+
+
+def shown_form(shape: Sequence[int], dtype: torch.dtype, wants_gradient: bool = False) -> str:
+    """The same of a form."""
+    sizes = " x ".join(map(str, shape)) or "a single number"
+    wants = " that wants a gradient" if wants_gradient else ""
+    return f"{sizes} of {str(dtype).removeprefix('torch.')}{wants}"
 
 
 def gradients_of(leaves: Bundle) -> Bundle:

@@ -13,7 +13,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.models.adapters import plan_adapter
 from hetero_framework.models.partition import ranges_between
 from hetero_framework.models.shard import Shard, ShardRange, load_shard
-from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiable, gradients_of
+from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
 from hetero_framework.models.trainable import attach_adapter, trainable_parameters
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -125,8 +125,7 @@ def chain_backward(parts: list[Shard]) -> torch.Tensor:
     loss = parts[-1].loss(inputs, received, items)
     loss.backward()
     for left, received in reversed(boundaries):
-        if wanted := differentiable(left):
-            torch.autograd.backward(wanted, gradients_of(received))
+        differentiate(left, gradients_of(received))
     return loss.detach()
 
 

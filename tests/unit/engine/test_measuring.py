@@ -14,6 +14,7 @@ from hetero_framework.core.devices import Device, open_device
 from hetero_framework.engine import measuring
 from hetero_framework.engine.measuring import ModelCost, measure
 from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.tiny import tiny_config
 from tests.samples import save_llama
 
 ROWS, TOKENS = 2, 16
@@ -69,19 +70,27 @@ def test_every_part_of_a_model_that_is_trained_has_its_times_and_bytes(tmp_path:
     assert found.head.kept_bytes == 0
 
 
+def test_layers_that_receive_more_than_the_hidden_state_are_measured(tmp_path: Path) -> None:
+    fields = {**tiny_config("gemma3n_text").to_dict(), "dtype": "float32"}
+    sections = {"shard_plan": [{"id": "local", "start": 0, "end": 6}], "adapter": LORA}
+    found = cost(tmp_path, {"from_config": fields, "tokenizer": "none"}, **sections)
+    assert all(layer.backward_s > 0 for layer in found.layers.values())
+
+
 def test_kept_bytes_are_those_that_autograd_keeps(tmp_path: Path) -> None:
     """Counted by hand for one product: its input and the weight, which does not count."""
     stage: Any = type("One", (), {})()
     weight_DD = torch.nn.Parameter(torch.ones(8, 8))
     stage.is_first = stage.is_last = False
     stage.differentiates = True
+    stage.side_gradients = ()
     stage.begin = lambda info: None
     stage.all_weights = lambda: iter([weight_DD])
-    stage.forward = lambda k, batch, hidden_BSD: hidden_BSD.exp() @ weight_DD
+    stage.forward = lambda k, batch, received: (received[0].exp() @ weight_DD,)
     hidden_BSD = torch.ones(1, 4, 8, requires_grad=True)
     part = measuring._Part(stage, {"labels": torch.ones(1, 4)}, Device(), 0.0)
     # exp keeps what it gives, which is the product's input: once; the hidden state that came in.
-    assert part._kept_bytes(hidden_BSD) == 2 * hidden_BSD.numel() * 4
+    assert part._kept_bytes((hidden_BSD,)) == 2 * hidden_BSD.numel() * 4
 
 
 def test_frozen_embedding_has_no_backward_pass(tmp_path: Path) -> None:

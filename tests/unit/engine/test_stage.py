@@ -716,13 +716,23 @@ SIDE_WAYS: dict[str, dict[str, Any]] = {
     # Nothing before layer 4 is trained: no gradient goes back for what was made there.
     "upper layers": {
         "training": {"loss_chunk_tokens": None},
-        "adapter": {"r": 2, "target_modules": r".*layers\.[45]\..*o_proj"},
+        "adapter": {"r": 2, "target_modules": r".*layers\.[45]\..*o(ut)?_proj"},
     },
 }
 
 
 @pytest.mark.parametrize("way", SIDE_WAYS)
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "hy_v4"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gemma3n_text",
+        "hy_v4",
+        *(
+            pytest.param(name, marks=pytest.mark.faults)
+            for name in ("gemma4_text", "qwen4_exp_text", "zaya")
+        ),
+    ],
+)
 def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path: Path) -> None:
     path = save_tiny(model_type, tmp_path / model_type)
     results = []
@@ -735,6 +745,46 @@ def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path
         assert (other_losses, other_evaluated) == (losses, evaluated)
         assert other.keys() == gradients.keys()
         assert [n for n in other if not torch.equal(other[n], gradients[n])] == []
+
+
+def test_side_tensors_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
+    path = save_tiny("gemma3n_text", tmp_path / "model")
+    first, middle, last = Chain(path, [(0, 1), (1, 4), (4, 6)], SIDE_WAYS["all weights"]).stages
+    for tested in (first, middle, last):
+        tested.begin(info())
+    hidden, side, *others = first.forward(0, batch(0), ())
+    wrong = side[:, :3].detach().requires_grad_()
+    text = (
+        "stage 1: of the side tensors of micro-batch 0, per_layer_input is 2 x 3 x 16 of float32"
+        " that wants a gradient, expected 2 x 7 x 16 of float32 that wants a gradient"
+    )
+    middle._shard.forward = last._shard.forward = pytest.fail
+    with pytest.raises(ProtocolError, match=f"^{text}$"):
+        middle.forward(0, middle_inputs(0), (hidden, wrong, *others))
+    for name in ("forward_backward", "evaluate"):
+        last.begin(info(train=name != "evaluate"))
+        with pytest.raises(ProtocolError, match="stage 2: 2 tensors came for micro-batch 0, exp"):
+            getattr(last, name)(0, last_inputs(0), (hidden, side))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda side: side[:1],
+        lambda side: side.half(),
+        lambda side: side.clone().requires_grad_(),
+        lambda side: None,
+    ],
+)
+def test_gradients_of_side_tensors_are_checked(change: Any, tmp_path: Path) -> None:
+    path = save_tiny("gemma3n_text", tmp_path / "model")
+    first = Chain(path, [(0, 1), (1, 4), (4, 6)], SIDE_WAYS["all weights"]).stages[0]
+    first.begin(info())
+    hidden, side, *others = map(torch.zeros_like, first.forward(0, batch(0), ()))
+    changed = [change(side)] if change(side) is not None else []
+    text = "stage 0: the gradient of micro-batch 0 is .*, expected 4 x 2 x 7 x 64 of float32, 2 x 7"
+    with pytest.raises(ProtocolError, match=text):
+        first.backward(0, (hidden, *changed, *others))
 
 
 @quiet_compiler

@@ -21,7 +21,7 @@ from hetero_framework.models.peak import Peak
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.shard import Shard, build_shard
-from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiable, gradients_of
+from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
 from hetero_framework.models.tiny import tiny_config
 from tests.unit.adapter_helpers import ranges
 
@@ -54,7 +54,7 @@ def run(shards: list[Shard], inputs: dict[str, torch.Tensor], limit: int | None)
     else:
         loss = in_pieces(shards[-1], inputs, received, limit)
     for left, received in reversed(boundaries):
-        torch.autograd.backward(differentiable(left), gradients_of(received))
+        differentiate(left, gradients_of(received))
     gradients = {}
     for shard in shards:
         named = shard.model.named_parameters()

@@ -33,7 +33,7 @@ from hetero_framework.models.shard import (
     load_model_config,
     load_shard,
 )
-from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiable, gradients_of
+from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
 from hetero_framework.models.tiny import tiny_config
 from tests.samples import save_llama
 
@@ -90,7 +90,7 @@ def run(shards: list[Shard], inputs: dict[str, torch.Tensor]) -> tuple[torch.Ten
     loss = shards[-1].loss(inputs, received, ITEMS)
     loss.backward()
     for left, received in reversed(boundaries):
-        torch.autograd.backward(differentiable(left), gradients_of(received))
+        differentiate(left, gradients_of(received))
     gradients: dict[str, torch.Tensor] = {}
     for shard in shards:
         for name, parameter in shard.model.named_parameters():

@@ -10,9 +10,10 @@ import torch
 
 from hetero_framework.models.introspect import ModelStructure, introspect
 from hetero_framework.models.side import (
+    Bundle,
     as_leaves,
     crossing,
-    differentiable,
+    differentiate,
     gradients_of,
     put_at,
     tensor_at,
@@ -60,9 +61,23 @@ def test_gradients_come_back_for_what_wants_one() -> None:
     (leaves[0].sum() + (leaves[1] * 5)[leaves[2]].sum()).backward()
     gradients = gradients_of(leaves)
     assert [g.tolist() for g in gradients] == [[1, 1, 1], [0, 5, 0]]
-    torch.autograd.backward(differentiable((hidden, side, index)), gradients)
+    differentiate((hidden, side, index), gradients)
     assert weight.grad is not None
     assert weight.grad.tolist() == [2, 17, 2]
+
+
+def test_a_hidden_state_without_a_graph_gets_a_gradient_that_goes_nowhere() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    left = (torch.ones(3), weight * 3)
+    differentiate(left, gradients_of(_used(as_leaves(crossing(left)))))
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [15, 15, 15]
+    differentiate((torch.ones(3),), (torch.ones(3),))
+
+
+def _used(leaves: Bundle) -> Bundle:
+    (leaves[0].sum() + (leaves[1] * 5).sum()).backward()
+    return leaves
 
 
 def test_a_leaf_that_nothing_used_has_a_gradient_of_zeros() -> None:

@@ -1,0 +1,140 @@
+"""What a stage expects to arrive beside the hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.config import AdapterConfig, TrainingConfig
+from hetero_framework.models import arrivals
+from hetero_framework.models.adapters import plan_adapter
+from hetero_framework.models.arrivals import Arrivals
+from hetero_framework.models.partition import ShardRange
+from hetero_framework.models.shard import Shard, build_shard
+from hetero_framework.models.side import Bundle, crossing
+from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.trainable import attach_adapter
+
+ROWS, TOKENS = 3, 5
+IDS = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) + 3
+
+
+def cut(model_type: str, adapter: AdapterConfig | None = None) -> tuple[Bundle, Shard]:
+    """What layers 0 to 2 send on, and the shard behind them."""
+    config = tiny_config(model_type)
+    plan = None if adapter is None else plan_adapter(config, adapter)
+    front, back = (
+        build_shard(config, None, rng, seed=1)
+        for rng in (ShardRange(0, 3, True, False), ShardRange(3, 6, False, True))
+    )
+    for shard in (front, back):
+        attach_adapter(shard, plan, 0)
+    return crossing(front.forward({"input_ids": IDS}, ())), back
+
+
+def problem(shard: Shard, sides: Bundle, *, train: bool = True, **training: Any) -> str | None:
+    settings = TrainingConfig(**training)
+    return Arrivals(shard, settings).problem(sides, ROWS, TOKENS, train=train)
+
+
+@pytest.mark.parametrize(
+    ("target_modules", "trained"),
+    [
+        (None, {"per_layer_input", "shared_kv_states"}),
+        (("q_proj", "o_proj"), {"shared_kv_states"}),
+        (("per_layer_model_projection",), {"per_layer_input", "shared_kv_states"}),
+        (r".*layers\.[45]\..*o_proj", set()),
+    ],
+    ids=["all weights", "layers", "before the layers", "behind"],
+)
+def test_what_the_part_in_front_makes_is_expected(target_modules: Any, trained: set[str]) -> None:
+    adapter = target_modules and AdapterConfig(r=2, target_modules=target_modules)
+    (_, *sides), back = cut("gemma3n_text", adapter)
+    assert problem(back, tuple(sides)) is None
+    assert problem(back, tuple(side.detach() for side in sides), train=False) is None
+    named = zip(back.entering, sides, strict=True)
+    wanting = {side.name.partition(".")[0] for side, tensor in named if tensor.requires_grad}
+    assert wanting == trained
+
+
+def test_numbers_that_want_no_gradient_are_expected_too() -> None:
+    (_, indices), back = cut("hy_v4")
+    assert problem(back, (indices,)) is None
+    said = problem(back, (indices.long(),))
+    assert said is not None
+    assert said.startswith("prev_topk_indices is 3 x 5 x 4 of int64, expected 3 x 5 x 4 of int32")
+
+
+WRONG: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+    (lambda side: side[:1].detach().requires_grad_(), "1 x 5 x 16 of float32"),
+    (lambda side: side[:, :4].detach().requires_grad_(), "3 x 4 x 16 of float32"),
+    (lambda side: side[..., :1].detach().requires_grad_(), "3 x 5 x 1 of float32"),
+    (lambda side: side.sum().detach().requires_grad_(), "a single number of float32"),
+    (lambda side: side.double().detach().requires_grad_(), "3 x 5 x 16 of float64"),
+]
+
+
+@pytest.mark.parametrize(("change", "got"), WRONG)
+def test_another_shape_or_type_is_a_problem_with_both(
+    change: Callable[[torch.Tensor], torch.Tensor], got: str
+) -> None:
+    (_, first, *others), back = cut("gemma3n_text")
+    said = problem(back, (change(first), *others))
+    wanted = "3 x 5 x 16 of float32 that wants a gradient"
+    assert said == f"per_layer_input is {got} that wants a gradient, expected {wanted}"
+
+
+def test_a_gradient_that_nobody_wants_or_that_is_missing_is_a_problem() -> None:
+    (_, first, *others), back = cut("gemma3n_text")
+    wanted = "3 x 5 x 16 of float32 that wants a gradient"
+    said = problem(back, (first.detach(), *others))
+    assert said == f"per_layer_input is 3 x 5 x 16 of float32, expected {wanted}"
+    said = problem(back, (first, *others), train=False)
+    assert said == f"per_layer_input is {wanted}, expected 3 x 5 x 16 of float32"
+
+
+def test_autocast_may_leave_either_type_but_no_third() -> None:
+    (_, first, *others), back = cut("gemma3n_text")
+    for dtype, fits in ((torch.bfloat16, True), (torch.float32, True), (torch.float64, False)):
+        sent = first.detach().to(dtype).requires_grad_()
+        assert (problem(back, (sent, *others), bf16=True) is None) == fits
+
+
+def test_axes_and_kind_are_known_where_no_part_runs_without_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("needs numbers")
+
+    (_, first, *others), back = cut("gemma3n_text")
+    monkeypatch.setattr(arrivals, "bundle_at", fails)
+    assert problem(back, (first, *others)) is None
+    said = problem(back, (first[0].detach().requires_grad_(), *others))
+    assert said is not None
+    assert said.endswith("expected 2 x 12 x 16 of float32 that wants a gradient in a tiny copy")
+    assert problem(back, (first.detach().long(), *others)) is not None
+
+
+def test_parts_that_are_alike_in_shape_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, *sides), back = cut("gemma3n_text")
+    asked = []
+    real = arrivals.bundle_at
+    monkeypatch.setattr(arrivals, "bundle_at", lambda *a: (asked.append(a), real(*a))[1])
+    expected = Arrivals(back, TrainingConfig())
+    for _ in range(3):
+        assert expected.problem(tuple(sides), ROWS, TOKENS, train=True) is None
+    assert len(asked) == 1
+
+
+def test_an_adapter_trains_what_depends_on_its_modules() -> None:
+    plan = plan_adapter(tiny_config("llama"), AdapterConfig(r=2, target_modules=("q_proj",)))
+    assert plan.trains({"model.layers.3.self_attn.q_proj.weight"})
+    assert not plan.trains({"model.layers.3.self_attn.k_proj.weight", "lm_head.weight"})
+    saved = AdapterConfig(r=2, target_modules=("q_proj",), modules_to_save=("mlp",))
+    plan = plan_adapter(tiny_config("llama"), saved)
+    assert plan.trains({"model.layers.3.mlp.up_proj.weight"})
+    assert not replace(plan, trainable={}).trains({"model.layers.3.mlp.up_proj.weight"})
