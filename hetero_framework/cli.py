@@ -494,29 +494,51 @@ def _run_resume(arguments: argparse.Namespace) -> None:
 
 
 @_command(
-    "print the line that makes another machine a worker, and wait until it has joined",
+    "print the line that makes another machine a worker or an island, and wait until it has joined",
     """
     hetero invite 1
     hetero invite 1 2 --config cluster.json
+    hetero invite --island garage --bind 192.168.1.10
     """,
-    option("workers", metavar="ID", nargs="+", help="a worker of the configuration"),
+    option("workers", metavar="ID", nargs="*", help="a worker of the configuration"),
+    repeated(
+        "--island",
+        "NAME",
+        "an island's coordinator, on the machine of the lighthouse; may be given several times",
+        dest="islands",
+    ),
     *CONFIG,
     KEYS,
     option("--port", type=at_least(1), metavar="N", help="instead of the coordinator's"),
+    option(
+        "--bind",
+        metavar="HOST",
+        help="with --island: the address of this machine that islands reach (default: that of"
+        " island.lighthouse, where there is a configuration; else of its first interface)",
+    ),
 )
 def _run_invite(arguments: argparse.Namespace) -> None:
-    config = load(arguments)
-    from hetero_framework.commands.keys import invite
+    from hetero_framework.commands import keys as command
 
-    invite(config, Path(arguments.config), _keys(arguments), arguments.workers, arguments.port)
+    file, keys, port = Path(arguments.config), _keys(arguments), arguments.port
+    if bool(arguments.workers) == bool(arguments.islands):
+        raise UserError("hetero invite takes IDs of workers or --island NAME")
+    if arguments.bind is not None and not arguments.islands:
+        raise UserError("--bind HOST goes with hetero invite --island")
+    if not arguments.islands:
+        command.invite(load(arguments), file, keys, arguments.workers, port)
+        return
+    config = load(arguments) if file.exists() else None
+    address = command.lighthouse_address(config, arguments.bind)
+    command.invite_islands(keys.of_islands, arguments.islands, address, port)
 
 
 @_command(
-    "make this machine a worker, with the line that `hetero invite` has printed",
+    "make this machine a worker or an island, with the line that `hetero invite` has printed",
     "hetero join 192.168.1.10:9998 HT1-...",
     option("address", metavar="HOST:PORT", help="where `hetero invite` waits"),
     option("token", metavar="TOKEN", help="HT1-..."),
-    option("--config", default=DEFAULT_CONFIG, metavar="FILE", help="where it is written"),
+    option("--config", default=DEFAULT_CONFIG, metavar="FILE", help="where a worker's is written"),
     KEYS,
 )
 def _run_join(arguments: argparse.Namespace) -> None:
@@ -526,20 +548,30 @@ def _run_join(arguments: argparse.Namespace) -> None:
     joined = join_cluster(arguments.address, arguments.token, file, _keys(arguments))
     more = "" if arguments.config == DEFAULT_CONFIG else f" --config {file}"
     more += f" --keys {arguments.keys}" if arguments.keys else ""
+    if joined.identity.island is not None:
+        print(f"this machine is {joined.identity}; its key is here. Next: hetero train{more}")
+        return
     print(f"this machine is {joined.identity}; {file} is here. Next: hetero train{more}")
 
 
 @_command(
-    "list, check, revoke or rotate the keys of this machine; export keys of workers as files",
+    "list, check, revoke or rotate the keys of this machine; export keys of others as files",
     """
     hetero keys list
     hetero keys check
     hetero keys revoke 2
     hetero keys rotate
     hetero keys export 1 2 --output for-the-boxes
+    hetero keys revoke garage --islands
     """,
     option("action", choices=("list", "check", "revoke", "rotate", "export")),
-    option("workers", metavar="ID", nargs="*", help="for revoke, also coordinator; for export"),
+    option(
+        "workers",
+        metavar="ID",
+        nargs="*",
+        help="for revoke, also coordinator or lighthouse; for export",
+    ),
+    flag("--islands", "the keys of islands and their lighthouse, not of workers"),
     *CONFIG,
     KEYS,
     option("--output", metavar="DIR", help="for export: where worker-ID.pem are written"),
@@ -548,6 +580,8 @@ def _run_keys(arguments: argparse.Namespace) -> None:
     from hetero_framework.commands import keys as command
 
     action, keys, workers = arguments.action, _keys(arguments), arguments.workers
+    if arguments.islands:
+        keys = keys.of_islands
     if (action == "revoke") != (len(workers) == 1) and action != "export":
         raise UserError(f"hetero keys {action} takes {'one ID' if action == 'revoke' else 'no ID'}")
     if (action == "export") != (arguments.output is not None):
@@ -559,10 +593,15 @@ def _run_keys(arguments: argparse.Namespace) -> None:
     elif action == "rotate":
         print(command.rotate(keys))
     elif action == "check":
-        print(command.check(load(arguments), keys))
+        print(command.check(None if arguments.islands else load(arguments), keys))
     else:
-        for file in command.export(load(arguments), keys, workers, Path(arguments.output)):
-            print(f"wrote {file}; it belongs into hetero_keys on its machine (chmod 600)")
+        output = Path(arguments.output)
+        if arguments.islands:
+            files, folder = command.export_islands(keys, workers, output), "hetero_keys/islands"
+        else:
+            files, folder = command.export(load(arguments), keys, workers, output), "hetero_keys"
+        for file in files:
+            print(f"wrote {file}; it belongs into {folder} on its machine (chmod 600)")
 
 
 def _keys(arguments: argparse.Namespace) -> Any:

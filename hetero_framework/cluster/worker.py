@@ -471,7 +471,7 @@ class Worker:
         """Somebody has connected, and without keys has yet to say who it is."""
         if identity is None:
             name, role = f"coordinator {stream.peer}", None
-        elif identity.worker is None:
+        elif identity.keeps:
             name, role = f"coordinator {stream.peer}", m.WORKER
         else:
             name, role = str(identity), m.LISTENER

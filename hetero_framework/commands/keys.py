@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_framework.commands.init import parse_address
-from hetero_framework.config import Config, host_and_port
+from hetero_framework.config import LIGHTHOUSE_PORT, Config, host_and_port, island_name
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
@@ -61,31 +62,86 @@ def invite(
         if worker not in known:
             listed = ", ".join(known) or "none"
             raise UserError(f"{file} has no worker {worker} (workers: {listed})")
+    invited: list[WorkerId] = [known[worker] for worker in dict.fromkeys(workers)]
+    given = Configuration(file.name, file.read_text(encoding="utf-8-sig"))
+    place = Place(config.coordinator.ip, config.coordinator.port, port)
+    _invite(keys, invited, given, place, say)
+
+
+def invite_islands(
+    keys: KeyDirectory,
+    names: Sequence[str],
+    address: tuple[str, int],
+    port: int | None = None,
+    say: Say = print,
+) -> None:
+    """`invite` for islands, on the machine of the lighthouse, which has this address; `keys` are
+    those of the islands."""
+    for name in names:
+        checked_name(name)
+    _invite(keys, list(dict.fromkeys(names)), None, Place(*address, port), say)
+
+
+def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
+    """Where islands reach this machine: at `host`, if it is given."""
+    if config is not None and config.island is not None:
+        own, port = config.island.lighthouse_address
+        return host or own, port
+    return host or addresses.primary_address(), LIGHTHOUSE_PORT
+
+
+def checked_name(name: str) -> str:
+    """The name of an island. Raises UserError."""
+    try:
+        return island_name(name)
+    except ValueError as error:
+        raise UserError(f"no island can be called {name!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an invitation waits: at the port that is wanted, else at the usual one, or where a run
+    has that at any free one."""
+
+    host: str
+    usual: int
+    wanted: int | None
+
+    def listener(self) -> Listener:
+        port = self.wanted or self.usual
+        if self.wanted is None and not addresses.port_is_free(self.host, port):
+            _log.info("port %d is in use, by a run perhaps; the line names another one", port)
+            port = 0
+        return Listener(self.host, port)
+
+
+def _invite(
+    keys: KeyDirectory,
+    invited: Sequence[WorkerId],
+    given: Configuration | None,
+    place: Place,
+    say: Say,
+) -> None:
     authority, made = issuing.ensure_authority(keys)
     if made:
         _log.info("made the authority of a new cluster: %s", keys.path)
-    invited: list[WorkerId] = [known[worker] for worker in dict.fromkeys(workers)]
-    given = Configuration(file.name, file.read_text(encoding="utf-8-sig"))
     inviting = Inviting(keys, authority, invited, given)
-    host, usual = config.coordinator.ip, config.coordinator.port
-    if port is None and not addresses.port_is_free(host, usual):
-        _log.info("port %d is in use, by a run perhaps; the line names another one", usual)
-        usual = 0
-    with closing(Listener(host, port or usual)) as listener:
+    with closing(place.listener()) as listener:
         for entry in inviting.invitations:
-            say(f"hetero join {host_and_port(host, listener.port)} {entry.token}")
+            say(f"hetero join {host_and_port(place.host, listener.port)} {entry.token}")
         one = "that line" if len(invited) == 1 else "each line"
         _log.info(
-            "run %s on the machine of its worker (%s); each is good once, for %.0f minutes. "
+            "run %s on the machine of its %s (%s); each is good once, for %.0f minutes. "
             "Waiting here; Ctrl-C takes them back",
             one,
+            keys.kind.member,
             ", ".join(map(str, invited)),
             GOOD_FOR_S / 60,
         )
         _wait(inviting, listener)
     lost = [entry for entry in inviting.invitations if entry.outcome != "used"]
     if lost:
-        texts = "; ".join(f"worker {entry.worker}: {entry.outcome}" for entry in lost)
+        texts = "; ".join(f"{keys.kind.called(entry.process)}: {entry.outcome}" for entry in lost)
         raise IdentityError(f"not joined: {texts}", hint="invite again")
 
 
@@ -107,18 +163,23 @@ def _wait(inviting: Inviting, listener: Listener) -> None:
 
 
 def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Joined:
-    """Make this machine a worker: write its key, and the configuration as `file`. What stood there
-    and differs is kept beside it."""
+    """Make this machine what it was invited as. Of a worker, write the key, and the configuration
+    as `file`; what stood there and differs is kept beside it. Of an island, write the key."""
     parsed, found = parse_address(address), Token.parse(token)
     if parsed.port is None:
         raise UserError(f'"{address}" has no port', hint="paste the whole line of `hetero invite`")
 
     def keep(joined: Joined) -> None:
-        raw = json.loads(joined.configuration.text)
-        config = Config.from_dict(raw, file.absolute().parent, name=joined.configuration.name)
+        given = joined.configuration
+        if joined.identity.island is not None:
+            keys.of_islands.write_bundle(joined.identity, joined.bundle)
+            return
+        if given is None:
+            raise ValueError("the configuration is missing")
+        config = Config.from_dict(json.loads(given.text), file.absolute().parent, name=given.name)
         config.worker(str(joined.identity.worker))
         keys.write_bundle(joined.identity, joined.bundle)
-        _write_configuration(file, joined.configuration.text)
+        _write_configuration(file, given.text)
 
     return join(parsed.ip, parsed.port, found, keep)
 
@@ -144,21 +205,23 @@ def listing(keys: KeyDirectory) -> str:
         lines.append(f"the authority is here; certificates of {_cluster(keys)}:")
         for entry in issuing.issued(keys):
             state = "revoked" if int(entry.serial, 16) in gone else "good"
-            lines.append(f"  {_called(entry.process)}: {state}, made {entry.made}, {entry.serial}")
+            who = keys.kind.called(entry.process)
+            lines.append(f"  {who}: {state}, made {entry.made}, {entry.serial}")
     elif gone:
         lines.append(f"{len(gone)} certificates are revoked")
     return "\n".join(lines)
 
 
-def check(config: Config, keys: KeyDirectory) -> str:
-    """All that is wrong with the keys here, as IdentityError, or what they are good for."""
+def check(config: Config | None, keys: KeyDirectory) -> str:
+    """All that is wrong with the keys here, as IdentityError, or what they are good for; whether
+    they are those of this configuration's workers, too."""
     processes = keys.processes()
     if not processes:
         raise IdentityError(
             f"there are no keys in {keys.path}",
-            hint="hetero invite ID on the coordinator's machine prints the line that makes them",
+            hint=f"{keys.kind.invite} prints the line that makes them",
         )
-    known = {"local", *(str(worker.id) for worker in config.workers)}
+    known = {"local", *(str(w.id) for w in config.workers)} if config is not None else None
     lines = []
     for process in processes:
         identity, file = keys.identity(process), keys.bundle(process)
@@ -166,7 +229,7 @@ def check(config: Config, keys: KeyDirectory) -> str:
         problem = x509.bundle_problem(pem, identity)
         if problem is None and x509.serial_of(pem) in keys.revoked():
             problem = "it was revoked"
-        if problem is None and process not in known:
+        if problem is None and known is not None and process not in known:
             listed = ", ".join(sorted(known - {"local"}))
             problem = f"the configuration has no such worker (workers: {listed})"
         if problem is not None:
@@ -180,16 +243,17 @@ def check(config: Config, keys: KeyDirectory) -> str:
 
 
 def revoke(keys: KeyDirectory, process: str) -> str:
-    """Take back the certificates of a worker, or of "coordinator"."""
-    process = "local" if process == "coordinator" else process
+    """Take back the certificates of a member, or of "coordinator", or "lighthouse"."""
+    kind, keeper = keys.kind, keys.kind.called("local")
+    process = "local" if process == kind.keeper else process
     found = issuing.revoke(keys, process)
     more = ""
     if process == "local":
         issuing.issue(keys, issuing.read_authority(keys), "local")
-        more = "; the coordinator has a new key"
+        more = f"; {keeper} has a new key"
     return (
-        f"{_called(process)}: {len(found)} revoked{more}. Workers hear of it when the coordinator "
-        "next connects; links that are open stay until then"
+        f"{kind.called(process)}: {len(found)} revoked{more}. {kind.member.capitalize()}s hear of "
+        f"it with their next connection to {keeper}; links that are open stay until then"
     )
 
 
@@ -200,28 +264,35 @@ def rotate(keys: KeyDirectory) -> str:
         return "there is a new authority, and new keys for the processes of this machine"
     return (
         "there is a new authority; the keys of other machines are good for nothing any more. Have "
-        f"them join again: hetero invite {' '.join(elsewhere)}"
+        f"them join again: hetero invite {' '.join(keys.kind.option + who for who in elsewhere)}"
     )
 
 
 def export(config: Config, keys: KeyDirectory, workers: Sequence[str], folder: Path) -> list[Path]:
     """Keys of workers as files, for who would rather copy than pair."""
-    known = {str(worker.id): worker.id for worker in config.workers}
+    known = [str(worker.id) for worker in config.workers]
     for worker in workers:
         if worker not in known:
             raise UserError(f"there is no worker {worker} (workers: {', '.join(known)})")
+    return _export(keys, workers or known, folder)
+
+
+def export_islands(keys: KeyDirectory, names: Sequence[str], folder: Path) -> list[Path]:
+    """The same of islands."""
+    if not names:
+        raise UserError("hetero keys export --islands needs the islands' names")
+    return _export(keys, [checked_name(name) for name in names], folder)
+
+
+def _export(keys: KeyDirectory, processes: Sequence[str], folder: Path) -> list[Path]:
     authority, _ = issuing.ensure_authority(keys)
-    target = KeyDirectory(folder)
+    target = KeyDirectory(folder, keys.kind)
     files = []
-    for worker in workers or known:
-        identity = Identity.of(authority.cluster, worker)
-        files.append(target.write_bundle(identity, issuing.issue_pem(keys, authority, worker)))
+    for process in processes:
+        identity = Identity.of(authority.cluster, process, keys.kind)
+        files.append(target.write_bundle(identity, issuing.issue_pem(keys, authority, process)))
     return files
 
 
 def _cluster(keys: KeyDirectory) -> str:
     return f"cluster {issuing.read_authority(keys).cluster}"
-
-
-def _called(process: str) -> str:
-    return "the coordinator" if process == "local" else f"worker {process}"

@@ -53,3 +53,16 @@ def normal_host(host: str) -> str:
 def host_and_port(host: str, port: int) -> str:
     """As people write it: an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(value: str) -> tuple[str, int]:
+    """Host and port of what `host_and_port` writes. Raises ValueError."""
+    host, colon, port = value.rpartition(":")
+    if not (colon and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ValueError(
+            f"{shown(value)} has no port; write address and port as in"
+            ' "10.0.0.1:29510" or "[fe80::1]:29510"'
+        )
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"{shown(value)}: an IPv6 address in front of a port needs brackets")
+    return checked_host(host[1:-1] if host.startswith("[") else host), int(port)

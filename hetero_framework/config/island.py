@@ -6,9 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hetero_framework.config.hosts import checked_host
-from hetero_framework.config.problems import shown
+from hetero_framework.config.hosts import split_address
 from hetero_framework.config.section import Section, checked_id, with_unit
+
+LIGHTHOUSE_PORT = 29510
+"""Where `hetero lighthouse` listens unless it is told otherwise."""
+
+
+def island_name(value: str) -> str:
+    """`value` itself. Raises ValueError unless it can name an island."""
+    if value in ("local", "lighthouse"):
+        raise ValueError(f'"{value}" names the lighthouse; give the island another name')
+    return checked_id(value, "a name")
 
 
 class IslandConfig(Section):
@@ -49,23 +58,19 @@ class IslandConfig(Section):
     """This island's share of the samples, relative to the numbers of the others. "auto", of all
     islands or none: by their measured speed."""
 
+    @property
+    def lighthouse_address(self) -> tuple[str, int]:
+        return split_address(self.lighthouse)
+
     @field_validator("name")
     @classmethod
     def _name_is_usable(cls, value: str) -> str:
-        return checked_id(value, "a name")
+        return island_name(value)
 
     @field_validator("lighthouse")
     @classmethod
     def _lighthouse_is_an_address(cls, value: str) -> str:
-        host, colon, port = value.rpartition(":")
-        if not (colon and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
-            raise ValueError(
-                f"{shown(value)} has no port; write address and port as in"
-                ' "10.0.0.1:29510" or "[fe80::1]:29510"'
-            )
-        if ":" in host and not (host.startswith("[") and host.endswith("]")):
-            raise ValueError(f"{shown(value)}: an IPv6 address in front of a port needs brackets")
-        checked_host(host[1:-1] if host.startswith("[") else host)
+        split_address(value)
         return value
 
     @field_validator("share", mode="before")

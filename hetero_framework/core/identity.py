@@ -7,20 +7,49 @@ from dataclasses import dataclass
 
 from hetero_framework.core.fields import WorkerId
 
-_URI = re.compile(r"hetero://([0-9a-f]{32})/(?:coordinator|worker/([A-Za-z0-9_.-]{1,64}))")
+
+@dataclass(frozen=True)
+class Kind:
+    """What the processes of a cluster are called: the one whose machine has the authority
+    ("local"), and the others, which have names."""
+
+    keeper: str
+    member: str
+    option: str = ""
+
+    def called(self, process: WorkerId) -> str:
+        return f"the {self.keeper}" if process == "local" else f"{self.member} {process}"
+
+    @property
+    def invite(self) -> str:
+        """What makes a key for a member, and where."""
+        what = f"hetero invite {self.option}" + ("NAME" if self.option else "ID")
+        return f"{what} on the {self.keeper}'s machine"
+
+
+STAR = Kind("coordinator", "worker")
+ISLANDS = Kind("lighthouse", "island", "--island ")
+"""A cluster of coordinators, each of which has another one of workers."""
+_KINDS = {kind.member: kind for kind in (STAR, ISLANDS)}
+_KEEPERS = {kind.keeper: kind for kind in _KINDS.values()}
+_URI = re.compile(
+    rf"hetero://([0-9a-f]{{32}})/(?:({'|'.join(_KEEPERS)})|"
+    rf"({'|'.join(_KINDS)})/(?!local$)([A-Za-z0-9_.-]{{1,64}}))"
+)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The coordinator of a cluster, or with `worker` (an id as text) one of its workers."""
+    """Of a cluster of some kind its keeper, "local", or a member by its name."""
 
     cluster: str
-    worker: str | None = None
+    process: str = "local"
+    kind: Kind = STAR
 
     @classmethod
-    def of(cls, cluster: str, process: WorkerId) -> Identity:
+    def of(cls, cluster: str, process: WorkerId, kind: Kind = STAR) -> Identity:
         """`process` is "local" for the coordinator, as in a plan."""
-        return cls(cluster, None if process == "local" else str(process))
+        return cls(cluster, str(process), kind)
 
     @classmethod
     def parse(cls, uri: str) -> Identity:
@@ -28,12 +57,28 @@ class Identity:
         match = _URI.fullmatch(uri)
         if match is None:
             raise ValueError(f"{uri!r} names no process of a cluster")
-        return cls(match[1], match[2])
+        cluster, keeper, member, name = match.groups()
+        return cls(cluster, kind=_KEEPERS[keeper]) if keeper else cls(cluster, name, _KINDS[member])
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its machine has the authority: what it says of certificates counts."""
+        return self.process == "local"
+
+    @property
+    def worker(self) -> str | None:
+        """The id of a worker."""
+        return None if self.keeps or self.kind != STAR else self.process
+
+    @property
+    def island(self) -> str | None:
+        """The name of an island."""
+        return None if self.keeps or self.kind != ISLANDS else self.process
 
     @property
     def uri(self) -> str:
-        role = "coordinator" if self.worker is None else f"worker/{self.worker}"
+        role = self.kind.keeper if self.keeps else f"{self.kind.member}/{self.process}"
         return f"hetero://{self.cluster}/{role}"
 
     def __str__(self) -> str:
-        return "the coordinator" if self.worker is None else f"worker {self.worker}"
+        return self.kind.called(self.process)

@@ -69,7 +69,7 @@ def context(
     except (ssl.SSLError, ValueError, IndexError) as error:
         raise IdentityError(
             f"{bundle} is damaged: {_reason(error) or error}",
-            hint="have this machine invited again: hetero invite ID on the coordinator",
+            hint="have this machine invited again (hetero invite)",
         ) from error
     made.verify_mode = ssl.CERT_NONE if anonymous else ssl.CERT_REQUIRED
     return made
@@ -150,7 +150,7 @@ _MEANINGS = {
     "TLSV1_ALERT_PROTOCOL_VERSION": "{} does not speak TLS 1.3",
     "NO_APPLICATION_PROTOCOL": "{} speaks TLS, but another protocol",
 }
-_INVITE = "have the machine with the wrong keys invited again: hetero invite ID on the coordinator"
+_INVITE = "have the machine with the wrong keys invited again (hetero invite)"
 
 
 @contextlib.contextmanager

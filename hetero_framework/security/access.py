@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -52,9 +52,10 @@ class Access(Protocol):
 
 @dataclass(frozen=True)
 class Plaintext:
-    """Without keys; `everywhere`: also where others can listen and connect."""
+    """Without keys; `everywhere`: also where others can listen and connect. `how` keys are made."""
 
     everywhere: bool = False
+    how: str = _HOW
     encrypts: ClassVar[bool] = False
 
     def check_address(self, host: str, what: str) -> None:
@@ -62,7 +63,7 @@ class Plaintext:
         if not (own or self.everywhere):
             raise IdentityError(
                 f"{what} is at {host}, where others reach it, and there is no key for that here",
-                hint=_HOW,
+                hint=self.how,
             )
 
     def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
@@ -76,16 +77,21 @@ class Plaintext:
 
 
 LOOPBACK_ONLY = Plaintext()
+_PLAIN_ISLANDS = Plaintext(
+    how="make keys: `hetero invite --island NAME` on the lighthouse's machine, then the line that "
+    "it prints on the island's coordinator; --insecure-plaintext on all of them does without"
+)
 
 
 @dataclass(frozen=True)
 class Keyed:
-    """With the key of `process` ("local": the coordinator). All of it is read for each connection,
-    so that a new key or a revocation counts from the next one on. `workers` may come in."""
+    """With the key of `process` ("local": who keeps the authority). All of it is read for each
+    connection, so that a new key or a revocation counts from the next one on. `members` may come
+    in; None: all of the cluster."""
 
     keys: KeyDirectory
     process: WorkerId
-    workers: Collection[WorkerId]
+    members: Collection[WorkerId] | None
     encrypts: ClassVar[bool] = True
 
     def check_address(self, host: str, what: str) -> None:
@@ -100,7 +106,7 @@ class Keyed:
 
     def dialled(self, stream: Stream, process: WorkerId) -> Stream:
         own, revoked = self.keys.identity(self.process), self.keys.revoked()
-        expected = Identity.of(own.cluster, process)
+        expected = Identity.of(own.cluster, process, own.kind)
 
         def admit(found: Certificate, note: dict[str, Any]) -> str | None:
             if found.identity != expected:
@@ -118,13 +124,13 @@ class Keyed:
             who = found.identity
             if found.serial in self.keys.revoked():
                 return _REVOKED
-            if who.cluster != own.cluster:
+            if (who.cluster, who.kind) != (own.cluster, own.kind):
                 return _other(who, own)
             self._learn(who, note)
-            if who.worker is not None and who.worker not in map(str, self.workers):
-                known = ", ".join(map(str, self.workers))
-                return f"{who} is not in this machine's configuration (workers: {known})"
-            return None
+            if self.members is None or who.keeps or who.process in map(str, self.members):
+                return None
+            known = ", ".join(map(str, self.members))
+            return f"{who} is not in this machine's configuration ({who.kind.member}s: {known})"
 
         made = tls.context(self.keys.bundle(self.process), server=True)
         revoked = {"revoked": texts(self.keys.revoked())}
@@ -132,8 +138,8 @@ class Keyed:
         return encrypted, found.identity
 
     def _learn(self, who: Identity, note: dict[str, Any]) -> None:
-        """Which certificates count no more the coordinator knows."""
-        if who.worker is None:
+        """Which certificates count no more the keeper of the authority knows."""
+        if who.keeps:
             self.keys.revoke(serials(note.get("revoked", [])))
 
 
@@ -163,26 +169,57 @@ def key_directory(config: Config, options: KeyOptions | None = None) -> KeyDirec
 def access_of(config: Config, process: WorkerId, options: KeyOptions | None = None) -> Access:
     """What "local", the coordinator, or a worker uses. Raises IdentityError when it needs keys and
     has none, or they are damaged."""
-    options = options or KeyOptions()
+    keys, workers = key_directory(config, options), [worker.id for worker in config.workers]
+    access = _access(keys, process, workers, options or KeyOptions(), LOOPBACK_ONLY)
+    if access is not LOOPBACK_ONLY:
+        return access
+    own = [config.worker(process)] if process != "local" else config.planned_workers
+    for worker in own:
+        # Who dials shows where it is only when it comes; what counts is where it dials.
+        host = config.coordinator.ip if worker.dials else worker.ip
+        access.check_address(host, "the coordinator" if worker.dials else f"worker {worker.id}")
+    return access
+
+
+def island_access(config: Config, options: KeyOptions | None = None) -> Access:
+    """What this coordinator uses with other islands, `dialled(stream, NAME)`, and the lighthouse,
+    `dialled(stream, "local")`. Raises as `access_of`."""
+    assert config.island is not None
+    keys, name = key_directory(config, options).of_islands, config.island.name
+    access = _access(keys, name, None, options or KeyOptions(), _PLAIN_ISLANDS)
+    access.check_address(config.island.lighthouse_address[0], "the lighthouse")
+    return access
+
+
+def lighthouse_access(keys: KeyDirectory, host: str, options: KeyOptions) -> Access:
+    """What a lighthouse that listens at `host` uses with the islands; `keys` are theirs."""
+    access = _access(keys, "local", None, options, _PLAIN_ISLANDS)
+    access.check_address(host, "the lighthouse")
+    return access
+
+
+def _access(
+    keys: KeyDirectory,
+    process: WorkerId,
+    members: Collection[WorkerId] | None,
+    options: KeyOptions,
+    plain: Plaintext,
+) -> Access:
+    """With the key of `process`, if it is there; `plain` otherwise."""
     if options.insecure:
         _log.warning(
             "--insecure-plaintext: NOTHING IS ENCRYPTED AND NOBODY IS ASKED WHO IT IS; whoever "
             "reaches a port of this run can read its data and give orders"
         )
-        return Plaintext(everywhere=True)
-    keys = key_directory(config, options)
+        return replace(plain, everywhere=True)
     if keys.has(process):
         keys.identity(process)
         for server in (False, True):
             tls.context(keys.bundle(process), server=server)
-        return Keyed(keys, process, [worker.id for worker in config.workers])
-    who = "the coordinator" if process == "local" else f"worker {process}"
+        return Keyed(keys, process, members)
     if options.directory is not None:
-        raise IdentityError(f"there is no {keys.bundle(process)}, the key of {who}", hint=_HOW)
-    plain = LOOPBACK_ONLY
-    own = [config.worker(process)] if process != "local" else config.planned_workers
-    for worker in own:
-        # Who dials shows where it is only when it comes; what counts is where it dials.
-        host = config.coordinator.ip if worker.dials else worker.ip
-        plain.check_address(host, "the coordinator" if worker.dials else f"worker {worker.id}")
+        raise IdentityError(
+            f"there is no {keys.bundle(process)}, the key of {keys.kind.called(process)}",
+            hint=plain.how,
+        )
     return plain

@@ -18,7 +18,7 @@ from hetero_framework.security.keys import AUTHORITY, ISSUED, REVOKED, KeyDirect
 
 @dataclass(frozen=True)
 class Issued:
-    """One certificate that was made: for "local" or a worker, with which serial number, when."""
+    """One certificate that was made: for "local" or a member, with which serial number, when."""
 
     process: str
     serial: str
@@ -37,7 +37,7 @@ def read_authority(keys: KeyDirectory) -> Authority:
 
 
 def ensure_authority(keys: KeyDirectory) -> tuple[Authority, bool]:
-    """The authority, with the coordinator's own key; whether they had to be made."""
+    """The authority, with its keeper's own key; whether they had to be made."""
     if keys.has_authority:
         found = read_authority(keys)
         if not keys.has("local"):
@@ -56,13 +56,13 @@ def ensure_authority(keys: KeyDirectory) -> tuple[Authority, bool]:
 
 def issue(keys: KeyDirectory, authority: Authority, process: WorkerId) -> None:
     """Make a key here for a process of this machine."""
-    identity = Identity.of(authority.cluster, process)
+    identity = Identity.of(authority.cluster, process, keys.kind)
     keys.write_bundle(identity, issue_pem(keys, authority, process))
 
 
 def issue_pem(keys: KeyDirectory, authority: Authority, process: WorkerId) -> bytes:
     """A new key with its certificates, for a process of any machine."""
-    pem, serial = authority.issue(Identity.of(authority.cluster, process))
+    pem, serial = authority.issue(Identity.of(authority.cluster, process, keys.kind))
     _note(keys, process, serial)
     return pem
 
@@ -79,7 +79,7 @@ def issue_missing(keys: KeyDirectory, processes: Iterable[WorkerId]) -> None:
 def sign(keys: KeyDirectory, authority: Authority, process: WorkerId, request: bytes) -> bytes:
     """The certificate, PEM, for a signing request. Raises ValueError for one that is none."""
     key = x509.requested_key(request)
-    certificate = authority.sign(Identity.of(authority.cluster, process), key)
+    certificate = authority.sign(Identity.of(authority.cluster, process, keys.kind), key)
     _note(keys, process, certificate.serial_number)
     return x509.certificate_pem(certificate)
 
@@ -105,7 +105,7 @@ def revoke(keys: KeyDirectory, process: WorkerId) -> list[Issued]:
     ]
     if not found:
         raise IdentityError(
-            f"no certificate of {_called(process)} counts at present",
+            f"no certificate of {keys.kind.called(process)} counts at present",
             hint="hetero keys list shows them",
         )
     keys.revoke(int(entry.serial, 16) for entry in found)
@@ -114,7 +114,7 @@ def revoke(keys: KeyDirectory, process: WorkerId) -> list[Issued]:
 
 def rotate(keys: KeyDirectory) -> list[str]:
     """A new authority in place of the old one, which nobody accepts any more who has joined the new
-    one; new keys for the processes whose keys are here. The workers elsewhere that have to join
+    one; new keys for the processes whose keys are here. The members elsewhere that have to join
     again."""
     read_authority(keys)
     before = keys.processes()
@@ -134,7 +134,3 @@ def _note(keys: KeyDirectory, process: WorkerId, serial: int) -> None:
     entries = [*issued(keys), Issued(str(process), f"{serial:x}", now)]
     listed: list[dict[str, Any]] = [asdict(entry) for entry in entries]
     keys.write(ISSUED, json.dumps(listed, indent=1).encode() + b"\n")
-
-
-def _called(process: WorkerId) -> str:
-    return "the coordinator" if process == "local" else f"worker {process}"

@@ -4,6 +4,8 @@
     authority.pem                    on the coordinator's machine: what makes certificates
     issued.json                      beside it: all certificates that were made
     revoked.json                     serial numbers that count no more
+    islands/                         the same of another cluster, that of the coordinators which
+                                     train one model: lighthouse.pem, island-NAME.pem
 
 No other user may read any of it. The first line of a key's file says whose it is.
 """
@@ -19,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_framework.core.files import rename, sync_directory
-from hetero_framework.core.identity import Identity
+from hetero_framework.core.identity import ISLANDS, STAR, Identity, Kind
 from hetero_framework.errors import IdentityError
 
 FOLDER = "hetero_keys"
+ISLANDS_FOLDER = "islands"
 AUTHORITY = "authority.pem"
 ISSUED = "issued.json"
 REVOKED = "revoked.json"
@@ -35,23 +38,35 @@ class KeyDirectory:
     """What is read raises IdentityError where it is damaged or readable by other users."""
 
     path: Path
+    kind: Kind = STAR
+
+    @property
+    def of_islands(self) -> KeyDirectory:
+        """The one for the cluster of islands that this machine takes part in."""
+        return KeyDirectory(self.path / ISLANDS_FOLDER, ISLANDS)
 
     def bundle(self, process: int | str) -> Path:
-        """Where the key of "local", the coordinator, or of a worker is."""
-        return self.path / ("coordinator.pem" if process == "local" else f"worker-{process}.pem")
+        """Where the key of "local", who keeps the authority, or of a member is."""
+        name = self.kind.keeper if process == "local" else f"{self.kind.member}-{process}"
+        return self.path / f"{name}.pem"
 
     def has(self, process: int | str) -> bool:
         return self.bundle(process).is_file()
+
+    @property
+    def again(self) -> str:
+        """What helps when a key here is no good."""
+        return f"have this machine invited again: {self.kind.invite}"
 
     @property
     def has_authority(self) -> bool:
         return (self.path / AUTHORITY).is_file()
 
     def processes(self) -> list[str]:
-        """Whose keys are here: "local" and ids of workers."""
+        """Whose keys are here: "local" and names of members."""
         found = ["local"] if self.has("local") else []
-        names = sorted(file.name for file in self.path.glob("worker-*.pem"))
-        return found + [name.removeprefix("worker-").removesuffix(".pem") for name in names]
+        names = sorted(file.stem for file in self.path.glob(f"{self.kind.member}-*.pem"))
+        return found + [name.removeprefix(f"{self.kind.member}-") for name in names]
 
     def identity(self, process: int | str) -> Identity:
         """Who a key here is, by its first line."""
@@ -60,8 +75,8 @@ class KeyDirectory:
         try:
             found = Identity.parse(line.decode("ascii", "replace").strip().removeprefix("# "))
         except ValueError as error:
-            raise IdentityError(f"{file} does not say whose key it is", hint=_AGAIN) from error
-        if found != Identity.of(found.cluster, process):
+            raise IdentityError(f"{file} does not say whose key it is", hint=self.again) from error
+        if found != Identity.of(found.cluster, process, self.kind):
             raise IdentityError(f"{file} is the key of {found}", hint="do not rename key files")
         return found
 
@@ -98,8 +113,8 @@ class KeyDirectory:
         return file
 
     def write_bundle(self, identity: Identity, pem: bytes) -> Path:
-        process = "local" if identity.worker is None else identity.worker
-        return self.write(self.bundle(process).name, f"# {identity.uri}\n".encode() + pem)
+        assert identity.kind == self.kind
+        return self.write(self.bundle(identity.process).name, f"# {identity.uri}\n".encode() + pem)
 
     def revoked(self) -> frozenset[int]:
         """Serial numbers of certificates that count no more."""
@@ -110,7 +125,7 @@ class KeyDirectory:
         except ValueError as error:
             raise IdentityError(
                 f"{self.path / REVOKED} is damaged: {error}",
-                hint="copy it from the coordinator's machine",
+                hint=f"copy it from the {self.kind.keeper}'s machine",
             ) from error
 
     def revoke(self, numbers: Iterable[int]) -> None:
@@ -123,9 +138,6 @@ class KeyDirectory:
             )
         if every != before:
             self.write(REVOKED, json.dumps(texts(every)).encode() + b"\n")
-
-
-_AGAIN = "have this machine invited again: hetero invite ID on the coordinator"
 
 
 def texts(numbers: Iterable[int]) -> list[str]:

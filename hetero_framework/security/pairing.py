@@ -1,4 +1,4 @@
-"""Pairing: a machine gets its key, and the configuration, with one pasted line.
+"""Pairing: a machine gets its key, and a worker the configuration, with one pasted line.
 
 `hetero invite` prints a token, HT1-<hash of the authority>-<one-time secret>, and listens.
 `hetero join` connects, and then:
@@ -6,10 +6,11 @@
 1. The inviting side sends the authority's certificate, which is no secret.
 2. The joining side compares its hash with the token's. Nothing was sent before, and nothing is
    sent where they differ.
-3. TLS, in which the inviting side shows the coordinator's certificate of that authority.
+3. TLS, in which the inviting side shows the certificate of who keeps that authority: of the
+   coordinator, which invites workers, or of the lighthouse, which invites islands.
 4. The joining side makes a key, which never leaves it, and sends a signing request with an HMAC of
    the secret over it.
-5. It gets its certificate, its worker's id and the configuration, and confirms.
+5. It gets its certificate, its name and the configuration, if there is one, and confirms.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _SECRET_BYTES = 16
 _LENGTH = struct.Struct(">I")
 _MAX_CERTIFICATE_BYTES = 4096
 _MAX_ANSWER_BYTES = 4 << 20
-_AGAIN = "have this machine invited again: hetero invite ID on the coordinator's machine"
+_AGAIN = "have this machine invited again (hetero invite)"
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ def _bytes(text: str) -> bytes:
 
 @dataclass
 class Invitation:
-    """Of one worker: good once, until `until` (time.monotonic()), for MAX_WRONG - 1 mistakes."""
+    """Of one member: good once, until `until` (time.monotonic()), for MAX_WRONG - 1 mistakes."""
 
-    worker: WorkerId
+    process: WorkerId
     token: Token
     until: float
     wrong: int = 0
@@ -123,8 +124,8 @@ class Inviting:
         self,
         keys: KeyDirectory,
         authority: Authority,
-        workers: Iterable[WorkerId],
-        configuration: Configuration,
+        members: Iterable[WorkerId],
+        configuration: Configuration | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keys = keys
@@ -134,8 +135,8 @@ class Inviting:
         self._lock = threading.Lock()
         hashed, until = _hash(authority.certificate_der), clock() + GOOD_FOR_S
         self.invitations = [
-            Invitation(worker, Token(hashed, secrets.token_bytes(_SECRET_BYTES)), until)
-            for worker in workers
+            Invitation(member, Token(hashed, secrets.token_bytes(_SECRET_BYTES)), until)
+            for member in members
         ]
 
     @property
@@ -168,7 +169,8 @@ class Inviting:
                     encrypted.send_note({"refused": _REFUSED}, deadline)
                     raise IdentityError("the invitation is wrong, used or over")
                 self._hand_over(encrypted, invitation, request, deadline)
-            return encrypted, Identity.of(self._authority.cluster, invitation.worker)
+            kind = self._keys.kind
+            return encrypted, Identity.of(self._authority.cluster, invitation.process, kind)
         except (OSError, IdentityError):
             stream.close()
             raise
@@ -191,20 +193,21 @@ class Inviting:
     def _hand_over(
         self, stream: TlsStream, invitation: Invitation, request: bytes, deadline: float
     ) -> None:
-        outcome, worker = "somebody took it, but did not confirm", str(invitation.worker)
+        outcome, name = "somebody took it, but did not confirm", str(invitation.process)
         try:
             with self._lock:  # the list of what was issued is one file
-                certificate = sign(self._keys, self._authority, invitation.worker, request)
+                certificate = sign(self._keys, self._authority, invitation.process, request)
             answer = {
-                "worker": worker,
+                self._keys.kind.member: name,
                 "certificate": certificate.decode(),
                 "authority": self._authority.certificate_pem.decode(),
-                "name": self._configuration.name,
-                "configuration": self._configuration.text,
             }
+            if (given := self._configuration) is not None:
+                answer.update(name=given.name, configuration=given.text)
             stream.send_note(answer, deadline)
-            if stream.receive_note(deadline) != {"joined": worker}:
-                raise IdentityError(f"worker {worker} did not confirm that it has joined")
+            if stream.receive_note(deadline) != {"joined": name}:
+                called = self._keys.kind.called(invitation.process)
+                raise IdentityError(f"{called} did not confirm that it has joined")
             outcome = "used"
         finally:
             invitation.outcome = outcome
@@ -227,13 +230,13 @@ class Joined:
 
     identity: Identity
     bundle: bytes
-    configuration: Configuration
+    configuration: Configuration | None
 
 
 def join(
     host: str, port: int, token: Token, keep: Callable[[Joined], None], timeout_s: float = 15.0
 ) -> Joined:
-    """Have this machine become the worker it was invited as; `keep` writes what it got, before it
+    """Have this machine become what it was invited as; `keep` writes what it got, before it
     is confirmed. Raises IdentityError, and NetworkError when nobody is there."""
 
     def secure(stream: Stream) -> Stream:
@@ -272,8 +275,8 @@ def _encrypted(stream: Stream, token: Token, deadline: float) -> TlsStream:
     encrypted = TlsStream(stream, made, server=False, alpn=_ALPN)
     encrypted.shake_hands(deadline)
     found = encrypted.certificate().identity
-    if found.worker is not None:
-        raise IdentityError(f"{found} answers there, and only the coordinator invites")
+    if not found.keeps:
+        raise IdentityError(f"{found} answers there, and only the {found.kind.keeper} invites")
     return encrypted
 
 
@@ -286,15 +289,19 @@ def _ask(stream: TlsStream, token: Token, keep: Callable[[Joined], None]) -> Joi
     answer = stream.receive_note(deadline, _MAX_ANSWER_BYTES)
     if (refused := answer.get("refused")) is not None:
         raise IdentityError(f"not invited: {refused}", hint=_AGAIN)
-    names = ("worker", "certificate", "authority", "name", "configuration")
-    worker, certificate, authority, name, text = (str(answer.get(field)) for field in names)
-    identity = Identity.parse(Identity.of(stream.certificate().identity.cluster, worker).uri)
+    inviting = stream.certificate().identity
+    fields = (inviting.kind.member, "certificate", "authority")
+    process, certificate, authority = (str(answer.get(field)) for field in fields)
+    identity = Identity.parse(Identity.of(inviting.cluster, process, inviting.kind).uri)
     if _hash(x509.der_of(authority)) != token.authority:
         raise ValueError("another authority than the token's")
     bundle = x509.received_bundle(key, certificate, authority, identity)
-    joined = Joined(identity, bundle, Configuration(name, text))
+    configuration = None
+    if "configuration" in answer:
+        configuration = Configuration(str(answer.get("name")), str(answer["configuration"]))
+    joined = Joined(identity, bundle, configuration)
     keep(joined)
-    stream.send_note({"joined": worker}, deadline)
+    stream.send_note({"joined": process}, deadline)
     return joined
 
 

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from hetero_framework import cli
-from hetero_framework.commands.keys import invite, join_cluster
-from hetero_framework.config import load_config
+from hetero_framework.commands.keys import (
+    invite,
+    invite_islands,
+    join_cluster,
+    lighthouse_address,
+)
+from hetero_framework.config import LIGHTHOUSE_PORT, load_config
+from hetero_framework.core import addresses
 from hetero_framework.core.background import in_background
 from hetero_framework.errors import IdentityError, UserError
 from hetero_framework.security.keys import KeyDirectory
@@ -102,6 +108,87 @@ def test_keys_are_exported_listed_revoked_and_rotated(
     assert "hetero invite 1 two" in hetero("rotate")
     for wrong in (["revoke"], ["list", "1"], ["export", "1"], ["check", "--output", "x"]):
         assert hetero(*wrong).startswith("2 "), wrong
+
+
+def test_line_that_invite_prints_makes_a_coordinator_an_island(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys, said = KeyDirectory(tmp_path / "lighthouse" / "hetero_keys"), queue.SimpleQueue[str]()
+    address = ("127.0.0.1", free_ports(1)[0])
+    names = ["garage", "attic", "garage"]
+    inviting = in_background(
+        lambda: invite_islands(keys.of_islands, names, address, say=said.put), "invite"
+    )
+    for name in ("garage", "attic"):
+        _hetero, _join, at, token = said.get(timeout=WAIT_S).split()
+        file = configuration(tmp_path / name)
+        before = file.read_text()
+        assert cli.main(["join", at, token, "--config", str(file)]) == 0
+        assert capsys.readouterr().out == (
+            f"this machine is island {name}; its key is here. Next: hetero train --config {file}\n"
+        )
+        assert file.read_text() == before  # each island has its own configuration
+        assert [entry.name for entry in (file.parent / "hetero_keys").iterdir()] == ["islands"]
+        assert cli.main(["keys", "check", "--islands", "--config", str(file)]) == 0
+        assert f"island-{name}.pem: the key of island {name}" in capsys.readouterr().out
+    inviting.result(WAIT_S)
+
+
+def test_keys_of_islands_are_exported_listed_revoked_and_rotated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the lighthouse's machine need not have a configuration
+
+    def hetero(*words: str) -> str:
+        code = cli.main(["keys", *words, "--islands"])
+        captured = capsys.readouterr()
+        return f"{code} {captured.out}{captured.err}"
+
+    assert "hetero invite --island NAME on the lighthouse's machine" in hetero("check")
+    assert hetero("export", "--output", "out").startswith("2 ")
+    assert hetero("export", "local", "--output", "out").startswith("2 ")
+    assert "into hetero_keys/islands" in hetero("export", "garage", "attic", "--output", "out")
+    assert sorted(f.name for f in Path("out").iterdir()) == [
+        "island-attic.pem",
+        "island-garage.pem",
+    ]
+    assert "island garage: good" in hetero("list")
+    assert "island garage: 1 revoked. Islands hear of it" in hetero("revoke", "garage")
+    assert "island garage: revoked" in hetero("list")
+    assert "the lighthouse has a new key" in hetero("revoke", "lighthouse")
+    assert "all good" in hetero("check")
+    assert "hetero invite --island attic --island garage" in hetero("rotate")
+    assert sorted(f.name for f in Path("hetero_keys").iterdir()) == ["islands"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "takes IDs of workers or --island NAME"),
+        (["1", "--island", "garage"], "takes IDs of workers or --island NAME"),
+        (["1", "--bind", "127.0.0.1"], "goes with hetero invite --island"),
+        (["--island", "two words"], "no island can be called 'two words': a name has 1 to 64"),
+        (["--island", "local"], "names the lighthouse"),
+        (["--island", "lighthouse"], "names the lighthouse"),
+    ],
+)
+def test_invitation_of_nobody_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "none" / "c.json"
+    assert cli.main(["invite", *words, "--config", str(file)]) == 2
+    assert said in capsys.readouterr().err
+    assert not file.parent.exists()
+
+
+def test_islands_are_told_the_address_that_the_configuration_has(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "own")
+    raw = {**json.loads(file.read_text()), "island": {"name": "a", "lighthouse": "[fd00::1]:7"}}
+    file.write_text(json.dumps(raw))
+    assert lighthouse_address(load_config(file), None) == ("fd00::1", 7)
+    assert lighthouse_address(load_config(file), "192.0.2.1") == ("192.0.2.1", 7)
+    assert lighthouse_address(None, "192.0.2.1") == ("192.0.2.1", LIGHTHOUSE_PORT)
+    assert lighthouse_address(None, None)[0] == addresses.primary_address()
 
 
 def test_init_makes_keys_where_other_machines_take_part(

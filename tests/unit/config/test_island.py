@@ -62,6 +62,7 @@ def test_valid_settings_are_accepted(settings: dict[str, Any]) -> None:
     [
         ({"name": None}, "island.name: must be a text, not null"),
         ({"name": "two words"}, "island.name: a name has 1 to 64 letters"),
+        ({"name": "local"}, '"local" names the lighthouse; give the island another name'),
         ({"name": "-x"}, "begins with neither '.' nor '-'"),
         ({"lighthouse": "10.0.0.1"}, 'island.lighthouse: "10.0.0.1" has no port'),
         ({"lighthouse": "10.0.0.1:0"}, "has no port"),

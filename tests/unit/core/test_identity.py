@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_framework.core.identity import Identity
+from hetero_framework.core.identity import ISLANDS, STAR, Identity, Kind
 
 CLUSTER = "0123456789abcdef" * 2
 
@@ -23,6 +23,42 @@ def test_identity_is_its_uri_and_back(process: int | str, uri: str, text: str) -
 
 
 @pytest.mark.parametrize(
+    ("process", "uri", "text"),
+    [
+        ("local", f"hetero://{CLUSTER}/lighthouse", "the lighthouse"),
+        ("garage", f"hetero://{CLUSTER}/island/garage", "island garage"),
+        ("coordinator", f"hetero://{CLUSTER}/island/coordinator", "island coordinator"),
+    ],
+)
+def test_an_island_is_no_worker(process: str, uri: str, text: str) -> None:
+    identity = Identity.of(CLUSTER, process, ISLANDS)
+    assert (identity.uri, str(identity)) == (uri, text)
+    assert Identity.parse(uri) == identity
+    assert identity != Identity.of(CLUSTER, process)
+    assert identity.worker is None
+    assert identity.island == (None if process == "local" else process)
+    assert identity.keeps == (process == "local")
+
+
+def test_a_worker_is_no_island_and_keeps_nothing() -> None:
+    worker = Identity.of(CLUSTER, 3)
+    assert (worker.worker, worker.island, worker.keeps) == ("3", None, False)
+    coordinator = Identity.of(CLUSTER, "local")
+    assert (coordinator.worker, coordinator.island, coordinator.keeps) == (None, None, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "invite"),
+    [
+        (STAR, "hetero invite ID on the coordinator's machine"),
+        (ISLANDS, "hetero invite --island NAME on the lighthouse's machine"),
+    ],
+)
+def test_who_invites_is_said(kind: Kind, invite: str) -> None:
+    assert kind.invite == invite
+
+
+@pytest.mark.parametrize(
     "uri",
     [
         "",
@@ -30,6 +66,9 @@ def test_identity_is_its_uri_and_back(process: int | str, uri: str, text: str) -
         f"hetero://{CLUSTER}/coordinator/",
         f"hetero://{CLUSTER}/coordinator\n",
         f"hetero://{CLUSTER}/worker/",
+        f"hetero://{CLUSTER}/worker/local",
+        f"hetero://{CLUSTER}/island/local",
+        f"hetero://{CLUSTER}/lighthouse/garage",
         f"hetero://{CLUSTER}/worker/../coordinator",
         f"hetero://{CLUSTER}/worker/{'a' * 65}",
         f"hetero://{CLUSTER[:-1]}/worker/1",

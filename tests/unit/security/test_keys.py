@@ -144,3 +144,29 @@ def test_rotating_makes_a_new_cluster_and_names_who_has_to_join_again(tmp_path: 
     assert cluster != before.cluster
     assert {keys.identity(process).cluster for process in ("local", 1)} == {cluster}
     assert keys.revoked() == frozenset()
+
+
+def test_keys_of_islands_lie_beside_those_of_workers_and_know_nothing_of_them(
+    tmp_path: Path,
+) -> None:
+    workers = KeyDirectory(tmp_path / "keys")
+    islands = workers.of_islands
+    own, _ = issuing.ensure_authority(workers)
+    other, _ = issuing.ensure_authority(islands)
+    assert own.cluster != other.cluster
+    issuing.issue_missing(workers, ["garage"])
+    issuing.issue_missing(islands, ["garage", "attic"])
+    assert workers.processes() == ["local", "garage"]
+    assert islands.processes() == ["local", "attic", "garage"]
+    assert str(islands.identity("garage")) == "island garage"
+    issuing.revoke(islands, "garage")
+    assert workers.revoked() == frozenset()
+    with pytest.raises(IdentityError, match="no certificate of island garage counts"):
+        issuing.revoke(islands, "garage")
+    islands.write("island-barn.pem", workers.read("worker-garage.pem"))
+    with pytest.raises(IdentityError, match=r"island-barn\.pem is the key of worker garage"):
+        islands.identity("barn")
+    islands.write("island-barn.pem", b"nothing")
+    with pytest.raises(IdentityError, match="does not say") as found:
+        islands.identity("barn")
+    assert "hetero invite --island NAME on the lighthouse's machine" in str(found.value.hint)

@@ -16,6 +16,7 @@ import pytest
 
 from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
+from hetero_framework.core.identity import ISLANDS
 from hetero_framework.errors import IdentityError
 from hetero_framework.security import authority as x509
 from hetero_framework.security import issuing, pairing
@@ -217,3 +218,35 @@ def test_request_that_is_none_gets_nothing(request_: Any, host: Host) -> None:
                 pass
     assert b"CERTIFICATE" not in answer
     assert len(issuing.issued(host.keys)) == 1
+
+
+def test_lighthouse_invites_islands_without_a_configuration(tmp_path: Path) -> None:
+    keys = KeyDirectory(tmp_path / "host", ISLANDS)
+    authority = issuing.ensure_authority(keys)[0]
+    inviting = Inviting(keys, authority, ["garage"], None)
+    joined: list[str] = []
+    with closing(Listener("127.0.0.1", 0)) as listener:
+
+        def greet(stream: Any, identity: Any) -> None:
+            door.gone(stream)
+            stream.close()
+            joined.append(str(identity))
+
+        door = Door(inviting, greet)
+        accepting = in_background(lambda: door.run(listener), "accept")
+        [invitation] = inviting.invitations
+        own = KeyDirectory(tmp_path / "own", ISLANDS)
+        found = join(
+            "127.0.0.1",
+            listener.port,
+            invitation.token,
+            lambda got: own.write_bundle(got.identity, got.bundle) and None,
+        )
+        wait_until(lambda: joined == ["island garage"])
+    accepting.result(WAIT_S)
+    assert (found.identity.island, found.configuration) == ("garage", None)
+    assert own.identity("garage") == found.identity
+    assert own.processes() == ["garage"]
+    assert [entry.process for entry in issuing.issued(keys)] == ["local", "garage"]
+    assert keys.processes() == ["local"]
+    assert (keys.path / "lighthouse.pem").is_file()
