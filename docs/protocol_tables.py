@@ -20,6 +20,8 @@ _ARROWS = {
     messages.WORKER: "worker → coordinator",
     messages.DIALLER: "connecting worker → accepting worker",
     messages.LISTENER: "accepting worker → connecting worker",
+    messages.NEWCOMER: "connecting island → accepting island",
+    messages.MEMBER: "accepting island → connecting island",
     messages.EITHER: "either",
 }
 
@@ -75,13 +77,15 @@ def _message(body: type[Body]) -> str:
 
 
 def _order() -> str:
-    peers = session.PEER_PHASES
-    star = [phase for phase in session.Phase if phase not in peers]
-    ends = (session.Phase.OPEN, *peers, session.Phase.CLOSED)
+    peers, islands = session.PEER_PHASES, session.ISLAND_PHASES
+    star = [phase for phase in session.Phase if phase not in (*peers, *islands)]
+    first, last = session.Phase.OPEN, session.Phase.CLOSED
     return (
         _order_of(star, messages.COORDINATOR, messages.WORKER)
         + "\nOn a link between two workers:\n\n"
-        + _order_of(ends, messages.DIALLER, messages.LISTENER)
+        + _order_of((first, *peers, last), messages.DIALLER, messages.LISTENER)
+        + "\nOn a link between two islands:\n\n"
+        + _order_of((first, *islands, last), messages.NEWCOMER, messages.MEMBER)
     )
 
 

@@ -283,7 +283,6 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     if not role.is_coordinator:
         return _serve(config, role.worker_ids, arguments)
     config.require("model", "data")
-    config.refuse_island()
     access = access_for(config, "local", arguments)
     config.spare_base_model()
     config = _planned(config, arguments, access)

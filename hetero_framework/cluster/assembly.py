@@ -49,8 +49,14 @@ from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
 from hetero_framework.engine.out_of_memory import Attempt, StepOutOfMemory
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
-from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
-from hetero_framework.engine.stage_host import Reduce, StageHost, nothing_to_add
+from hetero_framework.engine.stage_api import (
+    GradientSum,
+    Loss,
+    StageInterface,
+    StepInfo,
+    StepSchedule,
+)
+from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
 from hetero_framework.log import event
 from hetero_framework.models import fingerprint
@@ -123,7 +129,6 @@ class Assembly:
         meter: ArrivalMeter,
         memory_limits: tuple[int, ...] | None,
         plan_times: Profile | None,
-        reduce: Reduce,
         id_layers: frozenset[int],
     ) -> None:
         """`memory_limits` is how many forwards each stage has memory for, `plan_times` what the
@@ -145,7 +150,7 @@ class Assembly:
         """What the step that began last was predicted to be; None while no times are known."""
         results = StepResults()
         outlet = _Outlet(results, links)
-        host = StageHost(loaded.local, config, device, meter, outlet, reduce=reduce)
+        host = StageHost(loaded.local, config, device, meter, outlet)
         self.remotes: dict[WorkerId, RemoteHost] = {}
         for worker in planned(config, links.workers):
             own, head = [s.index for s in specs if s.owner == worker], specs[-1].owner == worker
@@ -159,6 +164,7 @@ class Assembly:
             results,
             objective=objective_of(config.training, id_layers),
             step_timeout_s=config.training.step_timeout_s,
+            trained={k: [name for name, _ in own] for k, own in enumerate(loaded.trainable)},
         )
 
     @property
@@ -170,17 +176,18 @@ class Assembly:
         """Steps need not wait for it; the next ones take what has been found by then."""
         self._tuning = in_background(job, "tune")
 
-    def begin(self, info: StepInfo) -> None:
-        """Announce a step to every stage, to be run as well as is known by now. Raises what went
-        wrong in the tuning after an earlier step."""
+    def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
+        """Announce a step to every stage, to be run as well as is known by now; `group` gets the
+        gradients of one that is summed. Raises what went wrong in the tuning after an earlier
+        step."""
         if self._tuning is not None and self._tuning.done():
             self._tuning.result()
         direct = self.direct
-        choice = self._tuner.choice(info.micro_batches, direct)
-        self.forecast = self._tuner.forecast(info.micro_batches, direct)
-        self.pipeline.begin(
-            info, StepSchedule(choice.in_flight_limits, choice.policy, direct), choice.max_in_flight
-        )
+        count = max(1, info.micro_batches)  # other replicas may have all of a short step
+        choice = self._tuner.choice(count, direct)
+        self.forecast = self._tuner.forecast(count, direct)
+        schedule = StepSchedule(choice.in_flight_limits, choice.policy, direct)
+        self.pipeline.begin(info, schedule, choice.max_in_flight, group)
 
     def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> Profile:
         """Learn from a step's times how to run the next ones; the times of stages and edges."""
@@ -301,20 +308,18 @@ class Cluster:
         debug: bool = False,
         run_id: str | None = None,
         workers: LocalWorkers | None = None,
-        reduce: Reduce = nothing_to_add,
         access: Access | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         absence_s: float | None = None,
         id_layers: frozenset[int] = frozenset(),
     ) -> None:
-        """`build` and `reduce` are for the stages here; `id_layers` are the model's that read token
+        """`build` is for the stages here; `id_layers` are the model's that read token
         ids; `run_id` is a lasting one. `workers` are
         those of this machine where they were started before. `access` is for the links;
         `should_stop` ends the wait for a lost worker. `absence_s`: a worker that is away for so
         long is given up, also one that was paused (None: as the configuration says)."""
         self._config = config
         self._build = build
-        self._reduce = reduce
         self._should_stop = should_stop
         self._absence_s = absence_s
         self._id_layers = id_layers
@@ -437,7 +442,6 @@ class Cluster:
             self._meter,
             memory_limits,
             plan_times,
-            self._reduce,
             self._id_layers,
         )
         while True:
@@ -671,14 +675,33 @@ class Cluster:
         return found
 
     def begin(
-        self, step: int, micro_batches: int, *, train: bool, num_items: int, loss_scale: float = 1.0
+        self,
+        step: int,
+        micro_batches: int,
+        *,
+        train: bool,
+        num_items: int,
+        loss_scale: float = 1.0,
+        group: GradientSum | None = None,
+        first_micro_batch: int = 0,
     ) -> None:
-        """Announce a step to every stage, at first or again after a lost link."""
+        """Announce a step to every stage, at first or again after a lost link. `group`: its
+        gradients are summed with those of other replicas, whose micro-batches, so many of them,
+        come first."""
         self._attempt += 1
         _log.debug("step %d, attempt %d: %d micro-batches", step + 1, self._attempt, micro_batches)
         self._peers.dial_again(timeouts.DIRECT_DIAL_S)
-        info = StepInfo(step, self._attempt, train, micro_batches, num_items, loss_scale)
-        self.assembly.begin(info)
+        info = StepInfo(
+            step,
+            self._attempt,
+            train,
+            micro_batches,
+            num_items,
+            loss_scale,
+            summed=group is not None,
+            first_micro_batch=first_micro_batch,
+        )
+        self.assembly.begin(info, group)
 
     def clock_offsets(self) -> dict[WorkerId, float]:
         """Each worker's time.perf_counter() minus ours, seconds; without those not known yet."""

@@ -333,6 +333,7 @@ class Worker:
             return False
         with suppress(LinkGone):
             ran = host.run_next()
+            self._give_gradients(host)
             self._report_when_done(host)  # where nothing ran, too: other replicas are waited for
             return ran
         return True
@@ -713,6 +714,12 @@ class Worker:
             if len(others) == 1 and not self.peers.reaches(others[0]):
                 self._send(Message(m.PeerLost(others[0], "it was lost before this step")))
 
+    def _give_gradients(self, host: StageHost) -> None:
+        """A stage is done: in a step that is summed its gradients go to the coordinator."""
+        for found in host.gradients():
+            assert host.info is not None
+            self._send(messages.gradients_message(host.info, found))
+
     def _report_when_done(self, host: StageHost) -> None:
         """All micro-batches are through: the norms go to the coordinator, unasked."""
         info, report = host.info, host.report()
@@ -728,6 +735,9 @@ class Worker:
         self._send(Message(m.Committed(order.step, order.attempt, spans)))
 
     def _on_load_state(self, message: Message, order: m.LoadState) -> None:
+        in_step = self._connection is not None and self._connection.phase is Phase.STEP
+        if in_step and order.kind != "gradients":
+            raise ProtocolError(f"LOAD_STATE of a {order.kind} came in a step")
         part = messages.state_part(message)
         self._host.load_state(order.stage, order.kind, order.part, part)
         part.release()

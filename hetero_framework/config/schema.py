@@ -155,11 +155,6 @@ class ModelConfig(Section):
     attn_implementation: _Attention | None = None
     """Attention of transformers. null: its own choice. "per_sample" is ours, for data.padding_free:
     it takes each sample of a row by itself. No kernels from the hub: they are native code."""
-    router_aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Mixtures of experts: weight of the routers' load-balancing loss, which the model adds to the
-    loss of each micro-batch, as under transformers' Trainer (TRL's SFTTrainer divides it by
-    gradient_accumulation_steps, and has it by default). 0: none. null: as the model's configuration
-    says."""
     from_config: dict[str, Any] | None = None
     """Instead of name_or_path: the model's configuration (with model_type), to start from random
     weights drawn from training.seed."""
@@ -710,14 +705,6 @@ class Config(WholeFile):
                 " logging_dir, or move the model",
             )
 
-    def refuse_island(self) -> None:
-        """Raise ConfigError where several coordinators are to train together."""
-        if self.island is not None:
-            raise ConfigError(
-                _NO_ISLANDS,
-                hint='remove the "island" section to train on this coordinator and its workers',
-            )
-
     def warnings(self) -> tuple[str, ...]:
         """Settings that are legal but probably a mistake."""
         idle = [worker for worker in self.workers if worker not in self.planned_workers]
@@ -729,8 +716,6 @@ class Config(WholeFile):
             found.append(
                 "data.eval is given but never used; set training.eval_steps or eval_strategy"
             )
-        if self.island is not None:
-            found.append(f"{_NO_ISLANDS}; `hetero train` refuses to begin")
         stages, m = len(self.shard_plan), self.training.gradient_accumulation_steps
         if m < stages:
             found.append(
@@ -738,9 +723,6 @@ class Config(WholeFile):
                 " of them will wait most of the time"
             )
         return tuple(found)
-
-
-_NO_ISLANDS = "this version has the settings of the island section, but cannot train with others"
 
 
 def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:

@@ -38,13 +38,14 @@ from hetero_framework.core.session import ROLES, Phase, Session, legal
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 
-_ANSWERS = (m.Welcome, m.PeerWelcome, m.Reject, m.Error, m.Bye)
+_ANSWERS = (m.Welcome, m.PeerWelcome, m.IslandWelcome, m.Reject, m.Error, m.Bye)
 _ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
+"""Where a worker is connected to: its role by what is said first."""
 
 
 def _opening(role: str) -> frozenset[int]:
     """The numbers of what may be said first to this role."""
-    phases = (Phase.OPEN, Phase.GREETING, Phase.PEER_GREETING)
+    phases = (Phase.OPEN, Phase.GREETING, Phase.PEER_GREETING, Phase.ISLAND_GREETING)
     return frozenset(kind.spec.number for p in phases for kind in legal(ROLES[role], p))
 
 

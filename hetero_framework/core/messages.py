@@ -28,11 +28,14 @@ COORDINATOR = "coordinator"
 WORKER = "worker"
 DIALLER = "connecting worker"
 LISTENER = "accepting worker"
+NEWCOMER = "connecting island"
+MEMBER = "accepting island"
 EITHER = "either"
 
 RejectCode = Literal["busy", "identity", "peer", "protocol", "stale"]
 StateKind = Literal["checkpoint", "export"]
-LoadKind = Literal["checkpoint", "adapter", "tied"]
+ShareKind = Literal["position", "state", "losses", "gradients", "changes", "vote", "decision"]
+LoadKind = Literal["checkpoint", "adapter", "tied", "gradients", "weights"]
 
 
 class Spec:
@@ -265,12 +268,17 @@ class Step(OfStep):
     many micro-batches; `num_items` label tokens in all of them together. `attempt` grows with every
     STEP of a run. `in_flight_limits` says how many forwards each stage of the run may store,
     `policy` are the numbers that order tasks, `direct` the boundaries (numbers of the stage before
-    each) whose tensors go straight to the other worker."""
+    each) whose tensors go straight to the other worker. With `summed` the gradients of other
+    replicas are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage.
+    Random numbers of its micro-batches are those of a step in which `first_micro_batch` come
+    before."""
 
     train: bool
     micro_batches: int
     num_items: int
     loss_scale: float
+    summed: bool
+    first_micro_batch: int
     in_flight_limits: tuple[int, ...]
     policy: TaskOrder
     direct: tuple[int, ...]
@@ -384,6 +392,19 @@ class RoundTrip:
     seconds: float
 
 
+@_message(27, WORKER, tensors=(0, MAX_TENSORS), long=True)
+class Gradients(OfStep):
+    """Worker to coordinator, in a step that is `summed`, once all backwards of a stage are done:
+    part `part` of its gradients, one tensor for each name; parameters that have none are left out.
+    `last` marks the last part. Answered, when the sums are there, by LOAD_STATE of the kind
+    `gradients`."""
+
+    stage: int
+    part: int
+    last: bool
+    names: tuple[str, ...]
+
+
 @_message(21, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class GradientNorms(OfStep):
     """Worker to coordinator, when all micro-batches of a training step are through its stages: for
@@ -468,8 +489,9 @@ class State(Body):
 @_message(32, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
 class LoadState(Body):
     """Coordinator to worker: part `part` of what a stage shall take over: a `checkpoint` as STATE
-    gave it, the tensors of an `adapter` file, or the embedding's weight for a head that is one with
-    it (`tied`). Answered by STATE_LOADED."""
+    gave it, the tensors of an `adapter` file, the embedding's weight for a head that is one with it
+    (`tied`), `weights` of some parameters, whose optimizer goes on as it is, or, in a step, the
+    `gradients` that all replicas have together. Answered by STATE_LOADED."""
 
     stage: int
     kind: LoadKind
@@ -612,6 +634,39 @@ class Quit(Body):
     one can take its place. Obeyed by the thread that reads. No answer."""
 
     reason: str
+
+
+# ---------------------------------------------------------------------------------------- islands
+
+
+@_message(70, NEWCOMER)
+class IslandHello(_Greeting):
+    """First message of a link between the coordinators of two islands: who I am, and whom I mean.
+    `process` is a random id of this start of it, `view` stands for the members of the group as it
+    knows them. Answered by ISLAND_WELCOME, once the other one knows them so, too, or REJECT."""
+
+    name: str
+    process: str
+    to: str
+    view: str
+    max_frame_bytes: int
+
+
+@_message(71, MEMBER)
+class IslandWelcome(_Greeting):
+    """Accepts ISLAND_HELLO; SHARE follows in both directions."""
+
+
+@_message(72, EITHER, tensors=(0, MAX_TENSORS), long=True)
+class Share(Body):
+    """Island to island: a part of what the sender has to say in exchange `number` of the members of
+    a group, one tensor for each name and plain values in `info`; `last` marks the last part."""
+
+    number: int
+    kind: ShareKind
+    last: bool
+    names: tuple[str, ...]
+    info: dict[str, Any]
 
 
 class OtherVersion(Body):

@@ -21,7 +21,10 @@ from hetero_framework.errors import ProtocolError
 class Phase(Enum):
     """Where a connection stands."""
 
-    OPEN = "connected; HELLO comes first, CALL where a worker dials, PEER_HELLO between workers"
+    OPEN = (
+        "connected; HELLO comes first, CALL where a worker dials, PEER_HELLO between workers, "
+        "ISLAND_HELLO between islands"
+    )
     CALLED = "the worker has dialled; HELLO follows when the coordinator wants it"
     GREETING = "HELLO is sent; the worker answers"
     WELCOMED = "the worker accepted; SETUP follows, or ABORT or COMMIT after a lost link"
@@ -34,6 +37,8 @@ class Phase(Enum):
     ABORTING = "the worker forgets the attempt"
     PEER_GREETING = "PEER_HELLO is sent; the other worker answers"
     FLOWING = "two workers exchange tensors"
+    ISLAND_GREETING = "ISLAND_HELLO is sent; the other island answers"
+    TOGETHER = "two islands train one model"
     CLOSED = "REJECT or BYE was sent; nothing follows"
 
 
@@ -44,9 +49,11 @@ _READING = (m.StateRequest, m.State, m.StateLoaded)
 _STATE = (*_READING, m.LoadState, m.Rewind, m.Rewound)
 _BOUNDARY = (m.Forward, m.Backward)
 _DATA = (m.Inputs, *_BOUNDARY)
-_STEP_RESULTS = (*_READING, *_DATA, m.Loss, m.BackwardDone, m.Committed)
+_STEP_RESULTS = (*_READING, *_DATA, m.Loss, m.BackwardDone, m.Gradients, m.Committed)
 PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
 """Of a link between two workers."""
+ISLAND_PHASES = (Phase.ISLAND_GREETING, Phase.TOGETHER)
+"""Of a link between two islands."""
 
 
 def _order() -> dict[Phase, dict[type[Body], Phase]]:
@@ -55,6 +62,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
             m.Hello: Phase.GREETING,
             m.Call: Phase.CALLED,
             m.PeerHello: Phase.PEER_GREETING,
+            m.IslandHello: Phase.ISLAND_GREETING,
             m.Reject: Phase.CLOSED,
         },
         Phase.CALLED: {m.Hello: Phase.GREETING, m.Reject: Phase.CLOSED},
@@ -77,6 +85,8 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.ABORTING: {m.Aborted: Phase.IDLE},
         Phase.PEER_GREETING: {m.PeerWelcome: Phase.FLOWING, m.Reject: Phase.CLOSED},
         Phase.FLOWING: {},
+        Phase.ISLAND_GREETING: {m.IslandWelcome: Phase.TOGETHER, m.Reject: Phase.CLOSED},
+        Phase.TOGETHER: {},
         Phase.CLOSED: {},
     }
     stay: dict[Phase, tuple[type[Body], ...]] = {
@@ -84,11 +94,12 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         # Old activations may still be relayed to a worker that has aborted already.
         Phase.IDLE: (*_STATE, *_DATA, m.Committed),
         # A snapshot is read while the next step runs.
-        Phase.STEP: _STEP_RESULTS,
+        Phase.STEP: (*_STEP_RESULTS, m.LoadState),
         Phase.EVALUATION: (*_STATE, *_DATA, m.Loss, m.Committed),
         Phase.COLLECTED: (*_READING, *_DATA, m.Committed),
         Phase.ABORTING: (*_STEP_RESULTS, m.GradientNorms),
         Phase.FLOWING: (*_BOUNDARY, m.Control),
+        Phase.TOGETHER: (m.Share,),
     }
     for phase, table in moves.items():
         table.update(dict.fromkeys(stay.get(phase, ()), phase))
@@ -96,7 +107,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
             continue
         table.update(dict.fromkeys(_ANYTIME, phase))
         table[m.Bye] = Phase.CLOSED
-        if phase not in (Phase.OPEN, Phase.CALLED, Phase.GREETING, *PEER_PHASES):
+        if phase not in (Phase.OPEN, Phase.CALLED, Phase.GREETING, *PEER_PHASES, *ISLAND_PHASES):
             table.update(dict.fromkeys(_AFTER_WELCOME, phase))
     return moves
 
@@ -106,6 +117,7 @@ ORDER = _order()
 ROLES = {
     **{m.COORDINATOR: m.WORKER, m.WORKER: m.COORDINATOR},
     **{m.DIALLER: m.LISTENER, m.LISTENER: m.DIALLER},
+    **{m.NEWCOMER: m.MEMBER, m.MEMBER: m.NEWCOMER},
 }
 """Each role on a connection and the role of the other side."""
 

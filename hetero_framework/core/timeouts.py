@@ -69,3 +69,7 @@ LOCK_S = 2.0
 """`hetero pause` holds a lock for a moment when it looks whether anybody else does."""
 FILE_BUSY_S = 5.0
 """Windows: so long another program may hold a file open that is to be renamed."""
+
+ISLAND_S = 3600.0
+"""Another island may take so long for what all of a group wait for; one that stalls leaves by
+itself, long before."""

@@ -75,6 +75,10 @@ class TrainData:
         """The micro-batches of `step` (from 0): a pure function of it."""
         return [self._collate(self.examples, rows) for rows in self.order.step_indices(step)]
 
+    def micro_batch(self, rows: np.ndarray) -> MicroBatch:
+        """Of these examples."""
+        return self._collate(self.examples, rows)
+
     def largest_batch(self, first_step: int) -> tuple[int, MicroBatch] | None:
         """The micro-batch with the most tokens, padding included, from `first_step` on, and its
         step; None where no step is left."""

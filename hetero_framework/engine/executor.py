@@ -145,16 +145,15 @@ class Executor:
     @property
     def is_done(self) -> bool:
         """Whether all micro-batches of a training step are through all stages here."""
-        info = self.info
-        return info is not None and all(
-            self._readiness.started(FORWARD, k) == info.micro_batches
-            and (
-                lane.stage.is_last
-                or not lane.stage.differentiates
-                or self._readiness.started(BACKWARD, k) == info.micro_batches
-            )
-            for k, lane in self._lanes.items()
-        )
+        return self.info is not None and all(map(self.is_through, self._lanes))
+
+    def is_through(self, stage: int) -> bool:
+        """Whether all micro-batches of the training step that runs are through this stage."""
+        own, count = self._lanes[stage].stage, self._step.micro_batches
+        if self._readiness.started(FORWARD, stage) < count:
+            return False
+        has_backwards = own.differentiates and not own.is_last
+        return not has_backwards or self._readiness.started(BACKWARD, stage) == count
 
     def run_next(self) -> bool:
         """Do one task, if any is ready. Raises HeteroError that says where when a stage raises."""

@@ -48,6 +48,11 @@ class StagesLost(Exception):
         self.reason = reason
 
 
+class ReplicasChanged(Exception):
+    """Another replica of the model is gone; the step in flight changes no weight and is repeated
+    with those that are left."""
+
+
 class Stalled(Exception):
     """Nothing has moved for too long in a step; the text says what was waited for."""
 
@@ -114,9 +119,14 @@ class Host(Protocol):
         """Do one task in this thread, if one is ready here; False where others do them."""
         return False
 
+    def gradients(self) -> list[api.GradientPart]:
+        """In a step that is summed: those of stages that are done, each part once. The caller
+        releases them; the sums come back with `load_state`."""
+        return []
+
     def report(self, tied_gradient: torch.Tensor | None) -> api.HostReport | None:
-        """Once in a training step, when it is done. `tied_gradient` is the head's share of a weight
-        that is the embedding's too."""
+        """Once in a training step, when it is done, and where it is summed the sums have come.
+        `tied_gradient` is the head's share of a weight that is the embedding's too."""
 
     def receive(self, message: Message, arrival: object) -> None:
         """A message of this host, where it is remote, and what `unpack` made of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import torch
 
@@ -25,9 +25,8 @@ def step_message(info: api.StepInfo, schedule: api.StepSchedule) -> Message:
 
 
 def step_info(step: m.Step) -> api.StepInfo:
-    return api.StepInfo(
-        step.step, step.attempt, step.train, step.micro_batches, step.num_items, step.loss_scale
-    )
+    names = (field.name for field in fields(api.StepInfo))
+    return api.StepInfo(**{name: getattr(step, name) for name in names})
 
 
 def step_schedule(step: m.Step) -> api.StepSchedule:
@@ -99,6 +98,20 @@ def host_report(message: Message) -> api.HostReport:
         {trip.worker_id: trip.seconds for trip in body.round_trips},
         body.direct_bytes,
     )
+
+
+def gradients_message(info: api.StepInfo, found: api.GradientPart) -> Message:
+    names, last = tuple(found.part.tensors), found.part.last
+    body = m.Gradients(info.step, info.attempt, found.stage, found.number, last, names)
+    return Message(body, tuple(map(to_wire, found.part.tensors.values())))
+
+
+def gradient_part(message: Message) -> api.GradientPart:
+    """What GRADIENTS carries; its tensors lie in the message's buffer."""
+    body = message.expect(m.Gradients)
+    tensors = dict(zip(body.names, map(from_wire, message.tensors), strict=True))
+    part = api.StatePart(tensors, {}, body.last, message.release)
+    return api.GradientPart(body.stage, body.part, part)
 
 
 def commit_message(order: m.Commit, tied_weight: torch.Tensor | None) -> Message:

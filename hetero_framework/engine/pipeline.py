@@ -22,6 +22,8 @@ from hetero_framework.core.trace import Span
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, Stalled, StepResults
 from hetero_framework.engine.remote_host import RemoteHost
+from hetero_framework.engine.state_snapshot import in_parts
+from hetero_framework.engine.summing import Summing
 from hetero_framework.planner.readiness import Admission
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 _ANSWER_S = 0.1
+_SUMS_POLL_S = 0.005
 _KNOWN_STEPS = 3
 _NO_ATTEMPT = -1
 _PATIENCE = 10.0
@@ -76,8 +79,10 @@ class Pipeline:
         *,
         objective: CausalLM,
         step_timeout_s: float,
+        trained: Mapping[int, Sequence[str]],
     ) -> None:
-        """`hosts` hold the stages, the first one the first stage; they put `results` down."""
+        """`hosts` hold the stages, the first one the first stage; they put `results` down.
+        `trained` are the parameters of each stage, by name."""
         self._stages = list(stages)
         self._hosts = list(hosts)
         self._host_of = {k: host for host in hosts for k in host.indexes}
@@ -85,6 +90,8 @@ class Pipeline:
         self._results = results
         self._objective = objective
         self._step_timeout_s = step_timeout_s
+        self._trained = trained
+        self._summing: tuple[Summing, api.GradientSum] | None = None
         self._max_in_flight = 1
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._absent: set[WorkerId] = set()
@@ -112,9 +119,17 @@ class Pipeline:
 
     # -- one step, in order ---------------------------------------------------------------------
 
-    def begin(self, info: api.StepInfo, schedule: api.StepSchedule, max_in_flight: int) -> None:
-        """Announce a step to every host. At most `max_in_flight` micro-batches are in it."""
+    def begin(
+        self,
+        info: api.StepInfo,
+        schedule: api.StepSchedule,
+        max_in_flight: int,
+        group: api.GradientSum | None = None,
+    ) -> None:
+        """Announce a step to every host. At most `max_in_flight` micro-batches are in it; the
+        gradients of one that is summed go to `group`."""
         self._info = info
+        self._summing = (Summing(self._trained), group) if group is not None else None
         self._max_in_flight = max_in_flight
         self._results.begin()
         self._began = time.perf_counter()
@@ -145,12 +160,37 @@ class Pipeline:
                 admit(entering)
             elif any(host.run_next() for host in self._hosts):
                 self._last_progress = time.monotonic()
+                self._give_gradients()
                 self._read_snapshot()
             elif entering is not None:
                 admit(entering)
-            elif not self._read_snapshot():
+            elif not (self._give_gradients() or self._read_snapshot()):
                 self._wait(lambda: f"losses of micro-batches {self._results.open(len(batches))}")
         return self._results.losses()
+
+    def _give_gradients(self) -> bool:
+        """Hand on those of stages that are done; whether there were any."""
+        if self._summing is None:
+            return False
+        summing, group = self._summing
+        return summing.hand_over(self._hosts, group)
+
+    def sum_gradients(self) -> None:
+        """After `run`, in a step that is summed: wait until every stage has the sums. Raises what
+        the group does, LinkLost and Stalled."""
+        if self._summing is None:
+            return
+        summing, group = self._summing
+        self._last_progress = time.monotonic()
+        while summing.waiting:
+            if (found := summing.next_sums(group)) is not None:
+                stage, sums = found
+                parts = in_parts((name, total, {}) for name, total in sums.items())
+                self.load_state(stage, "gradients", parts)
+            elif not self._give_gradients():
+                self.check()
+                if self._receive(_SUMS_POLL_S):
+                    self._last_progress = time.monotonic()
 
     def report_gradients(self) -> tuple[list[api.GradientReport], dict[int, StageStatistics]]:
         """Every stage's gradient norms, in stage order, and times; sums tied gradients."""

@@ -49,6 +49,7 @@ class RemoteHost(Host):
         self._holds_head = holds_head
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._norms: Message | None = None
+        self._gradients: list[api.GradientPart] = []
         self._questions: dict[type[Body], _Question] = {}
         self._answers: dict[type[Body], Message] = {}
         self._commit: Message | None = None
@@ -60,12 +61,22 @@ class RemoteHost(Host):
 
     def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
         self._info, self._norms = info, None
+        self._drop_gradients()
         self._links.ping(self.id)
         self._links.send(self.id, messages.step_message(info, schedule))
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
         needed = {name: batch.packed[name] for name in names}
         self._links.send(self.id, messages.inputs_message(self._info, stage, micro_batch, needed))
+
+    def gradients(self) -> list[api.GradientPart]:
+        """Workers send theirs by themselves, stage by stage."""
+        found, self._gradients = self._gradients, []
+        return found
+
+    def _drop_gradients(self) -> None:
+        for found in self.gradients():
+            found.part.release()
 
     def report(self, tied_gradient: torch.Tensor | None) -> api.HostReport | None:
         """Workers send theirs by themselves when they are done."""
@@ -104,6 +115,7 @@ class RemoteHost(Host):
         self._answers.clear()
         self._questions.clear()
         self._norms = None
+        self._drop_gradients()
         return True
 
     # -- state ----------------------------------------------------------------------------------
@@ -143,6 +155,7 @@ class RemoteHost(Host):
         self._answers.clear()
         self._questions.clear()
         self._norms = self._kept = None
+        self._drop_gradients()
         self.forget_commit()
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
@@ -182,6 +195,8 @@ class RemoteHost(Host):
             self._results.finished(self._info, body.micro_batch)
         elif isinstance(body, m.GradientNorms):
             self._norms = message
+        elif isinstance(body, m.Gradients):
+            self._take_gradients(message, body)
         elif isinstance(body, m.Bye):
             raise LinkLost(self.id, body.reason)
         else:
@@ -190,6 +205,11 @@ class RemoteHost(Host):
                 self._answers[type(body)] = message
             else:
                 message.release()
+
+    def _take_gradients(self, message: Message, body: m.Gradients) -> None:
+        if not self._info.summed or body.stage not in self.indexes:
+            raise ProtocolError(f"it sends gradients of stage {body.stage}, unasked")
+        self._gradients.append(messages.gradient_part(message))
 
     def _ask(
         self, question: Message, answer: type[Body], is_answer: Callable[[Any], bool]

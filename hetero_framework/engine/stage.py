@@ -6,7 +6,7 @@ one order under any cut and timing. Shapes: B rows of a micro-batch, S tokens, D
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise, starmap
 from typing import Any
@@ -169,6 +169,21 @@ class Stage:
 
     # -- the decision ---------------------------------------------------------------------------
 
+    def gradients(self) -> Iterator[StatePart]:
+        """This replica's gradients by parameter, in parts; of a tied head its own share. They are
+        valid until `load_state` brings those of all replicas, which may have other names."""
+        shares = [*self._parameters, *self._head_share]
+        found = ((name, p.grad) for name, p in shares if p.grad is not None)
+        yield from in_parts((name, self._device.to_host(gradient), {}) for name, gradient in found)
+
+    @property
+    def _head_share(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The head of a tied pair, by its name."""
+        if self._tied_head is None:
+            return []
+        assert self._shard.head_name is not None
+        return [(self._shard.head_name, self._tied_head)]
+
     def report_gradients(self, tied_gradient: Tensor | None = None) -> GradientReport:
         """Unscale the gradients and report their norms. `tied_gradient`, the head's share of a tied
         weight, is added to the embedding's in one sum, wherever the two ends live."""
@@ -262,6 +277,10 @@ class Stage:
         Raises CheckpointError for a tensor without a place here, or a weight without a tensor."""
         if kind == "tied":
             self.set_tied_weight(part.tensors["tied"])
+        elif kind == "gradients":
+            self._load_gradients(part.tensors)
+        elif kind == "weights":
+            self._load_weights(part.tensors)
         elif kind == "adapter":
             from hetero_framework.models import adapters
 
@@ -270,6 +289,31 @@ class Stage:
                 adapters.check_adapter_complete(self._shard, self._loaded_keys)
         else:
             self._load_checkpoint(part)
+
+    def _load_gradients(self, sums: Tensors) -> None:
+        """What all replicas have together, in place of this one's."""
+        places = dict([*self._parameters, *self._head_share])
+        for name, total in sums.items():
+            parameter = self._place(places, name, total)
+            parameter.grad = total.to(parameter, copy=True)
+
+    def _load_weights(self, weights: Tensors) -> None:
+        """Other weights of some parameters; their optimizer goes on as it is."""
+        places = dict(self._parameters)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                self._place(places, name, weight).copy_(weight)
+
+    def _place(
+        self, places: Mapping[str, torch.nn.Parameter], name: str, value: Tensor
+    ) -> torch.nn.Parameter:
+        """The parameter that `value` is for. Raises ProtocolError where there is none."""
+        parameter = places.get(name)
+        if parameter is None or parameter.shape != value.shape:
+            raise ProtocolError(
+                f"stage {self.index} trains no {name!r} of shape {tuple(value.shape)}"
+            )
+        return parameter
 
     def _load_checkpoint(self, part: StatePart) -> None:
         """Weights at once; the optimizer's state is put in place with the last part."""
@@ -369,8 +413,9 @@ class Stage:
         # Before each place that may draw random numbers, in a recomputed forward too; the
         # micro-batch is then the one in backward.
         if self._info.train:
-            step = self._info.step
-            self._device.seed(forward_seed(self._seed, step, self._current_micro_batch, place))
+            step, before = self._info.step, self._info.first_micro_batch
+            micro_batch = before + self._current_micro_batch
+            self._device.seed(forward_seed(self._seed, step, micro_batch, place))
 
     def _note_finite(self, micro_batch: int, tensor: Tensor) -> None:
         # Kept on the device and read once per step: a look at it now would stall a GPU.

@@ -7,7 +7,7 @@ input, and of gradients that nobody needs, is empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,7 +40,9 @@ class StepInfo:
 
     Every loss is divided by `num_items`, the label tokens of the whole global batch, and multiplied
     by `loss_scale` (fp16) before backward; gradients are divided by that before anybody looks at
-    them. `attempt` tells a repeated step's frames from stale ones.
+    them. `attempt` tells a repeated step's frames from stale ones. With `summed` other replicas'
+    gradients are added before that; this one's micro-batches draw their random numbers as if
+    `first_micro_batch` of the others' came before them.
     """
 
     step: int
@@ -49,6 +51,8 @@ class StepInfo:
     micro_batches: int
     num_items: int
     loss_scale: float = 1.0
+    summed: bool = False
+    first_micro_batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,30 @@ class StatePart:
 
 
 @dataclass(frozen=True)
+class GradientPart:
+    """A part of one stage's gradients."""
+
+    stage: int
+    number: int
+    part: StatePart
+
+
+class GradientSum(Protocol):
+    """The gradients of one step of all replicas. Both raise what ends the step here."""
+
+    def give(self, found: GradientPart) -> None:
+        """A part of this replica's, in any order of stages; one that was given before, since a link
+        broke, may come again."""
+
+    def end(self) -> None:
+        """All of this replica's have been given; what is not among them has no gradient here."""
+
+    def sums(self, names: Sequence[str]) -> Tensors | None:
+        """Those of all replicas, of these parameters: None until all are there. A name is left out
+        that has no gradient anywhere."""
+
+
+@dataclass(frozen=True)
 class Rewound:
     """What a host had kept of the step that the run goes back to: digests by stage."""
 
@@ -135,6 +163,7 @@ class StageInterface(Protocol):
     ) -> tuple[Loss, Bundle]: ...
     def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Loss: ...
     def backward(self, micro_batch: int, gradients: Bundle) -> Bundle: ...
+    def gradients(self) -> Iterator[StatePart]: ...
     def report_gradients(self, tied_gradient: Tensor | None = None) -> GradientReport: ...
     def commit(self, learning_rate: float, grad_scale: float) -> None: ...
     def abort(self) -> None: ...

@@ -5,7 +5,7 @@ One thread uses a `StageHost`. What leaves the stages goes to its `Outlet`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -27,15 +27,6 @@ from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ProtocolError
 
-Reduce = Callable[[api.StepInfo, Sequence[api.StageInterface]], bool]
-"""Adds other replicas' gradients to those of these stages. Asked in each attempt after all
-backwards and before any norm is taken, until True."""
-
-
-def nothing_to_add(info: api.StepInfo, stages: Sequence[api.StageInterface]) -> bool:
-    """The `Reduce` of a replica by itself."""
-    return True
-
 
 class StageHost(Host):
     """A `Host` whose stages are in this process. `last_step` is the last one committed here (None:
@@ -51,7 +42,6 @@ class StageHost(Host):
         outlet: Outlet,
         *,
         id: WorkerId = "local",
-        reduce: Reduce = nothing_to_add,
         keeps_state: bool = False,
     ) -> None:
         """A worker's outlet gets losses as numbers; this process's own may still be tensors. With
@@ -64,7 +54,6 @@ class StageHost(Host):
         self.schedule = api.StepSchedule(())
         self._device = device
         self._meter = meter
-        self._reduce = reduce
         self._keeps_state = keeps_state
         self._io = BoundaryIO(
             device,
@@ -78,6 +67,8 @@ class StageHost(Host):
         self._last_attempt = -1
         self._began: tuple[int, bool] | None = None
         self._reported = False
+        self._given: set[int] = set()  # stages whose gradients have been handed out,
+        self._summed: set[int] = set()  # and those that have the sums
         self._early: list[tuple[Message, Any]] = []
         self._snapshots: dict[int, api.Snapshot] = {}
         self._snapshot_step: int | None = None
@@ -96,6 +87,7 @@ class StageHost(Host):
             failpoints.hit("step")
             self._device.reset_peak_memory()
             self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
+            self._given, self._summed = set(), set()
             self._executor.begin(info, schedule)
         if self._began == (info.step, info.train):
             self._device.empty_cache()  # done again, maybe for a lack of memory in some process
@@ -138,11 +130,24 @@ class StageHost(Host):
     def run_next(self) -> bool:
         return self._executor.run_next()
 
+    def gradients(self) -> list[api.GradientPart]:
+        info = self._executor.info
+        if info is None or not info.train or not info.summed:
+            return []
+        found = []
+        for stage in self.stages:
+            if stage.index not in self._given and self._executor.is_through(stage.index):
+                self._given.add(stage.index)
+                with self._explaining(f"gradients of stage {stage.index}"):
+                    parts = enumerate(stage.gradients())
+                    found += [api.GradientPart(stage.index, k, part) for k, part in parts]
+        return found
+
     def report(self, tied_gradient: Tensor | None = None) -> api.HostReport | None:
         info = self._executor.info
         if self._reported or info is None or not info.train or not self._executor.is_done:
             return None
-        if not self._reduce(info, self.stages):
+        if info.summed and len(self._summed) < len(self.stages):
             return None
         self._reported = True
         self._io.flush()
@@ -229,10 +234,22 @@ class StageHost(Host):
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         failpoints.hit("load-state")
+        if kind == "gradients":
+            self._take_sums(stage, part)
+            return True
         if kind != "tied":
             self._snapshots = {}
         self._executor.stage(stage).load_state(kind, part)
         return True
+
+    def _take_sums(self, stage: int, part: api.StatePart) -> None:
+        """Raises ProtocolError where no gradients of this stage have been asked for."""
+        if stage not in self._given or stage in self._summed:
+            raise ProtocolError(f"sums of gradients came for stage {stage}, which waits for none")
+        with self._explaining(f"sums of stage {stage}"):
+            self._executor.stage(stage).load_state("gradients", part)
+        if part.last:
+            self._summed.add(stage)
 
     def tied_weight(self) -> Tensor | None:
         return next((w for s in self.stages if (w := s.tied_weight()) is not None), None)

@@ -23,7 +23,13 @@ from hetero_framework.config import Config, interval
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
-from hetero_framework.engine.hosts import StagesLost, StopWanted, WorkerId, WorkerLeaving
+from hetero_framework.engine.hosts import (
+    ReplicasChanged,
+    StagesLost,
+    StopWanted,
+    WorkerId,
+    WorkerLeaving,
+)
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule, check_optimizer
@@ -41,7 +47,7 @@ from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replanning import AUTO, PlanChange, Replanning, absence_s
-from hetero_framework.trainer.replica_group import ReplicaGroup, Single
+from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
 from hetero_framework.trainer.rescue import rescue_result
 from hetero_framework.trainer.run_checkpoint import (
     RunCheckpoints,
@@ -106,11 +112,10 @@ def train(
     is left behind.
     """
     config.require("model", "data")
-    config.refuse_island()
     access = access or access_of(config, "local")
     check_optimizer(config.training)
     replan = replan or config.training.replan == AUTO
-    show, replicas = progress or Progress(), Single()
+    show = progress or Progress()
     events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
     store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
     directories = RunDirectories(config, store)
@@ -134,7 +139,6 @@ def train(
                 debug=debug,
                 run_id=directories.run_id,
                 workers=workers,
-                reduce=replicas.reduce,
                 access=access,
                 should_stop=lambda: stop.requested is not None,
                 absence_s=absence_s(config) if replan else None,
@@ -161,6 +165,7 @@ def train(
                     files = RunFiles(directories, checkpoints, metrics, events, timeline)
                     replanning = Replanning(parts, facts, survivors=replan)
                     replanning.move_s = load_s
+                    replicas = _replicas(parts, cluster, checkpoints, stop)
                     run = Coordinator(
                         parts,
                         cluster,
@@ -256,6 +261,7 @@ class Coordinator:
             hint = self._checkpoints.advice(error)
             raise type(error)(error.message, hint=hint) from error
         finally:
+            self._replicas.close("it ends")
             self._checkpoints.close()
 
     def start(self, checkpoint: CheckpointReader | None) -> None:
@@ -340,6 +346,8 @@ class Coordinator:
 
     def _return_to(self, state: TrainState) -> None:
         """All stages have this state; what was written of later steps is void."""
+        if state.step < self._state.step:
+            self._replicas.went_back()
         self._state = state
         del self._losses[max(0, state.step - self._first_step) :]
         self._files.metrics.resume(state.step)
@@ -446,7 +454,15 @@ class Coordinator:
             if self._stop.requested is not None:
                 self._stop_early()
             try:
+                if (state := self._replicas.ready(self._state)) != self._state:
+                    self._return_to(state)
+                    if state.step >= total:
+                        break
                 self.train_step()
+            except ReplicasChanged as changed:
+                _log.info("%s; the step is done again", changed)
+                self._cluster.retrying(self._cluster.pipeline.abort)
+                continue
             except _Interrupted:
                 self._cluster.retrying(lambda: self._cluster.pipeline.abort())
                 _log.warning("the step under way was given up; it is repeated when the run goes on")
@@ -475,39 +491,42 @@ class Coordinator:
         started, traffic = time.perf_counter(), self._cluster.traffic()
         state = self._state
         log.set_step(state.step + 1)
-        batches = self._data.step_batches(state.step)
+        part = self._replicas.part(state, self._data, self._count_items)
+        batches = part.batches
         tokens = sum(map(token_count, batches))
-        num_items = self._replicas.num_items(self._count_items(batches))
 
         with self._ending_within(timeouts.STEP_END_S):
             try:
-                computed = self._cluster.retrying(lambda: self._gradients(batches, num_items))
+                computed = self._cluster.retrying(lambda: self._gradients(part))
             except errors.OutOfMemory as error:
                 largest = max(batches, key=lambda batch: batch["input_ids"].numel())
                 what = f"step {state.step + 1}, whose largest micro-batch has"
                 raise advised(error, largest, self._config.training, what) from error
         losses, reports, stages = computed
         forecast = self._cluster.assembly.forecast
-        loss = math.fsum(losses)
+        loss = math.fsum(self._replicas.losses(losses))
         norm = self._order.global_norm(reports)
         rate = self._schedule.rate(state.committed_steps)
 
         # The decision. Once it says yes the step counts, whatever breaks from here on.
-        if self._replicas.should_commit(math.isfinite(loss) and bool(norm.isfinite())):
+        finite = math.isfinite(loss) and bool(norm.isfinite())
+        commits, norm = self._replicas.decide(finite, norm)
+        if commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
             self._cluster.pipeline.commit(rate, factor, self._cluster.recover)
             self._state = state.after_commit(tokens)
-            self._replicas.after_commit(self._state.step)
         else:
             self._cluster.retrying(self._cluster.pipeline.abort)
             overflow = state.loss_scale.explains(losses)
             self._state = state.after_skip(tokens, overflow=overflow)
             self._note_skip(losses, reports, overflow)
+        self._state = self._replicas.after_step(state, self._state)
 
-        seen = self._cluster.assembly.observe(len(batches), stages)
         self._losses.append(loss)
         seconds = time.perf_counter() - started
-        self._replanning.after_step(seen, seconds)
+        if batches:
+            seen = self._cluster.assembly.observe(len(batches), stages)
+            self._replanning.after_step(seen, seconds)
         self._keep_spans()
         line: dict[str, Any] = {
             "step": self._state.step,
@@ -525,6 +544,7 @@ class Coordinator:
         }
         if self._state.committed_steps == state.committed_steps:
             line["skipped"] = True
+        line |= self._replicas.metrics()
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
         predicted = stage_predictions(forecast, self._memory, [spec.owner for spec in specs])
         line["stages"] = stage_lines(specs, stages, *moved, predicted)
@@ -533,13 +553,22 @@ class Coordinator:
         self._checkpoints.after_step(self._state, seconds)
 
     def _gradients(
-        self, batches: list[MicroBatch], num_items: int
+        self, part: StepPart
     ) -> tuple[list[float], list[GradientReport], dict[int, StageStatistics]]:
         """Everything before the decision; may be repeated, since it changes no weight."""
-        step, scale = self._state.step, self._state.loss_scale.value
-        self._cluster.begin(step, len(batches), train=True, num_items=num_items, loss_scale=scale)
+        self._cluster.begin(
+            part.number,
+            len(part.batches),
+            train=True,
+            num_items=part.num_items,
+            loss_scale=self._state.loss_scale.value,
+            group=part.group,
+            first_micro_batch=part.first_micro_batch,
+        )
         pipeline = self._cluster.pipeline
-        return pipeline.run(batches), *pipeline.report_gradients()
+        losses = pipeline.run(part.batches)
+        pipeline.sum_gradients()
+        return losses, *pipeline.report_gradients()
 
     def evaluate(self) -> None:
         """Mean token loss and perplexity over the evaluation data, through the same pipeline.
@@ -583,6 +612,8 @@ class Coordinator:
 
     def save(self) -> None:
         """A checkpoint of this step. A full disk does not end the run the first times."""
+        if not self._replicas.saves:
+            return
         error = self._checkpoints.save(self._state)
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
             self._checkpoints.keep(self._state)
@@ -684,6 +715,17 @@ class Coordinator:
             if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
                 self._checkpoints.keep(self._state)
         raise errors.StoppedEarly(where, hint=self._checkpoints.advice())
+
+
+def _replicas(
+    parts: setup.Prepared, cluster: Cluster, checkpoints: RunCheckpoints, stop: StopRequest
+) -> ReplicaGroup:
+    """Those that this run is one of."""
+    if parts.config.island is None:
+        return Single()
+    from hetero_framework.trainer.islands import open_islands  # torchft is optional
+
+    return open_islands(parts, cluster, checkpoints, stop)
 
 
 def _memory_by_owner(parts: setup.Prepared) -> Counter[WorkerId]:

@@ -2,37 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from hetero_framework.engine.stage_api import StageInterface, StepInfo
+from torch import Tensor
+
+from hetero_framework.data import MicroBatch, TrainData
+from hetero_framework.engine.stage_api import GradientSum
+from hetero_framework.trainer.train_state import TrainState
+
+CountItems = Callable[[Sequence[MicroBatch]], int]
+"""The label tokens that a step's loss is a mean over."""
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """What this replica does of a step. `number` is the step of the data's order that its random
+    numbers follow from, `num_items` the label tokens of the step on all replicas; with `group` the
+    gradients are summed over them, whose micro-batches, `first_micro_batch` of them, come first."""
+
+    number: int
+    batches: list[MicroBatch]
+    num_items: int
+    group: GradientSum | None = None
+    first_micro_batch: int = 0
 
 
 class ReplicaGroup(Protocol):
-    """The replicas of a model that take every step together; by itself, a group of one.
+    """The replicas of a model; by itself, a group of one. In each step the methods are called in
+    the order in which they stand here; all but the first may raise ReplicasChanged."""
 
-    In each step the methods are called in the order in which they stand here. All replicas call
-    the same ones, so each may wait for the others' values.
-    """
+    saves: bool = True
+    """Whether this replica writes the checkpoints."""
 
-    def num_items(self, local: int) -> int:
-        """The number of items that a step's loss is a mean over, from this replica's `local`."""
-        return local
+    def ready(self, state: TrainState) -> TrainState:
+        """Before a step: the state that it begins with, which is that of `state` unless this
+        replica has taken over another one's."""
+        return state
 
-    def reduce(self, info: StepInfo, stages: Sequence[StageInterface]) -> bool:
-        """Add the other replicas' gradients to those in the stages of this process: a
-        `stage_host.Reduce`. False while that is under way."""
-        return True
+    def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
+        """Of the next step."""
+        batches = data.step_batches(state.step)
+        return StepPart(state.step, batches, count_items(batches))
 
-    def should_commit(self, finite: bool) -> bool:
-        """Whether this step changes the weights, the same answer in every replica; `finite` is what
-        this one says of its own loss and gradients."""
-        return finite
+    def losses(self, own: list[float]) -> list[float]:
+        """Those of the step's micro-batches on all replicas, from this one's."""
+        return own
 
-    def after_commit(self, step: int) -> None:
-        """Step number `step` (from 1) has changed the weights."""
+    def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
+        """Whether this step changes the weights, the same answer in every replica, and the norm of
+        the gradients; from what this one says of its own."""
+        return finite, norm
+
+    def after_step(self, before: TrainState, state: TrainState) -> TrainState:
+        """The step is done, and led from `before` to `state`: what to go on with."""
+        return state
+
+    def metrics(self) -> Mapping[str, Any]:
+        """For the step's line."""
+        return {}
+
+    def went_back(self) -> None:
+        """This replica has returned to an earlier state."""
+        return
+
+    def close(self, reason: str) -> None:
+        """This replica ends."""
         return
 
 
 class Single(ReplicaGroup):
-    """A replica by itself: its numbers are the group's. What every run has today."""
+    """A replica by itself: its numbers are the group's."""

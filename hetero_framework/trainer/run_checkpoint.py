@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 from hetero_framework.log import event
-from hetero_framework.trainer.by_name import by_parameter, load_by_name
+from hetero_framework.trainer.by_name import TensorsInMemory, by_parameter, load_by_name
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore, durable_store
 from hetero_framework.trainer.durable import DurableSteps, write_stages
 from hetero_framework.trainer.resolved import Resolved
@@ -37,9 +37,7 @@ from hetero_framework.trainer.train_state import TrainState
 _log = logging.getLogger(__name__)
 
 # What must be the same for a resumed run to be the continuation of the first one.
-_SAME_MODEL = (
-    *("name_or_path", "revision", "from_config", "dtype", "quantization", "router_aux_loss_coef"),
-)
+_SAME_MODEL = ("name_or_path", "revision", "from_config", "dtype", "quantization")
 _SAME_TRAINING = (
     "seed",
     "data_seed",
@@ -113,6 +111,29 @@ class RunCheckpoints:
         step, root = self._last
         self._cluster.retrying(lambda: self._cluster.pipeline.rewind(None, {}))
         return self.restore(CheckpointStore(root).open(step))
+
+    def gather(self, take: Callable[[StatePart], None]) -> None:
+        """Have `take` called with every part of the state that the stages have now; its tensors are
+        valid during the call. It may begin again with the first part, if a link breaks."""
+
+        def gather() -> None:
+            self._cluster.pipeline.snapshot(lambda stage, number, part: take(part))
+            self._cluster.pipeline.finish_snapshot()
+
+        self._cluster.retrying(gather)
+
+    def take_over(
+        self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], state: TrainState
+    ) -> None:
+        """Give every stage what another replica had at `state`. Raises StagesLost."""
+        held = TensorsInMemory([StatePart(dict(tensors))])
+
+        def load() -> None:
+            self._cluster.pipeline.rewind(None, {})
+            load_by_name(self._cluster.assembly, held, values)
+
+        self._cluster.retrying(load)
+        self.begin(state)
 
     def keep_newest(self) -> None:
         """A worker does not come back: make a checkpoint of the newest state that is here."""

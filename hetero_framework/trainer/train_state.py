@@ -16,7 +16,7 @@ class TrainState:
     `step` counts the steps done, skipped ones among them; `committed_steps` those that changed the
     weights, which is the position in the learning-rate schedule. `skipped_in_a_row` and `skipped`,
     in all, leave out steps that only the loss scale made overflow. `tokens` are all that were
-    trained on.
+    trained on. `group` is what a group of replicas has to remember, as JSON data.
     """
 
     step: int = 0
@@ -25,6 +25,7 @@ class TrainState:
     tokens: int = 0
     loss_scale: LossScale = field(default_factory=LossScale)
     skipped: int = 0
+    group: Mapping[str, Any] = field(default_factory=dict)
 
     def after_commit(self, tokens: int) -> TrainState:
         """The state after a step of `tokens` tokens that changed the weights."""
@@ -44,7 +45,8 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON data, for `load_state_dict`."""
-        return {
+        group = {"group": dict(self.group)} if self.group else {}
+        return group | {
             "step": self.step,
             "committed_steps": self.committed_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -59,5 +61,5 @@ class TrainState:
         """The TrainState that `state_dict` described, now or in an earlier version."""
         counts = ("step", "committed_steps", "skipped_in_a_row", "tokens")
         scale = LossScale(state["loss_scale"], state["loss_scale_good_steps"])
-        skipped = state.get("skipped", 0)
-        return cls(**{name: state[name] for name in counts}, skipped=skipped, loss_scale=scale)
+        later = {"skipped": state.get("skipped", 0), "group": state.get("group", {})}
+        return cls(**{name: state[name] for name in counts}, **later, loss_scale=scale)

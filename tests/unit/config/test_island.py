@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetero_framework import cli
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
 
@@ -95,19 +92,3 @@ def test_wrong_settings_name_the_place_and_the_fix(settings: dict[str, Any], exp
     with pytest.raises(ConfigError) as caught:
         Config.from_dict(with_island(**settings))
     assert expected in str(caught.value)
-
-
-def test_a_run_with_an_island_is_refused_and_a_check_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = Config.from_dict(with_island(), tmp_path)
-    assert any("cannot train with others" in warning for warning in config.warnings())
-    with pytest.raises(ConfigError, match="cannot train with others"):
-        config.refuse_island()
-    assert Config.from_dict(FULL).warnings() == ()
-
-    file = tmp_path / "island.json"
-    file.write_text(json.dumps(with_island()), encoding="utf-8")
-    assert cli.main(["train", "--config", str(file), "--role", "coordinator"]) == 2
-    assert "cannot train with others" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [file]  # nothing was begun

@@ -65,7 +65,7 @@ def examples() -> dict[str, Message]:
         (m.Start((1,)), []),
         (m.Log("INFO", "größer"), []),
         (m.Error("ModelError", "gone"), []),
-        (m.Step(*STEP, True, 4, 99, 1.0, (1, 3), policy, (1,)), []),
+        (m.Step(*STEP, True, 4, 99, 1.0, True, 6, (1, 3), policy, (1,)), []),
         (m.Inputs(*STEP, 1, 3, ("labels",), {"attention_mask": (1, 2)}), [tensor("int32", 1, 2)]),
         (m.Forward(*STEP, 1, 3), [tensor("bfloat16", 1, 2, 3)]),
         (
@@ -74,6 +74,7 @@ def examples() -> dict[str, Message]:
         ),
         (m.Loss(*STEP, 3, 0.5), []),
         (m.BackwardDone(*STEP, 3), []),
+        (m.Gradients(*STEP, 1, 0, True, ("a",)), [tensor("float32", 3)]),
         (
             m.GradientNorms(
                 *STEP, (m.StageReport(1, (2,), False, figures),), (m.RoundTrip("box", 0.25),), 5
@@ -104,6 +105,9 @@ def examples() -> dict[str, Message]:
         (m.PeerLost("box", "connection reset"), []),
         (m.Leaving("SIGTERM"), []),
         (m.Quit("it hangs"), []),
+        (m.IslandHello("attic", "p", "garage", "0f", 1 << 30, **versions), []),
+        (m.IslandWelcome(**versions), []),
+        (m.Share(7, "changes", True, ("a",), {"tokens": 99}), [tensor("float32", 3)]),
     ]
     return {body.spec.name: Message(body, tensors) for body, tensors in made}
 
@@ -541,7 +545,6 @@ def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
         (UP + "STEP GRADIENT_NORMS", "STEP", WORKER),
         (UP + "STEP GRADIENT_NORMS COMMIT", "COMMIT", WORKER),
         (UP + "STEP GRADIENT_NORMS COMMIT", "LOSS", COORDINATOR),
-        (UP + "STEP", "LOAD_STATE", WORKER),
         (UP, "STEP", COORDINATOR),  # a worker may not command
         (UP, "PEER_HELLO", WORKER),
         (UP + "STEP", "STEP_FAILED", WORKER),

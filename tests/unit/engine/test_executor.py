@@ -82,7 +82,11 @@ class FakeStage:
             return (torch.zeros(1, 2, 3),)
         return tuple(tensor.add_(1) if self.in_place else tensor + 1 for tensor in tensors)
 
+    def gradients(self) -> Iterator[StatePart]:
+        yield StatePart({f"w{self.index}": torch.ones(1)}, last=True)
+
     def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+        self.calls.append(("report_gradients",))
         return GradientReport(torch.zeros(0))
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
@@ -97,7 +101,9 @@ class FakeStage:
     def export(self) -> Iterator[StatePart]:
         yield StatePart({}, last=True)
 
-    def load_state(self, kind: str, part: StatePart) -> None: ...
+    def load_state(self, kind: str, part: StatePart) -> None:
+        self.calls.append(("load_state", kind))
+
     def tied_weight(self) -> torch.Tensor | None:
         return None
 

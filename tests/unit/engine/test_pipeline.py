@@ -157,6 +157,7 @@ def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
         worker.results,
         objective=CausalLM(None),
         step_timeout_s=step_timeout_s,
+        trained={0: ["first"], 1: ["last"]},
     )
     return pipeline, worker, stage
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,6 @@ from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import (
     Arrival,
     Loss,
-    StageInterface,
     StatePart,
     StepInfo,
     StepSchedule,
@@ -91,26 +90,35 @@ def test_report_comes_once_when_all_micro_batches_are_through(host: StageHost) -
     assert host.report() is None
 
 
-def test_norms_wait_for_the_other_replicas_and_for_all_backwards() -> None:
-    """In a worker, which reports without being asked by the coordinator."""
-    answers, asked = iter([False, True, True]), []
+def test_norms_wait_for_the_sums_of_a_step_that_is_summed(host: StageHost) -> None:
+    [stage] = host.stages
+    for attempt in (1, 2):  # a link broke: the gradients are new
+        info = replace(INFO, attempt=attempt, summed=True)
+        host.begin(info, SCHEDULE)
+        assert host.gradients() == []
+        host.feed(1, 0, ["labels"], BATCH)
+        arrive(host, info)
+        assert host.run_next()
+        [found] = host.gradients()
+        assert (found.stage, found.number, found.part.last) == (1, 0, True)
+        assert host.gradients() == []  # once
+        assert host.report() is None  # under way
+        host.load_state(1, "gradients", 0, StatePart({"w": torch.ones(1)}))
+        assert host.report() is None
+        host.load_state(1, "gradients", 1, StatePart({}, last=True))
+        assert host.report() is not None
+        assert stage.calls[-2:] == [("load_state", "gradients"), ("report_gradients",)]  # type: ignore[attr-defined]
 
-    def reduce(info: StepInfo, stages: Sequence[StageInterface]) -> bool:
-        asked.append((info.attempt, [call[0] for call in stages[0].calls]))  # type: ignore[attr-defined]
-        return next(answers)
 
-    outlet, meter, device = Outlet(), ArrivalMeter(Recorder(0)), open_device("cpu")
-    stage = FakeStage(1, last=True)
-    host = StageHost([stage], CONFIG, device, meter, outlet, id=7, reduce=reduce)  # type: ignore[arg-type]
-    take_step(host, INFO)
-    assert host.report() is None  # under way
-    assert host.report() is not None
-    assert host.report() is None
-    take_step(host, replace(INFO, attempt=2))  # a link broke: the gradients are new
-    assert host.report() is not None
-    assert [attempt for attempt, _ in asked] == [1, 1, 2]
-    assert all("report_gradients" not in before for _, before in asked[:2])
-    host.close()
+def test_sums_that_nothing_waits_for_are_refused(host: StageHost) -> None:
+    part = StatePart({}, last=True)
+    with pytest.raises(ProtocolError, match="stage 1, which waits for none"):
+        host.load_state(1, "gradients", 0, part)
+    take_step(host, replace(INFO, summed=True))
+    host.gradients()
+    host.load_state(1, "gradients", 0, part)
+    with pytest.raises(ProtocolError, match="waits for none"):
+        host.load_state(1, "gradients", 0, part)
 
 
 def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> None:

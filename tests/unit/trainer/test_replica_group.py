@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hetero_framework.engine.stage_api import StageInterface, StepInfo
+from hetero_framework.data import TrainData
+from hetero_framework.engine.hosts import ReplicasChanged
+from hetero_framework.engine.stage_api import GradientPart, Tensors
 from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.replica_group import Single
+from hetero_framework.trainer.replica_group import CountItems, Single, StepPart
+from hetero_framework.trainer.train_state import TrainState
 from tests.unit.trainer.conftest import Alone
 
 
@@ -22,50 +26,81 @@ class Recorded(Single):
     """A group of one that writes down what it is asked."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
+        self.calls: list[str] = []
 
-    def num_items(self, local: int) -> int:
-        self.calls.append(("num_items", local))
-        return super().num_items(local)
+    def ready(self, state: TrainState) -> TrainState:
+        self.calls.append("ready")
+        return super().ready(state)
 
-    def reduce(self, info: StepInfo, stages: Sequence[StageInterface]) -> bool:
-        self.calls.append(("reduce", info.step))
-        return super().reduce(info, stages)
+    def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
+        self.calls.append("part")
+        return super().part(state, data, count_items)
 
-    def should_commit(self, finite: bool) -> bool:
-        self.calls.append(("should_commit", finite))
-        return super().should_commit(finite)
+    def losses(self, own: list[float]) -> list[float]:
+        self.calls.append("losses")
+        return super().losses(own)
 
-    def after_commit(self, step: int) -> None:
-        self.calls.append(("after_commit", step))
+    def decide(self, finite: bool, norm: torch.Tensor) -> tuple[bool, torch.Tensor]:
+        self.calls.append("decide")
+        return super().decide(finite, norm)
+
+    def after_step(self, before: TrainState, state: TrainState) -> TrainState:
+        self.calls.append("after_step")
+        return replace(super().after_step(before, state), group={"step": state.step})
+
+    def metrics(self) -> Mapping[str, Any]:
+        self.calls.append("metrics")
+        return {"island": "attic"}
+
+    def close(self, reason: str) -> None:
+        self.calls.append("close")
 
 
-class TwiceTheItems(Recorded):
-    """As if another replica had as many items, all of them with gradient zero."""
+class Doubled:
+    """As if another replica had the same gradients, which come when they are asked for twice."""
 
-    def num_items(self, local: int) -> int:
-        return 2 * super().num_items(local)
+    def __init__(self) -> None:
+        self.given: Tensors = {}
+        self.ended = self.asked = 0
+
+    def give(self, found: GradientPart) -> None:
+        self.given.update({name: t.clone() for name, t in found.part.tensors.items()})
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def sums(self, names: Sequence[str]) -> Tensors | None:
+        assert self.ended == 1
+        self.asked += 1
+        if self.asked == 1:
+            return None
+        return {name: 2 * self.given[name] for name in names}
 
 
 class TwoAlike(Recorded):
-    """As if another replica had the same gradients, which come when they are asked for twice."""
+    def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
+        return replace(super().part(state, data, count_items), group=Doubled())
 
-    def reduce(self, info: StepInfo, stages: Sequence[StageInterface]) -> bool:
-        super().reduce(info, stages)
-        if sum(call == ("reduce", info.step) for call in self.calls) < 2:
-            return False
-        for stage in stages:
-            for _, parameter in stage._parameters:  # type: ignore[attr-defined]
-                parameter.grad.mul_(2)
-        return True
+    def losses(self, own: list[float]) -> list[float]:
+        return [*own, *own]
 
 
 class OthersRefuse(Recorded):
     """Another replica's second step is not finite."""
 
-    def should_commit(self, finite: bool) -> bool:
-        asked = sum(name == "should_commit" for name, _ in self.calls)
-        return super().should_commit(finite) and asked != 1
+    def decide(self, finite: bool, norm: torch.Tensor) -> tuple[bool, torch.Tensor]:
+        commits, norm = super().decide(finite, norm)
+        return commits and self.calls.count("decide") != 2, norm
+
+
+class OneLeaves(Recorded):
+    """Another replica is gone when the second step has been computed."""
+
+    def losses(self, own: list[float]) -> list[float]:
+        if self.calls.count("losses") == 1:
+            self.calls.append("losses")
+            raise ReplicasChanged("island garage: it left")
+        return super().losses(own)
 
 
 def run(
@@ -88,38 +123,43 @@ def test_a_step_asks_the_group_in_the_order_of_its_methods(
 ) -> None:
     group = Recorded()
     lines = run(group, "run", alone, monkeypatch, max_steps=2)
-    names = ["num_items", "reduce", "should_commit", "after_commit"]
-    assert [name for name, _ in group.calls] == names * 2
-    assert [value for name, value in group.calls if name == "after_commit"] == [1, 2]
-    assert [value for name, value in group.calls if name == "should_commit"] == [True, True]
-    assert [value > 0 for name, value in group.calls if name == "num_items"] == [True, True]
+    names = ["ready", "part", "losses", "decide", "after_step", "metrics"]
+    assert group.calls == [*names * 2, "close"]
+    assert [line["island"] for line in lines] == ["attic"] * 2
     assert not any("skipped" in line for line in lines)
 
 
-def test_items_of_other_replicas_divide_the_loss(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
+def test_norms_and_steps_are_of_the_sums(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole = run(Single(), "whole", alone, monkeypatch, max_steps=1)
-    half = run(TwiceTheItems(), "half", alone, monkeypatch, max_steps=1)
-    assert half[0]["loss"] == whole[0]["loss"] / 2
-    assert half[0]["grad_norm"] == pytest.approx(whole[0]["grad_norm"] / 2, rel=1e-6)
-
-
-def test_norms_are_of_the_reduced_gradients(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = run(Single(), "one", alone, monkeypatch, max_steps=1)
-    two = run(TwoAlike(), "two", alone, monkeypatch, max_steps=1)
-    assert two[0]["loss"] == one[0]["loss"]
+    settings = {"optim": "sgd", "max_grad_norm": 0, "max_steps": 1}
+    one = run(Single(), "one", alone, monkeypatch, **settings)
+    two = run(TwoAlike(), "two", alone, monkeypatch, **settings)
+    assert two[0]["loss"] == 2 * one[0]["loss"]
     assert two[0]["grad_norm"] == 2 * one[0]["grad_norm"]
+    run(Single(), "fast", alone, monkeypatch, **settings, learning_rate=2e-2)
+    fast, doubled = weights(tmp_path / "fast"), weights(tmp_path / "two")
+    assert all(torch.equal(fast[key], doubled[key]) for key in fast)
 
 
 def test_a_step_that_the_group_refuses_changes_no_weight_and_holds_the_schedule(
     alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    group = OthersRefuse()
     settings = {"lr_scheduler_type": "constant", "warmup_steps": 2}
-    lines = run(group, "refused", alone, monkeypatch, max_steps=2, **settings)
+    lines = run(OthersRefuse(), "refused", alone, monkeypatch, max_steps=2, **settings)
     run(Single(), "one", alone, monkeypatch, max_steps=1, **settings)
     assert [line.get("skipped", False) for line in lines] == [False, True]
-    assert [value for name, value in group.calls if name == "after_commit"] == [1]
     after, before = weights(tmp_path / "refused"), weights(tmp_path / "one")
     assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_a_step_in_which_a_replica_leaves_is_done_again(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    group = OneLeaves()
+    left = run(group, "left", alone, monkeypatch, max_steps=3)
+    assert group.calls.count("ready") == 4
+    calm = run(Single(), "calm", alone, monkeypatch, max_steps=3)
+    assert [line["loss"] for line in left] == [line["loss"] for line in calm]
+    one, other = weights(tmp_path / "left"), weights(tmp_path / "calm")
+    assert all(torch.equal(one[key], other[key]) for key in one)

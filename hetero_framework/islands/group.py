@@ -1,0 +1,257 @@
+"""Who trains together, and from where: a view of the members, their positions, and one decision.
+
+Islands ask for a view together (`Rendezvous`), open new links (`Circle`), and say where they are.
+Whoever is not where the group is takes over the state of a member that is, its source. Positions of
+two members are equal where they have made the same commits: `lineage` is a hash of all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hetero_framework.core import timeouts
+from hetero_framework.core.background import in_background
+from hetero_framework.errors import ConfigError, NetworkError, PeerAwayError, ProtocolError
+from hetero_framework.islands.links import Circle, IslandLinks, MemberLost
+from hetero_framework.islands.rendezvous import Rendezvous, View
+from hetero_framework.log import event
+from hetero_framework.units import plural
+
+POSITIONS = 0
+"""The number of a circle's first exchange."""
+STATE = 1
+_MEET_S = 60.0
+_ASK_S = 3600.0
+_RETRY_S = 1.0
+_log = logging.getLogger(__name__)
+Check = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a member's training stands: steps done, and the commits that led there. `trains`: it
+    has taken part in a commit since it was started, or has healed from one that had. `facts` must
+    be equal on all members; what it `says` need not."""
+
+    step: int = 0
+    lineage: str = ""
+    trains: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    says: Mapping[str, Any] = field(default_factory=dict)
+
+    def after_commit(self, step: int, view: View) -> Position:
+        said = f"{self.lineage} {step} {view.key}"
+        lineage = hashlib.sha256(said.encode()).hexdigest()[:32]
+        return replace(self, step=step, lineage=lineage, trains=True)
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> Position:
+        """What a member said. Raises ProtocolError."""
+        try:
+            step, lineage, trains = info["step"], info["lineage"], info["trains"]
+            facts, says = dict(info["facts"]), dict(info["says"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"an island says no position: {error!r}") from error
+        if type(step) is not int or not isinstance(lineage, str) or type(trains) is not bool:
+            raise ProtocolError("an island says no position")
+        return cls(step, lineage, trains, facts, says)
+
+
+def source_of(positions: Mapping[str, Position]) -> str:
+    """The member whose state all take over that are elsewhere: of those that have trained together,
+    if there are any, the one that is furthest; where some are equally far, one of the most that
+    agree, and of these the first by name."""
+    those = {name: p for name, p in positions.items() if p.trains} or dict(positions)
+    furthest = max(p.step for p in those.values())
+    at = {name: p.lineage for name, p in sorted(those.items()) if p.step == furthest}
+    agreeing = Counter(at.values())
+    return max(at, key=lambda name: agreeing[at[name]])  # the first of equals
+
+
+def behind(positions: Mapping[str, Position], source: str) -> list[str]:
+    """Who has to take over the source's state: whoever is elsewhere, and whoever was just started,
+    so that all begin with the same bits."""
+    where = positions[source]
+    return [
+        name
+        for name, p in sorted(positions.items())
+        if name != source and not (p.lineage and (p.step, p.lineage) == (where.step, where.lineage))
+    ]
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """The facts that are not the same."""
+    return [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A circle that has begun: who takes over whose state."""
+
+    circle: Circle
+    source: str
+    behind: tuple[str, ...]
+    positions: Mapping[str, Position]
+
+
+class Group:
+    """This island's place among the others, from view to view. `check` is called while it waits;
+    what it raises ends the waiting."""
+
+    def __init__(
+        self, rendezvous: Rendezvous, links: IslandLinks, min_islands: int, check: Check
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._links = links
+        self._min_islands = min_islands
+        self._check = check
+        self._asking: Future[View] | None = None
+        self._answered: View | None = None
+        self.circle: Circle | None = None
+        self._waiting_since: float | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether this island waits for the others: it does not stall."""
+        return self._waiting_since is not None
+
+    def stay(self) -> bool:
+        """Before a step: whether the members are as they were, as far as is known. Asks for the
+        next view, which comes while the step runs, so that others can join."""
+        circle = self.circle
+        if circle is None:
+            return False
+        view = self._asked()
+        if view is not None and view.key != circle.view.key:
+            self._answered = view
+            return False
+        try:
+            circle.check()
+        except MemberLost:
+            return False
+        self._asking = in_background(lambda: self._rendezvous.members(_ASK_S), "next view")
+        return True
+
+    def join(self, position: Position) -> Joined:
+        """With the members of the next view: new links, and everybody's position. Begins again
+        while members come and go. Raises ConfigError where this island trains something else than
+        the others, and what `check` raises."""
+        self._waiting_since = time.monotonic()
+        told: str | None = None
+        try:
+            while True:
+                view, self._answered = self._answered or self._view(), None
+                if len(view.members) < self._min_islands:
+                    have = plural(len(view.members), "island")
+                    text = f"waiting for other islands: {have} here, {self._min_islands} are wanted"
+                    if told != text:
+                        _log.info("%s", text)
+                    told = text
+                    self._pause(_RETRY_S)
+                    continue
+                try:
+                    return self._met(view, position)
+                except MemberLost as lost:
+                    gone = event("island lost", island=lost.name, reason=lost.reason)
+                    _log.info("%s; looking who is there", lost, extra=gone)
+        finally:
+            self._waiting_since = None
+
+    def leave(self, reason: str) -> None:
+        """The present circle is over here; the others notice at once."""
+        self.circle = None
+        self._links.part(reason)
+
+    def close(self, reason: str) -> None:
+        self.leave(reason)
+        self._rendezvous.close()
+        self._links.close(reason)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _asked(self) -> View | None:
+        """The answer to what `stay` asked; None where the lighthouse has not given one."""
+        if self._asking is None:
+            return None
+        asking, self._asking = self._asking, None
+        self._wait(asking)
+        error = asking.exception()
+        if isinstance(error, (NetworkError, PeerAwayError)):
+            _log.warning("%s; the members stay as they are", error.message)
+            return None
+        return asking.result()
+
+    def _view(self) -> View:
+        """The next view, asked for until there is one."""
+        told = False
+        while True:
+            asking, self._asking = self._asking, None
+            if asking is None:
+                asking = in_background(lambda: self._rendezvous.members(_ASK_S), "next view")
+            self._wait(asking)
+            error = asking.exception()
+            if error is None:
+                return asking.result()
+            if not isinstance(error, (NetworkError, PeerAwayError)):
+                raise error
+            if not told:
+                _log.warning("%s; asking again until it answers", error.message)
+            told = True
+            self._pause(_RETRY_S)
+
+    def _wait(self, asking: Future[View]) -> None:
+        before, self._waiting_since = self._waiting_since, self._waiting_since or time.monotonic()
+        try:
+            while not asking.done():
+                self._check()
+                _settled(asking, timeouts.ANSWER_TICK_S)
+        finally:
+            self._waiting_since = before
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._check()
+            threading.Event().wait(min(left, timeouts.ANSWER_TICK_S))
+
+    def _met(self, view: View, position: Position) -> Joined:
+        circle = self._links.meet(view, _MEET_S, self._check)
+        said = {"step": position.step, "lineage": position.lineage, "trains": position.trains}
+        more = {"facts": dict(position.facts), "says": dict(position.says)}
+        circle.say(POSITIONS, "position", info=said | more)
+        positions = {circle.me: position}
+        for name in circle.others:
+            positions[name] = Position.of(
+                circle.hear(POSITIONS, "position", name, self._check).info
+            )
+        source = source_of(positions)
+        if other := differing(positions[source].facts, position.facts):
+            self._refuse(source, other, positions)
+        self.circle = circle
+        members = ", ".join(circle.members)
+        _log.info("islands: %s", members, extra=event("islands", members=members))
+        return Joined(circle, source, tuple(behind(positions, source)), positions)
+
+    def _refuse(self, source: str, keys: list[str], positions: Mapping[str, Position]) -> None:
+        """This island's settings are not the group's."""
+        ours, theirs = positions[self._links.member.name].facts, positions[source].facts
+        key = keys[0]
+        raise ConfigError(
+            f"island {self._links.member.name} does not train what island {source} does: {key} is"
+            f" {ours.get(key)!r} here, and {theirs.get(key)!r} there",
+            hint="the configurations of all islands must agree in all but machines and plan",
+        )
+
+
+def _settled(future: Future[Any], timeout_s: float) -> None:
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    done.wait(timeout_s)

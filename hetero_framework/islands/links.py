@@ -1,0 +1,393 @@
+"""Links between the coordinators of islands: who dials whom, and what arrives of an exchange.
+
+All links of a `Circle` are new ones, so nothing of an earlier one can arrive in it. Of two members
+the one whose name comes later dials.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hetero_framework.core import messages as m
+from hetero_framework.core import timeouts
+from hetero_framework.core.background import in_background
+from hetero_framework.core.connection import Connection
+from hetero_framework.core.dial import Listener, connect
+from hetero_framework.core.identity import Identity
+from hetero_framework.core.messages import Message, ShareKind
+from hetero_framework.core.stream import Stream
+from hetero_framework.core.tensors import from_wire, to_wire
+from hetero_framework.engine.hosts import ReplicasChanged
+from hetero_framework.engine.state_snapshot import in_parts
+from hetero_framework.errors import HeteroError, NetworkError
+from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.security.access import Access
+from hetero_framework.security.door import Door
+
+_log = logging.getLogger(__name__)
+Check = Callable[[], None]
+
+
+class MemberLost(ReplicasChanged):
+    """An island of the circle is gone, or knows other members; the circle is over."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"island {name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+@dataclass
+class Said:
+    """What a member has said so far of one kind in one exchange, in memory of its own."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    is_whole: bool = False
+
+
+class Circle:
+    """The members of one view, each with a link to this island. Safe to use from several threads.
+
+    Exchanges are numbered; what comes early waits. Every method raises MemberLost once a member is
+    gone.
+    """
+
+    def __init__(self, me: str, view: View) -> None:
+        self.me = me
+        self.view = view
+        self.members = tuple(member.name for member in view.members)
+        self._links: dict[str, Connection] = {}
+        self._said: defaultdict[tuple[int, str, str], Said] = defaultdict(Said)
+        self._changed = threading.Condition()
+        self._lost: MemberLost | None = None
+        self._done = -1
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return tuple(name for name in self.members if name != self.me)
+
+    @property
+    def leader(self) -> str:
+        """The member that counts votes."""
+        return self.members[0]
+
+    def say(
+        self,
+        number: int,
+        kind: ShareKind,
+        tensors: Mapping[str, Tensor] | None = None,
+        info: Mapping[str, Any] | None = None,
+        *,
+        last: bool = True,
+        to: Iterable[str] | None = None,
+    ) -> None:
+        """Send this to the others, or to some of them. The tensors must not change any more."""
+        self.check()
+        parts = list(in_parts((name, tensor, {}) for name, tensor in (tensors or {}).items()))
+        for part in parts:
+            ends = last and part.last
+            values = dict(info or {}) if part.last else {}
+            body = m.Share(number, kind, ends, tuple(part.tensors), values)
+            message = Message(body, tuple(map(to_wire, part.tensors.values())))
+            for name in self.others if to is None else to:
+                try:
+                    self._links[name].send(message)
+                except HeteroError as error:
+                    self.lose(name, error.message)
+                    self.check()
+
+    def said(self, number: int, kind: ShareKind, name: str) -> Said:
+        """What this member has said until now."""
+        self.check()
+        with self._changed:
+            found = self._said[number, kind, name]
+            return Said(dict(found.tensors), dict(found.info), found.is_whole)
+
+    def hear(self, number: int, kind: ShareKind, name: str, check: Check) -> Said:
+        """All that this member says, once it is here; calls `check` while it waits."""
+        deadline = time.monotonic() + timeouts.ISLAND_S
+        while True:
+            self.check()
+            with self._changed:
+                if self._said[number, kind, name].is_whole:
+                    return self._said[number, kind, name]
+                self._changed.wait(timeouts.ANSWER_TICK_S)
+            if time.monotonic() > deadline:
+                self.lose(name, f"it said nothing for {timeouts.ISLAND_S:.0f} s")
+            check()
+
+    def wait_for_more(self, timeout_s: float) -> None:
+        """Until anything arrives, or the time is over."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def forget(self, number: int) -> None:
+        """Exchanges up to this one are over."""
+        with self._changed:
+            self._done = max(self._done, number)
+            for key in [key for key in self._said if key[0] <= number]:
+                del self._said[key]
+
+    def check(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Bytes that have come in and gone out over the links."""
+        links = [link.link.stats for link in self._links.values()]
+        return sum(s.bytes_in for s in links), sum(s.bytes_out for s in links)
+
+    # -- from the links -------------------------------------------------------------------------
+
+    def add(self, name: str, connection: Connection) -> None:
+        with self._changed:
+            self._links[name] = connection
+            self._changed.notify_all()
+
+    def lacks(self) -> list[str]:
+        """Members without a link."""
+        return [name for name in self.others if name not in self._links]
+
+    def take(self, name: str, message: Message) -> None:
+        """In a reader thread: a part of what a member says."""
+        body = message.expect(m.Share)
+        tensors = {
+            key: from_wire(tensor).clone()
+            for key, tensor in zip(body.names, message.tensors, strict=True)
+        }
+        message.release()
+        with self._changed:
+            if body.number <= self._done:
+                return
+            found = self._said[body.number, body.kind, name]
+            found.tensors.update(tensors)
+            found.info.update(body.info)
+            found.is_whole = found.is_whole or body.last
+            self._changed.notify_all()
+
+    def lose(self, name: str, reason: str) -> None:
+        with self._changed:
+            self._lost = self._lost or MemberLost(name, reason)
+            self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        """Leave: the others notice at once."""
+        self.lose(self.me, reason)
+        for link in self._links.values():
+            with suppress(HeteroError):
+                link.send(Message(m.Bye(reason)))
+            link.close(drain_s=timeouts.DRAIN_S if reason else 0)
+
+
+class IslandLinks:
+    """This island's door and the links of its present circle. `process` is the id of this start of
+    it, `liveness_s` how long another one may be silent."""
+
+    def __init__(
+        self,
+        name: str,
+        process: str,
+        access: Access,
+        host: str,
+        port: int = 0,
+        *,
+        max_frame_bytes: int,
+        liveness_s: float,
+    ) -> None:
+        access.check_address(host, f"island {name}")
+        self._name, self._process, self._access = name, process, access
+        self._max_frame_bytes, self._liveness_s = max_frame_bytes, liveness_s
+        self._lock = threading.Lock()
+        self._came: dict[tuple[str, str, str], Connection] = {}  # by name, process, view
+        self._circle: Circle | None = None
+        self._of: dict[Connection, tuple[Circle, str]] = {}
+        self._listener = Listener(host, port)
+        self._door = Door(access, self._greet)
+        self._running = in_background(lambda: self._door.run(self._listener), "island door")
+        shown = f"[{host}]" if ":" in host else host
+        self.member = Member(name, process, f"{shown}:{self._listener.port}")
+
+    def meet(self, view: View, timeout_s: float, check: Check) -> Circle:
+        """New links to all other members, which do the same. Raises MemberLost for one that cannot
+        be reached in time, or knows other members."""
+        self.part("the members change")
+        circle = Circle(self._name, view)
+        with self._lock:
+            self._circle = circle
+            waiting = [key for key in self._came if key[2] == view.key]
+            came = {key: self._came.pop(key) for key in waiting}
+            strangers, self._came = list(self._came.values()), {}
+        for (name, process, _), connection in came.items():
+            self._admit(circle, name, process, connection)
+        for connection in strangers:
+            connection.close(drain_s=0)
+        deadline = time.monotonic() + timeout_s
+        stop = threading.Event()
+        earlier = [member for member in view.members if member.name < self._name]
+        dialled = [
+            in_background(partial(self._dial, circle, member, timeout_s, stop), "dial island")
+            for member in earlier
+        ]
+        try:
+            while lacking := circle.lacks():
+                circle.check()
+                check()
+                for member, dialling in zip(earlier, dialled, strict=True):
+                    if dialling.done() and (problem := dialling.result()) is not None:
+                        raise MemberLost(member.name, problem)
+                if time.monotonic() > deadline:
+                    raise MemberLost(lacking[0], f"no link to it came up in {timeout_s:.0f} s")
+                circle.wait_for_more(timeouts.ANSWER_TICK_S)
+        finally:
+            stop.set()
+        return circle
+
+    def part(self, reason: str) -> None:
+        """End the present circle; the other members notice."""
+        with self._lock:
+            circle, self._circle = self._circle, None
+            self._of = {}
+        if circle is not None:
+            circle.close(reason)
+
+    def close(self, reason: str) -> None:
+        self.part(reason)
+        self._listener.close()
+        self._door.close()
+        with self._lock:
+            waiting, self._came = list(self._came.values()), {}
+        for connection in waiting:
+            connection.close(drain_s=0)
+        self._running.result(timeouts.EXIT_S)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _dial(
+        self, circle: Circle, member: Member, timeout_s: float, stop: threading.Event
+    ) -> str | None:
+        """Why there is no link to this member; None when there is one."""
+        who, deadline = f"island {member.name}", time.monotonic() + timeout_s
+        host, _, port = member.address.rpartition(":")
+        host = host.strip("[]")
+        try:
+            self._access.check_address(host, who)
+            secure = partial(self._access.dialled, process=member.name)
+            stream = connect(host, int(port), timeout_s, who=who, stop=stop, secure=secure)
+        except NetworkError as error:
+            return error.message
+        connection = self._begin(stream, who, m.NEWCOMER, None)
+        hello = m.IslandHello(
+            self._name, self._process, member.name, circle.view.key, self._max_frame_bytes
+        )
+        problem = "it did not answer"
+        self._belongs(circle, member.name, connection)  # what it says may follow its answer at once
+        try:
+            answer = connection.ask(Message(hello), deadline - time.monotonic(), stop)
+            if answer is not None and isinstance(answer.body, m.IslandWelcome):
+                circle.add(member.name, connection)
+                return None
+            if answer is not None and isinstance(answer.body, (m.Reject, m.Error)):
+                problem = answer.body.message
+        except HeteroError as error:
+            problem = error.message
+        connection.close(drain_s=0)
+        return problem
+
+    def _greet(self, stream: Stream, identity: Identity | None) -> None:
+        self._begin(stream, f"island at {stream.peer}", m.MEMBER, identity)
+
+    def _begin(self, stream: Stream, name: str, role: str, identity: Identity | None) -> Connection:
+        connection = Connection(
+            stream,
+            name,
+            role,
+            self._received,
+            self._lost,
+            max_frame_bytes=self._max_frame_bytes,
+            liveness_s=self._liveness_s,
+            handshake_s=timeouts.HANDSHAKE_S,
+        )
+        connection.identity = identity
+        connection.start()
+        return connection
+
+    def _received(self, connection: Connection, message: Message) -> None:
+        """In a reader thread."""
+        if isinstance(message.body, m.IslandHello):
+            self._on_hello(connection, message.body)
+        elif isinstance(message.body, m.Share):
+            known = self._of.get(connection)
+            if known is None:
+                message.release()  # of a circle that is over here
+            else:
+                known[0].take(known[1], message)
+        elif isinstance(message.body, (m.Bye, m.Error, m.Reject)):
+            said = getattr(message.body, "reason", None) or getattr(message.body, "message", "")
+            if (known := self._of.get(connection)) is not None:
+                known[0].lose(known[1], str(said))
+
+    def _on_hello(self, connection: Connection, hello: m.IslandHello) -> None:
+        self._door.gone(connection.stream)
+        identity = connection.identity
+        if hello.to != self._name:
+            text = f"this is island {self._name}, not {hello.to}"
+            connection.refuse("identity", text, "two islands have exchanged their addresses")
+        elif identity is not None and str(identity) != f"island {hello.name}":
+            connection.refuse("identity", f"the certificate is that of {identity}")
+        else:
+            connection.link.name = f"island {hello.name}"
+            key = hello.name, hello.process, hello.view
+            with self._lock:
+                circle = self._circle
+                is_now = circle is not None and circle.view.key == hello.view
+                is_now = is_now and hello.name in circle.lacks()  # type: ignore[union-attr]
+                before = None if is_now else self._came.pop(key, None)
+                if not is_now:
+                    self._came[key] = connection
+            if before is not None:
+                before.close(drain_s=0)
+            if is_now:
+                assert circle is not None
+                self._admit(circle, hello.name, hello.process, connection)
+            elif circle is not None and hello.name in circle.members:
+                circle.lose(hello.name, "it knows of other members")
+
+    def _admit(self, circle: Circle, name: str, process: str, connection: Connection) -> None:
+        """Welcome a member of the circle."""
+        if (name, process) not in {(one.name, one.process) for one in circle.view.members}:
+            connection.refuse("stale", "the group has another process of this island")
+            return
+        self._belongs(circle, name, connection)
+        circle.add(name, connection)
+        with suppress(HeteroError):  # its reader says that it is gone
+            connection.send(Message(m.IslandWelcome()))
+
+    def _belongs(self, circle: Circle, name: str, connection: Connection) -> None:
+        """What comes over this connection is said in this circle, unless that is over."""
+        connection.peer = name
+        with self._lock:
+            if self._circle is circle:
+                self._of[connection] = circle, name
+                return
+        connection.close(drain_s=0)
+
+    def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
+        """In a reader thread."""
+        self._door.gone(connection.stream)
+        with self._lock:
+            known = self._of.pop(connection, None)
+            for key in [key for key, came in self._came.items() if came is connection]:
+                del self._came[key]
+        if known is not None:
+            known[0].lose(known[1], reason.message if reason is not None else "it left")

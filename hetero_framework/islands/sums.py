@@ -1,0 +1,89 @@
+"""The gradients of one step, summed over all islands: the same bits on each, under any plan.
+
+Every island sends all of its own to every other, and adds what it has in the order of the names, in
+float32 or wider; nothing depends on what arrived first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hetero_framework.engine.stage_api import GradientPart, Tensors
+from hetero_framework.errors import ProtocolError
+from hetero_framework.islands.links import Check, Circle
+
+
+class SummedGradients:
+    """A `GradientSum` of exchange `number` of a circle. Raises MemberLost, and ProtocolError for a
+    gradient of another shape than here. A step that is begun again gives the same once more, of
+    which nothing is sent twice."""
+
+    def __init__(self, circle: Circle, number: int) -> None:
+        self._circle = circle
+        self._number = number
+        self._own: Tensors = {}
+        self._ended = False
+
+    def give(self, found: GradientPart) -> None:
+        new = {
+            name: gradient.clone()
+            for name, gradient in found.part.tensors.items()
+            if name not in self._own
+        }
+        self._own.update(new)
+        if new:
+            self._circle.say(self._number, "gradients", new, last=False)
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._circle.say(self._number, "gradients")
+
+    def sums(self, names: Sequence[str]) -> Tensors | None:
+        parts: list[tuple[str, Tensors, bool]] = []
+        for member in self._circle.members:
+            if member == self._circle.me:
+                parts.append((member, self._own, True))
+            else:
+                said = self._circle.said(self._number, "gradients", member)
+                parts.append((member, said.tensors, said.is_whole))
+        found: Tensors = {}
+        for name in names:
+            if not all(whole or name in tensors for _, tensors, whole in parts):
+                return None
+            shares = [(member, tensors[name]) for member, tensors, _ in parts if name in tensors]
+            if shares:
+                found[name] = _sum(name, shares)
+        return found
+
+    def losses(self, own: Sequence[float], check: Check) -> list[float]:
+        """Those of all islands' micro-batches."""
+        values = torch.tensor(list(own), dtype=torch.float64)
+        self._circle.say(self._number, "losses", {"losses": values})
+        found = list(own)
+        for name in self._circle.others:
+            said = self._circle.hear(self._number, "losses", name, check).tensors
+            if said.keys() != {"losses"} or said["losses"].dtype != torch.float64:
+                raise ProtocolError(f"island {name} sends no losses")
+            found += said["losses"].flatten().tolist()
+        return found
+
+
+def _sum(name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
+    """In the order of the members."""
+    (_, first), *rest = shares
+    total = first if not rest else first.to(_wide(first))
+    for member, share in rest:
+        if share.shape != first.shape or share.dtype != first.dtype:
+            raise ProtocolError(
+                f"island {member} sends a gradient of {name} of another shape or type"
+            )
+        total = total + share.to(total.dtype)
+    return total.to(first.dtype)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,133 @@
+"""Islands that sum their gradients: one training, whatever the islands' plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.config import Config
+from hetero_framework.trainer import islands
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import Notes, Pool
+from tests.integration.test_parity import LORA, assert_same, weights
+from tests.islands import Berth, Harbour, train_islands
+
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def harbour(monkeypatch: pytest.MonkeyPatch) -> Harbour:
+    made = Harbour()
+    monkeypatch.setattr(
+        islands, "TorchftRendezvous", lambda url, member, lively: Berth(made, member, lively)
+    )
+    return made
+
+
+@pytest.fixture
+def settings(llama: Path, texts: Path) -> dict[str, Any]:
+    return {
+        "model": {"name_or_path": str(llama)},
+        "data": {"train": str(texts), "max_length": 64},
+    }
+
+
+def island(
+    pool: Pool,
+    output: Path,
+    cuts: list[int],
+    settings: dict[str, Any],
+    *,
+    rows: int = 2,
+    accumulation: int = 6,
+    section: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    first_worker: int = 1,
+) -> dict[str, Any]:
+    own = {
+        "verify_architecture": False,
+        "probe_longest_batch": False,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": accumulation,
+        **(training or {}),
+    }
+    bounds = [0, *cuts, 6]
+    owners = ["local", *range(first_worker, first_worker + len(cuts))]
+    plan = [
+        {"id": owner, "start": start, "end": end}
+        for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
+    ]
+    raw = pool.config(output, cuts, training=own, shard_plan=plan, **settings)
+    if section is not None:
+        raw["island"] = {"lighthouse": "127.0.0.1:29510", "min_islands": 2, **section}
+    return raw
+
+
+def lines(output: Path, *keys: str) -> list[dict[str, Any]]:
+    text = (output / "metrics.jsonl").read_text(encoding="utf-8")
+    return [{key: step[key] for key in keys} for step in map(json.loads, text.splitlines())]
+
+
+def test_two_islands_of_any_plans_are_one_training(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Uneven micro-batches of uneven lengths: 9 samples of a step by fours, 3 by twos."""
+    whole = island(pool, tmp_path / "whole", [], settings, rows=4, accumulation=3)
+    train(Config.from_dict(whole), progress=Notes())
+    for name, a_cuts, b_cuts in (("one", [], []), ("cut", [2, 4], [3])):
+        train_islands(
+            {
+                "a": island(
+                    pool,
+                    tmp_path / name / "a",
+                    a_cuts,
+                    settings,
+                    rows=4,
+                    accumulation=3,
+                    section={"name": "a", "share": 3},
+                ),
+                "b": island(
+                    pool,
+                    tmp_path / name / "b",
+                    b_cuts,
+                    settings,
+                    section={"name": "b", "share": 1},
+                    first_worker=3,
+                ),
+            }
+        )
+    for name in ("one", "cut"):
+        a, b = (tmp_path / name / key for key in "ab")
+        assert lines(a, "step", "loss", "grad_norm") == lines(b, "step", "loss", "grad_norm")
+        assert_same(weights(a), weights(b))
+    assert lines(tmp_path / "one" / "a", "loss", "grad_norm") == lines(
+        tmp_path / "cut" / "a", "loss", "grad_norm"
+    )
+    assert_same(weights(tmp_path / "one" / "a"), weights(tmp_path / "cut" / "a"))
+    ours = lines(tmp_path / "cut" / "a", "loss", "island")
+    theirs = lines(tmp_path / "whole", "loss")
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert [one["island"]["samples"] for one in ours[:2]] == [{"a": 9, "b": 3}, {"a": 7, "b": 2}]
+    a, whole_weights = weights(tmp_path / "cut" / "a"), weights(tmp_path / "whole")
+    for key, tensor in whole_weights.items():
+        torch.testing.assert_close(a[key], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_an_island_by_itself_trains_as_without_islands(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    own = {**settings, "adapter": {**LORA, "lora_dropout": 0.1}}
+    train(Config.from_dict(island(pool, tmp_path / "whole", [], own)), progress=Notes())
+    section = {"name": "a", "min_islands": 1}
+    train_islands({"a": island(pool, tmp_path / "a", [3], own, section=section)})
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+    assert lines(tmp_path / "a", *keys) == lines(tmp_path / "whole", *keys)
+    assert_same(weights(tmp_path / "a"), weights(tmp_path / "whole"))
