@@ -155,6 +155,11 @@ class ModelConfig(Section):
     attn_implementation: _Attention | None = None
     """Attention of transformers. null: its own choice. "per_sample" is ours, for data.padding_free:
     it takes each sample of a row by itself. No kernels from the hub: they are native code."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Mixtures of experts: weight of the routers' load-balancing loss, which the model adds to the
+    loss of each micro-batch, as under transformers' Trainer (TRL's SFTTrainer divides it by
+    gradient_accumulation_steps, and has it by default). 0: none. null: as the model's configuration
+    says."""
     from_config: dict[str, Any] | None = None
     """Instead of name_or_path: the model's configuration (with model_type), to start from random
     weights drawn from training.seed."""

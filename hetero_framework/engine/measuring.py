@@ -95,8 +95,8 @@ def measure(
         stages = load_stages(_cut(made, specs, recompute=False), specs, device)
         first, *inner, last = [_Part(stage, batch, device, part_s) for stage in stages]
         hidden_BSD = first.output()
-        entering = [_entering(config, model, spec.start, hidden_BSD) for spec in specs[1:-1]]
-        embedding, head = first.cost(()), last.cost((hidden_BSD,))
+        entering = [_entering(config, model, spec.start, hidden_BSD) for spec in specs[1:]]
+        embedding, head = first.cost(()), last.cost(entering.pop())
         plain = [part.cost(received) for part, received in zip(inner, entering, strict=True)]
         del stages, first, inner, last
         device.empty_cache()

@@ -72,7 +72,7 @@ def largest_sides(config: Config, model: PretrainedConfig, rows: int, tokens: in
     """Bytes of the side tensors of such a micro-batch that cross together, under any plan, where
     activations are float32."""
     structure = introspect(model)
-    boundaries = [k for k in range(structure.num_layers) if structure.sides_at(k)]
+    boundaries = [k for k in range(structure.num_layers + 1) if structure.sides_at(k)]
     if not boundaries:
         return 0
     setting = replace(_setting(config, model, tokens), dtype=torch.float32, rows=rows)

@@ -342,6 +342,8 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
     """Why the loss of this architecture cannot be computed in chunks; None where it can. A tiny
     copy computes it both ways. Raises ArchitectureError when none runs."""
     tiny = shrink(config)
+    if introspect(tiny).reports:
+        return "the routers' loss is one of the whole micro-batch"
     whole = ranges_between([0, introspect(tiny).num_layers])[0]
     with quiet_library():
         shard = build_shard(tiny, None, whole, dtype=torch.float32)

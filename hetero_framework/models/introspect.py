@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.lineage import IDS, Lineage
 from hetero_framework.models.quiet import quiet_library
-from hetero_framework.models.side import Call, Side, Way, tensors_at
+from hetero_framework.models.side import Call, Report, Side, Way, hollow, tensors_at
 from hetero_framework.models.tiny import model_class, shrink
 
 PROBE_ROWS, PROBE_TOKENS = 2, 12
@@ -90,11 +90,12 @@ class ModelStructure:
     block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
     parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
     hidden state; `id_readers` the blocks that read what follows from the token ids alone; `holders`
-    those behind which the model itself goes on using the hidden state that they received.
+    those behind which the model itself goes on using the hidden state that they received; `reports`
+    the calls in blocks whose outputs it uses behind all of them, in order.
     `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`.
     `reaches_into_blocks` tells whether the model uses weights of its blocks (to rescale them)
     before it runs them, `loss_counts_items` whether its own loss is the sum over tokens divided by
-    `num_items_in_batch`.
+    `num_items_in_batch`, and what else it adds.
     """
 
     model_class: type[PreTrainedModel]
@@ -105,6 +106,7 @@ class ModelStructure:
     sides: tuple[Side, ...]
     id_readers: frozenset[int]
     holders: frozenset[int]
+    reports: tuple[Report, ...]
     hidden_shape: tuple[int, ...]
     tiny_width: int
     reaches_into_blocks: bool
@@ -172,9 +174,10 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
         forms=watch.forms(),
         owner=_owners(model, blocks, watch, constant),
         shared=_shared(blocks, watch),
-        sides=watch.sides(),
+        sides=(*watch.sides(), *dict.fromkeys(side for r in watch.reports for _, side in r.parts)),
         id_readers=frozenset(watch.id_readers),
         holders=frozenset(watch.holders),
+        reports=watch.reports,
         hidden_shape=watch.hidden_shape,
         tiny_width=int(config.get_text_config().hidden_size),
         reaches_into_blocks=any(
@@ -236,6 +239,8 @@ class _Watch(TorchFunctionMode):
         self.calls: list[Call] = []
         self.outputs: list[Any] = []
         self.phases: dict[str, set[int]] = {}
+        # (block, module in it, its output) of every call.
+        self._inside: list[tuple[int, str, Any]] = []
         # By block, as it was when the block began: containers change later.
         self._received: list[list[tuple[Way, torch.Tensor, Any]]] = []  # with each one's graph
 
@@ -244,6 +249,9 @@ class _Watch(TorchFunctionMode):
             before = functools.partial(self._before, index)
             self._handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(block.register_forward_hook(functools.partial(self._after, index)))
+            for name, module in block.named_modules():
+                seen = functools.partial(self._seen, index, name)
+                self._handles.append(module.register_forward_hook(seen))
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -261,6 +269,10 @@ class _Watch(TorchFunctionMode):
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         self.lineage.phase = 2 * index + 1
         self.outputs.append(output)
+
+    def _seen(self, index: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if name:
+            self._inside.append((index, name, output))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -325,6 +337,28 @@ class _Watch(TorchFunctionMode):
             seen |= new
             waiting += new
         return frozenset(found)
+
+    @functools.cached_property
+    def reports(self) -> tuple[Report, ...]:
+        """See `ModelStructure.reports`."""
+        last = len(self.order) - 1
+        top = self.forms()[last].take(self.outputs[last])
+        sides: dict[int, Side] = {}
+        found = []
+        for block, module, output in self._inside:
+            parts = []
+            for path, tensor in tensors_at(output):
+                if self.lineage.shares(tensor, top) or not self.lineage.is_read_after(tensor, last):
+                    continue
+                places = ((last + 1, ()),)
+                form = tuple(tensor.shape), tensor.dtype
+                weights = self._weights_of(tensor.grad_fn)
+                name = ".".join([module, *(str(key) for _, key in path)])
+                side = Side(name, block, places, False, *form, weights)
+                parts.append((path, sides.setdefault(id(tensor), side)))
+            if parts:
+                found.append(Report(block, module, hollow(output), tuple(parts)))
+        return tuple(found)
 
     @property
     def holders(self) -> set[int]:
@@ -409,10 +443,12 @@ def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) 
     items = (inputs["labels"][:, 1:] != -100).sum()
     with torch.no_grad():
         losses = []
-        for factor in (1, 2):
+        for factor in (1, 2, 4):
             try:
                 output = model(**inputs, num_items_in_batch=items * factor, use_cache=False)
             except TypeError:
                 return False
             losses.append(output.loss)
-    return bool(torch.isclose(losses[0], 2 * losses[1], rtol=1e-4))
+    # Of what does not count them nothing is left in the differences.
+    first, second = losses[0] - losses[1], losses[1] - losses[2]
+    return bool(first > 0 and torch.isclose(first, 2 * second, rtol=1e-4))

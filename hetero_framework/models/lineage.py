@@ -56,6 +56,17 @@ class Lineage(TorchDispatchMode):
         """Whether an operation in this block takes the tensor, or another view of its memory."""
         return _storage(tensor) in self._read.get(2 * block, ())
 
+    def is_read_after(self, tensor: torch.Tensor, block: int) -> bool:
+        """Whether an operation behind this block and all others takes it."""
+        return any(
+            phase > 2 * block and _storage(tensor) in read for phase, read in self._read.items()
+        )
+
+    @staticmethod
+    def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two tensors are views of one memory."""
+        return _storage(one) == _storage(other)
+
     def is_held(self, tensor: torch.Tensor, block: int) -> bool:
         """Whether the model's own code takes it after this block: its variable, not the block's
         argument, then is what counts."""

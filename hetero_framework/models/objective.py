@@ -55,7 +55,8 @@ class CausalLM:
         running: Callable[[], AbstractContextManager[None]],
         backward: Callable[[torch.Tensor], None] | None,
     ) -> torch.Tensor:
-        """The last shard's loss of a micro-batch divided by `num_items`; 0-d, detached.
+        """The last shard's loss of a micro-batch divided by `num_items`; 0-d, detached. Outside
+        training without what routers add to it.
 
         `running` is the context of each forward. `backward` differentiates a loss, scaled as the
         caller likes; None outside training. Gradients are left in parameters and `received`.
@@ -66,7 +67,7 @@ class CausalLM:
                 shard, inputs, received, num_items, chunks, running=running, backward=backward
             )
         with running():
-            loss = shard.loss(inputs, received, num_items)
+            loss = shard.loss(inputs, received, num_items, tokens_only=backward is None)
         if backward is not None:
             backward(loss)
         return loss.detach()

@@ -109,11 +109,16 @@ class Skeleton:
 def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> None:
     """Raise ArchitectureError for what would cross a cut beside the hidden state."""
     text = config.get_text_config()
+    structure = whole.structure
     if getattr(text, "output_router_logits", False):
-        raise ArchitectureError(
-            "the router's auxiliary loss (output_router_logits) joins all layers in one loss",
-            hint="set output_router_logits to false in the model's configuration",
-        )
+        lacks = None if structure.reports else "transformers makes no loss of its routers' logits"
+        if not structure.loss_counts_items:
+            lacks = "its loss is not a sum over tokens and what the routers add"
+        if lacks is not None:
+            raise ArchitectureError(
+                f"output_router_logits is set, but of a {config.model_type} model {lacks}",
+                hint="set output_router_logits to false in the model's configuration",
+            )
     for name in ("layerdrop", "layer_dropout"):
         if getattr(text, name, 0.0):
             raise ArchitectureError(
@@ -122,7 +127,6 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
             )
     if rng.is_first and rng.is_last:
         return
-    structure = whole.structure
     ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
     for name, layers in sorted(structure.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
@@ -151,11 +155,14 @@ class Captured(Exception):
 class PassThrough(nn.Module):
     """Stands for an absent block: returns the hidden state it is given. What models read of their
     blocks stays: plain attributes (`attention_type`), and tensors without memory
-    (`mamba.mup_vector`). Methods that a model calls on all blocks do nothing."""
+    (`mamba.mup_vector`). Methods that a model calls on all blocks do nothing. The modules named in
+    `reporting` can pass for those of the block that report to the model (`report`)."""
 
-    def __init__(self, block: nn.Module, form: BlockForm) -> None:
+    def __init__(self, block: nn.Module, form: BlockForm, reporting: Sequence[str] = ()) -> None:
         super().__init__()
         self._form = form
+        # Not among the modules yet: what loads and quantises a model has no business with them.
+        self._reporting = {name: _without_weights(block.get_submodule(name)) for name in reporting}
         self._block_class = type(block)
         # Set by the shard: what to do with the hidden state, and the call, on their way through.
         self.on_call: Callable[[torch.Tensor, Call], torch.Tensor] | None = None
@@ -169,11 +176,53 @@ class PassThrough(nn.Module):
             return lambda *args, **kwargs: None
         return super().__getattr__(name)
 
+    def let_report(self) -> None:
+        """Put the reporting modules in their places, where the model looks for them."""
+        for name in sorted(self._reporting):  # those that others are in come first
+            path, _, child = name.rpartition(".")
+            parent: nn.Module = self
+            for step in path.split(".") if path else ():
+                parent = _inner(parent, step)
+            if parent._modules.get(child) is None:
+                vars(parent).pop(child, None)
+                parent.add_module(child, self._reporting[name])
+
+    def report(self, module: str, output: Any) -> None:
+        """Have one of them return this, with all that the model has hooked to it."""
+        reporting = self._reporting[module]
+        reporting.forward = lambda: output
+        try:
+            reporting()
+        finally:
+            del reporting.forward
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_BSD = self._form.hidden(args, kwargs)
         if self.on_call is not None:
             hidden_BSD = self.on_call(hidden_BSD, (args, kwargs))
         return self._form.wrap(hidden_BSD)
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """The module itself; its tensors become attributes without memory."""
+    for inner in module.modules():
+        for tensors in (inner._parameters, inner._buffers):
+            taken = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+            for name, tensor in taken.items():
+                del tensors[name]
+                setattr(inner, name, tensor.detach().to("meta"))
+    return module
+
+
+def _inner(parent: nn.Module, name: str) -> nn.Module:
+    """The module of this name in an absent block, made of its outline if need be."""
+    found = parent._modules.get(name)
+    if found is None:
+        outline = vars(parent).pop(name, None)
+        found = nn.Module()
+        vars(found).update(vars(outline) if isinstance(outline, SimpleNamespace) else {})
+        parent.add_module(name, found)
+    return found
 
 
 class AbsentLinear(nn.Module):
@@ -244,7 +293,8 @@ def _prune(model: Any, whole: Skeleton, present: Callable[[str], bool]) -> None:
     blocks = model.get_submodule(structure.blocks)
     for index, form in enumerate(structure.forms):
         if not present(f"{structure.blocks}.{index}"):
-            blocks[index] = PassThrough(blocks[index], form)
+            reporting = [report.module for report in structure.reports if report.block == index]
+            blocks[index] = PassThrough(blocks[index], form, reporting)
     absent: dict[str, list[str]] = {}
     for name in structure.owner:
         if not present(name):

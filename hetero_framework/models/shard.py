@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.remains import Kept
 from hetero_framework.models.seeds import derive_seed
-from hetero_framework.models.side import Bundle, Call, Way, put_at, tensor_at
+from hetero_framework.models.side import Bundle, Call, Report, Way, put_at, tensor_at
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.varlen_attention import register_per_sample
 from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
@@ -78,7 +79,22 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
         config = read_config(resolve_model_path(str(model.name_or_path), base_dir), model.revision)
     if model.attn_implementation is not None:
         config._attn_implementation = model.attn_implementation
-    return causal_lm_config(config)
+    config = causal_lm_config(config)
+    if model.router_aux_loss_coef is not None:
+        _set_router_loss(config, model.router_aux_loss_coef)
+    return config
+
+
+def _set_router_loss(config: PretrainedConfig, weight: float) -> None:
+    """Raises ModelError where the architecture has no such weight."""
+    text: Any = config.get_text_config()
+    if not (hasattr(text, "output_router_logits") and hasattr(text, "router_aux_loss_coef")):
+        raise ModelError(
+            f"model.router_aux_loss_coef is {weight:g}, but a {config.model_type} model has no"
+            " router_aux_loss_coef",
+            hint="take it out",
+        )
+    text.output_router_logits, text.router_aux_loss_coef = weight > 0, weight
 
 
 def load_shard(
@@ -380,10 +396,14 @@ class Shard:
         with self._doing("head"):
             return self.loss(inputs, (hidden_BSD,), num_items)
 
-    def loss(self, inputs: Inputs, received: Bundle, num_items: Tensor) -> Tensor:
-        """Sum of the token losses over `inputs["labels"]` divided by `num_items`."""
+    def loss(
+        self, inputs: Inputs, received: Bundle, num_items: Tensor, *, tokens_only: bool = False
+    ) -> Tensor:
+        """Sum of the token losses over `inputs["labels"]` divided by `num_items`; unless
+        `tokens_only`, with what the model adds for the routers of all layers."""
         labels = inputs["labels"]
-        if self._whole.structure.loss_counts_items:
+        structure = self._whole.structure
+        if structure.loss_counts_items and not (tokens_only and structure.reports):
             return self._run(inputs, received, labels=labels, num_items_in_batch=num_items).loss
         logits = self._run(inputs, received).logits
         return token_loss(self.model, logits, labels, num_items)
@@ -441,8 +461,9 @@ class Shard:
             self._blocks[index].forward = self._passing(index)
         after = self._blocks[last].register_forward_hook
         self._put_in()
+        self._have_reported()
         if rng.is_last:
-            if rng.end == rng.start:
+            if rng.end == rng.start and self._blocks[last].on_call is None:
                 self._blocks[last].on_call = weakly(self._take_injected)
             self._hooks.append(after(weakly(self._leaving)))
         elif rng.end <= last:
@@ -467,12 +488,44 @@ class Shard:
             hook = self._blocks[block].register_forward_pre_hook(inject, with_kwargs=True)
             self._hooks.append(hook)
 
+    def _have_reported(self) -> None:
+        """Have what blocks report to the model behind all of them taken out of those here; on the
+        last shard, have absent ones report what came of it."""
+        for block, reports in itertools.groupby(self._whole.structure.reports, _block_of):
+            if not self.range.is_last and self.range.start <= block < self.range.end:
+                # The outermost module has the last word: an adapter may be in those within.
+                where = {side: (r.module, path) for r in reports for path, side in r.parts}
+                for side, (module, path) in where.items():
+                    take = weakly(self._take_report, 1 + self._leaving_sides.index(side), path)
+                    reporting = self._blocks[block].get_submodule(module)
+                    self._hooks.append(reporting.register_forward_hook(take))
+            elif self.range.is_last and block < self.range.start:
+                self._blocks[block].let_report()
+                self._blocks[block].on_call = weakly(self._report, block, list(reports))
+
+    def _take_report(
+        self, place: int, path: Way, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        if self._part == "blocks":  # not when it is computed again
+            self._captured[place] = tensor_at(output, path)
+
+    def _report(self, block: int, reports: list[Report], hidden_BSD: Tensor, call: Call) -> Tensor:
+        """At the entry of an absent block in front of the last shard's."""
+        for report in reports:
+            output = copy.deepcopy(report.form)
+            for path, side in report.parts:
+                output = put_at(output, path, self._injected[1 + self.entering.index(side)])
+            self._blocks[block].report(report.module, output)
+        return (
+            self._take_injected(hidden_BSD, call) if block == len(self._blocks) - 1 else hidden_BSD
+        )
+
     def _take_out(self) -> None:
         """Have what leaves collected at the entries of absent blocks behind this shard's."""
         end = self.range.end
         places: dict[int, list[tuple[int, Way]]] = {end: []}
         for number, side in enumerate(self._leaving_sides, 1):
-            if side not in self.entering:
+            if side not in self.entering and side.places[-1][0] < len(self._blocks):
                 block, path = side.first_place(end)
                 places.setdefault(block, []).append((number, path))
         for block, found in places.items():
@@ -571,6 +624,10 @@ class Shard:
         if self.on_enter is not None:
             self.on_enter(f"head {self._chunk}" if self._part == "head" and self._chunk else "head")
         return form.wrap(self._injected[0]) if self._part == "head" else None
+
+
+def _block_of(report: Report) -> int:
+    return report.block
 
 
 def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:

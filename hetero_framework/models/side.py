@@ -25,9 +25,10 @@ their gradients, of those side tensors that want one. Empty where nothing crosse
 @dataclass(frozen=True)
 class Side:
     """A tensor of one forward: `maker` is the last part that had a hand in it (-1: what comes
-    before the blocks, i: block i), `places` are where blocks receive it and read it. `is_held`: the
-    model's own code uses it, too. `shape` and `dtype` are those in the tiny copy. It wants a
-    gradient where one of the `weights` that it depends on is trained."""
+    before the blocks, i: block i), `places` are where blocks receive it and read it; one behind
+    the last block: where what follows reads it (`Report`). `is_held`: the model's own code uses it,
+    too. `shape` and `dtype` are those in the tiny copy. It wants a gradient where one of the
+    `weights` that it depends on is trained."""
 
     name: str
     maker: int
@@ -46,6 +47,29 @@ class Side:
         return next(place for place in self.places if place[0] >= boundary)
 
 
+@dataclass(frozen=True)
+class Report:
+    """A call of a module in a block whose output the model uses behind all blocks, as it does a
+    router's logits in its loss: `module` is its name in the block, `form` the output without its
+    tensors, and `parts` says which of these are used, and where they are in it."""
+
+    block: int
+    module: str
+    form: Any
+    parts: tuple[tuple[Way, Side], ...]
+
+
+def hollow(value: Any) -> Any:
+    """Nested tuples, lists and mappings with None for all that is in them."""
+    kind: Any = type(value)
+    if isinstance(value, Mapping):
+        return kind({key: hollow(item) for key, item in value.items()})
+    if isinstance(value, (tuple, list)):
+        items = [hollow(item) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    return None
+
+
 def tensors_at(value: Any, path: Way = ()) -> Iterator[tuple[Way, torch.Tensor]]:
     """All tensors in nested tuples, lists and mappings, with the way to each."""
     if isinstance(value, torch.Tensor):
@@ -56,8 +80,8 @@ def tensors_at(value: Any, path: Way = ()) -> Iterator[tuple[Way, torch.Tensor]]
             yield from tensors_at(item, (*path, (type(value), key)))
 
 
-def tensor_at(call: Call, path: Way) -> torch.Tensor:
-    """The tensor at a place of a call. Raises LookupError where there is none."""
+def tensor_at(call: Any, path: Way) -> torch.Tensor:
+    """The tensor at a place of a call or of an output. Raises LookupError where there is none."""
     value: Any = call
     for _, key in path:
         try:

@@ -37,7 +37,9 @@ from hetero_framework.trainer.train_state import TrainState
 _log = logging.getLogger(__name__)
 
 # What must be the same for a resumed run to be the continuation of the first one.
-_SAME_MODEL = ("name_or_path", "revision", "from_config", "dtype", "quantization")
+_SAME_MODEL = (
+    *("name_or_path", "revision", "from_config", "dtype", "quantization", "router_aux_loss_coef"),
+)
 _SAME_TRAINING = (
     "seed",
     "data_seed",

@@ -17,7 +17,7 @@ from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
-from hetero_framework.errors import DataError
+from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.chunked_loss import chunk_tokens
 from hetero_framework.models.crossing import crossing_lines, largest_sides
@@ -82,6 +82,7 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
     for line in codec_lines(config, model_config):
         _log.info("%s", line)
     config.plan.covers(introspect(model_config).num_layers)
+    check_compiled(config, model_config)
     tokenizer = load_tokenizer(config)
     data = load_data(config, tokenizer, vocab_size=model_config.get_text_config().vocab_size)
     for line in data.report:
@@ -182,6 +183,16 @@ def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
                 f"wire.{what} {codec}, so the result depends on the cut. {CODECS[codec].error}"
             )
     return lines
+
+
+def check_compiled(config: Config, model_config: PretrainedConfig) -> None:
+    """Raise ConfigError where the layers are to be compiled and the loss needs what they report."""
+    if config.training.compiles and introspect(model_config).reports:
+        raise ConfigError(
+            "training.torch_compile is set, but what the routers of compiled layers report does not"
+            " reach the loss",
+            hint='remove torch_compile, or set "model.router_aux_loss_coef": 0',
+        )
 
 
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.oracles import assert_agree, assert_close, save_adapter, trainer_run
+from tests.integration.oracles import (
+    assert_agree,
+    assert_close,
+    save_adapter,
+    stock_model,
+    trained_weights,
+    trainer_run,
+)
 from tests.integration.test_outputs import save_tiny
 from tests.integration.test_parity import weights
 from tests.samples import save_llama
@@ -59,6 +66,36 @@ NO_DROPOUT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "gemma2": {},
 }
+
+
+# The Trainer adds the routers' loss to that of each micro-batch, whatever their number.
+@pytest.mark.parametrize(
+    "way",
+    [{}, pytest.param({"lora": True, "gradient_checkpointing": True}, marks=pytest.mark.faults)],
+    ids=["full", "lora"],
+)
+def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path) -> None:
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    model = save_tiny(tmp_path / "model", "mixtral", **routers)
+    training = {"max_steps": 3, "warmup_steps": 0, "weight_decay": 0.5}
+    training |= {name: value for name, value in way.items() if name != "lora"}
+    adapter = (
+        save_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
+        if "lora" in way
+        else None
+    )
+    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "training": training}
+    if adapter is not None:
+        sections["adapter"] = {"init_from": str(adapter)}
+    ours = losses([2, 4], **sections)
+    theirs, trained = trainer_run(model, texts, tmp_path / "trainer", adapter, **training)
+    assert_agree(ours, theirs)
+    result = tmp_path / "run"
+    # A checkpoint holds each expert by itself, the model all of a layer in one tensor.
+    found = weights(result) if adapter else trained_weights(stock_model(result / "model"))
+    assert_close(found, trained)
+    off = {**sections, "model": {"name_or_path": str(model), "router_aux_loss_coef": 0.0}}
+    assert losses([2, 4], "off", **off) != ours
 
 
 @pytest.mark.parametrize("model_type", NO_DROPOUT)

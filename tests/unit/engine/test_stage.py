@@ -747,6 +747,38 @@ def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path
         assert [n for n in other if not torch.equal(other[n], gradients[n])] == []
 
 
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(w, marks=pytest.mark.faults) if w == "upper layers" else w for w in SIDE_WAYS],
+)
+def test_the_loss_of_all_layers_routers_has_the_same_bits_under_every_cut(
+    way: str, tmp_path: Path
+) -> None:
+    path = save_tiny("mixtral", tmp_path / "mixtral")
+    model = {"router_aux_loss_coef": 0.5}
+    # A router that an adapter trains through its own weight, beside the layers.
+    adapter = SIDE_WAYS[way].get("adapter")
+    if adapter is not None and way == "adapter":
+        targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
+        adapter = {**adapter, **targets, "lora_dropout": 0.0}
+    with_routers = {**SIDE_WAYS[way], "model": model, "adapter": adapter}
+    results = []
+    for bounds in ([(0, 6)], [(0, 1), (1, 4), (4, 6)], [(0, 0), (0, 6), (6, 6)]):
+        chain = Chain(path, bounds, with_routers)
+        results.append((chain.step(), chain.step(train=False)[0]))
+    (losses, gradients), evaluated = results[0]
+    assert any("gate" in name for name in gradients) or way == "upper layers"
+    for (other_losses, other), other_evaluated in results[1:]:
+        assert (other_losses, other_evaluated) == (losses, evaluated)
+        assert other.keys() == gradients.keys()
+        assert [n for n in other if not torch.equal(other[n], gradients[n])] == []
+    # Training has the routers' share of each micro-batch, evaluation the token losses alone.
+    without = Chain(path, [(0, 6)], {**with_routers, "model": {"router_aux_loss_coef": 0.0}})
+    plain, _ = without.step()
+    assert all(loss - other > 0.5 for loss, other in zip(losses, plain, strict=True))
+    assert evaluated == without.step(train=False)[0]
+
+
 def test_side_tensors_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
     path = save_tiny("gemma3n_text", tmp_path / "model")
     first, middle, last = Chain(path, [(0, 1), (1, 4), (4, 6)], SIDE_WAYS["all weights"]).stages

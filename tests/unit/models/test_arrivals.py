@@ -23,9 +23,12 @@ ROWS, TOKENS = 3, 5
 IDS = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) + 3
 
 
-def cut(model_type: str, adapter: AdapterConfig | None = None) -> tuple[Bundle, Shard]:
+def cut(
+    model_type: str, adapter: AdapterConfig | None = None, **changes: Any
+) -> tuple[Bundle, Shard]:
     """What layers 0 to 2 send on, and the shard behind them."""
     config = tiny_config(model_type)
+    config.update(changes)
     plan = None if adapter is None else plan_adapter(config, adapter)
     front, back = (
         build_shard(config, None, rng, seed=1)
@@ -67,6 +70,15 @@ def test_numbers_that_want_no_gradient_are_expected_too() -> None:
     said = problem(back, (indices.long(),))
     assert said is not None
     assert said.startswith("prev_topk_indices is 3 x 5 x 4 of int64, expected 3 x 5 x 4 of int32")
+
+
+def test_routers_logits_are_expected() -> None:
+    (_, *logits), back = cut("mixtral", output_router_logits=True)
+    assert [tuple(tensor.shape) for tensor in logits] == [(ROWS * TOKENS, 4)] * 3
+    assert problem(back, tuple(logits)) is None
+    said = problem(back, (logits[0][:2].detach().requires_grad_(), *logits[1:]))
+    assert said is not None
+    assert said.startswith("mlp.gate.0 is 2 x 4 of float32 that wants a gradient, expected 15 x 4")
 
 
 WRONG: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [

@@ -206,6 +206,12 @@ def test_others_are_found_out_with_the_reason(model_type: str, reason: str) -> N
     assert reason in str(why_not_chunked(config_of(model_type)))
 
 
+def test_the_loss_of_routers_is_one_of_the_whole_micro_batch() -> None:
+    config = config_of("mixtral")
+    config.output_router_logits = True
+    assert why_not_chunked(config) == "the routers' loss is one of the whole micro-batch"
+
+
 # ---- less memory
 
 

@@ -62,6 +62,28 @@ def test_architecture_passes_to_the_bit(model_type: str) -> None:
     assert len(result.stages) == 3
 
 
+ROUTERS = """deepseek_v4 ernie4_5_moe flex_olmo flint gpt_oss granitemoe granitemoe_swa
+granitemoehybrid granitemoeshared jamba laguna mellum minimax minimax_m2 minimax_m3_vl_text olmoe
+phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text"""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("mixtral", "jetmoe", "dbrx"),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in ROUTERS.split()),
+    ],
+)
+def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:
+    config: Any = tiny_config(model_type)
+    config.output_router_logits = True
+    weight = {"jetmoe": "aux_loss_coef"}.get(model_type, "router_aux_loss_coef")
+    setattr(config, weight, 0.5)
+    assert introspect(config).reports
+    result = compare(config, ranges_from_cuts([2, 5], 6))
+    assert (result.verdict, result.reason) == ("bit-equal", "")
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [

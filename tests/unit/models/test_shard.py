@@ -9,6 +9,7 @@ import random
 import socket
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -462,10 +463,50 @@ def test_missing_tensor_is_named(tmp_path: Path, checkpoints: Any) -> None:
         build_shard(config_of("llama"), checkpoint, ShardRange(3, 6, False, True))
 
 
-def test_what_joins_all_layers_is_refused() -> None:
+def test_the_weight_of_the_routers_loss_can_be_set_and_turned_off() -> None:
+    def loaded(model_type: str, **section: Any) -> Any:
+        fields = {**tiny_config(model_type).to_dict(), "router_aux_loss_coef": 0.25}
+        return load_model_config(ModelConfig(from_config=fields, **section), Path())
+
+    assert not loaded("mixtral").output_router_logits
+    on = loaded("mixtral", router_aux_loss_coef=0.5)
+    assert (on.output_router_logits, on.router_aux_loss_coef) == (True, 0.5)
+    assert not loaded("mixtral", router_aux_loss_coef=0).output_router_logits
+    with pytest.raises(ModelError, match=r"is 0\.5, but a llama model has no router_aux_loss_coef"):
+        loaded("llama", router_aux_loss_coef=0.5)
+
+
+def test_a_loss_of_routers_that_counts_no_items_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config("mixtral")
     config.output_router_logits = True
-    with pytest.raises(ArchitectureError, match="output_router_logits"):
+    found = replace(introspect(config), loss_counts_items=False)
+    monkeypatch.setattr(shard_module, "introspect", lambda config: found)
+    with pytest.raises(ArchitectureError, match="not a sum over tokens and what the routers add"):
+        build_shard(config, None, ShardRange(0, 6, True, True))
+
+
+def test_absent_routers_report_what_came_to_all_that_is_hooked_to_them() -> None:
+    config = tiny_config("jetmoe")
+    config.output_router_logits = True
+    shard = build_shard(config, None, ShardRange(3, 6, False, True))
+    absent = shard.model.model.layers[1]
+    # Until a model needs them they are no modules of it, and they have no weights to load.
+    assert not any("layers.1." in name for name in shard.model.state_dict())
+    outer, inner = "self_attention", "self_attention.experts.router"
+    heard = []
+    for name in (outer, inner):
+        hook = functools.partial(lambda name, *call: heard.append((name, call[-1])), name)
+        absent.get_submodule(name).register_forward_hook(hook)
+    absent.report(inner, (None, 3))
+    absent.report(outer, 4)
+    assert heard == [(inner, (None, 3)), (outer, 4)]
+    assert "forward" not in vars(absent.get_submodule(inner))
+
+
+def test_what_joins_all_layers_is_refused() -> None:
+    config = tiny_config("llama4_text")
+    config.output_router_logits = True
+    with pytest.raises(ArchitectureError, match="transformers makes no loss of its routers"):
         build_shard(config, None, ShardRange(0, 3, True, False))
     config = tiny_config("opt")
     config.layerdrop = 0.1

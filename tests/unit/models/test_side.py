@@ -15,6 +15,7 @@ from hetero_framework.models.side import (
     crossing,
     differentiate,
     gradients_of,
+    hollow,
     put_at,
     tensor_at,
     tensors_at,
@@ -118,6 +119,26 @@ def test_a_tensor_that_is_received_but_not_read_does_not_cross() -> None:
     assert others == []
     assert (side.name, side.maker) == ("original_hidden_states", -1)
     assert [block for block, _ in side.places] == [2, 5]  # the hybrid layers
+
+
+def test_what_the_loss_takes_of_every_layer_crosses_every_boundary_behind_it() -> None:
+    found = structure("mixtral", output_router_logits=True)
+    assert found.loss_counts_items
+    assert [(r.block, r.module, r.form) for r in found.reports] == [
+        (k, "mlp.gate", (None, None, None)) for k in range(6)
+    ]
+    assert [len(found.sides_at(k)) for k in range(7)] == list(range(7))
+    side = found.sides_at(2)[1]
+    assert (side.name, side.maker, side.shape) == ("mlp.gate.0", 1, (24, 4))
+    assert "model.layers.1.mlp.gate.weight" in side.weights
+    assert not any(name.startswith("model.layers.2") for name in side.weights)
+    assert structure("mixtral").reports == ()
+
+
+def test_outputs_without_their_tensors() -> None:
+    filled = {"a": (torch.ones(1), [torch.ones(2)]), "b": 3}
+    assert hollow(filled) == {"a": (None, [None]), "b": None}
+    assert hollow(torch.ones(1)) is None
 
 
 def test_numbers_without_gradients_cross_too() -> None:

@@ -9,12 +9,13 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.config import Config
-from hetero_framework.errors import ArchitectureError, DataError, PlanError
+from hetero_framework.errors import ArchitectureError, ConfigError, DataError, PlanError
 from hetero_framework.models.memory import estimate_memory
 from hetero_framework.models.tiny import tiny_config
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     Prepared,
+    check_compiled,
     check_memory,
     check_positions,
     codec_lines,
@@ -43,6 +44,15 @@ def test_check_positions_longer_than_a_learned_table_is_refused() -> None:
 
 def test_check_positions_computed_ones_go_on() -> None:
     check_positions(LLAMA, 17)
+
+
+def test_compiled_layers_and_the_loss_of_their_routers_are_refused() -> None:
+    model = tiny_config("mixtral")
+    check_compiled(config(torch_compile=True), model)
+    model.output_router_logits = True
+    check_compiled(config(), model)
+    with pytest.raises(ConfigError, match=r"training\.torch_compile is set"):
+        check_compiled(config(torch_compile=True), model)
 
 
 def config(**training) -> Config:
