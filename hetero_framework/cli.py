@@ -193,6 +193,7 @@ _WORKER = "a worker (PORT -: it dials the coordinator); may be given several tim
         --worker 192.168.1.20:9999:cuda:0 --worker [fd00::2]:9999 --adapter qlora \\
         --data train.jsonl
     hetero init --non-interactive --model ./model --worker localhost:29501 --adapter none
+    hetero init --island garage --lighthouse 192.168.1.10:29510
     """,
     flag("--non-interactive", "ask nothing"),
     option("--model", metavar="NAME", help="model directory or hub name"),
@@ -202,6 +203,12 @@ _WORKER = "a worker (PORT -: it dials the coordinator); may be given several tim
     flag("--measure", "no even split: a run measures the machines when it begins, and plans"),
     option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
     option("--data", metavar="FILE", help="training data: file or dataset name"),
+    option("--island", metavar="NAME", help="train together with other coordinators, as this one"),
+    option(
+        "--lighthouse",
+        metavar="HOST:PORT",
+        help="where islands find each other (default: 127.0.0.1:29510)",
+    ),
     option("--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
     flag("--force", "replace an existing file"),
 )
@@ -209,7 +216,7 @@ def _run_init(arguments: argparse.Namespace) -> int | None:
     from hetero_framework.commands.init import Answers, run_wizard, write_config
 
     given = vars(arguments)
-    names = ("model", "workers", "coordinator", "layers", "adapter", "data")
+    names = ("model", "workers", "coordinator", "layers", "adapter", "data", "island", "lighthouse")
     # Not given, it is asked about.
     answers = Answers(**{name: given[name] for name in names}, measure=arguments.measure or None)
     output = Path(arguments.output)
@@ -530,6 +537,36 @@ def _run_invite(arguments: argparse.Namespace) -> None:
     config = load(arguments) if file.exists() else None
     address = command.lighthouse_address(config, arguments.bind)
     command.invite_islands(keys.of_islands, arguments.islands, address, port)
+
+
+@_command(
+    "where islands find each other: coordinators that train one model together",
+    """
+    hetero lighthouse
+    hetero lighthouse --bind 192.168.1.10:29510 --min-islands 2
+    """,
+    option(
+        "--bind",
+        default="127.0.0.1:29510",
+        metavar="HOST:PORT",
+        help="where it listens, and islands have as island.lighthouse (default: 127.0.0.1:29510)",
+    ),
+    option(
+        "--min-islands",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="fewer than these are told of nobody, and wait (default 1)",
+    ),
+    option("--keys", metavar="DIR", help="default: hetero_keys; those of islands are in it"),
+    ACCESS[1],
+)
+def _run_lighthouse(arguments: argparse.Namespace) -> None:
+    from hetero_framework.commands.lighthouse import serve
+    from hetero_framework.security.keys import FOLDER, KeyDirectory
+
+    keys = KeyDirectory(Path(arguments.keys or FOLDER).absolute())
+    serve(arguments.bind, arguments.min_islands, keys.of_islands, key_options(arguments))
 
 
 @_command(

@@ -13,7 +13,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero_framework.config import AUTO, COORDINATOR_PORT, WORKER_PORT, Config, ModelConfig
+from hetero_framework.config import (
+    AUTO,
+    COORDINATOR_PORT,
+    LIGHTHOUSE_PORT,
+    WORKER_PORT,
+    Config,
+    ModelConfig,
+    host_and_port,
+)
 from hetero_framework.core import addresses
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, HeteroError, UserError
@@ -47,6 +55,8 @@ class Answers:
     layers: int | None = None
     adapter: str | None = None
     data: str | None = None
+    island: str | None = None
+    lighthouse: str | None = None
     measure: bool | None = None  # leave the plan to the run, which measures the machines for it
 
 
@@ -124,6 +134,11 @@ def propose(
         if adapter == "qlora":
             raw["model"].update(dtype="bfloat16", quantization="nf4")
     raw["adapter"] = None if adapter == "none" else dict(_LORA)
+    if answers.island is not None:
+        where = answers.lighthouse or host_and_port("127.0.0.1", LIGHTHOUSE_PORT)
+        raw["island"] = {"name": answers.island, "lighthouse": where}
+    elif answers.lighthouse is not None:
+        raise UserError("--lighthouse HOST:PORT goes with --island NAME")
     if answers.data:
         raw["data"] = {"train": answers.data, "max_length": 1024}
     raw["training"] = {

@@ -25,8 +25,17 @@ from typing import Any
 
 from hetero_framework.core import timeouts
 from hetero_framework.core.background import in_background, wait_for
-from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerAwayError, UserError
-from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.errors import (
+    ConfigError,
+    HeteroError,
+    IdentityError,
+    NetworkError,
+    PeerAwayError,
+    UserError,
+)
+from hetero_framework.islands.rendezvous import Member, Rendezvous, View
+from hetero_framework.islands.tunnel import Tunnel
+from hetero_framework.security.access import Access
 
 HEARTBEAT_S = 0.4
 HEARTBEAT_TIMEOUT_S = 5.0
@@ -69,7 +78,8 @@ class Lighthouse:
 class TorchftRendezvous:
     """`member`, as the lighthouse at `url` is to know it. It counts as living while it asks, and
     while `lively()` says so, which is called from a thread. `trouble()` says why the way there is
-    closed, where that is known. After a lighthouse was started again all goes on by itself."""
+    closed, where that is known, and `end()` closes it, so that no question outlives this. After a
+    lighthouse was started again all goes on by itself. `where` it is called in errors."""
 
     def __init__(
         self,
@@ -78,12 +88,14 @@ class TorchftRendezvous:
         lively: Callable[[], bool],
         *,
         trouble: Callable[[], HeteroError | None] = lambda: None,
+        end: Callable[[], None] = lambda: None,
+        where: str | None = None,
         reach_s: float = REACH_S,
         settle_s: float = SETTLE_S,
     ) -> None:
         self._torchft = _torchft()
-        self._url, self._member = url, member
-        self._lively, self._trouble = lively, trouble
+        self._url, self._member, self._where = url, member, where or url
+        self._lively, self._trouble, self._end = lively, trouble, end
         self._reach_s, self._settle_s = reach_s, settle_s
         self._id = f"{member.name}:{member.process}"
         self._contact = _Contact()
@@ -94,8 +106,8 @@ class TorchftRendezvous:
         self._beating = in_background(self._beat, "heartbeats to the lighthouse")
 
     def close(self) -> None:
-        """Does not end a question under way; what closes the connection does."""
         self._closed.set()
+        self._end()
         wait_for([self._beating], 2 * _RPC_S)
 
     def _beat(self) -> None:
@@ -141,9 +153,12 @@ class TorchftRendezvous:
         """Wait until heartbeats have arrived for a while. Raises why they do not."""
         while self._contact.seconds() < self._settle_s:
             self._check()
+            trouble = self._trouble()
+            if isinstance(trouble, IdentityError):
+                raise trouble  # waiting does not help
             if -self._contact.seconds() >= self._reach_s or time.monotonic() >= deadline:
-                raise self._trouble() or NetworkError(
-                    f"no lighthouse answers at {self._url}: {self._contact.reason}",
+                raise trouble or NetworkError(
+                    f"no lighthouse answers at {self._where}: {self._contact.reason}",
                     hint="start `hetero lighthouse` there, or look what else has its port",
                 )
             self._closed.wait(timeouts.EXIT_TICK_S)
@@ -153,6 +168,9 @@ class TorchftRendezvous:
         asked = in_background(lambda: self._quorum(agreed, deadline), "question to the lighthouse")
         while not wait_for([asked], timeouts.ANSWER_TICK_S):
             self._check()
+            trouble = self._trouble()
+            if isinstance(trouble, IdentityError):
+                raise trouble  # waiting does not help
             if -self._contact.seconds() >= self._reach_s:
                 return []  # it is silent; the question ends by itself
         try:
@@ -187,6 +205,18 @@ class TorchftRendezvous:
             raise NetworkError(f"island {self._member.name} has left the others")
         if self._beating.done():
             self._beating.result()  # an error nobody expected
+
+
+def rendezvous_at(
+    address: tuple[str, int], access: Access, member: Member, lively: Callable[[], bool]
+) -> Rendezvous:
+    """With the islands that `hetero lighthouse` at `address` knows. Raises UserError without
+    torchft."""
+    _torchft()
+    tunnel = Tunnel(address, access)
+    return TorchftRendezvous(
+        tunnel.url, member, lively, trouble=tunnel.trouble, end=tunnel.close, where=tunnel.where
+    )
 
 
 class _Contact:

@@ -19,7 +19,7 @@ from hetero_framework.commands.init import (
     write_config,
 )
 from hetero_framework.config import Config, load_config
-from hetero_framework.errors import UserError
+from hetero_framework.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,18 @@ def test_worker_that_dials_gets_no_port() -> None:
 def test_proposal_with_another_coordinator() -> None:
     raw = proposed(workers=["10.0.0.2"], coordinator="10.0.0.9:9000:cpu")
     assert raw["coordinator"] == {"ip": "10.0.0.9", "port": 9000, "device": "cpu"}
+
+
+def test_proposal_for_an_island_names_it_and_its_lighthouse() -> None:
+    config = Config.from_dict(proposed(island="garage", lighthouse="10.0.0.9:7"))
+    assert config.island is not None
+    assert (config.island.name, config.island.lighthouse) == ("garage", "10.0.0.9:7")
+    assert proposed(island="attic")["island"]["lighthouse"] == "127.0.0.1:29510"
+    assert "island" not in proposed()
+    with pytest.raises(UserError, match="--lighthouse HOST:PORT goes with --island NAME"):
+        proposed(lighthouse="10.0.0.9:7")
+    with pytest.raises(ConfigError, match="names the lighthouse"):
+        Config.from_dict(proposed(island="lighthouse"))
 
 
 @pytest.mark.parametrize(

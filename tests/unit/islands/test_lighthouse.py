@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 
 from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
+from hetero_framework.core.identity import ISLANDS
 from hetero_framework.errors import (
     ConfigError,
     IdentityError,
@@ -28,8 +30,11 @@ from hetero_framework.errors import (
     UserError,
 )
 from hetero_framework.islands import lighthouse
-from hetero_framework.islands.lighthouse import Lighthouse, TorchftRendezvous
+from hetero_framework.islands.lighthouse import Lighthouse, TorchftRendezvous, rendezvous_at
 from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.islands.tunnel import Entrance
+from hetero_framework.security.access import Keyed
+from tests.certificates import keys_of
 
 WAIT_S = 30.0
 
@@ -232,6 +237,37 @@ def test_after_a_lighthouse_was_killed_and_started_again_all_meet_again() -> Non
             assert b.members(WAIT_S).key == asked.result(WAIT_S).key == first.key
         finally:
             server.kill()
+
+
+def test_islands_meet_through_their_tunnels_and_nothing_is_left(tmp_path: Path) -> None:
+    need_torchft()
+
+    def keyed(process: str) -> Keyed:
+        return Keyed(keys_of(tmp_path / process, process, kind=ISLANDS), process, None)
+
+    with Lighthouse() as server, ExitStack() as stack:
+        entrance = Entrance(Listener("127.0.0.1", 0), keyed("local"), server.port)
+        stack.callback(entrance.close)
+        before = threading.active_count()
+        opened: list[TorchftRendezvous] = []
+        for name in ("a", "b"):
+            member = Member(name, "1", f"{name}.invalid:1")
+            address = ("127.0.0.1", entrance.port)
+            made = rendezvous_at(address, keyed(name), member, lambda: True)
+            assert isinstance(made, TorchftRendezvous)
+            stack.callback(made.close)
+            opened.append(made)
+        meet(*opened)
+        asked = asks(opened[0])
+        with pytest.raises(TimeoutError):
+            asked.result(0.2)
+        for made in opened:
+            made.close()  # also the question that is under way
+        assert isinstance(asked.exception(WAIT_S), NetworkError)
+        deadline = time.monotonic() + WAIT_S
+        while threading.active_count() > before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def unreachable(port: int, **more: Any) -> TorchftRendezvous:

@@ -1,0 +1,53 @@
+"""`hetero lighthouse`: where the islands of a group find each other, until it is told to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from hetero_framework.config import host_and_port, split_address
+from hetero_framework.core import timeouts
+from hetero_framework.core.dial import Listener
+from hetero_framework.errors import StoppedEarly, UserError
+from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.islands.tunnel import Entrance
+from hetero_framework.security.access import KeyOptions, lighthouse_access
+from hetero_framework.security.keys import KeyDirectory
+from hetero_framework.trainer.signals import StopRequest
+
+
+def serve(
+    bind: str,
+    min_islands: int,
+    keys: KeyDirectory,
+    options: KeyOptions,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serve at `bind`, "host:port", until a signal ends it with StoppedEarly; `keys` are those of
+    islands. Raises UserError, IdentityError, and NetworkError for a port in use."""
+    try:
+        host, port = split_address(bind)
+    except ValueError as error:
+        raise UserError(f"--bind: {error}") from None
+    access = lighthouse_access(keys, host, options)
+    with StopRequest() as stop:
+        try:
+            with closing(Listener(host, port)) as listener, Lighthouse(min_islands) as server:
+                entrance = Entrance(listener, access, server.port)
+                with closing(entrance):
+                    say(_welcome(host_and_port(host, port), access.encrypts))
+                    while True:
+                        entrance.wait(timeouts.TICK_S)
+        except KeyboardInterrupt:
+            name = stop.requested or "Ctrl-C"
+            text = f"stopped by {name}; islands find it again when the same command has run"
+            raise StoppedEarly(text) from None
+
+
+def _welcome(where: str, encrypts: bool) -> str:
+    if encrypts:
+        return f"the lighthouse is at {where}; `hetero invite --island NAME` lets an island in"
+    return (
+        f"the lighthouse is at {where}, and asks nobody who it is; for islands elsewhere make keys"
+        " (`hetero invite --island NAME`) and start it with --bind and this machine's address"
+    )

@@ -1,0 +1,217 @@
+"""The way between islands and torchft's lighthouse, over the product's own encrypted links.
+
+torchft knows no encryption and asks nobody who he is. So its lighthouse listens on the loopback of
+its machine, and its clients connect to a port on the loopback of theirs; between these two, bytes
+are handed on as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from hetero_framework.config import host_and_port
+from hetero_framework.core import timeouts
+from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.dial import Listener, connect
+from hetero_framework.core.identity import Identity
+from hetero_framework.core.send_queue import drop_sent
+from hetero_framework.core.stream import Stream
+from hetero_framework.errors import HeteroError
+from hetero_framework.security.access import LOOPBACK_ONLY, Access
+from hetero_framework.security.door import Door
+
+_log = logging.getLogger(__name__)
+MAX_LINKS = 128
+MAX_LINKS_OF_ONE = 4
+"""An island needs one, and another one until a broken one has been noticed."""
+_DIAL_S = 5.0
+_CHUNK_BYTES = 1 << 16
+
+
+class _Passage:
+    """Accepts links on `listener`, for those whom `access` admits, and has them lead onward."""
+
+    def __init__(self, listener: Listener, access: Access, most_of_one: int) -> None:
+        self._listener = listener
+        self._most_of_one = most_of_one
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._open: dict[Stream, str] = {}  # who has come on it
+        self._carried: set[Future[None]] = set()
+        self._door = Door(access, self._greet)
+        self._accepting = in_background(lambda: self._door.run(listener), "accept in the tunnel")
+
+    @property
+    def port(self) -> int:
+        return self._listener.port
+
+    @property
+    def links(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def wait(self, seconds: float) -> None:
+        """Serve for so long. Raises what ended it, if that was an error nobody expected."""
+        if wait_for([self._accepting], seconds):
+            self._accepting.result()
+
+    def close(self) -> None:
+        """Ends all links. Safe to call twice."""
+        self._closed.set()
+        self._door.close()
+        self._listener.close()
+        with self._lock:
+            carried = set(self._carried)
+            for stream in self._open:
+                stream.stop()
+        wait_for([self._accepting, *carried], timeouts.EXIT_S)
+
+    def _greet(self, stream: Stream, identity: Identity | None) -> None:
+        self._door.gone(stream)
+        who = str(identity) if identity is not None else stream.peer.rpartition(":")[0]
+        if not self._add(stream, who):
+            stream.close()
+            return
+        carried = in_background(lambda: self._carry(stream, who), "tunnel")
+        with self._lock:
+            self._carried.add(carried)
+        carried.add_done_callback(lambda done: self._ended(done, stream, who))
+
+    def _add(self, stream: Stream, who: str) -> bool:
+        with self._lock:
+            if self._closed.is_set():
+                return False
+            of_one = Counter(self._open.values())[who]
+            if self.links >= MAX_LINKS or of_one >= self._most_of_one:
+                _log.warning("refused %s: it has %d links already", who, of_one)
+                return False
+            self._open[stream] = who
+        if not of_one:
+            self._came(who, stream.peer)
+        return True
+
+    def _ended(self, done: Future[None], stream: Stream, who: str) -> None:
+        with self._lock:
+            self._carried.discard(done)
+            del self._open[stream]
+            last = who not in self._open.values()
+        stream.close()
+        if last:
+            self._left(who)
+        if (error := done.exception()) is not None:
+            _log.error("a link of %s ended: %r", who, error)
+
+    def _carry(self, stream: Stream, who: str) -> None:
+        raise NotImplementedError
+
+    def _came(self, who: str, peer: str) -> None:
+        """The first link of somebody."""
+
+    def _left(self, who: str) -> None:
+        """The last one has ended."""
+
+
+class Entrance(_Passage):
+    """On the lighthouse's machine: the links of islands lead to its `port` of the loopback."""
+
+    def __init__(self, listener: Listener, access: Access, port: int) -> None:
+        self._port = port
+        super().__init__(listener, access, MAX_LINKS_OF_ONE)
+
+    def _carry(self, stream: Stream, who: str) -> None:
+        try:
+            local = connect("127.0.0.1", self._port, _DIAL_S, who="torchft", stop=self._closed)
+        except HeteroError as error:
+            _log.warning("%s", error.message)
+            return
+        splice(stream, local)
+
+    def _came(self, who: str, peer: str) -> None:
+        _log.info("%s is here, from %s", who, peer)
+
+    def _left(self, who: str) -> None:
+        _log.info("%s has left", who)
+
+
+class Tunnel(_Passage):
+    """On an island's coordinator: a port of the loopback that leads to the lighthouse at `address`.
+    Whatever connects to it is a link of its own."""
+
+    def __init__(self, address: tuple[str, int], access: Access) -> None:
+        self._address, self._access = address, access
+        self._trouble: HeteroError | None = None
+        super().__init__(Listener("127.0.0.1", 0), LOOPBACK_ONLY, MAX_LINKS)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def where(self) -> str:
+        return host_and_port(*self._address)
+
+    def trouble(self) -> HeteroError | None:
+        """Why the last link could not be made."""
+        return self._trouble
+
+    def _carry(self, stream: Stream, who: str) -> None:
+        host, port = self._address
+        try:
+            far = connect(
+                host,
+                port,
+                _DIAL_S,
+                who="the lighthouse",
+                stop=self._closed,
+                secure=lambda plain: self._access.dialled(plain, "local"),
+            )
+        except HeteroError as error:
+            self._trouble = error
+            return
+        self._trouble = None
+        splice(far, stream)
+
+
+def splice(network: Stream, local: Stream, patience_s: float = timeouts.LIVENESS_S) -> None:
+    """Hand on what comes on either until one of them ends, or nothing came from the network for
+    `patience_s` seconds: who is there beats. `network` is closed then, and both have ended."""
+
+    def end() -> None:
+        network.stop()
+        local.stop()
+
+    back = in_background(lambda: _copy(local, network, float("inf"), end), "tunnel, other way")
+    try:
+        _copy(network, local, patience_s, end)
+    finally:
+        end()
+        wait_for([back], timeouts.EXIT_S)
+        network.close()
+        local.close()
+    back.result()
+
+
+def _copy(source: Stream, sink: Stream, patience_s: float, end: Callable[[], None]) -> None:
+    room = memoryview(bytearray(_CHUNK_BYTES))
+    heard = time.monotonic()
+    try:
+        while (count := source.read(room)) != 0:
+            if count is None:
+                if time.monotonic() - heard > patience_s:
+                    return
+                continue
+            heard = time.monotonic()
+            pending = deque([room[:count]])
+            while pending:
+                drop_sent(pending, sink.write(pending))
+                if time.monotonic() - heard > patience_s:
+                    return
+    except OSError:
+        pass  # one of the two is gone
+    finally:
+        end()
