@@ -180,6 +180,28 @@ class ModelConfig(Section):
         return self
 
 
+REWRITING_INITS = ("pissa", "olora")
+"""Those of adapter.init_lora_weights that take their share out of the base's weights."""
+
+REWRITES_QUANTISED = "it rewrites the base's weights, which quantised ones would round away"
+
+_INITS_REFUSED = {
+    "eva": "it needs data before training",
+    "corda": "it needs data before training",
+    "lora_ga": "it needs gradients of data before training",
+    "loftq": "it needs full-precision weights beside the quantised ones",
+    "mica": "its frozen matrices would have to be in every checkpoint",
+    "pissa_niter_": "its random numbers are in no file, so the adapter would fit no base that is"
+    ' loaded later; "pissa" has none',
+}
+
+
+def init_refused(init: object) -> str | None:
+    """Why adapter.init_lora_weights cannot be this; None where nothing is known of it."""
+    known = init if isinstance(init, str) else ""
+    return next((why for name, why in _INITS_REFUSED.items() if known.startswith(name)), None)
+
+
 class AdapterConfig(Section):
     """LoRA, with the names and defaults of peft.LoraConfig."""
 
@@ -204,9 +226,11 @@ class AdapterConfig(Section):
     """Scale by lora_alpha / sqrt(r)."""
     use_dora: bool = False
     """Weight-decomposed LoRA (DoRA)."""
-    init_lora_weights: StrictBool | Literal["gaussian", "orthogonal"] = True
-    """true: A Kaiming-uniform, B zero (no change at the start). Methods that rewrite the base
-    weights (PiSSA, OLoRA, LoftQ, ...) are not supported."""
+    init_lora_weights: StrictBool | Literal["gaussian", "orthogonal", "pissa", "olora"] = True
+    """true: A Kaiming-uniform, B zero (no change at the start). "pissa" and "olora" begin with the
+    largest part of each weight and take it out of the base, whenever the adapter is loaded: they
+    need a base that is not quantised, and a decomposition of each weight while loading. Methods
+    that need data (EVA, CorDA, LoRA-GA) and LoftQ are not supported."""
     layers_to_transform: StrictInt | tuple[int, ...] | None = None
     """Only these layers (numbers of the whole model). null: all."""
     layers_pattern: str | tuple[str, ...] | None = None
@@ -217,9 +241,20 @@ class AdapterConfig(Section):
     """Scales that differ from lora_alpha, by module name or expression."""
     fan_in_fan_out: bool = False
     """The layer stores (in, out), as Conv1D of GPT-2 does."""
+    autocast_adapter_dtype: bool | None = None
+    """Type of the update matrices over a base in bfloat16 or float16, or quantised. true: float32.
+    false: the base's; bfloat16 over a quantised one. null: as PEFT and TRL's SFTTrainer have it,
+    float32, over a quantised base bfloat16."""
     init_from: Name | None = None
     """Directory of an existing PEFT LoRA adapter to continue (relative to this file). Its own
     settings then replace those of this section."""
+
+    @field_validator("init_lora_weights", mode="before")
+    @classmethod
+    def _can_begin_so(cls, value: object) -> object:
+        if (reason := init_refused(value)) is not None:
+            raise ValueError(f"{shown(value)} is not supported: {reason}")
+        return value
 
 
 class DataConfig(Section):
@@ -752,6 +787,10 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
                 "training.fp16",
                 'needs float32 weights when all are trained; set model.dtype to "float32"',
             )
+    adapter = parts.get("adapter")
+    rewrites = adapter is not None and adapter.init_lora_weights in REWRITING_INITS
+    if rewrites and model is not None and model.quantization is not None:
+        yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
     if data is not None and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
     island = parts.get("island")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_framework.config.schema import REWRITING_INITS
+
 if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
@@ -24,6 +26,7 @@ class AdapterPlan:
     `target_parameters` and of `modules_to_save`. `trainable` maps parameter names to shapes, in the
     whole model's order; `tensors` the adapter file's keys. Of these, `embedding_tensors` are frozen
     base embeddings, which PEFT writes and need not read. `weights` is the file to start from.
+    `autocast_adapter_dtype` is the setting of that name.
     """
 
     lora_config: LoraConfig
@@ -34,6 +37,19 @@ class AdapterPlan:
     tensors: dict[str, tuple[int, ...]]
     embedding_tensors: frozenset[str]
     weights: Path | None = None
+    autocast_adapter_dtype: bool | None = None
+
+    @property
+    def rewrites_base(self) -> bool:
+        """Whether it takes its beginning out of the base's weights, in memory."""
+        return self.lora_config.init_lora_weights in REWRITING_INITS
+
+    def number_bytes(self, base: int, *, quantized: bool) -> int:
+        """Of an adapter's weight over a base whose weights, or what is not quantised, have `base`
+        bytes a number."""
+        if self.autocast_adapter_dtype or (self.autocast_adapter_dtype is None and not quantized):
+            return 4
+        return 2 if quantized else base
 
     def trains(self, weights: Iterable[str]) -> bool:
         """Whether it trains something in the modules of these weights of the base."""

@@ -6,7 +6,8 @@ names are the whole PEFT model's without `base_model.model.`, and initial values
 on the CPU after seeding with (training seed, module name).
 
 Number types are those of PEFT (adapter weights in float32 over a bf16 or fp16 base) and TRL's
-SFTTrainer 1.16 (over a 4-bit or 8-bit base, all that is trained is bf16 except DoRA's magnitudes).
+SFTTrainer 1.16 (over a 4-bit or 8-bit base, all that is trained is bf16 except DoRA's magnitudes),
+unless `autocast_adapter_dtype` says otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hetero_framework import repository
+from hetero_framework.config.schema import REWRITES_QUANTISED, REWRITING_INITS, init_refused
 from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.adapter_plan import (
     ADAPTER_WEIGHTS,
@@ -37,6 +40,8 @@ from hetero_framework.models.adapter_plan import (
     AdapterPlan,
     AttachedAdapter,
 )
+from hetero_framework.models.introspect import tied_names
+from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.tiny import meta_model
 
@@ -46,8 +51,8 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "default"
 
-# Initial values that are a function of one module's own shape and random draws.
-LOCAL_INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
+# Initial values that are a function of one module's own shape, weight and random draws.
+LOCAL_INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal", *REWRITING_INITS)
 
 _LORA_FIELDS = frozenset(LoraConfig.__dataclass_fields__)
 
@@ -92,9 +97,11 @@ def plan_adapter(
     from, that adapter's file lacks or adds tensors, or the initialisation is not local to a layer.
     """
     if adapter.init_from is None:
-        return _plan(model_config, _lora_config(adapter), None)
-    folder = (base_dir or Path()) / os.path.expanduser(adapter.init_from)
-    return _plan(model_config, *_saved_config(folder, adapter))
+        plan = _plan(model_config, _lora_config(adapter), None)
+    else:
+        folder = (base_dir or Path()) / os.path.expanduser(adapter.init_from)
+        plan = _plan(model_config, *_saved_config(folder, adapter))
+    return replace(plan, autocast_adapter_dtype=adapter.autocast_adapter_dtype)
 
 
 def plan_saved_adapter(model_config: PretrainedConfig, folder: Path) -> AdapterPlan:
@@ -112,7 +119,9 @@ def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfi
     saved = plan.lora_config
     values = {n: getattr(saved, n) for n in type(adapter).model_fields if n in _LORA_FIELDS}
     raw = {k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in values.items()}
-    raw["init_lora_weights"] = True  # what the saved weights replace
+    if not plan.rewrites_base:
+        raw["init_lora_weights"] = True  # what the saved weights replace
+    raw["autocast_adapter_dtype"] = adapter.autocast_adapter_dtype
     explicit = type(adapter).model_validate_json(json.dumps(raw))
     ours, theirs = _lora_config(explicit).to_dict(), saved.to_dict()
     known = sorted(theirs.keys() - _NOT_STRUCTURE)
@@ -149,12 +158,14 @@ def check_adapter_complete(shard: Shard, loaded: set[str]) -> None:
 
 def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
     """Give `shard` its part of a planned adapter, in place, with the plan's or new weights."""
-    tuner = _inject(shard.model, _local_config(plan, shard.model), seed)
+    autocast = plan.autocast_adapter_dtype
+    config = _local_config(plan, shard.model)
+    tuner = _inject(shard.model, config, seed, autocast=autocast is not False)
     shard.adapter = AttachedAdapter(plan, tuner)
     if plan.weights is not None:
         own = adapter_tensors(shard)
         load_adapter_tensors(shard, saved_tensors(plan, own.__contains__))
-    if shard.is_quantized:
+    if shard.is_quantized and autocast is not True:
         for name, parameter in shard.model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -212,10 +223,16 @@ def _integer(value: float) -> float:
 def _check_supported(config: LoraConfig) -> None:
     init = config.init_lora_weights
     if not any(init is known or init == known for known in LOCAL_INITS):
+        reason = init_refused(init) or "PEFT's manual does not know it"
         raise ConfigError(
-            f"adapter.init_lora_weights={init!r} is not supported: it changes the frozen base "
-            "weights or needs data first, so the adapter file alone would not reproduce the model",
-            hint='use true, false, "gaussian" or "orthogonal"',
+            f"adapter.init_lora_weights={init!r} is not supported: {reason}",
+            hint='use true, false, "gaussian", "orthogonal", "pissa" or "olora"',
+        )
+    if init in REWRITING_INITS and config.target_parameters:
+        raise ConfigError(
+            f"adapter.init_lora_weights={init!r} is not supported with target_parameters: PEFT"
+            " decomposes the weights of modules only",
+            hint='use true, or name modules in "adapter.target_modules"',
         )
     for name in _UNSUPPORTED_FIELDS:
         if getattr(config, name, None):
@@ -279,6 +296,8 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         tuner = _inject(model, config, seed=0)
     except ValueError as error:
         raise ConfigError(f"adapter: {error}", hint=_refusal_hint(model, str(error))) from error
+    if config.init_lora_weights in REWRITING_INITS:
+        _check_rewriting(model_config, model, tuner)
     kept = asked & set(config.target_modules or ()) if asked else set()
     _check_each_matches("target_modules", kept, names, model)
     _check_each_matches("modules_to_save", set(config.modules_to_save or ()), names, model)
@@ -302,6 +321,29 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
     if weights is not None:
         _check_file(weights, plan)
     return plan
+
+
+def _check_rewriting(config: PretrainedConfig, model: Any, tuner: LoraModel) -> None:
+    """Raise ConfigError where the base's weights are quantised, another one's too, or stored the
+    other way round than the initialisation takes them."""
+    setting = "adapter.init_lora_weights"
+    if stored_quantization(config) is not None:
+        raise ConfigError(f"{setting}: {REWRITES_QUANTISED}", hint='set it to true or "orthogonal"')
+    for name in tuner.targeted_module_names:
+        layer: Any = model.get_submodule(name)
+        if ADAPTER_NAME not in layer.lora_A:  # an embedding begins as ever
+            continue
+        if layer.lora_A[ADAPTER_NAME].weight.shape[1] != layer.in_features:
+            raise ConfigError(
+                f"{setting}: of PEFT's it does not fit {name}, which stores its weight (in, out)",
+                hint='use "pissa"',
+            )
+    ends = {name.rpartition(".")[0] for pair in tied_names(model).items() for name in pair}
+    if both := sorted(ends & set(tuner.targeted_module_names)):
+        raise ConfigError(
+            f"{setting}: it would rewrite embedding and head, which are one weight ({both[0]})",
+            hint='take them out of "adapter.target_modules"',
+        )
 
 
 def _check_each_matches(setting: str, asked: set[str], names: list[str], model: nn.Module) -> None:
@@ -375,8 +417,9 @@ class _SeededLora(LoraModel):
             super()._create_and_replace(*args, **kwargs)
 
 
-def _inject(model: nn.Module, config: LoraConfig, seed: int) -> LoraModel:
-    """Wrap the targets in place and leave only the adapter trainable, as `get_peft_model` does."""
+def _inject(model: nn.Module, config: LoraConfig, seed: int, *, autocast: bool = True) -> LoraModel:
+    """Wrap the targets in place and leave only the adapter trainable, as `get_peft_model` does with
+    `autocast_adapter_dtype`."""
     with warnings.catch_warnings():
         # What PEFT corrects by itself, or warns of because a shard is not the whole model.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
@@ -385,7 +428,7 @@ def _inject(model: nn.Module, config: LoraConfig, seed: int) -> LoraModel:
         on_meta = any(p.is_meta for p in model.parameters())
         with torch.device("meta" if on_meta else "cpu"):
             tuner = _SeededLora(model, config, seed)
-    cast_adapter_dtype(model, ADAPTER_NAME, autocast_adapter_dtype=True)
+    cast_adapter_dtype(model, ADAPTER_NAME, autocast_adapter_dtype=autocast)
     return tuner
 
 

@@ -108,8 +108,11 @@ def write_adapter(
     config = copy.deepcopy(plan.lora_config)
     config.base_model_name_or_path, config.revision = base_model, revision
     config.inference_mode = True
-    # How the weights began is no part of what they are; sets have no order of their own.
-    config.init_lora_weights, config.task_type = True, "CAUSAL_LM"
+    # How the weights began is no part of what they are, unless the base has changed with them; sets
+    # have no order of their own.
+    config.task_type = "CAUSAL_LM"
+    if not plan.rewrites_base:
+        config.init_lora_weights = True
     for name, value in vars(config).items():
         if isinstance(value, set):
             setattr(config, name, sorted(value))

@@ -84,7 +84,8 @@ class Setting:
     def key(self) -> tuple[object, ...]:
         plan, adapter = self.plan, None
         if plan is not None:
-            adapter = (str(plan.lora_config.to_dict()), plan.modules, plan.saved_modules)
+            settings = str(plan.lora_config.to_dict()), plan.autocast_adapter_dtype
+            adapter = (*settings, plan.modules, plan.saved_modules)
         return (
             *(self.model.to_json_string(), self.model._attn_implementation, adapter),
             *(repr(vars(self.objective)), self.dtype, self.autocast, self.rows, self.tokens),

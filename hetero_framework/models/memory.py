@@ -285,9 +285,10 @@ class Shapes:
             for name, p in whole.named_parameters()
             if p.dim() > 1 and self.skeleton.layer_of(name) is not None
         }
-        self.upcast_inputs = set(plan.modules) if plan and self.number_bytes < 4 else set()
-        if quantization is not None:
-            self.upcast_inputs = set()
+        self.upcast_inputs: set[str] = set()
+        if plan is not None:
+            own = plan.number_bytes(self.number_bytes, quantized=quantization is not None)
+            self.upcast_inputs = set(plan.modules) if own > self.number_bytes else set()
         self.attention = config._attn_implementation or "sdpa"
 
     @cached_property
@@ -318,7 +319,7 @@ class Shapes:
         if plan is None:
             floats = [(n, p) for n, p in whole.named_parameters() if p.is_floating_point()]
             return {name: (p.numel(), self.number_bytes) for name, p in floats}
-        own = 2 if quantized else 4
+        own = plan.number_bytes(self.number_bytes, quantized=quantized)
         return {
             name: (math.prod(shape), own if ".lora_" in name else self.number_bytes)
             for name, shape in plan.trainable.items()

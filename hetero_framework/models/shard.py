@@ -346,13 +346,15 @@ class Shard:
 
     def dissolve(self) -> Kept:
         """Take the shard apart, for good: what in it is frozen, as it was loaded, without adapter
-        and hooks. Nothing of a model whose blocks share weights or are rescaled by it."""
+        and hooks. Nothing of a model whose blocks share weights or are rescaled by it, or whose
+        adapter has rewritten them."""
         for hook in self._hooks:
             hook.remove()
         for index, former in self._former.items():
             del self._blocks[index].forward
             if former is not None:
                 self._blocks[index].forward = former
+        is_as_loaded = self.adapter is None or not self.adapter.plan.rewrites_base
         if self.adapter is not None:
             from hetero_framework.models.adapters import take_off
 
@@ -360,9 +362,13 @@ class Shard:
         model, whole, rng, blocks = self.model, self._whole, self.range, self._blocks
         self.model = self.adapter = None
         self._forwards, self._former, self._blocks = {}, {}, []
-        if not whole.is_separable:
+        if not (whole.is_separable and is_as_loaded):
             return NOTHING
         kept = {k: blocks[k] for k in range(rng.start, rng.end) if _is_frozen(blocks[k])}
+        for block in kept.values():
+            for module in block.modules():
+                # By these the model collects outputs; the next one hooks its own.
+                module._forward_hooks.clear()
         return Kept(kept, partition.outside(model, whole, rng, _is_frozen), self.fingerprint)
 
     def forward(self, inputs: Inputs, received: Bundle) -> Bundle:

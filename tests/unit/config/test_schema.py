@@ -186,7 +186,10 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("adapter.loftq_config", {}, "LoraConfig.loftq_config is not supported here because"),
         ("adapter.target_modules", 3, "must be a text or a list [...], not 3"),
         ("adapter.target_modules", ["a", 3], "adapter.target_modules[1]: must be a text, not 3"),
-        ("adapter.init_lora_weights", "pissa", 'true or false or "gaussian" or "orthogonal"'),
+        ("adapter.init_lora_weights", "pisa", 'true or false or "gaussian", "orthogonal", "pissa"'),
+        ("adapter.init_lora_weights", "eva", '"eva" is not supported: it needs data before'),
+        ("adapter.init_lora_weights", "loftq", '"loftq" is not supported: it needs full-prec'),
+        ("adapter.init_lora_weights", "pissa_niter_8", "its random numbers are in no file"),
         ("data.train", [], "data.train: names no data"),
         ("data.train", "", "data.train: names no data"),
         ("data.max_length", 0, "data.max_length: must be at least 1, not 0"),
@@ -255,6 +258,12 @@ def test_quantised_weights_without_adapter_are_refused() -> None:
     raw = changed("model.quantization", "nf4")
     Config.from_dict(raw)
     assert "quantised weights cannot be trained" in message({**raw, "adapter": None})
+
+
+def test_quantised_weights_cannot_be_rewritten() -> None:
+    raw = changed("model.quantization", "nf4")
+    raw["adapter"] = {**raw["adapter"], "init_lora_weights": "pissa"}
+    assert "adapter.init_lora_weights: it rewrites the base's weights" in message(raw)
 
 
 def test_fp16_weights_cannot_all_be_trained_with_a_loss_scale() -> None:
@@ -546,7 +555,7 @@ def test_adapter_names_mean_the_same_as_in_peft() -> None:
 
     theirs = {f.name: f.default for f in dataclasses.fields(LoraConfig)}
     ours = AdapterConfig.model_fields
-    for name in set(ours) - {"init_from", "rank_pattern", "alpha_pattern"}:
+    for name in set(ours) & theirs.keys() - {"rank_pattern", "alpha_pattern"}:
         assert ours[name].get_default() == theirs[name], name
 
 

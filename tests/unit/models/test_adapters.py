@@ -16,6 +16,7 @@ from hetero_framework.config import AdapterConfig
 from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.adapters import (
     adapter_tensors,
+    explicit_settings,
     plan_adapter,
 )
 from hetero_framework.models.export import OutputDirectory, write_adapter
@@ -78,6 +79,55 @@ CASES = {
         {"target_modules": ("q_proj", "embed_tokens"), "modules_to_save": ("norm",)},
     ),
     "saved head": ("llama", {"modules_to_save": ("lm_head",), "target_modules": ("o_proj",)}),
+    "experts' own parameters": (
+        "mixtral",
+        {
+            "target_modules": ("q_proj",),
+            "target_parameters": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+            "rank_pattern": {"mlp.experts.down_proj": 2},
+            "alpha_pattern": {"q_proj": 3},
+        },
+    ),
+    "parameters alone, of some layers": (
+        "qwen3_moe",
+        {
+            "target_modules": (),
+            "target_parameters": ("mlp.experts.down_proj", "mlp.gate.weight"),
+            "layers_to_transform": (1, 3),
+        },
+    ),
+    "layers of a list": (
+        "gpt2",
+        {
+            "target_modules": ("c_attn", "c_proj"),
+            "layers_to_transform": (0, 3),
+            "layers_pattern": "h",
+            "use_dora": True,
+            "fan_in_fan_out": True,
+        },
+    ),
+    "saved blocks' modules and ends": (
+        "llama",
+        {
+            "target_modules": ("q_proj",),
+            "modules_to_save": ("mlp", "embed_tokens", "lm_head", "input_layernorm"),
+        },
+    ),
+    "tied ends saved": ("gemma", {"target_modules": ("v_proj",), "modules_to_save": ("lm_head",)}),
+    "embedding with DoRA": (
+        "llama",
+        {"target_modules": ("embed_tokens", "lm_head", "k_proj"), "use_dora": True},
+    ),
+    "patterns with DoRA and rslora": (
+        "llama",
+        {
+            "target_modules": "all-linear",
+            "use_dora": True,
+            "use_rslora": True,
+            "rank_pattern": {"^model.layers.1.mlp.up_proj": 2, r".*\.o_proj": 5},
+            "alpha_pattern": {r"layers\.[02]\.mlp": 7},
+        },
+    ),
     "fused experts": ("mixtral", {"target_modules": ("q_proj", "w1", "w2", "w3")}),
 }
 
@@ -138,11 +188,35 @@ def test_initial_weights_follow_pefts_rule(llama: Path) -> None:
             assert 0.9 / 8 < tensor.abs().max() <= 1 / 8
 
 
-def test_adapter_is_float32_over_bfloat16_as_in_peft(llama: Path) -> None:
-    (shard,) = shards(llama, 0, 4, adapter=AdapterConfig(), dtype="bfloat16")
-    model = get_peft_model(stock(llama, dtype=torch.bfloat16), LoraConfig(task_type="CAUSAL_LM"))
-    expected = {n.removeprefix(PREFIX): p.dtype for n, p in model.named_parameters()}
-    assert {n: p.dtype for n, p in shard.model.named_parameters()} == expected
+@pytest.mark.parametrize("autocast", [None, True, False])
+def test_adapter_over_bfloat16_has_the_type_that_peft_gives_it(
+    autocast: bool | None, llama: Path, tmp_path: Path
+) -> None:
+    settings = AdapterConfig(target_modules=("q_proj", "up_proj"), autocast_adapter_dtype=autocast)
+    parts = shards(llama, 0, 2, 4, adapter=settings, dtype="bfloat16")
+    dtype = torch.bfloat16 if autocast is False else torch.float32
+    assert {p.dtype for part in parts for _, p in trainable_parameters(part)} == {dtype}
+    assert parts[0].adapter is not None
+    assert parts[0].adapter.plan.number_bytes(2, quantized=False) == dtype.itemsize
+    randomise(parts)
+    folder = write(tmp_path / "adapter", parts, llama)
+    base = stock(llama, dtype=torch.bfloat16)
+    given = {} if autocast is None else {"autocast_adapter_dtype": autocast}
+    model = PeftModel.from_pretrained(base, str(folder), is_trainable=True, **given)
+    model.train(False)
+    assert torch.equal(chain_logits(parts), stock_logits(model))
+    model(**batch(), use_cache=False).loss.backward()
+    chain_backward(parts)
+    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in (item for part in parts for item in trainable_parameters(part)):
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+def test_number_bytes_of_an_adapter_over_a_quantised_base() -> None:
+    for autocast, expected in ((None, 2), (True, 4), (False, 2)):
+        adapter = AdapterConfig(target_modules=("q_proj",), autocast_adapter_dtype=autocast)
+        plan = plan_adapter(tiny_config("llama"), adapter)
+        assert plan.number_bytes(4, quantized=True) == expected
 
 
 def test_adapter_config_file_equals_pefts(llama: Path, tmp_path: Path) -> None:
@@ -326,9 +400,16 @@ def test_adapter_directory_that_is_absent_or_broken_is_an_error(
         plan_adapter(config, adapter, tmp_path)
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora", "pissa_niter_4"])
-def test_initialisation_that_rewrites_the_base_is_refused(
-    init: str, llama: Path, saved: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("init", "reason"),
+    [
+        ("pissa_niter_4", "its random numbers are in no file"),
+        ("mica", "frozen matrices"),
+        ("new", "PEFT's manual does not know it"),
+    ],
+)
+def test_initialisation_of_a_saved_adapter_that_is_refused(
+    init: str, reason: str, llama: Path, saved: Path, tmp_path: Path
 ) -> None:
     settings = json.loads((saved / "adapter_config.json").read_text())
     settings["init_lora_weights"] = init
@@ -336,8 +417,75 @@ def test_initialisation_that_rewrites_the_base_is_refused(
     (tmp_path / "adapter_model.safetensors").write_bytes(
         (saved / "adapter_model.safetensors").read_bytes()
     )
-    with pytest.raises(ConfigError, match="base weights"):
+    with pytest.raises(ConfigError, match=reason):
         plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(init_from=str(tmp_path)))
+
+
+# -- initial values that change the base --------------------------------------------------------
+
+
+CONV1D = {"target_modules": ("c_attn",), "fan_in_fan_out": True}
+
+
+@pytest.mark.parametrize(
+    ("init", "model_type", "settings"),
+    [
+        ("pissa", "llama", {"target_modules": ("q_proj", "down_proj")}),
+        ("olora", "llama", {"target_modules": "all-linear", "use_dora": True}),
+        ("pissa", "gpt2", {**CONV1D, "use_rslora": True}),
+    ],
+)
+def test_an_adapter_that_rewrites_the_base_is_pefts_under_any_cut(
+    init: Any, model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", model_type)
+    adapter = AdapterConfig(r=4, init_lora_weights=init, **settings)
+    parts = shards(base, 0, 1, 3, 4, adapter=adapter)
+    theirs = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=init, **settings)
+    model = get_peft_model(stock(base), theirs)
+    model.train(False)
+    assert torch.equal(chain_logits(parts), stock_logits(model))
+    own = {name: p for part in parts for name, p in part.model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix(PREFIX)
+        assert name not in own or torch.equal(own[name], parameter), name
+    model(**batch(), use_cache=False).loss.backward()
+    chain_backward(parts)
+    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in (item for part in parts for item in trainable_parameters(part)):
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+    randomise(parts)
+    folder = write(tmp_path / "adapter", parts, base)
+    assert torch.equal(chain_logits(parts), stock_logits(stock_peft(base, folder)))
+    again = shards(base, 0, 2, 4, adapter=AdapterConfig(init_from=str(folder)))
+    assert torch.equal(chain_logits(again), chain_logits(parts))
+    plan = again[0].adapter
+    assert plan is not None
+    explicit = explicit_settings(AdapterConfig(init_from=str(folder)), plan.plan)
+    assert explicit.init_lora_weights == init
+    # Blocks whose weights were rewritten are not those of the files.
+    assert not parts[1].dissolve().blocks
+
+
+def test_rewriting_a_quantised_base_or_tied_ends_is_refused() -> None:
+    with pytest.raises(ConfigError, match="c_attn, which stores its weight"):
+        plan_adapter(tiny_config("gpt2"), AdapterConfig(init_lora_weights="olora", **CONV1D))
+    adapter = AdapterConfig(target_modules=("q_proj",), init_lora_weights="pissa")
+    parameters = AdapterConfig(init_lora_weights="pissa", target_parameters=("mlp.gate.weight",))
+    with pytest.raises(ConfigError, match="not supported with target_parameters"):
+        plan_adapter(tiny_config("mixtral"), parameters)
+    embedding = AdapterConfig(init_lora_weights="pissa", target_modules=("embed_tokens",))
+    assert plan_adapter(tiny_config("llama"), embedding).modules == ("model.embed_tokens",)
+    config = tiny_config("llama")
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(ConfigError, match="which quantised ones would round away"):
+        plan_adapter(config, adapter)
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    head = adapter.model_copy(update={"target_modules": ("lm_head",)})
+    with pytest.raises(ConfigError, match=r"embedding and head, which are one weight \(lm_head\)"):
+        plan_adapter(config, head)
 
 
 # -- the finished directory -----------------------------------------------------------------------

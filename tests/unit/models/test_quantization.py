@@ -81,11 +81,13 @@ def test_quantising_while_loading_equals_the_stored_checkpoint(
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("autocast", [None, True, False])
 def test_qlora_loss_and_gradients_equal_the_whole_models(
-    stored: tuple[str, Path], tmp_path: Path
+    stored: tuple[str, Path], autocast: bool | None, tmp_path: Path
 ) -> None:
     _, folder = stored
-    parts = shards(folder, 0, 1, 3, 4, adapter=AdapterConfig(target_modules="all-linear"))
+    settings = AdapterConfig(target_modules="all-linear", autocast_adapter_dtype=autocast)
+    parts = shards(folder, 0, 1, 3, 4, adapter=settings)
     randomise(parts)
     assert parts[0].adapter is not None
     exported = [dict(export_parts(part)) for part in parts]
@@ -95,10 +97,11 @@ def test_qlora_loss_and_gradients_equal_the_whole_models(
 
     base = stock(folder, device_map={"": "cpu"})
     model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True)
+    dtype = torch.float32 if autocast else torch.bfloat16
     for parameter in model.parameters():
         if parameter.requires_grad:
-            # As TRL's SFTTrainer does over a quantised base.
-            parameter.data = parameter.data.to(torch.bfloat16)
+            # By default as TRL's SFTTrainer does over a quantised base.
+            parameter.data = parameter.data.to(dtype)
     model.train(False)
     expected_loss = model(**batch(), use_cache=False).loss
     expected_loss.backward()
@@ -108,7 +111,7 @@ def test_qlora_loss_and_gradients_equal_the_whole_models(
     found = dict(item for part in parts for item in trainable_parameters(part))
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
-        assert parameter.dtype == torch.bfloat16
+        assert parameter.dtype == dtype
         assert torch.equal(parameter.grad, expected[name].grad), name
 
 

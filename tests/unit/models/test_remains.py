@@ -222,3 +222,11 @@ def test_what_is_not_taken_over_is_freed_before_anything_is_loaded(bases: dict[s
     finally:
         gc.enable()
     assert list(kept[0].blocks) == [1]
+
+
+def test_routers_of_blocks_that_move_report_once(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "mixtral", "mixtral")
+    process = Process(base, LORA | {"target_modules": ("q_proj",)}, router_aux_loss_coef=0.5)
+    former = output(process.load(WHOLE))  # the model hooks its blocks in its first forward
+    assert torch.equal(output(process.load(FIRST, ShardRange(2, 4, False, True))), former)
+    assert torch.equal(output(process.load(WHOLE)), former)
