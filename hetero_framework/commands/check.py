@@ -14,7 +14,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import ConfigError, DeviceError
-from hetero_framework.models.crossing import crossing_lines
+from hetero_framework.models.crossing import check_codec, crossing_lines
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
 from hetero_framework.models.quiet import quiet_libraries
@@ -23,7 +23,7 @@ from hetero_framework.planner.tuner import assumed_profile
 from hetero_framework.planner.tuning import tune
 from hetero_framework.security.access import key_directory
 from hetero_framework.trainer.resolved import Resolved
-from hetero_framework.trainer.setup import resolve_loss_chunk
+from hetero_framework.trainer.setup import check_compiled, resolve_loss_chunk
 from hetero_framework.units import share, size
 from hetero_framework.visualizer.tables import table
 
@@ -50,11 +50,18 @@ def check(config: Config) -> dict[str, Any]:
     else:
         model_config = load_model_config(config.model, config.base_dir)
         config.plan.covers(introspect(model_config).num_layers)
+        check_compiled(config, model_config)
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
         config = resolved.config
+        plan = None
+        if config.adapter is not None:
+            from hetero_framework.models.adapters import plan_adapter
+
+            plan = plan_adapter(model_config, config.adapter, config.base_dir)
+        check_codec(config, model_config, plan, tokens)
         notes += crossing_lines(config, model_config, tokens)
-        memory = estimate_memory(config, model_config, in_flight=schedule["held"])
+        memory = estimate_memory(config, model_config, in_flight=schedule["held"], plan=plan)
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")
     processes = [_process(config, owner, memory) for owner in config.plan.owners]

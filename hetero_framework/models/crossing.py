@@ -11,6 +11,9 @@ import torch
 from transformers import PretrainedConfig
 
 from hetero_framework.config import Config
+from hetero_framework.core.codecs import CODECS
+from hetero_framework.errors import ConfigError
+from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.footprint import Form, Setting, bundle_forms
 from hetero_framework.models.introspect import (
     PROBE_ROWS,
@@ -41,8 +44,33 @@ def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list
             f"in front of layer {layer}, {size(round(sum(others)))} of side tensors per token cross"
             f" the boundary beside {size(round(hidden))} of hidden state: {_names(sides)}"
         )
-        lines.append(f"warning: {said}" if sum(others) > _LARGE * hidden else said)
+        factor = sum(others) / hidden
+        said += f"; that is {factor:.1f} times as much" if factor > _LARGE else ""
+        lines.append(f"warning: {said}" if factor > _LARGE else said)
     return lines
+
+
+def check_codec(
+    config: Config, model: PretrainedConfig, plan: AdapterPlan | None, tokens: int
+) -> None:
+    """Raise ConfigError where the codec of the gradients takes the hidden state's and not that of a
+    side tensor. One that takes neither lets both travel as they are. `plan` is the adapter's."""
+    codec = CODECS[config.wire.gradients]
+    structure = introspect(model)
+    for layer in dict.fromkeys(spec.start for spec in config.plan.stages if not spec.is_first):
+        sides = structure.sides_at(layer)
+        if not sides:
+            continue
+        (_, hidden_dtype, _), *forms = bundle_forms(_setting(config, model, tokens), layer)
+        for side, (_, dtype, _) in zip(sides, forms, strict=True):
+            support = codec.supports(dtype)
+            wants = bool(side.weights) if plan is None else plan.trains(side.weights)
+            if wants and codec.supports(hidden_dtype) and not support:
+                raise ConfigError(
+                    f"wire.gradients {codec.name} cannot take the gradient of {side.name}, which"
+                    f" crosses in front of layer {layer}: {support.reason}",
+                    hint='set "wire.gradients" to another codec or to "none"',
+                )
 
 
 def tiny_crossing(structure: ModelStructure, boundaries: Iterable[int]) -> str:

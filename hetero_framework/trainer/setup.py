@@ -20,7 +20,7 @@ from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.chunked_loss import chunk_tokens
-from hetero_framework.models.crossing import crossing_lines, largest_sides
+from hetero_framework.models.crossing import check_codec, crossing_lines, largest_sides
 from hetero_framework.models.equivalence import admit, admit_packing, why_not_chunked
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import (
@@ -104,6 +104,7 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
         _log.info("%s", decision.reason)
     config = resolved.config
     memory = _stage_memory(config, model_config, data, adapter_plan)
+    check_codec(config, model_config, adapter_plan, data.row_tokens)
     for line in crossing_lines(config, model_config, data.row_tokens):
         warning = line.removeprefix("warning: ")
         _log.log(logging.INFO if warning == line else logging.WARNING, "%s", warning)

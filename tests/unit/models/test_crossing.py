@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 from transformers import PretrainedConfig
 
-from hetero_framework.config import Config
-from hetero_framework.models.crossing import crossing_lines, largest_sides, tiny_crossing
+from hetero_framework.config import AdapterConfig, Config
+from hetero_framework.errors import ConfigError
+from hetero_framework.models.adapters import plan_adapter
+from hetero_framework.models.crossing import (
+    check_codec,
+    crossing_lines,
+    largest_sides,
+    tiny_crossing,
+)
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.models.tiny import tiny_config
@@ -59,6 +66,36 @@ def test_side_tensors_of_many_times_the_hidden_state_are_warned_of() -> None:
     config, model = configured("gemma3n_text", hidden_size_per_layer_input=512)
     [line] = crossing_lines(config, model, TOKENS)
     assert line.startswith("warning: in front of layer 4, 2.25 KiB of side tensors per token")
+    assert line.endswith("; that is 4.5 times as much")
+
+
+def test_the_logits_of_many_experts_are_warned_of() -> None:
+    changes = {"output_router_logits": True, "num_local_experts": 64}
+    config, model = configured("mixtral", **changes)
+    assert crossing_lines(config, model, TOKENS) == [
+        "warning: in front of layer 4, 512 B of side tensors per token cross the boundary beside"
+        " 128 B of hidden state: mlp.gate.0 x 4; that is 4.0 times as much"
+    ]
+
+
+def test_a_codec_that_takes_not_all_gradients_of_a_boundary_is_refused() -> None:
+    def check(adapter: AdapterConfig | None = None, **sections: Any) -> None:
+        config, model = configured("gemma3n_text")
+        raw = {**config.to_dict(), **sections}
+        raw["model"] = {**raw["model"], "dtype": "float32"}
+        plan = None if adapter is None else plan_adapter(model, adapter)
+        check_codec(Config.from_dict(raw), model, plan, TOKENS)
+
+    half, rounded = {"fp16": True}, {"gradients": "bf16"}
+    check(wire=rounded)
+    check(training=half)
+    check(training=half, wire={"gradients": "int8"})
+    text = "wire.gradients bf16 cannot take the gradient of .*, which crosses in front of layer 4"
+    with pytest.raises(ConfigError, match=text):
+        check(training=half, wire=rounded)
+    # Nothing in front of the boundary is trained.
+    behind = AdapterConfig(target_modules=r".*layers\.5\..*o_proj")
+    check(behind, training=half, wire=rounded)
 
 
 @pytest.mark.parametrize(
