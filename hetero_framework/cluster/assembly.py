@@ -168,6 +168,12 @@ class Assembly:
         )
 
     @property
+    def trained_names(self) -> list[str]:
+        """All that is trained, in the order of the whole model."""
+        everything = [parameter for own in self.trainable for parameter in own]
+        return [name for name, _ in sorted(everything, key=lambda parameter: parameter[1])]
+
+    @property
     def direct(self) -> frozenset[int]:
         """Boundaries (numbers of the stage before each) with a link from worker to worker."""
         return self._boundaries.direct(self._links.direct)

@@ -427,7 +427,7 @@ class Worker:
                 self._host.abort()
                 self._send(Message(m.Aborted(body.step, body.attempt)))
             case m.StateRequest():
-                part = self._host.state(body.stage, body.kind, body.part, body.step)
+                part = self._host.state(body.stage, body.kind, body.part, body.step, body.names)
                 self._send(messages.part_message(m.State, body.stage, body.kind, body.part, part))
             case m.LoadState():
                 self._on_load_state(message, body)

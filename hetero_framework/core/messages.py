@@ -33,7 +33,7 @@ MEMBER = "accepting island"
 EITHER = "either"
 
 RejectCode = Literal["busy", "identity", "peer", "protocol", "stale"]
-StateKind = Literal["checkpoint", "export"]
+StateKind = Literal["checkpoint", "export", "weights"]
 ShareKind = Literal["position", "state", "losses", "gradients", "changes", "vote", "decision"]
 LoadKind = Literal["checkpoint", "adapter", "tied", "gradients", "weights"]
 
@@ -459,18 +459,19 @@ class StepFailed(OfStep):
 # ---------------------------------------------------------------------------------------- state
 
 
-@_message(30, COORDINATOR)
+@_message(30, COORDINATOR, long=True)
 class StateRequest(Body):
     """Coordinator to worker: send part `part` (from 0, in order) of a stage's state, for a
     `checkpoint` as the commit of `step` left it (null: as it is before the first commit). The first
     request for a step, which comes before the next commit, keeps the state of all stages of the
-    worker readable until another step is asked for. Answered by STATE. Legal while a step runs,
-    too."""
+    worker readable until another step is asked for; of its `weights` those of the parameters
+    `names`, as they are now. Answered by STATE. Legal while a step runs, too."""
 
     stage: int
     kind: StateKind
     part: int
     step: int | None = None
+    names: tuple[str, ...] = ()
 
 
 @_message(31, WORKER, tensors=(0, MAX_TENSORS), long=True)

@@ -156,9 +156,15 @@ class Host(Protocol):
         `state`, whatever is committed later."""
 
     def state(
-        self, stage: int, kind: StateKind, number: int, step: int | None
+        self,
+        stage: int,
+        kind: StateKind,
+        number: int,
+        step: int | None,
+        names: Sequence[str] = (),
     ) -> api.StatePart | None:
-        """A part of a stage's state after `step`; in ascending order. The caller releases it."""
+        """A part of a stage's state after `step`, or, as they are now, of its weights of these
+        names; in ascending order. The caller releases it."""
 
     def rewind(self, step: int | None) -> api.Rewound | None:
         """The run goes on after the commit of `step`. The stages take over what is kept of it; the

@@ -283,6 +283,31 @@ class Pipeline:
             yield stage, number, part
             part.release()
 
+    def weights(self, names: Iterable[str]) -> api.Tensors:
+        """These trained parameters as they are now, on the CPU."""
+        wanted, found = set(names), {}
+        for stage, trained in self._trained.items():
+            own, host = [name for name in trained if name in wanted], self._host_of[stage]
+            number, done = 0, not own
+            while not done:
+                ask = partial(host.state, stage, "weights", number, None, own)
+                part = self.until(ask, f"the weights of {_name(host)}")
+                found.update({name: tensor.clone() for name, tensor in part.tensors.items()})
+                number, done = number + 1, part.last
+                part.release()
+        return found
+
+    def load_weights(self, weights: api.Tensors) -> None:
+        """Give some trained parameters other values; their optimizer goes on as it is. A snapshot
+        that is not finished is forgotten."""
+        self._snapshot = None
+        for stage, trained in self._trained.items():
+            own = [name for name in trained if name in weights]
+            if own:
+                parts = in_parts((name, weights[name], {}) for name in own)
+                self.load_state(stage, "weights", parts)
+        self.share_tied_weight()
+
     def snapshot(self, take: Callable[[int, int, api.StatePart], None]) -> None:
         """Have `take(stage, number, part)` called with every part of the state that the last commit
         left, while the next steps run: in this thread, at most one part between two tasks. A part's

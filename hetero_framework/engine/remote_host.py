@@ -127,15 +127,25 @@ class RemoteHost(Host):
             self._ask_state(self.indexes[0], "checkpoint", 0, step)
 
     def state(
-        self, stage: int, kind: StateKind, number: int, step: int | None
+        self,
+        stage: int,
+        kind: StateKind,
+        number: int,
+        step: int | None,
+        names: Sequence[str] = (),
     ) -> api.StatePart | None:
-        message = self._ask_state(stage, kind, number, step)
+        message = self._ask_state(stage, kind, number, step, names)
         return messages.state_part(message) if message is not None else None
 
     def _ask_state(
-        self, stage: int, kind: StateKind, number: int, step: int | None
+        self,
+        stage: int,
+        kind: StateKind,
+        number: int,
+        step: int | None,
+        names: Sequence[str] = (),
     ) -> Message | None:
-        question = Message(m.StateRequest(stage, kind, number, step))
+        question = Message(m.StateRequest(stage, kind, number, step, tuple(names)))
         asked = stage, kind, number
         found = self._ask(question, m.State, lambda b: (b.stage, b.kind, b.part) == asked)
         if found is not None and kind == "checkpoint":
@@ -160,6 +170,8 @@ class RemoteHost(Host):
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         asked = stage, number
+        if kind == "weights":
+            self._kept = None  # what it keeps of the step is not what the stages have
         question = messages.part_message(m.LoadState, stage, kind, number, part)
         return self._ask(question, m.StateLoaded, lambda b: (b.stage, b.part) == asked) is not None
 

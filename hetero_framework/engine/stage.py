@@ -6,7 +6,7 @@ one order under any cut and timing. Shapes: B rows of a micro-batch, S tokens, D
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise, starmap
 from typing import Any
@@ -258,6 +258,15 @@ class Stage:
         """Trainable weights and optimizer state, keyed "weights/<parameter>" and
         "optimizer/<key>/<parameter>". `keep` it before the next commit."""
         return StateSnapshot(self._checkpoint_entries(), self._device, lasting=lasting)
+
+    def weights(self, names: Sequence[str], number: int) -> StatePart:
+        """Part `number` of these trained parameters as they are now, in memory of its own."""
+        known = dict(self._parameters)
+        if unknown := [name for name in names if name not in known]:
+            raise ProtocolError(f"stage {self.index} trains no {unknown[0]!r}")
+        weights = ((name, known[name].detach()) for name in names)
+        entries: Iterator[Entry] = ((name, weight, {}) for name, weight in weights)
+        return StateSnapshot(entries, self._device).part(number)
 
     def export(self) -> Iterator[StatePart]:
         """Tensors as the finished artefact names them, in parts."""

@@ -202,7 +202,16 @@ class StageHost(Host):
         self._snapshots = {s.index: s.snapshot(lasting=self._keeps_state) for s in self.stages}
         self._snapshot_step = step
 
-    def state(self, stage: int, kind: StateKind, number: int, step: int | None) -> api.StatePart:
+    def state(
+        self,
+        stage: int,
+        kind: StateKind,
+        number: int,
+        step: int | None,
+        names: Sequence[str] = (),
+    ) -> api.StatePart:
+        if kind == "weights":
+            return self._executor.stage(stage).weights(names, number)
         if kind == "export":
             failpoints.hit("gather")
             return self._export_part(stage, number)

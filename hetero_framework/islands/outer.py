@@ -8,6 +8,7 @@ operation is one that IEEE 754 rounds exactly, so nothing is fused and sums have
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -58,6 +59,12 @@ class OuterFragment:
         self._sends_weights = plain and settings.compression == "none"
         names = self.weights if self._decay else ()
         self._momentum = {name: torch.zeros_like(self.weights[name]) for name in names}
+
+    def copy(self) -> OuterFragment:
+        """Another one, whose steps leave this one as it is."""
+        made = copy.copy(self)
+        made.weights, made._momentum = dict(self.weights), dict(self._momentum)
+        return made
 
     def change(self, local: Tensors) -> dict[str, Tensor]:
         """What this island says of its weights: the outer gradient, agreed - local; or the local

@@ -219,7 +219,8 @@ class Coordinator:
         self._count_items = self._objective.item_counter(parts.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
-        self._losses: list[float] = []
+        self._losses: list[tuple[int, float]] = []  # and the steps
+        self._save_is_due = False
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
         self._memory = _memory_by_owner(parts)
         self._may_last_s = math.inf
@@ -338,6 +339,7 @@ class Coordinator:
                 break
             except (StagesLost, WorkerLeaving) as again:
                 trouble = again
+        self._replicas.went_back(state)
         self._return_to(state)
         back = log.event("went back", worker=trouble.worker, to_step=state.step, from_step=reached)
         text = "training goes on after step %d with worker %s (repeats %s)"
@@ -346,10 +348,8 @@ class Coordinator:
 
     def _return_to(self, state: TrainState) -> None:
         """All stages have this state; what was written of later steps is void."""
-        if state.step < self._state.step:
-            self._replicas.went_back()
         self._state = state
-        del self._losses[max(0, state.step - self._first_step) :]
+        self._losses = [entry for entry in self._losses if entry[0] <= state.step]
         self._files.metrics.resume(state.step)
         log.set_step(state.step)
 
@@ -412,6 +412,7 @@ class Coordinator:
                 self._cluster.part_with(leaving)
         self._replanning.move_s = time.monotonic() - began
         self._planned_s = None
+        self._replicas.went_back(state)
         self._return_to(state)
         self._order = ModelOrder(self._cluster.assembly.trainable)
         self._memory = _memory_by_owner(change.parts)
@@ -458,6 +459,7 @@ class Coordinator:
                     self._return_to(state)
                     if state.step >= total:
                         break
+                before = self._state.step
                 self.train_step()
             except ReplicasChanged as changed:
                 _log.info("%s; the step is done again", changed)
@@ -470,21 +472,26 @@ class Coordinator:
             control.step_done(self._state.step, self._cluster)
             # As the Trainer: evaluated at the end, too. What is saved then is finish()'s business.
             at_end = self._state.step == total and training.evaluation == "steps"
-            if has_eval and (at_end or self._is_due(training.evaluation, eval_steps)):
+            if has_eval and (at_end or self._is_due(training.evaluation, eval_steps, before)):
                 self.evaluate()
-            if self._is_due(training.save_strategy, training.save_steps):
+            self._save_is_due |= self._is_due(training.save_strategy, training.save_steps, before)
+            if self._save_is_due and self._replicas.saves:
                 self.save()
+                self._save_is_due = False
             if self._state.step < total:
                 self._take_back()
                 if (change := self._replanning.wanted(total - self._state.step)) is not None:
                     self._take_plan_now(change)
 
-    def _is_due(self, strategy: str, steps: float) -> bool:
-        """Whether something is done now: every so many steps, or at the end of an epoch."""
+    def _is_due(self, strategy: str, steps: float, before: int) -> bool:
+        """Whether something is done now: every so many steps, or at the end of an epoch. The step
+        that was just done led from `before` to where the run is, with islands by more than one."""
         step, total = self._state.step, self._data.total_steps
         if strategy == "steps":
-            return step % interval(steps, total) == 0
-        return strategy == "epoch" and (step % self._data.steps_per_epoch == 0 or step == total)
+            every = interval(steps, total)
+            return step // every > before // every
+        every = self._data.steps_per_epoch
+        return strategy == "epoch" and (step // every > before // every or step == total)
 
     def train_step(self) -> None:
         """One step: all micro-batches through all stages, one decision, one commit."""
@@ -519,10 +526,10 @@ class Coordinator:
             self._cluster.retrying(self._cluster.pipeline.abort)
             overflow = state.loss_scale.explains(losses)
             self._state = state.after_skip(tokens, overflow=overflow)
-            self._note_skip(losses, reports, overflow)
+            self._note_skip(losses, reports, overflow, part.number)
         self._state = self._replicas.after_step(state, self._state)
 
-        self._losses.append(loss)
+        self._losses.append((self._state.step, loss))
         seconds = time.perf_counter() - started
         if batches:
             seen = self._cluster.assembly.observe(len(batches), stages)
@@ -612,8 +619,6 @@ class Coordinator:
 
     def save(self) -> None:
         """A checkpoint of this step. A full disk does not end the run the first times."""
-        if not self._replicas.saves:
-            return
         error = self._checkpoints.save(self._state)
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
             self._checkpoints.keep(self._state)
@@ -622,8 +627,9 @@ class Coordinator:
     def finish(self) -> RunSummary:
         """Gather what was trained, write it, and say where everything is."""
         self._cluster.pipeline.check = self._heed_stop
+        saves = self._config.training.save_strategy != "no" and self._replicas.saves
+        self._replicas.close("its training is done")
         try:
-            saves = self._config.training.save_strategy != "no"
             if saves and not self._checkpoints.has(self._state):
                 self._checkpoints.save(self._state)  # the result matters more than the checkpoint
             with self._ending_within(timeouts.STEP_END_S):
@@ -642,7 +648,7 @@ class Coordinator:
         files = outputs.result_files(self._config, result, self._files.metrics.path)
         self._progress.close(files)
         _log.info("", extra=log.event("run finished", step=self._state.step))
-        return RunSummary(self._state.step, tuple(self._losses), files)
+        return RunSummary(self._state.step, tuple(loss for _, loss in self._losses), files)
 
     def _export(self) -> Path:
         """Write the result. Where that fails, a checkpoint keeps the work; while neither can be
@@ -671,9 +677,10 @@ class Coordinator:
             self._files.timeline.add(owner, spans, offsets.get(owner, 0.0))
 
     def _note_skip(
-        self, losses: list[float], reports: list[GradientReport], overflow: bool
+        self, losses: list[float], reports: list[GradientReport], overflow: bool, number: int
     ) -> None:
-        """Say where the first non-finite value arose. Raises NumericError if it keeps happening."""
+        """Say where in step `number` of the data the first non-finite value arose. Raises
+        NumericError if it keeps happening."""
         step = self._state.step
         if overflow:
             said = "step %d: gradients overflow; step skipped, loss scale lowered to %g"
@@ -682,7 +689,7 @@ class Coordinator:
             return
         order = self._data.order
         where = skipped_step.find(
-            self._config.plan.stages, losses, reports, order.step_indices(step - 1)
+            self._config.plan.stages, losses, reports, order.step_indices(number)
         )
         skipped = log.event("step skipped", reason=str(where), **where.fields)
         _log.warning("step %d: %s; step skipped", step, where, extra=skipped)

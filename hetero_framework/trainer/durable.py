@@ -71,6 +71,7 @@ class _Gathering:
     state: TrainState
     committed: int | None
     write: bool
+    beside: Mapping[str, torch.Tensor]
     parts: dict[int, list[StatePart]] = field(default_factory=dict)
 
 
@@ -82,12 +83,15 @@ class DurableSteps:
         config: Config,
         cluster: Cluster,
         manifest: Callable[[TrainState, dict[str, Any]], dict[str, Any]],
+        beside: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
-        """`manifest(state, values)` is what a checkpoint says beside its tensors."""
+        """`manifest(state, values)` is what a checkpoint says beside its tensors, `beside()` gives
+        tensors of this process that belong to the state and are never changed in place."""
         self._every = config.training.replicate_steps
         self._cut = _cut(config)
         self._cluster = cluster
         self._manifest = manifest
+        self._beside = beside
         self._store = durable_store(config)
         self._newest: DurableStep | None = None
         self._gathering: _Gathering | None = None
@@ -188,7 +192,7 @@ class DurableSteps:
     def _begin(self, state: TrainState, *, write: bool = True) -> None:
         pipeline = self._cluster.pipeline
         pipeline.snapshot(self._arrived)  # a link that breaks here leaves everything as it was
-        self._gathering = _Gathering(state, pipeline.committed, write)
+        self._gathering = _Gathering(state, pipeline.committed, write, self._beside())
         self._begun_step = state.step
 
     def _arrived(self, stage: int, number: int, part: StatePart) -> None:
@@ -218,13 +222,18 @@ class DurableSteps:
                         return None
         stages = {k: HeldState(parts, digest(parts)) for k, parts in gathering.parts.items()}
         if gathering.write:
-            self._write(state, stages)
+            self._write(state, stages, gathering.beside)
         return DurableStep(state, gathering.committed, stages, self._cut)
 
-    def _write(self, state: TrainState, stages: Mapping[int, HeldState]) -> None:
+    def _write(
+        self,
+        state: TrainState,
+        stages: Mapping[int, HeldState],
+        beside: Mapping[str, torch.Tensor],
+    ) -> None:
         try:
             with self._store.begin(state.step) as writer:
-                write_stages(writer, stages, lambda values: self._manifest(state, values))
+                write_stages(writer, stages, beside, lambda values: self._manifest(state, values))
         except ResourceError as error:
             failed = event("durable step not written", "it is in memory", step=state.step)
             text = "the state after step %d is in memory only: %s"
@@ -246,13 +255,26 @@ def _cut(config: Config) -> Cut:
 def write_stages(
     writer: CheckpointWriter,
     stages: Mapping[int, HeldState],
+    beside: Mapping[str, torch.Tensor],
     manifest: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Path:
-    """Write a state that is in memory as a checkpoint; `manifest` gets its plain values."""
+    """Write a state that is in memory as a checkpoint, and what belongs to it `beside` the stages;
+    `manifest` gets its plain values."""
     values: dict[str, Any] = {}
     for stage, held in sorted(stages.items()):
         for number, part in enumerate(held.parts):
             if part.tensors:
                 writer.add(stage, number, dict(part.tensors))
             values.update(part.values)
+    write_beside(writer, len(stages), beside)
     return writer.commit(manifest(values))
+
+
+BESIDE = "beside/"
+"""Tensors of this name in a checkpoint are no stage's."""
+
+
+def write_beside(writer: CheckpointWriter, number: int, beside: Mapping[str, torch.Tensor]) -> None:
+    """As if of a stage `number`, behind the last one."""
+    if beside:
+        writer.add(number, 0, {f"{BESIDE}{name}": tensor for name, tensor in beside.items()})

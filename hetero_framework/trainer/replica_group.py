@@ -34,7 +34,7 @@ class ReplicaGroup(Protocol):
     the order in which they stand here; all but the first may raise ReplicasChanged."""
 
     saves: bool = True
-    """Whether this replica writes the checkpoints."""
+    """Whether this replica writes the checkpoints, and its state is one that all agree on."""
 
     def ready(self, state: TrainState) -> TrainState:
         """Before a step: the state that it begins with, which is that of `state` unless this
@@ -63,12 +63,12 @@ class ReplicaGroup(Protocol):
         """For the step's line."""
         return {}
 
-    def went_back(self) -> None:
-        """This replica has returned to an earlier state."""
+    def went_back(self, state: TrainState) -> None:
+        """This replica has returned to an earlier state, and will be `ready` with it."""
         return
 
     def close(self, reason: str) -> None:
-        """This replica ends."""
+        """This replica ends, or has done its steps; more than once, as it may come."""
         return
 
 

@@ -13,6 +13,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 from hetero_framework.log import event
 from hetero_framework.trainer.by_name import TensorsInMemory, by_parameter, load_by_name
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore, durable_store
-from hetero_framework.trainer.durable import DurableSteps, write_stages
+from hetero_framework.trainer.durable import BESIDE, DurableSteps, write_beside, write_stages
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
@@ -66,7 +67,12 @@ class RunCheckpoints:
         self._parts = parts
         self._last: tuple[int, Path] | None = None  # its step and its store's directory
         replicates = parts.config.replicates
-        self._durable = DurableSteps(parts.config, cluster, self.manifest) if replicates else None
+        durable = DurableSteps(parts.config, cluster, self.manifest, lambda: self.beside())
+        self._durable = durable if replicates else None
+        self.beside: Callable[[], Mapping[str, torch.Tensor]] = dict
+        """Tensors of this process that belong to the state beside those of the stages."""
+        self.restored: dict[str, torch.Tensor] = {}
+        """What of that came with the checkpoint that the run began with."""
         self.failures = 0
         """Checkpoints that could not be written since the last one that was."""
 
@@ -136,6 +142,11 @@ class RunCheckpoints:
 
         self._cluster.retrying(load)
         self.begin(state)
+
+    def synchronised(self, state: TrainState) -> None:
+        """The stages have what a group of replicas agreed on: nobody goes back behind that."""
+        if (durable := self._durable) is not None:
+            self._cluster.retrying(lambda: durable.take(state))
 
     def keep_newest(self) -> None:
         """A worker does not come back: make a checkpoint of the newest state that is here."""
@@ -243,13 +254,15 @@ class RunCheckpoints:
 
             self._cluster.pipeline.snapshot(take)
             self._cluster.pipeline.finish_snapshot()
+            write_beside(writer, len(self._parts.config.plan.stages), self.beside())
             return writer.commit(self.manifest(state, values))
 
     def _write_parts(
         self, store: CheckpointStore, state: TrainState, stages: Mapping[int, HeldState]
     ) -> Path:
         with store.begin(state.step) as writer:
-            return write_stages(writer, stages, lambda values: self.manifest(state, values))
+            manifest = partial(self.manifest, state)
+            return write_stages(writer, stages, self.beside(), manifest)
 
     def manifest(self, state: TrainState, values: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint of `state` says beside its tensors; `values` are the stages'."""
@@ -283,6 +296,8 @@ class RunCheckpoints:
         trained = {name for parameters in assembly.trainable for name, _ in parameters}
         _check_content(reader, trained, with_state, state)
         load_by_name(assembly, reader, values)
+        names = [name for name in reader.names() if name.startswith(BESIDE)]
+        self.restored = {name.removeprefix(BESIDE): t.clone() for name, t in reader.read(names)}
         return state
 
 

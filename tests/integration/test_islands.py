@@ -131,3 +131,80 @@ def test_an_island_by_itself_trains_as_without_islands(
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     assert lines(tmp_path / "a", *keys) == lines(tmp_path / "whole", *keys)
     assert_same(weights(tmp_path / "a"), weights(tmp_path / "whole"))
+
+
+# -- rounds ---------------------------------------------------------------------------------------
+
+
+def test_an_island_by_itself_that_averages_trains_as_without_islands(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """LocalSGD of one island, and DiLoCo at outer rate 1 without momentum."""
+    own = {**settings, "adapter": LORA}
+    train(Config.from_dict(island(pool, tmp_path / "whole", [], own)), progress=Notes())
+    plain = {"method": "diloco", "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    for name, section in (("sgd", {"method": "local_sgd"}), ("diloco", {**plain, "fragments": 2})):
+        section = {"name": "a", "min_islands": 1, "sync_steps": 2, **section}
+        train_islands({"a": island(pool, tmp_path / name, [3], own, section=section)})
+        keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+        assert lines(tmp_path / name, *keys) == lines(tmp_path / "whole", *keys)
+        assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
+
+
+ROUNDS = {"sync_steps": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+
+
+def train_rounds(
+    pool: Pool,
+    output: Path,
+    cuts: tuple[list[int], list[int]],
+    settings: dict[str, Any],
+    **section: Any,
+) -> None:
+    train_islands(
+        {
+            name: island(
+                pool,
+                output / name,
+                own,
+                settings,
+                section={"name": name, **ROUNDS, **section},
+                training={"max_steps": 8},
+                first_worker=first,
+            )
+            for name, own, first in (("a", cuts[0], 1), ("b", cuts[1], 3))
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"sync_steps": 4, "fragments": 2, "delay_steps": 1, "mixing": 0.5},
+        {"method": "local_sgd", "compression": "int8"},
+    ],
+    ids=["plain", "streaming", "int8"],
+)
+def test_rounds_do_not_depend_on_the_islands_plans(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path, section: dict[str, Any]
+) -> None:
+    own = {**settings, "adapter": {**LORA, "lora_dropout": 0.0}}
+    train_rounds(pool, tmp_path / "one", ([], []), own, **section)
+    train_rounds(pool, tmp_path / "cut", ([2, 4], [3]), own, **section)
+    for name in ("a", "b"):
+        one, cut = tmp_path / "one" / name, tmp_path / "cut" / name
+        keys = ("step", "loss", "grad_norm", "learning_rate")
+        assert lines(one, *keys) == lines(cut, *keys)
+        assert_same(weights(one), weights(cut))
+    a, b = (tmp_path / "cut" / name for name in "ab")
+    if "mixing" not in section:
+        assert_same(weights(a), weights(b))
+    hashes = [
+        [line["island"]["hash"] for line in lines(at, "island") if "hash" in line["island"]]
+        for at in (a, b)
+    ]
+    assert hashes[0] == hashes[1]
+    assert len(hashes[0]) == 2
+    steps = [line["island"]["data_step"] for at in (a, b) for line in lines(at, "island")]
+    assert sorted(steps) == list(range(8))  # each once

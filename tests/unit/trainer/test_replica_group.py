@@ -124,7 +124,7 @@ def test_a_step_asks_the_group_in_the_order_of_its_methods(
     group = Recorded()
     lines = run(group, "run", alone, monkeypatch, max_steps=2)
     names = ["ready", "part", "losses", "decide", "after_step", "metrics"]
-    assert group.calls == [*names * 2, "close"]
+    assert group.calls == [*names * 2, "close", "close"]  # after the steps, and at the end
     assert [line["island"] for line in lines] == ["attic"] * 2
     assert not any("skipped" in line for line in lines)
 

@@ -1,0 +1,527 @@
+"""Islands that take steps alone and average what has changed: LocalSGD and DiLoCo.
+
+A round is so many steps of each island, more for a faster one. In it each fragment of the model is
+synchronised once: its change goes to all others, and when all have the same average, and come to
+the same weights by it, they are taken over. Steps count once a synchronisation after them has been
+committed. `hetero_framework/islands` has the arithmetic, which is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_framework.core import timeouts
+from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.data import TrainData, token_count
+from hetero_framework.engine.hosts import ReplicasChanged
+from hetero_framework.engine.stage import WEIGHTS
+from hetero_framework.engine.stage_api import StatePart
+from hetero_framework.engine.state_snapshot import digest
+from hetero_framework.errors import NumericError, ProtocolError
+from hetero_framework.islands import fragments
+from hetero_framework.islands.compression import Compression, Packed, packed_bytes, unpack
+from hetero_framework.islands.fragments import Synchronisation
+from hetero_framework.islands.group import STATE
+from hetero_framework.islands.ledger import Ledger, Steps, count_steps, first_steps
+from hetero_framework.islands.links import Circle
+from hetero_framework.islands.outer import OuterFragment, weighted_mean
+from hetero_framework.islands.shares import round_steps
+from hetero_framework.trainer.replica_group import CountItems, StepPart
+from hetero_framework.trainer.summed_steps import SummedSteps
+from hetero_framework.trainer.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+_OUTER = "outer/"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round as all members know it, and how far this island is. `dealt` are each island's
+    steps, `base` the steps that were committed before it, `synced` the synchronisations done,
+    `done` the steps that this island has taken, `committed` of them."""
+
+    base: int
+    dealt: Mapping[str, Steps]
+    synced: int = 0
+    done: int = 0
+    committed: int = 0
+
+    @property
+    def size(self) -> int:
+        """The steps of all islands."""
+        return sum(map(count_steps, self.dealt.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        dealt = {name: [list(part) for part in steps] for name, steps in self.dealt.items()}
+        return {
+            "base": self.base,
+            "dealt": dealt,
+            "synced": self.synced,
+            "done": self.done,
+            "committed": self.committed,
+        }
+
+    @classmethod
+    def load_state_dict(cls, state: Mapping[str, Any]) -> Round:
+        dealt = {name: _steps(parts) for name, parts in state["dealt"].items()}
+        return cls(state["base"], dealt, state["synced"], state["done"], state["committed"])
+
+
+def _steps(parts: Any) -> Steps:
+    return tuple((int(start), int(end)) for start, end in parts)
+
+
+@dataclass
+class _Sending:
+    """A fragment's change on its way: what this island sends, and the average once it is here."""
+
+    at: Synchronisation
+    change: dict[str, Tensor]
+    tokens: int
+    mean: Future[dict[str, Tensor]] | None = None
+    circle: Circle | None = None
+
+
+class OuterRounds(SummedSteps):
+    """This island in rounds (`sync_steps` above 1)."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._fragments: list[tuple[str, ...]] = []
+        self._outer: list[OuterFragment] = []
+        self._before: list[OuterFragment] = []  # one synchronisation earlier
+        self._compression = Compression(self._island.compression)
+        self._ledger = Ledger()
+        self._round: Round | None = None
+        self._own: Steps = ()
+        self._plan: tuple[Synchronisation, ...] = ()
+        self._syncs = self._syncs_before = 0  # in all, and when the circle began
+        self._items = 0
+        self._sending: _Sending | None = None
+        self._label_tokens = [0] * self._island.fragments
+        self._busy_s, self._counted = 0.0, 0
+        self._step_began = time.monotonic()
+        self._said: dict[str, Any] = {}
+        self._checkpoints.beside = self._beside
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> bool:  # type: ignore[override]
+        """At the end of a round, where this island has what all agree on."""
+        return super().saves and (self._round is None or self._round.done == 0)
+
+    def _count(self, state: TrainState) -> int:
+        return int(state.group.get("syncs", 0))
+
+    def ready(self, state: TrainState) -> TrainState:
+        if self._circle is None:
+            state = self._joined(state)
+        total = self._parts.data.total_steps
+        while state.step < total:
+            if self._round is None:
+                state = self._deal(state)
+            if (state := self._synchronised(state)).step >= total:
+                break
+            if self._round is not None and self._round.done < count_steps(self._own):
+                break  # there is a step to take
+        return state
+
+    def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
+        assert self._round is not None
+        number = _nth(self._own, self._round.done)
+        batches = data.step_batches(number)
+        items = count_items(batches)
+        self._items, self._tokens = items, sum(map(token_count, batches))
+        self._step_began = time.monotonic()
+        return StepPart(number, batches, items)
+
+    def losses(self, own: list[float]) -> list[float]:
+        return own
+
+    def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
+        return finite, norm
+
+    def after_step(self, before: TrainState, state: TrainState) -> TrainState:
+        round_, h = self._round, count_steps(self._own)
+        assert round_ is not None
+        self._round = round_ = replace(round_, done=round_.done + 1)
+        self._label_tokens = [n + self._items for n in self._label_tokens]
+        self._busy_s += time.monotonic() - self._step_began
+        self._counted += 1
+        self._step_s.append(time.monotonic() - self._step_began)
+        self._note_progress()
+        # So the schedule ends with the run, however many islands there are.
+        step = round_.base + round_.done * round_.size // h
+        skipped = before.step - before.committed_steps
+        if state.committed_steps == before.committed_steps:
+            skipped += step - before.step
+        state = replace(state, step=step, committed_steps=step - skipped)
+        state = replace(state, group=self._remembered())
+        self._said = {"data_step": _nth(self._own, round_.done - 1)}
+        return self._synchronised(state)
+
+    def metrics(self) -> Mapping[str, Any]:
+        said = super().metrics()["island"]
+        del said["samples"]
+        return {"island": {**said, **self._said, "committed": self._ledger.count}}
+
+    def went_back(self, state: TrainState) -> None:
+        """To a step after the last synchronisation the others need not know; to one before that
+        they do."""
+        self._sending = None
+        if self._count(state) != self._syncs:
+            self._outer, self._before = self._before, []
+        self._recall(state)
+        super().went_back(state)
+
+    # -- rounds ---------------------------------------------------------------------------------
+
+    def _deal(self, state: TrainState) -> TrainState:
+        """A new round: all members deal the same steps."""
+        circle, island = self._present, self._island
+        counts = round_steps(
+            island.sync_steps,
+            self._shares.of,
+            island.fragments,
+            island.delay_steps,
+        )
+        dealt = self._ledger.deal(counts, self._parts.data.total_steps)
+        self._enter(Round(self._ledger.count, dealt), circle.me)
+        return replace(state, group=self._remembered())
+
+    def _enter(self, round_: Round | None, me: str) -> None:
+        self._round = round_
+        self._own = round_.dealt.get(me, ()) if round_ is not None else ()
+        steps, island = count_steps(self._own), self._island
+        fits = steps >= island.fragments * (island.delay_steps + 1)
+        delay = island.delay_steps if fits else 0
+        self._plan = fragments.schedule(steps, island.fragments, delay)
+
+    def _synchronised(self, state: TrainState) -> TrainState:
+        """All that is due of synchronisations after the steps that were done."""
+        while (round_ := self._round) is not None:
+            sync = self._plan[round_.synced]
+            if self._sending is None and round_.done >= sync.sent_after:
+                self._send(sync)
+            if round_.done < sync.applied_after or self._sending is None:
+                break
+            state = self._apply(self._sending, state)
+        return state
+
+    def _send(self, sync: Synchronisation) -> None:
+        names = self._fragments[sync.fragment]
+        local = self._cluster.retrying(lambda: self._cluster.pipeline.weights(names))
+        change = self._outer[sync.fragment].change(local)
+        for name, tensor in change.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise NumericError(
+                    f"{name} is not finite on island {self._island.name}; nothing of it is sent",
+                    hint="lower training.learning_rate, or go back to a checkpoint: --resume STEP",
+                )
+        self._sending = _Sending(sync, change, self._label_tokens[sync.fragment])
+        if sync.applied_after > sync.sent_after and self._circle is not None:
+            self._begin(self._sending)
+
+    def _begin(self, sending: _Sending) -> None:
+        """In the background, while steps go on."""
+        circle, number = self._present, self._exchange
+        sending.circle = circle
+        sending.mean = in_background(
+            lambda: self._mean(circle, number, sending), "outer synchronisation"
+        )
+
+    def _mean(self, circle: Circle, number: int, sending: _Sending) -> dict[str, Tensor]:
+        """What all islands have changed, on average. Raises MemberLost and ProtocolError."""
+        kind = self._island.compression
+        packed = self._compression.pack(sending.change)
+        self._said["packed_bytes"] = packed_bytes(packed)
+        tensors = {f"{k}/{name}": t for name, ts in packed.items() for k, t in enumerate(ts)}
+        circle.say(number, "changes", tensors, {"tokens": sending.tokens})
+        parts: list[tuple[int, Mapping[str, Tensor]]] = []
+        for name in circle.members:
+            if name == circle.me:
+                weight, theirs = sending.tokens, packed
+            else:
+                said = circle.hear(number, "changes", name, _nothing)
+                weight, theirs = _weight(said.info, name), _unnumbered(said.tensors)
+            parts.append((weight, unpack(theirs, sending.change, kind)))
+        if not any(weight for weight, _ in parts):
+            parts = [(1, part) for _, part in parts]
+        return weighted_mean(parts)
+
+    @property
+    def _exchange(self) -> int:
+        """The number of the exchange that is due."""
+        return STATE + 1 + self._syncs - self._syncs_before
+
+    def _apply(self, sending: _Sending, state: TrainState) -> TrainState:
+        """Take over what all have come to, or, where a member left, begin again with the others."""
+        began = time.monotonic()
+        try:
+            if not self._open.stay():
+                raise ReplicasChanged("the members change")
+            if sending.mean is None or sending.circle is not self._circle:
+                self._begin(sending)
+            assert sending.mean is not None
+            while not wait_for([sending.mean], timeouts.ANSWER_TICK_S):
+                self._heed_in_step()
+                self._present.check()
+            mean = sending.mean.result()
+            after = self._outer[sending.at.fragment].copy()
+            after.step(mean)
+            steps = self._agreed(after)
+        except ReplicasChanged as changed:
+            _log.info("%s; looking who is there", changed)
+            return self._joined(state)
+        return self._commit(sending, after, steps, state, time.monotonic() - began)
+
+    def _agreed(self, after: OuterFragment) -> dict[str, Steps]:
+        """The steps of each island that are committed now, once all say that they have the same
+        weights. Raises MemberLost."""
+        circle, number, round_ = self._present, self._exchange, self._round
+        assert round_ is not None
+        done = first_steps(_after(self._own, round_.committed), round_.done - round_.committed)
+        vote = {
+            "hash": _hash(after),
+            "steps": [list(part) for part in done],
+            "seconds": self._busy_s / self._counted if self._counted else 0.0,
+        }
+        if circle.me == circle.leader:
+            votes = {circle.me: vote}
+            for name in circle.others:
+                votes[name] = circle.hear(number, "vote", name, self._heed_in_step).info
+            hashes = {name: v.get("hash") for name, v in votes.items()}
+            decision: dict[str, Any] = {
+                "hash": vote["hash"],
+                "steps": {name: v.get("steps", []) for name, v in votes.items()},
+                "seconds": {name: v.get("seconds", 0.0) for name, v in votes.items()},
+                "commit": set(hashes.values()) == {vote["hash"]},
+            }
+            circle.say(number, "decision", info=decision)
+        else:
+            circle.say(number, "vote", info=vote, to=[circle.leader])
+            decision = circle.hear(number, "decision", circle.leader, self._heed_in_step).info
+        if decision.get("commit") is not True:
+            raise ProtocolError(
+                "the islands do not come to the same weights: " + str(decision.get("hash")),
+                hint="all must have the same version of hetero-framework",
+            )
+        try:
+            steps = {str(name): _steps(parts) for name, parts in decision["steps"].items()}
+            self._seconds = {str(name): float(s) for name, s in decision["seconds"].items()}
+            ledger = self._ledger
+            for parts in steps.values():
+                ledger = ledger.commit(parts)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"island {circle.leader} sends no decision: {error!r}") from error
+        self._said["hash"] = vote["hash"]
+        return steps
+
+    def _commit(
+        self,
+        sending: _Sending,
+        after: OuterFragment,
+        steps: Mapping[str, Steps],
+        state: TrainState,
+        waited_s: float,
+    ) -> TrainState:
+        circle, round_, fragment = self._present, self._round, sending.at.fragment
+        assert round_ is not None
+        for parts in steps.values():
+            self._ledger = self._ledger.commit(parts)
+        self._before = list(self._outer)
+        self._outer[fragment] = after
+        self._compression.committed()
+        self._label_tokens[fragment] -= sending.tokens
+        circle.forget(self._exchange)
+        self._syncs += 1
+        self._sending = None
+        self._position = self._position.after_commit(self._syncs, circle.view)
+        round_ = replace(round_, synced=round_.synced + 1, committed=round_.done)
+        ends = round_.synced == len(self._plan)
+        # To its end also where an island left: what it was dealt is dealt again.
+        step = self._ledger.count if ends else state.step
+        self._tune(round_ if ends else None)
+        self._enter_same(None if ends else round_)
+        skipped = state.step - state.committed_steps
+        state = replace(state, step=step, committed_steps=step - skipped)
+        state = replace(state, group=self._remembered())
+        self._give_back(after)
+        self._checkpoints.synchronised(state)
+        self._said |= {"synchronised": fragment, "waited_s": round(waited_s, 4)}
+        _log.debug("fragment %d is synchronised", fragment)
+        return state
+
+    def _enter_same(self, round_: Round | None) -> None:
+        """The round goes on, or the next one is to be dealt."""
+        self._round = round_
+        if round_ is None:
+            self._own, self._plan = (), ()
+
+    def _tune(self, round_: Round | None) -> None:
+        if round_ is None:
+            return
+        self._busy_s, self._counted = 0.0, 0
+        if self._island.share == "auto":
+            island, members = self._island, len(self._present.members)
+            least = island.fragments * (island.delay_steps + 1)
+            done = self._syncs // len(self._plan)
+            shares = self._shares.tuned(
+                self._seconds, island.sync_steps * members, done, least=least
+            )
+            self._retune(shares)
+
+    def _give_back(self, after: OuterFragment) -> None:
+        """The stages go on with what was agreed, of which `mixing` is their own. Raises
+        StagesLost."""
+        names = tuple(after.weights)
+
+        def give() -> None:
+            pipeline = self._cluster.pipeline
+            pipeline.load_weights(after.mixed(pipeline.weights(names)))
+
+        self._cluster.retrying(give)
+
+    # -- among the others -----------------------------------------------------------------------
+
+    def _joined(self, state: TrainState) -> TrainState:
+        if (sending := self._sending) is not None:  # to be sent again
+            self._sending = _Sending(sending.at, sending.change, sending.tokens)
+        if not self._fragments:
+            self._begin_with(state)
+        state = super()._joined(state)
+        self._syncs_before = self._syncs
+        return state
+
+    def _begin_with(self, state: TrainState) -> None:
+        """The outer state of the checkpoint that the run began with, or of the weights."""
+        names = self._cluster.assembly.trained_names
+        weights = self._cluster.retrying(lambda: self._cluster.pipeline.weights(names))
+        sizes = {name: weights[name].nbytes for name in names}
+        self._fragments = list(fragments.cut(sizes, self._island.fragments))
+        self._outer = [
+            OuterFragment({name: weights[name] for name in own}, self._island)
+            for own in self._fragments
+        ]
+        if restored := self._checkpoints.restored:
+            self._load_outer(restored)
+        self._recall(state)
+
+    def _recall(self, state: TrainState) -> None:
+        """What the group's part of `state` says."""
+        said = state.group
+        self._syncs = self._count(state)
+        self._ledger = Ledger.load_state_dict(said["ledger"]) if "ledger" in said else Ledger()
+        if "ledger" not in said and state.step:
+            self._ledger = Ledger().commit([(0, state.step)])  # it was trained without islands
+        kept = said.get("round")
+        self._enter(Round.load_state_dict(kept) if kept else None, self._island.name)
+        if self._round is None:
+            self._own, self._plan = (), ()
+        self._label_tokens = [int(n) for n in said.get("label_tokens", self._label_tokens)]
+
+    def _remembered(self) -> dict[str, Any]:
+        remembered = {
+            **super()._remembered(),
+            "syncs": self._syncs,
+            "ledger": self._ledger.state_dict(),
+            "label_tokens": list(self._label_tokens),
+        }
+        if self._round is not None:
+            remembered["round"] = self._round.state_dict()
+        return remembered
+
+    def _beside(self) -> dict[str, Tensor]:
+        return {
+            f"{_OUTER}{k}/{name}": tensor
+            for k, outer in enumerate(self._outer)
+            for name, tensor in outer.state_dict().items()
+        }
+
+    def _load_outer(self, tensors: Mapping[str, Tensor]) -> None:
+        for k, outer in enumerate(self._outer):
+            prefix = f"{_OUTER}{k}/"
+            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            outer.load_state_dict(own)
+
+    def _gather(self, take: Callable[[StatePart], None]) -> None:
+        """What all agree on, in place of this island's own weights."""
+
+        def without_weights(part: StatePart) -> None:
+            tensors = {n: t for n, t in part.tensors.items() if not n.startswith(f"{WEIGHTS}/")}
+            take(replace(part, tensors=tensors))
+
+        super()._gather(without_weights)
+        take(StatePart(self._beside()))
+
+    def _take_over(self, circle: Circle, source: str) -> TrainState:
+        """An island that takes over another one's state has no steps before the next round."""
+        state = super()._take_over(circle, source)
+        self._sending = None
+        self._compression = Compression(self._island.compression)
+        self._label_tokens = [0] * self._island.fragments
+        self._recall(replace(state, group={**state.group, "label_tokens": self._label_tokens}))
+        if self._round is not None:
+            idle = {name: steps for name, steps in self._round.dealt.items() if name != circle.me}
+            self._enter(replace(self._round, dealt=idle, done=0, committed=0), circle.me)
+        return state
+
+    def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the stages take of it: the agreed weights are theirs, too."""
+        outer = {n: t for n, t in tensors.items() if n.startswith(_OUTER)}
+        self._load_outer(outer)
+        found = {n: t for n, t in tensors.items() if n not in outer}
+        for fragment in self._outer:
+            found |= {f"{WEIGHTS}/{name}": t for name, t in fragment.weights.items()}
+        return found
+
+
+def _nth(steps: Steps, number: int) -> int:
+    for start, end in steps:
+        if number < end - start:
+            return start + number
+        number -= end - start
+    raise IndexError(number)
+
+
+def _after(steps: Steps, count: int) -> Steps:
+    """Without the first `count`."""
+    found, left = [], count
+    for start, end in steps:
+        skipped = min(left, end - start)
+        left -= skipped
+        if start + skipped < end:
+            found.append((start + skipped, end))
+    return tuple(found)
+
+
+def _weight(info: Mapping[str, Any], name: str) -> int:
+    tokens = info.get("tokens")
+    if type(tokens) is not int or tokens < 0:
+        raise ProtocolError(f"island {name} does not say how many tokens it has trained")
+    return tokens
+
+
+def _unnumbered(tensors: Mapping[str, Tensor]) -> Packed:
+    """What `_mean` sent, by parameter."""
+    packed: Packed = {}
+    for key in sorted(tensors):
+        packed.setdefault(key.partition("/")[2], []).append(tensors[key])
+    return packed
+
+
+def _hash(fragment: OuterFragment) -> str:
+    return digest([StatePart(dict(fragment.weights), last=True)])
+
+
+def _nothing() -> None:
+    """Waiting in the background; whoever waits for the result looks after signals."""

@@ -1,0 +1,351 @@
+"""Islands that share the samples of every step and sum its gradients."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.config import IslandConfig
+from hetero_framework.core import timeouts
+from hetero_framework.data import TrainData, token_count
+from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
+from hetero_framework.engine.stage_api import StatePart
+from hetero_framework.errors import ProtocolError
+from hetero_framework.islands.balance import Shares, given_shares
+from hetero_framework.islands.group import STATE, Group, Joined, Position
+from hetero_framework.islands.ledger import order_facts, split_step
+from hetero_framework.islands.links import Circle, MemberLost
+from hetero_framework.islands.sums import SummedGradients
+from hetero_framework.log import event
+from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
+from hetero_framework.trainer.run_checkpoint import RunCheckpoints, identity
+from hetero_framework.trainer.setup import Prepared
+from hetero_framework.trainer.signals import StopRequest
+from hetero_framework.trainer.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+_LEAST_PATIENCE_S = 30.0
+_PATIENCE = 10.0
+"""An island whose step takes so many times the usual one, and more than that, stalls."""
+_SAME = re.compile(
+    "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_grad_norm|optim.*|fp16|bf16|seed"
+    "|max_skipped_steps"
+)
+_AGREED = (
+    *("sync_steps", "method", "fragments", "delay_steps", "mixing", "compression"),
+    *("outer_learning_rate", "outer_momentum", "outer_nesterov"),
+)
+
+
+class SummedSteps(ReplicaGroup):
+    """This run as one of several islands, whose coordinators are the replicas: `sync_steps` 1."""
+
+    def __init__(
+        self, parts: Prepared, cluster: Cluster, checkpoints: RunCheckpoints, stop: StopRequest
+    ) -> None:
+        assert parts.config.island is not None
+        self._island: IslandConfig = parts.config.island
+        self._parts = parts
+        self._cluster = cluster
+        self._checkpoints = checkpoints
+        self._stop = stop
+        self._group: Group | None = None
+        self._circle: Circle | None = None
+        self._position = Position()
+        self._shares = Shares()
+        self._number = STATE
+        self._sums: _Timed | None = None
+        self._samples: Mapping[str, int] = {}
+        self._tokens = 0
+        self._seconds: dict[str, float] = {}
+        self._step_s: deque[float] = deque(maxlen=20)
+        self._moved_at = time.monotonic()
+        self._bytes = (0, 0)
+
+    def open(self, group: Group) -> None:
+        """With this place among the others."""
+        self._group = group
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> bool:  # type: ignore[override]
+        """One of them writes the group's checkpoints."""
+        return self._circle is None or self._circle.me == self._circle.leader
+
+    def ready(self, state: TrainState) -> TrainState:
+        group = self._open
+        if self._circle is not None and group.stay():
+            return state
+        return self._joined(state)
+
+    def _stand(self, state: TrainState) -> Position:
+        """Where this island is with `state`."""
+        return replace(
+            self._position,
+            step=self._count(state),
+            lineage=str(state.group.get("lineage", "")),
+            facts=self._facts(),
+            says={"share": self._island.share},
+        )
+
+    def _count(self, state: TrainState) -> int:
+        """The commits of the group that led to `state`."""
+        return state.step
+
+    def _joined(self, state: TrainState) -> TrainState:
+        """Among whoever is there now, and where they are."""
+        self._position = self._stand(state)
+        while True:
+            joined = self._open.join(self._position)
+            try:
+                state = self._settled(joined, state)
+            except MemberLost as lost:
+                _log.info("%s; looking who is there", lost)
+                continue
+            self._circle, self._number = joined.circle, STATE
+            self._bytes = (0, 0)
+            self._note_progress()
+            return state
+
+    def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
+        circle = self._present
+        self._number += 1
+        parts = split_step(data.order, state.step, self._shares.of)
+        whole = data.step_batches(state.step)
+        self._samples = {name: sum(map(len, rows)) for name, rows in parts.items()}
+        self._tokens = sum(map(token_count, whole))
+        before = sum(n for name, n in self._samples.items() if name < circle.me)
+        rows = data.order.training.per_device_train_batch_size
+        self._sums = _Timed(circle, self._number)
+        return StepPart(
+            state.step,
+            [data.micro_batch(indices) for indices in parts[circle.me]],
+            count_items(whole),
+            self._sums,
+            first_micro_batch=-(-before // rows),
+        )
+
+    def losses(self, own: list[float]) -> list[float]:
+        assert self._sums is not None
+        return self._sums.losses(own, self._heed_in_step)
+
+    def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
+        """The leader counts the votes: all have the sums, or nobody changes a weight."""
+        circle, number = self._present, self._number
+        assert self._sums is not None
+        vote = {"finite": finite, "seconds": self._sums.seconds_per(self._samples[circle.me])}
+        if circle.me == circle.leader:
+            votes = {circle.me: vote}
+            for name in circle.others:
+                votes[name] = circle.hear(number, "vote", name, self._heed_in_step).info
+            decision: dict[str, Any] = {
+                "commit": all(v.get("finite") is True for v in votes.values()),
+                "seconds": {name: v.get("seconds", 0.0) for name, v in votes.items()},
+            }
+            norm = norm.detach().to("cpu", torch.float32).clone()
+            circle.say(number, "decision", {"norm": norm}, decision)
+        else:
+            circle.say(number, "vote", info=vote, to=[circle.leader])
+            said = circle.hear(number, "decision", circle.leader, self._heed_in_step)
+            decision = said.info
+            if said.tensors.keys() != {"norm"} or not isinstance(decision.get("commit"), bool):
+                raise ProtocolError(f"island {circle.leader} sends no decision")
+            norm = said.tensors["norm"]
+        self._seconds = {
+            str(name): float(s) for name, s in dict(decision.get("seconds", {})).items()
+        }
+        return decision["commit"], norm
+
+    def after_step(self, before: TrainState, state: TrainState) -> TrainState:
+        circle = self._present
+        circle.forget(self._number)
+        self._step_s.append(time.monotonic() - self._moved_at)
+        self._note_progress()
+        self._position = self._position.after_commit(state.step, circle.view)
+        if self._island.share == "auto":
+            order = self._parts.data.order
+            self._retune(self._shares.tuned(self._seconds, order.samples_per_step, state.step))
+        return replace(state, group=self._remembered())
+
+    def metrics(self) -> Mapping[str, Any]:
+        moved, self._bytes = self._bytes, self._present.bytes_moved()
+        return {
+            "island": {
+                "name": self._island.name,
+                "members": list(self._present.members),
+                "samples": dict(self._samples),
+                "tokens": self._tokens,
+                "bytes_in": self._bytes[0] - moved[0],
+                "bytes_out": self._bytes[1] - moved[1],
+            }
+        }
+
+    def went_back(self, state: TrainState) -> None:
+        """The others go on without; this island takes over their state when it is ready."""
+        if self._count(state) == self._position.step:
+            return
+        self._circle = None
+        self._position = Position()
+        self._open.leave("it went back to an earlier step")
+
+    def close(self, reason: str) -> None:
+        if self._group is not None:
+            group, self._group, self._circle = self._group, None, None
+            group.close(reason)
+
+    # -- among the others -----------------------------------------------------------------------
+
+    def _settled(self, joined: Joined, state: TrainState) -> TrainState:
+        """All members are where their source is."""
+        circle = joined.circle
+        if circle.me == joined.source:
+            state = self._as_source(joined, state)
+        elif circle.me in joined.behind:
+            state = self._take_over(circle, joined.source)
+        group = state.group
+        self._position = replace(
+            self._position, step=self._count(state), lineage=str(group["lineage"]), trains=True
+        )
+        settings = {name: p.says.get("share", "auto") for name, p in joined.positions.items()}
+        numbers = given_shares(settings)
+        kept = Shares.load_state_dict(group["shares"]) if group.get("shares") else Shares()
+        self._shares = (Shares(numbers) if numbers else kept).for_members(circle.members)
+        return replace(state, group={**group, **self._remembered()})
+
+    def _as_source(self, joined: Joined, state: TrainState) -> TrainState:
+        circle, to = joined.circle, joined.behind
+        if not state.group.get("lineage"):
+            state = replace(state, group={**state.group, "lineage": secrets.token_hex(16)})
+        if not to:
+            return state
+        began = time.monotonic()
+
+        def send(part: StatePart) -> None:
+            tensors = {name: t.detach().cpu().clone() for name, t in part.tensors.items()}
+            circle.say(STATE, "state", tensors, part.values, last=False, to=to)
+
+        self._gather(send)
+        circle.say(STATE, "state", info={"position": state.state_dict()}, to=to)
+        seconds, names = time.monotonic() - began, ", ".join(to)
+        given = event("state given", islands=names, step=state.step, seconds=round(seconds, 3))
+        _log.info("gave the state after step %d to %s", state.step, names, extra=given)
+        return state
+
+    def _gather(self, take: Callable[[StatePart], None]) -> None:
+        """All that another island needs to stand where this one does."""
+        self._checkpoints.gather(take)
+
+    def _take_over(self, circle: Circle, source: str) -> TrainState:
+        began = time.monotonic()
+        said = circle.hear(STATE, "state", source, self.heed_stop)
+        values = dict(said.info)
+        try:
+            state = TrainState.load_state_dict(values.pop("position"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"island {source} sends no state: {error!r}") from error
+        self._checkpoints.take_over(self._loaded(said.tensors), values, state)
+        seconds = time.monotonic() - began
+        taken = event("state taken", island=source, step=state.step, seconds=round(seconds, 3))
+        _log.info("took over the state of %s after step %d", source, state.step, extra=taken)
+        return state
+
+    def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the stages take of another island's state."""
+        return tensors
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same on all islands."""
+        parts, data = self._parts, self._parts.data
+        same = identity(parts.resolved, data.fingerprint)
+        training = parts.config.training.model_dump(mode="json")
+        island = self._island.model_dump(mode="json")
+        return {
+            **order_facts(data.order, data.fingerprint),
+            **{f"model.{key}": value for key, value in same["model"].items()},
+            "adapter": same["adapter"],
+            "weights of the model": self._cluster.fingerprint,
+            **{f"training.{k}": v for k, v in training.items() if _SAME.fullmatch(k)},
+            **{f"island.{key}": island[key] for key in _AGREED},
+        }
+
+    def _remembered(self) -> dict[str, Any]:
+        return {"lineage": self._position.lineage, "shares": self._shares.state_dict()}
+
+    def _retune(self, shares: Shares) -> None:
+        if shares != self._shares:
+            total = sum(shares.of.values())
+            said = ", ".join(f"{name} {s / total:.0%}" for name, s in shares.of.items())
+            _log.info("shares by speed: %s", said, extra=event("shares", shares=said))
+            self._shares = shares
+
+    @property
+    def _open(self) -> Group:
+        assert self._group is not None
+        return self._group
+
+    @property
+    def _present(self) -> Circle:
+        if self._circle is None:
+            raise ReplicasChanged("this island is not among the others")
+        return self._circle
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def lively(self) -> bool:
+        """Whether the others should wait for this island. Called from another thread; an island
+        that stalls leaves, so that nobody hangs."""
+        group = self._group
+        if group is None or group.waits:
+            return True
+        usual = statistics.median(self._step_s) if self._step_s else 0.0
+        patience = max(_LEAST_PATIENCE_S, _PATIENCE * usual)
+        if time.monotonic() - self._moved_at <= patience:
+            return True
+        if self._circle is not None:
+            self._circle.close("it stalls")
+        return False
+
+    def heed_stop(self) -> None:
+        """Between steps, while others are waited for."""
+        if self._stop.requested is not None:
+            raise StopWanted
+
+    def _heed_in_step(self) -> None:
+        """The others end the step, too, and nobody waits for long after a request to stop."""
+        self._moved_at = time.monotonic()
+        if self._stop.waited_s > timeouts.STEP_END_S:
+            raise ReplicasChanged("this run is to stop")
+
+    def _note_progress(self) -> None:
+        self._moved_at = time.monotonic()
+
+
+class _Timed(SummedGradients):
+    """Knows when this island's own gradients were all there."""
+
+    def __init__(self, circle: Circle, number: int) -> None:
+        super().__init__(circle, number)
+        self._began = time.monotonic()
+        self._ended_at: float | None = None
+
+    def end(self) -> None:
+        self._ended_at = self._ended_at or time.monotonic()
+        super().end()
+
+    def seconds_per(self, samples: int) -> float:
+        """Of a sample, waiting for others left out; 0 where it had none."""
+        if self._ended_at is None or not samples:
+            return 0.0
+        return (self._ended_at - self._began) / samples
