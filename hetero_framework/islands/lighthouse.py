@@ -46,6 +46,8 @@ nobody yet, and would make a view of whoever asks first."""
 REACH_S = 60.0
 """A lighthouse that cannot be reached for so long is given up."""
 _RPC_S = 2.0
+_CLOCKS_S = 0.1
+"""So much earlier than by this clock torchft may say that a question's time is over."""
 _JOIN_TIMEOUT_S = 7 * 24 * 3600.0
 """Who lives is waited for; islands that stay away end their own heartbeats."""
 _FAILED = (RuntimeError, TimeoutError)
@@ -138,6 +140,7 @@ class TorchftRendezvous:
         while True:
             self._settle(deadline)
             found = self._ask(agreed, deadline)
+            self._check()
             ids = frozenset(one.id for one in found)
             if agreed and ids == expected and all(one.agreed == agreed for one in found):
                 members = [one.member for one in found]
@@ -176,7 +179,7 @@ class TorchftRendezvous:
         try:
             return [_Asked.read(found) for found in asked.result()]
         except _FAILED as error:
-            if time.monotonic() >= deadline and self._contact.seconds() > 0:
+            if time.monotonic() >= deadline - _CLOCKS_S and self._contact.seconds() > 0:
                 raise PeerAwayError(
                     f"island {self._member.name} waited in vain: another living island did not come"
                     " to synchronise",

@@ -154,9 +154,11 @@ def test_end_of_one_side_ends_the_other_and_nothing_is_left(way: Way, echo: Echo
 def test_closing_ends_open_links_on_both_sides(way: Way) -> None:
     with way.dial() as connection:
         assert said(connection, b"x") == b"x"
+        started = time.monotonic()
         way.entrance.close()
         assert connection.recv(1) == b""
         way.entrance.close()
+        assert time.monotonic() - started < 5  # its thread was told, and did not have to find out
     way.tunnel.close()
     with pytest.raises(OSError):
         way.dial()
