@@ -66,6 +66,13 @@ NO_DROPOUT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "gemma2": {},
 }
+# More than the hidden state crosses their boundaries.
+WITH_SIDES: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {},
+    "gemma3n_text": {},
+    "gemma4_text": {"vocab_size_per_layer_input": 320},
+    "qwen4_exp_text": {},
+}
 
 
 # The Trainer adds the routers' loss to that of each micro-batch, whatever their number.
@@ -98,9 +105,12 @@ def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path) -
     assert losses([2, 4], "off", **off) != ours
 
 
-@pytest.mark.parametrize("model_type", NO_DROPOUT)
+@pytest.mark.parametrize(
+    "model_type",
+    [*NO_DROPOUT, *(pytest.param(name, marks=pytest.mark.faults) for name in WITH_SIDES)],
+)
 def test_other_architectures_agree_with_trainer(model_type, losses, texts, tmp_path) -> None:
-    model = save_tiny(tmp_path / "model", model_type, **NO_DROPOUT[model_type])
+    model = save_tiny(tmp_path / "model", model_type, **(NO_DROPOUT | WITH_SIDES)[model_type])
     training = {"max_steps": 3, "warmup_steps": 0, "weight_decay": 0.5}
     ours = losses([2, 4], model={"name_or_path": str(model)}, training=training)
     theirs, _ = trainer_run(model, texts, tmp_path / "trainer", **training)

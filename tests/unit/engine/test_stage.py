@@ -749,7 +749,10 @@ def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(w, marks=pytest.mark.faults) if w == "upper layers" else w for w in SIDE_WAYS],
+    [
+        *("all weights", "adapter"),
+        *(pytest.param(way, marks=pytest.mark.faults) for way in ("recomputing", "upper layers")),
+    ],
 )
 def test_the_loss_of_all_layers_routers_has_the_same_bits_under_every_cut(
     way: str, tmp_path: Path

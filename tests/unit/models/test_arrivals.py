@@ -131,15 +131,35 @@ def test_axes_and_kind_are_known_where_no_part_runs_without_numbers(
     assert problem(back, (first.detach().long(), *others)) is not None
 
 
-def test_parts_that_are_alike_in_shape_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    (_, *sides), back = cut("gemma3n_text")
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [("inkling2_text", 0), pytest.param("hy_v4", 3, marks=pytest.mark.faults)],
+)
+def test_a_few_runs_tell_the_forms_for_every_length(
+    model_type: str, extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, back = cut(model_type)
     asked = []
     real = arrivals.bundle_at
     monkeypatch.setattr(arrivals, "bundle_at", lambda *a: (asked.append(a), real(*a))[1])
     expected = Arrivals(back, TrainingConfig())
-    for _ in range(3):
-        assert expected.problem(tuple(sides), ROWS, TOKENS, train=True) is None
-    assert len(asked) == 1
+    setting = expected._setting
+    first = [(2, 5 + n) for n in range(6)]
+    for rows, tokens in (*first, (2, 3), (4, 600), (5, 9), (2, 3)):
+        forms = expected._expected(rows, tokens)
+        assert forms is not None
+        assert tuple(forms) == real(replace(setting, rows=rows, tokens=tokens), 3)[1:]
+    # HY V4 takes the best 4 of all tokens, or as many as there are: each length is asked for once.
+    assert len(asked) == len(first) + len(arrivals._PROBES) + extra
+
+
+def test_an_axis_is_a_sum_of_rows_tokens_and_both() -> None:
+    for rule in (lambda r, t: 7, lambda r, t: r * t, lambda r, t: t + 32, lambda r, t: 2 * r):
+        axis = arrivals._axis([rule(*probe) for probe in arrivals._PROBES])
+        assert axis is not None
+        assert axis(4, 100) == rule(4, 100)
+    for rule in (lambda r, t: min(t, 9000), lambda r, t: t // 4):
+        assert arrivals._axis([rule(*probe) for probe in arrivals._PROBES]) is None
 
 
 def test_an_adapter_trains_what_depends_on_its_modules() -> None:
