@@ -35,6 +35,7 @@ from hetero_framework.commands.options import (
     at_least,
     check_coordinator,
     flag,
+    island_access_for,
     key_options,
     load,
     option,
@@ -291,6 +292,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
         return _serve(config, role.worker_ids, arguments)
     config.require("model", "data")
     access = access_for(config, "local", arguments)
+    islands = island_access_for(config, arguments)
     config.spare_base_model()
     config = _planned(config, arguments, access)
     from hetero_framework.cluster.child import PROGRAM
@@ -321,6 +323,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
                 debug=arguments.debug,
                 workers=workers,
                 access=access,
+                islands=islands,
             )
         except KeyboardInterrupt:  # while the libraries are imported, here and in the workers
             if workers is not None:

@@ -73,7 +73,8 @@ class Berth:
 
 def train_islands(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary]:
     """Train by these configurations, one for each island, at the same time; what each returned.
-    Raises what one raised. `trainer.islands.TorchftRendezvous` must be a Berth's by then."""
+    Raises what one raised. `trainer.islands.rendezvous_at` must give a Berth by then. Threads share
+    torch's random numbers: an adapter would begin with other ones each time."""
     running: dict[str, Future[RunSummary]] = {}
     for name, raw in raws.items():
         config = Config.from_dict(raw)

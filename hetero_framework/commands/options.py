@@ -86,6 +86,15 @@ def access_for(config: Any, process: int | str, arguments: argparse.Namespace) -
     return access_of(config, process, key_options(arguments))
 
 
+def island_access_for(config: Any, arguments: argparse.Namespace) -> Any:
+    """For the links to other islands; None where there are none."""
+    if config.island is None:
+        return None
+    from hetero_framework.security.access import island_access
+
+    return island_access(config, key_options(arguments))
+
+
 def processes_here(config: Any, arguments: argparse.Namespace) -> list[str]:
     """Whose keys are here."""
     from hetero_framework.security.access import key_directory

@@ -210,6 +210,11 @@ class TorchftRendezvous:
             self._beating.result()  # an error nobody expected
 
 
+def check_torchft() -> None:
+    """Raise UserError where torchft is missing or too old."""
+    _torchft()
+
+
 def rendezvous_at(
     address: tuple[str, int], access: Access, member: Member, lively: Callable[[], bool]
 ) -> Rendezvous:

@@ -91,9 +91,10 @@ class OuterFragment:
             return gradient + self._momentum[name] * self._decay
         return self._momentum[name]
 
-    def mixed(self, local: Tensors) -> dict[str, Tensor]:
-        """The weights to go on with, of the type of `local`, of which `mixing` stays."""
-        if not self._mixing:
+    def mixed(self, local: Tensors, *, agreed: bool = False) -> dict[str, Tensor]:
+        """The weights to go on with, of the type of `local`, of which `mixing` stays; with `agreed`
+        nothing does."""
+        if agreed or not self._mixing:
             return {name: new.to(local[name].dtype) for name, new in self.weights.items()}
         return {
             name: torch.lerp(new, _held(local[name]), self._mixing).to(local[name].dtype)

@@ -99,6 +99,7 @@ def train(
     progress: Progress | None = None,
     workers: LocalWorkers | None = None,
     access: Access | None = None,
+    islands: Access | None = None,
     build: BuildStages = load_stages,
 ) -> RunSummary:
     """Train as the coordinator, start to finish.
@@ -107,12 +108,16 @@ def train(
     it a run of this `output_dir` that was cut short goes on from its newest state, unless `fresh`.
     `replan`: the run goes on without workers that stay away, as with training.replan "auto".
     `workers` are those of this machine where they have been started before. `access` is for the
-    links to workers (default: by the keys that lie beside the configuration), `build` makes the
-    stages here. Raises HeteroError of the kind that says what happened; whatever happens, no worker
-    is left behind.
+    links to workers, `islands` for those to other islands (default: by the keys that lie beside the
+    configuration), `build` makes the stages here. Raises HeteroError of the kind that says what
+    happened; whatever happens, no worker is left behind.
     """
     config.require("model", "data")
     access = access or access_of(config, "local")
+    if config.island is not None:
+        from hetero_framework.trainer.islands import check_islands  # torchft is optional
+
+        islands = check_islands(config, islands)
     check_optimizer(config.training)
     replan = replan or config.training.replan == AUTO
     show = progress or Progress()
@@ -165,7 +170,7 @@ def train(
                     files = RunFiles(directories, checkpoints, metrics, events, timeline)
                     replanning = Replanning(parts, facts, survivors=replan)
                     replanning.move_s = load_s
-                    replicas = _replicas(parts, cluster, checkpoints, stop)
+                    replicas = _replicas(parts, cluster, checkpoints, stop, islands)
                     run = Coordinator(
                         parts,
                         cluster,
@@ -725,14 +730,18 @@ class Coordinator:
 
 
 def _replicas(
-    parts: setup.Prepared, cluster: Cluster, checkpoints: RunCheckpoints, stop: StopRequest
+    parts: setup.Prepared,
+    cluster: Cluster,
+    checkpoints: RunCheckpoints,
+    stop: StopRequest,
+    access: Access | None,
 ) -> ReplicaGroup:
-    """Those that this run is one of."""
-    if parts.config.island is None:
+    """Those that this run is one of; `access` is for the links to other islands."""
+    if access is None:
         return Single()
-    from hetero_framework.trainer.islands import open_islands  # torchft is optional
+    from hetero_framework.trainer.islands import open_islands
 
-    return open_islands(parts, cluster, checkpoints, stop)
+    return open_islands(parts, cluster, checkpoints, stop, access)
 
 
 def _memory_by_owner(parts: setup.Prepared) -> Counter[WorkerId]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import secrets
 
 from hetero_framework.cluster.assembly import Cluster
-from hetero_framework.config import IslandConfig
+from hetero_framework.config import Config
 from hetero_framework.islands.group import Group
-from hetero_framework.islands.lighthouse import TorchftRendezvous
+from hetero_framework.islands.lighthouse import check_torchft, rendezvous_at
 from hetero_framework.islands.links import IslandLinks
-from hetero_framework.security.access import LOOPBACK_ONLY, Access
+from hetero_framework.security.access import Access, island_access
 from hetero_framework.trainer.outer_rounds import OuterRounds
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
 from hetero_framework.trainer.setup import Prepared
@@ -21,31 +21,34 @@ from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.summed_steps import SummedSteps
 
 
+def check_islands(config: Config, access: Access | None) -> Access:
+    """What this island uses with others, before anything is loaded. Raises UserError when there is
+    no torchft, IdentityError when keys are wanted and not there."""
+    check_torchft()
+    return access or island_access(config)
+
+
 def open_islands(
-    parts: Prepared, cluster: Cluster, checkpoints: RunCheckpoints, stop: StopRequest
+    parts: Prepared,
+    cluster: Cluster,
+    checkpoints: RunCheckpoints,
+    stop: StopRequest,
+    access: Access,
 ) -> SummedSteps:
-    """The group that the island section of this run's configuration is for. Raises UserError when
-    there is no torchft, NetworkError when its lighthouse cannot be reached."""
+    """The group that the island section of this run's configuration is for."""
     config = parts.config
     assert config.island is not None
     links = IslandLinks(
         config.island.name,
         secrets.token_hex(8),
-        _access(parts),
+        access,
         config.coordinator.ip,
         max_frame_bytes=parts.max_frame_bytes,
         liveness_s=config.training.liveness_timeout_s,
     )
     kind = SummedSteps if config.island.sync_steps == 1 else OuterRounds
     group = kind(parts, cluster, checkpoints, stop)
-    rendezvous = TorchftRendezvous(_url(config.island), links.member, group.lively)
+    address = config.island.lighthouse_address
+    rendezvous = rendezvous_at(address, access, links.member, group.lively)
     group.open(Group(rendezvous, links, config.island.min_islands, group.heed_stop))
     return group
-
-
-def _access(parts: Prepared) -> Access:
-    return LOOPBACK_ONLY
-
-
-def _url(island: IslandConfig) -> str:
-    return f"http://{island.lighthouse}"

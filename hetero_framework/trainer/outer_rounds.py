@@ -45,11 +45,13 @@ _OUTER = "outer/"
 @dataclass(frozen=True)
 class Round:
     """One round as all members know it, and how far this island is. `dealt` are each island's
-    steps, `base` the steps that were committed before it, `synced` the synchronisations done,
-    `done` the steps that this island has taken, `committed` of them."""
+    steps, `base` the steps that were committed before it, `last` says that the run ends with it,
+    `synced` are the synchronisations done, `done` the steps that this island has taken, `committed`
+    of them."""
 
     base: int
     dealt: Mapping[str, Steps]
+    last: bool
     synced: int = 0
     done: int = 0
     committed: int = 0
@@ -64,6 +66,7 @@ class Round:
         return {
             "base": self.base,
             "dealt": dealt,
+            "last": self.last,
             "synced": self.synced,
             "done": self.done,
             "committed": self.committed,
@@ -72,7 +75,8 @@ class Round:
     @classmethod
     def load_state_dict(cls, state: Mapping[str, Any]) -> Round:
         dealt = {name: _steps(parts) for name, parts in state["dealt"].items()}
-        return cls(state["base"], dealt, state["synced"], state["done"], state["committed"])
+        counts = (int(state[name]) for name in ("synced", "done", "committed"))
+        return cls(int(state["base"]), dealt, bool(state["last"]), *counts)
 
 
 def _steps(parts: Any) -> Steps:
@@ -194,17 +198,24 @@ class OuterRounds(SummedSteps):
             island.fragments,
             island.delay_steps,
         )
-        dealt = self._ledger.deal(counts, self._parts.data.total_steps)
-        self._enter(Round(self._ledger.count, dealt), circle.me)
+        base, total = self._ledger.count, self._parts.data.total_steps
+        dealt = self._ledger.deal(counts, total)
+        last = base + sum(map(count_steps, dealt.values())) == total
+        self._enter(Round(base, dealt, last), circle.me)
         return replace(state, group=self._remembered())
 
     def _enter(self, round_: Round | None, me: str) -> None:
         self._round = round_
-        self._own = round_.dealt.get(me, ()) if round_ is not None else ()
-        steps, island = count_steps(self._own), self._island
-        fits = steps >= island.fragments * (island.delay_steps + 1)
-        delay = island.delay_steps if fits else 0
-        self._plan = fragments.schedule(steps, island.fragments, delay)
+        self._own, self._plan = (), ()
+        if round_ is None:
+            return
+        self._own = round_.dealt.get(me, ())
+        steps, count = count_steps(self._own), self._island.fragments
+        delay = 0 if round_.last else self._island.delay_steps
+        fits = steps >= count * (delay + 1)
+        self._plan = fragments.schedule(steps, count, delay if fits else 0)
+        if round_.last:  # the run ends with what all agree on, in every fragment
+            self._plan += tuple(Synchronisation(k, steps, steps) for k in range(count - 1))
 
     def _synchronised(self, state: TrainState) -> TrainState:
         """All that is due of synchronisations after the steps that were done."""
@@ -351,21 +362,15 @@ class OuterRounds(SummedSteps):
         # To its end also where an island left: what it was dealt is dealt again.
         step = self._ledger.count if ends else state.step
         self._tune(round_ if ends else None)
-        self._enter_same(None if ends else round_)
+        self._give_back(after, agreed=round_.last)
+        self._round = None if ends else round_
         skipped = state.step - state.committed_steps
         state = replace(state, step=step, committed_steps=step - skipped)
         state = replace(state, group=self._remembered())
-        self._give_back(after)
         self._checkpoints.synchronised(state)
         self._said |= {"synchronised": fragment, "waited_s": round(waited_s, 4)}
         _log.debug("fragment %d is synchronised", fragment)
         return state
-
-    def _enter_same(self, round_: Round | None) -> None:
-        """The round goes on, or the next one is to be dealt."""
-        self._round = round_
-        if round_ is None:
-            self._own, self._plan = (), ()
 
     def _tune(self, round_: Round | None) -> None:
         if round_ is None:
@@ -374,20 +379,20 @@ class OuterRounds(SummedSteps):
         if self._island.share == "auto":
             island, members = self._island, len(self._present.members)
             least = island.fragments * (island.delay_steps + 1)
-            done = self._syncs // len(self._plan)
+            done = self._syncs // island.fragments
             shares = self._shares.tuned(
                 self._seconds, island.sync_steps * members, done, least=least
             )
             self._retune(shares)
 
-    def _give_back(self, after: OuterFragment) -> None:
-        """The stages go on with what was agreed, of which `mixing` is their own. Raises
+    def _give_back(self, after: OuterFragment, agreed: bool) -> None:
+        """The stages go on with what was `agreed`, or with that and `mixing` of their own. Raises
         StagesLost."""
         names = tuple(after.weights)
 
         def give() -> None:
             pipeline = self._cluster.pipeline
-            pipeline.load_weights(after.mixed(pipeline.weights(names)))
+            pipeline.load_weights(after.mixed(pipeline.weights(names), agreed=agreed))
 
         self._cluster.retrying(give)
 
@@ -425,8 +430,6 @@ class OuterRounds(SummedSteps):
             self._ledger = Ledger().commit([(0, state.step)])  # it was trained without islands
         kept = said.get("round")
         self._enter(Round.load_state_dict(kept) if kept else None, self._island.name)
-        if self._round is None:
-            self._own, self._plan = (), ()
         self._label_tokens = [int(n) for n in said.get("label_tokens", self._label_tokens)]
 
     def _remembered(self) -> dict[str, Any]:

@@ -24,8 +24,11 @@ STEPS = 4
 @pytest.fixture(autouse=True)
 def harbour(monkeypatch: pytest.MonkeyPatch) -> Harbour:
     made = Harbour()
+    monkeypatch.setattr(islands, "check_torchft", lambda: None)
     monkeypatch.setattr(
-        islands, "TorchftRendezvous", lambda url, member, lively: Berth(made, member, lively)
+        islands,
+        "rendezvous_at",
+        lambda address, access, member, lively: Berth(made, member, lively),
     )
     return made
 
@@ -189,22 +192,20 @@ def train_rounds(
 def test_rounds_do_not_depend_on_the_islands_plans(
     pool: Pool, settings: dict[str, Any], tmp_path: Path, section: dict[str, Any]
 ) -> None:
-    own = {**settings, "adapter": {**LORA, "lora_dropout": 0.0}}
-    train_rounds(pool, tmp_path / "one", ([], []), own, **section)
-    train_rounds(pool, tmp_path / "cut", ([2, 4], [3]), own, **section)
+    train_rounds(pool, tmp_path / "one", ([], []), settings, **section)
+    train_rounds(pool, tmp_path / "cut", ([2, 4], [3]), settings, **section)
     for name in ("a", "b"):
         one, cut = tmp_path / "one" / name, tmp_path / "cut" / name
         keys = ("step", "loss", "grad_norm", "learning_rate")
         assert lines(one, *keys) == lines(cut, *keys)
         assert_same(weights(one), weights(cut))
     a, b = (tmp_path / "cut" / name for name in "ab")
-    if "mixing" not in section:
-        assert_same(weights(a), weights(b))
+    assert_same(weights(a), weights(b))
     hashes = [
         [line["island"]["hash"] for line in lines(at, "island") if "hash" in line["island"]]
         for at in (a, b)
     ]
     assert hashes[0] == hashes[1]
-    assert len(hashes[0]) == 2
+    assert len(hashes[0]) >= 2
     steps = [line["island"]["data_step"] for at in (a, b) for line in lines(at, "island")]
     assert sorted(steps) == list(range(8))  # each once
