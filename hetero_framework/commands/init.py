@@ -21,6 +21,7 @@ from hetero_framework.config import (
     Config,
     ModelConfig,
     host_and_port,
+    split_address,
 )
 from hetero_framework.core import addresses
 from hetero_framework.core.files import write_file
@@ -328,10 +329,20 @@ def _coordinator(
     if answers.coordinator is not None:
         address = parse_address(answers.coordinator)
         return {**_entry(address), "port": address.port or COORDINATOR_PORT}
-    only_here = all(addresses.is_loopback(worker.ip) for worker in workers)
+    others = [worker.ip for worker in workers]
+    if answers.lighthouse is not None:  # islands that it tells of this one have to reach it
+        others.append(_host(answers.lighthouse))
+    only_here = all(addresses.is_loopback(host) for host in others)
     ip = "127.0.0.1" if only_here else own_address
     found: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": answers.device or "auto"}
     return {"hostname": hostname, **found} if hostname else found
+
+
+def _host(lighthouse: str) -> str:
+    try:
+        return split_address(lighthouse)[0]
+    except ValueError as error:
+        raise UserError(f"--lighthouse: {error}") from None
 
 
 def _layers(answers: Answers, output: Path) -> int:

@@ -112,10 +112,15 @@ def test_proposal_for_an_island_names_it_and_its_lighthouse() -> None:
     config = Config.from_dict(proposed(island="garage", lighthouse="10.0.0.9:7"))
     assert config.island is not None
     assert (config.island.name, config.island.lighthouse) == ("garage", "10.0.0.9:7")
-    assert proposed(island="attic")["island"]["lighthouse"] == "127.0.0.1:29510"
+    assert config.coordinator.ip == "10.0.0.1"  # where the other islands reach it
+    raw = proposed(island="attic")
+    assert raw["island"]["lighthouse"] == "127.0.0.1:29510"
+    assert raw["coordinator"]["ip"] == "127.0.0.1"
     assert "island" not in proposed()
     with pytest.raises(UserError, match="--lighthouse HOST:PORT goes with --island NAME"):
         proposed(lighthouse="10.0.0.9:7")
+    with pytest.raises(UserError, match=r"--lighthouse: .* has no port"):
+        proposed(island="garage", lighthouse="10.0.0.9")
     with pytest.raises(ConfigError, match="names the lighthouse"):
         Config.from_dict(proposed(island="lighthouse"))
 

@@ -207,6 +207,9 @@ def test_init_makes_keys_where_other_machines_take_part(
     assert names == {"authority.pem", "coordinator.pem", "issued.json"}
     assert "invite" not in init("near", *own, "--worker", "127.0.0.1:9001")
     assert not (tmp_path / "near" / "hetero_keys").exists()
+    assert "hetero invite --island a\n" in init(
+        "island", *own, "--island", "a", "--lighthouse", "192.0.2.9:29510"
+    )
     # Another machine is to be the coordinator: it makes the keys.
     init("elsewhere", "--coordinator", "192.0.2.9:9998", "--worker", "192.0.2.7")
     assert not (tmp_path / "elsewhere" / "hetero_keys").exists()

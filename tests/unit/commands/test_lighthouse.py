@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import psutil
 import pytest
 
 from hetero_framework.commands import lighthouse as command
+from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
 from hetero_framework.errors import IdentityError, NetworkError, StoppedEarly, UserError
 from hetero_framework.islands import lighthouse
 from hetero_framework.islands.lighthouse import rendezvous_at
-from hetero_framework.islands.rendezvous import Member
+from hetero_framework.islands.rendezvous import Member, Rendezvous
 from hetero_framework.islands.tunnel import Entrance
 from hetero_framework.security.access import Keyed, KeyOptions
 from hetero_framework.security.keys import KeyDirectory
@@ -94,32 +96,49 @@ def test_address_and_port_that_it_cannot_have_are_said(tmp_path: Path, started: 
     assert not started
 
 
+class Process:
+    """`hetero lighthouse` on all addresses, as a process of its own."""
+
+    def __init__(self, keys: Path, port: int) -> None:
+        self.port = port
+        words = ["lighthouse", "--bind", f"0.0.0.0:{port}", "--keys", str(keys)]
+        self.started = subprocess.Popen(
+            [sys.executable, "-m", "hetero_framework", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.started.stdout is not None
+        self.line = self.started.stdout.readline()
+
+    def kill(self) -> None:
+        self.started.kill()
+        self.started.communicate()
+
+
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def process(tmp_path: Path) -> Iterator[Process]:
     with lighthouse._quiet():
         pytest.importorskip("torchft.coordination")
     keys_of(tmp_path / "keys" / "islands", "local", kind=ISLANDS)
-    [port] = free_ports(1)
-    words = ["lighthouse", "--bind", f"0.0.0.0:{port}", "--keys", str(tmp_path / "keys")]
-    started = subprocess.Popen(
-        [sys.executable, "-m", "hetero_framework", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    found = Process(tmp_path / "keys", free_ports(1)[0])
     try:
-        yield started, port
+        yield found
     finally:
-        started.kill()
-        started.communicate()
+        found.kill()
+
+
+def island(name: str, folder: Path, port: int) -> Rendezvous:
+    access = Keyed(keys_of(folder / name, name, kind=ISLANDS), name, None)
+    member = Member(name, "1", f"{name}.invalid:1")
+    return rendezvous_at(("127.0.0.1", port), access, member, lambda: True)
 
 
 def test_islands_meet_at_it_and_nothing_else_of_it_is_open(
-    process: tuple[subprocess.Popen[str], int], tmp_path: Path
+    process: Process, tmp_path: Path
 ) -> None:
-    started, port = process
-    assert started.stdout is not None
-    assert f"0.0.0.0:{port}" in started.stdout.readline()
+    started, port = process.started, process.port
+    assert f"0.0.0.0:{port}" in process.line
     listening = [
         (found.laddr.ip, found.laddr.port)
         for found in psutil.Process(started.pid).net_connections("tcp")
@@ -127,14 +146,36 @@ def test_islands_meet_at_it_and_nothing_else_of_it_is_open(
     ]
     assert ("0.0.0.0", port) in listening
     assert {ip for ip, other in listening if other != port} == {"127.0.0.1"}
-    keys = keys_of(tmp_path / "garage", "garage", kind=ISLANDS)
-    member = Member("garage", "1", "192.0.2.1:9")
-    access = Keyed(keys, "garage", None)
-    with closing(rendezvous_at(("127.0.0.1", port), access, member, lambda: True)) as island:
-        assert island.members(30.0).members == (member,)
+    with closing(island("garage", tmp_path, port)) as garage:
+        assert [member.name for member in garage.members(30.0).members] == ["garage"]
     started.send_signal(signal.SIGTERM)
     _, errors = started.communicate(timeout=30)
     assert started.returncode == 75
     assert "island garage is here, from 127.0.0.1" in errors
     assert "stopped: by SIGTERM" in errors
     assert "INFO" not in errors  # torchft's own words
+
+
+@pytest.mark.faults
+def test_islands_meet_again_after_it_was_killed_and_started_again(
+    process: Process, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        islands = [
+            stack.enter_context(closing(island(name, tmp_path, process.port))) for name in "ab"
+        ]
+
+        def views() -> set[str]:
+            asked = [in_background(partial(island.members, 60.0), "ask") for island in islands]
+            return {",".join(m.name for m in found.result(60.0).members) for found in asked}
+
+        while views() != {"a,b"}:  # who is there first is alone at first
+            pass
+        asked = in_background(partial(islands[0].members, 60.0), "ask")
+        with pytest.raises(TimeoutError):
+            asked.result(0.3)
+        process.kill()
+        again = Process(tmp_path / "keys", process.port)
+        stack.callback(again.kill)
+        assert len(islands[1].members(60.0).members) == 2
+        assert len(asked.result(60.0).members) == 2
