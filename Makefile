@@ -1,5 +1,6 @@
 # make setup   .venv with everything (VENV=... another place, TORCH_SPEC=... another torch)
 # make demo    the whole job on this machine, offline after setup
+# make demo-islands  two coordinators train one model together (Linux x86-64: it installs torchft)
 # make test    lint, types and the whole suite
 # make faults  the tests of faults that take longer, with their figures
 # make bench   the benchmarks, 10 minutes; results under benchmarks/results
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 endif
 STAMP := $(VENV)/.hetero-setup
 
-.PHONY: setup demo test lint faults bench clean
+.PHONY: setup demo demo-islands test lint faults bench clean
 
 setup: $(STAMP)
 
@@ -31,6 +32,15 @@ $(STAMP): requirements.txt pyproject.toml
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# The optional engine of membership; it brings packages that nothing else here needs.
+ISLANDS := $(VENV)/.hetero-islands
+$(ISLANDS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[islands]"
+	$(BIN)/python -c "import pathlib; pathlib.Path('$(ISLANDS)').touch()"
+
+demo-islands: $(ISLANDS)
+	$(BIN)/python examples/demo_islands.py
 
 lint: setup
 	$(BIN)/ruff check .
