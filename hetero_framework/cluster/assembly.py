@@ -641,6 +641,12 @@ class Cluster:
         return self.assembly.pipeline
 
     @property
+    def idle_s(self) -> float:
+        """How long nothing has moved in the stages; inf while there are none. From any thread."""
+        current = self._current
+        return current.pipeline.idle_s if current is not None else math.inf
+
+    @property
     def workers(self) -> list[WorkerId]:
         """Ids of the workers that take part."""
         return planned(self._config, self._peers.workers)

@@ -63,6 +63,12 @@ POINTS = {
     "checkpoint": "a checkpoint's files are written, its manifest is not",
     "evaluation": "before a forward of an evaluation",
     "gather": "before a part of the result is handed out",
+    "island-meet": "who takes part is known, the links between islands are not there yet",
+    "island-state": "before a part of the state is given to an island that joins",
+    "island-gradients": "before gradients of a stage are sent to the other islands",
+    "island-vote": "the sums are here, this island has not said so",
+    "island-decision": "all islands have voted, nobody has been told what follows",
+    "island-told": "one island has been told to commit, the others have not",
     "output": "numeric: what leaves a stage's forward, or its loss",
 }
 """By name: where it is. The same points are in the coordinator and in workers."""

@@ -8,6 +8,7 @@ two members are equal where they have made the same commits: `lineage` is a hash
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero_framework.core import timeouts
+from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.background import in_background
 from hetero_framework.errors import ConfigError, NetworkError, PeerAwayError, ProtocolError
 from hetero_framework.islands.links import Circle, IslandLinks, MemberLost
@@ -47,6 +48,11 @@ class Position:
     facts: Mapping[str, Any] = field(default_factory=dict)
     says: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def facts_said(self) -> str:
+        """The same here and where they have been sent."""
+        return json.dumps(self.facts, skipkeys=True, default=str)
+
     def after_commit(self, step: int, view: View) -> Position:
         said = f"{self.lineage} {step} {view.key}"
         lineage = hashlib.sha256(said.encode()).hexdigest()[:32]
@@ -68,10 +74,10 @@ class Position:
 def source_of(positions: Mapping[str, Position]) -> str:
     """The member whose state all take over that are elsewhere: of those that have trained together,
     if there are any, the one that is furthest; where some are equally far, one of the most that
-    agree, and of these the first by name."""
+    agree, on what they train too, and of these the first by name."""
     those = {name: p for name, p in positions.items() if p.trains} or dict(positions)
     furthest = max(p.step for p in those.values())
-    at = {name: p.lineage for name, p in sorted(those.items()) if p.step == furthest}
+    at = {n: (p.lineage, p.facts_said) for n, p in sorted(those.items()) if p.step == furthest}
     agreeing = Counter(at.values())
     return max(at, key=lambda name: agreeing[at[name]])  # the first of equals
 
@@ -223,6 +229,7 @@ class Group:
             threading.Event().wait(min(left, timeouts.ANSWER_TICK_S))
 
     def _met(self, view: View, position: Position) -> Joined:
+        failpoints.hit("island-meet")
         circle = self._links.meet(view, _MEET_S, self._check)
         said = {"step": position.step, "lineage": position.lineage, "trains": position.trains}
         more = {"facts": dict(position.facts), "says": dict(position.says)}

@@ -111,7 +111,7 @@ class Circle:
         """What this member has said until now."""
         self.check()
         with self._changed:
-            found = self._said[number, kind, name]
+            found = self._said.get((number, kind, name)) or Said()
             return Said(dict(found.tensors), dict(found.info), found.is_whole)
 
     def hear(self, number: int, kind: ShareKind, name: str, check: Check) -> Said:
@@ -139,6 +139,10 @@ class Circle:
             for key in [key for key in self._said if key[0] <= number]:
                 del self._said[key]
 
+    @property
+    def is_over(self) -> bool:
+        return self._lost is not None
+
     def check(self) -> None:
         if self._lost is not None:
             raise self._lost
@@ -154,6 +158,13 @@ class Circle:
         with self._changed:
             self._links[name] = connection
             self._changed.notify_all()
+        if connection.closed:  # before anybody could be told
+            self.lose(name, "its link broke")
+
+    def gone(self, name: str, connection: Connection, reason: str) -> None:
+        """A link has ended. One that has not been added is the business of who opens it."""
+        if self._links.get(name) is connection:
+            self.lose(name, reason)
 
     def lacks(self) -> list[str]:
         """Members without a link."""
@@ -369,9 +380,9 @@ class IslandLinks:
             connection.refuse("stale", "the group has another process of this island")
             return
         self._belongs(circle, name, connection)
-        circle.add(name, connection)
         with suppress(HeteroError):  # its reader says that it is gone
             connection.send(Message(m.IslandWelcome()))
+        circle.add(name, connection)  # nothing is said to it before the welcome
 
     def _belongs(self, circle: Circle, name: str, connection: Connection) -> None:
         """What comes over this connection is said in this circle, unless that is over."""
@@ -390,4 +401,5 @@ class IslandLinks:
             for key in [key for key, came in self._came.items() if came is connection]:
                 del self._came[key]
         if known is not None:
-            known[0].lose(known[1], reason.message if reason is not None else "it left")
+            circle, name = known
+            circle.gone(name, connection, reason.message if reason is not None else "it left")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hetero_framework.core import failpoints
 from hetero_framework.engine.stage_api import GradientPart, Tensors
 from hetero_framework.errors import ProtocolError
 from hetero_framework.islands.links import Check, Circle
@@ -34,6 +35,7 @@ class SummedGradients:
             if name not in self._own
         }
         self._own.update(new)
+        failpoints.hit("island-gradients")
         if new:
             self._circle.say(self._number, "gradients", new, last=False)
 

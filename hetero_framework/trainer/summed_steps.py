@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import statistics
@@ -10,14 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.config import IslandConfig
-from hetero_framework.core import timeouts
+from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
 from hetero_framework.engine.stage_api import StatePart
@@ -37,7 +38,9 @@ from hetero_framework.trainer.train_state import TrainState
 _log = logging.getLogger(__name__)
 _LEAST_PATIENCE_S = 30.0
 _PATIENCE = 10.0
-"""An island whose step takes so many times the usual one, and more than that, stalls."""
+"""An island in which nothing moves for so many times a usual step, and longer than that, stalls,"""
+_KNOWN_STEPS = 3
+"""once so many steps have shown what is usual; before, after step_timeout_s."""
 _SAME = re.compile(
     "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_grad_norm|optim.*|fp16|bf16|seed"
     "|max_skipped_steps"
@@ -66,11 +69,13 @@ class SummedSteps(ReplicaGroup):
         self._shares = Shares()
         self._number = STATE
         self._sums: _Timed | None = None
+        self._under_way: int | None = None  # the step that has begun in the present circle
         self._samples: Mapping[str, int] = {}
         self._tokens = 0
         self._seconds: dict[str, float] = {}
         self._step_s: deque[float] = deque(maxlen=20)
-        self._moved_at = time.monotonic()
+        self._began_at = 0.0
+        self._moved_at: float | None = None  # it has not met the others yet
         self._bytes = (0, 0)
 
     def open(self, group: Group) -> None:
@@ -86,7 +91,7 @@ class SummedSteps(ReplicaGroup):
 
     def ready(self, state: TrainState) -> TrainState:
         group = self._open
-        if self._circle is not None and group.stay():
+        if self._circle is not None and (self._repeats(state) or group.stay()):
             return state
         return self._joined(state)
 
@@ -106,29 +111,39 @@ class SummedSteps(ReplicaGroup):
 
     def _joined(self, state: TrainState) -> TrainState:
         """Among whoever is there now, and where they are."""
+        self._circle = None
         self._position = self._stand(state)
         while True:
             joined = self._open.join(self._position)
+            self._note_progress()
             try:
                 state = self._settled(joined, state)
             except MemberLost as lost:
                 _log.info("%s; looking who is there", lost)
                 continue
-            self._circle, self._number = joined.circle, STATE
+            self._circle, self._number, self._under_way = joined.circle, STATE, None
             self._bytes = (0, 0)
             self._note_progress()
             return state
 
+    def _repeats(self, state: TrainState) -> bool:
+        """Whether a step is done again among the same members, since a worker here was lost. What
+        they have heard of it stays said."""
+        return self._under_way == state.step and not self._present.is_over
+
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
         circle = self._present
-        self._number += 1
         parts = split_step(data.order, state.step, self._shares.of)
         whole = data.step_batches(state.step)
         self._samples = {name: sum(map(len, rows)) for name, rows in parts.items()}
         self._tokens = sum(map(token_count, whole))
         before = sum(n for name, n in self._samples.items() if name < circle.me)
         rows = data.order.training.per_device_train_batch_size
-        self._sums = _Timed(circle, self._number)
+        if not self._repeats(state):
+            self._number += 1
+            self._sums, self._under_way = _Timed(circle, self._number), state.step
+            self._began_at = time.monotonic()
+        assert self._sums is not None
         return StepPart(
             state.step,
             [data.micro_batch(indices) for indices in parts[circle.me]],
@@ -152,26 +167,36 @@ class SummedSteps(ReplicaGroup):
                 votes[name] = circle.hear(number, "vote", name, self._heed_in_step).info
             decision: dict[str, Any] = {
                 "commit": all(v.get("finite") is True for v in votes.values()),
-                "seconds": {name: v.get("seconds", 0.0) for name, v in votes.items()},
+                "seconds": {name: _seconds(v, name) for name, v in votes.items()},
             }
             norm = norm.detach().to("cpu", torch.float32).clone()
-            circle.say(number, "decision", {"norm": norm}, decision)
+            failpoints.hit("island-decision")
+            for name in circle.others:
+                circle.say(number, "decision", {"norm": norm}, decision, to=[name])
+                failpoints.hit("island-told")
         else:
+            failpoints.hit("island-vote")
             circle.say(number, "vote", info=vote, to=[circle.leader])
             said = circle.hear(number, "decision", circle.leader, self._heed_in_step)
             decision = said.info
-            if said.tensors.keys() != {"norm"} or not isinstance(decision.get("commit"), bool):
+            if (
+                said.tensors.keys() != {"norm"}
+                or said.tensors["norm"].dim()
+                or not isinstance(decision.get("commit"), bool)
+            ):
                 raise ProtocolError(f"island {circle.leader} sends no decision")
             norm = said.tensors["norm"]
-        self._seconds = {
-            str(name): float(s) for name, s in dict(decision.get("seconds", {})).items()
-        }
+        measured = decision.get("seconds")
+        if not isinstance(measured, dict) or measured.keys() != set(circle.members):
+            raise ProtocolError(f"island {circle.leader} sends no decision")
+        self._seconds = {name: _seconds({"seconds": s}, name) for name, s in measured.items()}
         return decision["commit"], norm
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
         circle = self._present
         circle.forget(self._number)
-        self._step_s.append(time.monotonic() - self._moved_at)
+        self._under_way = None
+        self._step_s.append(time.monotonic() - self._began_at)
         self._note_progress()
         self._position = self._position.after_commit(state.step, circle.view)
         if self._island.share == "auto":
@@ -218,9 +243,9 @@ class SummedSteps(ReplicaGroup):
         self._position = replace(
             self._position, step=self._count(state), lineage=str(group["lineage"]), trains=True
         )
-        settings = {name: p.says.get("share", "auto") for name, p in joined.positions.items()}
+        settings = {name: _share(p, name) for name, p in joined.positions.items()}
         numbers = given_shares(settings)
-        kept = Shares.load_state_dict(group["shares"]) if group.get("shares") else Shares()
+        kept = _shares_in(group)
         self._shares = (Shares(numbers) if numbers else kept).for_members(circle.members)
         return replace(state, group={**group, **self._remembered()})
 
@@ -233,8 +258,10 @@ class SummedSteps(ReplicaGroup):
         began = time.monotonic()
 
         def send(part: StatePart) -> None:
+            failpoints.hit("island-state")
             tensors = {name: t.detach().cpu().clone() for name, t in part.tensors.items()}
             circle.say(STATE, "state", tensors, part.values, last=False, to=to)
+            self._note_progress()
 
         self._gather(send)
         circle.say(STATE, "state", info={"position": state.state_dict()}, to=to)
@@ -249,11 +276,12 @@ class SummedSteps(ReplicaGroup):
 
     def _take_over(self, circle: Circle, source: str) -> TrainState:
         began = time.monotonic()
-        said = circle.hear(STATE, "state", source, self.heed_stop)
+        said = circle.hear(STATE, "state", source, self._heed_while_healing)
         values = dict(said.info)
         try:
             state = TrainState.load_state_dict(values.pop("position"))
-        except (KeyError, TypeError, ValueError) as error:
+            _, _ = state.group["lineage"], _shares_in(state.group)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"island {source} sends no state: {error!r}") from error
         self._checkpoints.take_over(self._loaded(said.tensors), values, state)
         seconds = time.monotonic() - began
@@ -278,6 +306,7 @@ class SummedSteps(ReplicaGroup):
             "weights of the model": self._cluster.fingerprint,
             **{f"training.{k}": v for k, v in training.items() if _SAME.fullmatch(k)},
             **{f"island.{key}": island[key] for key in _AGREED},
+            "kind of island.share": "auto" if island["share"] == "auto" else "a number",
         }
 
     def _remembered(self) -> dict[str, Any]:
@@ -307,20 +336,28 @@ class SummedSteps(ReplicaGroup):
         """Whether the others should wait for this island. Called from another thread; an island
         that stalls leaves, so that nobody hangs."""
         group = self._group
-        if group is None or group.waits:
+        if group is not None and group.waits:
             return True
-        usual = statistics.median(self._step_s) if self._step_s else 0.0
-        patience = max(_LEAST_PATIENCE_S, _PATIENCE * usual)
-        if time.monotonic() - self._moved_at <= patience:
+        if group is None or self._moved_at is None:
+            return False
+        patience = self._parts.config.training.step_timeout_s
+        if len(self._step_s) >= _KNOWN_STEPS:
+            patience = max(_LEAST_PATIENCE_S, _PATIENCE * statistics.median(self._step_s))
+        still_s = min(time.monotonic() - self._moved_at, self._cluster.idle_s)
+        if still_s <= patience:
             return True
-        if self._circle is not None:
-            self._circle.close("it stalls")
+        if group.circle is not None:
+            group.circle.close("it stalls")
         return False
 
     def heed_stop(self) -> None:
         """Between steps, while others are waited for."""
         if self._stop.requested is not None:
             raise StopWanted
+
+    def _heed_while_healing(self) -> None:
+        self._note_progress()
+        self.heed_stop()
 
     def _heed_in_step(self) -> None:
         """The others end the step, too, and nobody waits for long after a request to stop."""
@@ -349,3 +386,23 @@ class _Timed(SummedGradients):
         if self._ended_at is None or not samples:
             return 0.0
         return (self._ended_at - self._began) / samples
+
+
+def _shares_in(group: Mapping[str, Any]) -> Shares:
+    return Shares.load_state_dict(group["shares"]) if group.get("shares") else Shares()
+
+
+def _seconds(said: Mapping[str, Any], name: str) -> float:
+    """What an island needs for a sample. Raises ProtocolError."""
+    seconds = said.get("seconds")
+    if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
+        raise ProtocolError(f"island {name} has been measured at {seconds!r}")
+    return seconds
+
+
+def _share(position: Position, name: str) -> float | Literal["auto"]:
+    """As its configuration has it. Raises ProtocolError."""
+    share = position.says.get("share")
+    if share == "auto" or (isinstance(share, (int, float)) and 0 < share < math.inf):
+        return share  # type: ignore[return-value]
+    raise ProtocolError(f"island {name} says {share!r} for its share")

@@ -19,6 +19,12 @@ PROCESSES = ("coordinator", "worker-1")
 # Not reached there: gradients leave no first stage, hidden states no last one.
 NEVER = {("coordinator", "backward-half"), ("worker-1", "forward-half")}
 NEVER.add(("worker-1", "checkpoint"))
+NEVER |= {
+    (process, point)
+    for process in PROCESSES
+    for point in failpoints.POINTS
+    if point.startswith("island-")  # of a run that is an island: tests/faults/test_islands.py
+}
 
 
 @pytest.mark.faults

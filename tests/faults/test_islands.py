@@ -1,0 +1,212 @@
+"""Islands as real processes, with torchft's lighthouse: any of them may end at any point.
+
+What holds in each run: every step is committed once, with all of its samples and the loss that one
+process has; who was away comes back by the same command; at the end all have the same bits.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.islands import Islands, configuration
+from benchmarks.machines import Machines
+from hetero_framework.config import Config
+from hetero_framework.islands import lighthouse
+from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import Notes
+from tests.samples import save_llama, save_texts, save_tokenizer
+
+pytestmark = pytest.mark.islands
+
+LAYERS = 4
+SAMPLES = 6
+NUM_TEXTS = 4 * SAMPLES - 1  # an epoch's last step is short
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchft() -> None:
+    with lighthouse._quiet():
+        pytest.importorskip("torchft.coordination")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("islands")
+    save_llama(made / "model", layers=LAYERS)
+    save_tokenizer(made / "words")
+    save_texts(made / "texts.jsonl", NUM_TEXTS)
+    return made
+
+
+def raw_of(
+    folder: Path, at: Path, name: str, port: int, steps: int, **island: Any
+) -> dict[str, Any]:
+    raw = configuration(
+        folder,
+        name,
+        port,
+        layers=LAYERS,
+        output_dir=str(at / name),
+        max_steps=steps,
+        gradient_accumulation_steps=SAMPLES,
+        learning_rate=1e-3,
+        island=island,
+    )
+    raw["adapter"] = {"r": 4, "lora_alpha": 8}
+    return raw
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+    """The losses of one process."""
+    known: list[float] = []
+
+    def losses(steps: int) -> list[float]:
+        if len(known) < steps:
+            raw = raw_of(folder, tmp_path_factory.mktemp("alone"), "whole", 1, steps)
+            del raw["island"]
+            raw["training"]["lr_scheduler_type"] = "constant"
+            known[:] = train(Config.from_dict(raw), progress=Notes()).losses
+        return known[:steps]
+
+    return losses
+
+
+@pytest.fixture
+def server() -> Iterator[Lighthouse]:
+    with Lighthouse() as started:
+        yield started
+
+
+class Run:
+    """A run of some islands, of which some die."""
+
+    def __init__(self, folder: Path, at: Path, port: int, names: str, steps: int, **more: Any):
+        self.steps, self.at = steps, at
+        raws = {name: raw_of(folder, at, name, port, steps, **more) for name in names}
+        for raw in raws.values():
+            raw["training"]["lr_scheduler_type"] = "constant"
+        self.raws = raws
+
+    def check(self, islands: Islands, losses: list[float], *names: str) -> None:
+        """What holds at the end, on these islands."""
+        committed = islands.committed()
+        assert sorted(committed) == list(range(1, self.steps + 1))
+        for step, line in committed.items():
+            last_of_epoch = step % 4 == 0
+            assert sum(line["island"]["samples"].values()) == SAMPLES - last_of_epoch, step
+            assert line["loss"] == pytest.approx(losses[step - 1], rel=1e-5), step
+        first, *others = [weights(self.at / name) for name in names]
+        for other in others:
+            assert first.keys() == other.keys()
+            assert all(torch.equal(first[key], other[key]) for key in first)
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "adapter" / "adapter_model.safetensors")
+
+
+def members(islands: Islands) -> dict[int, str]:
+    """By step, who took part in it."""
+    return {k: "".join(line["island"]["members"]) for k, line in islands.committed().items()}
+
+
+Deaths = list[tuple[str, str]]
+
+
+def live_through(islands: Islands, deaths: Deaths) -> list[str]:
+    """Start all islands, each armed with the first of its deaths, and after that with the next,
+    until all are done; those that happened."""
+    left = {name: deque(point for who, point in deaths if who == name) for name in islands.of}
+    happened: list[str] = []
+    armed: dict[str, str] = {}
+
+    def start(name: str) -> None:
+        armed[name] = left[name].popleft() if left[name] else ""
+        islands.start(name, f"coordinator/{armed[name]}" if armed[name] else "")
+
+    for name in islands.of:
+        start(name)
+    while not all(island.is_done for island in islands.of.values()):
+        assert islands.hear(90.0), f"they hang: {islands.last_words()}"
+        for name, island in islands.of.items():
+            if island.child is None and not island.is_done:
+                assert armed[name], f"{name} ended: {island.said[-5:]}"
+                happened.append(f"{name}/{armed[name]}")
+                start(name)
+    assert not any(left.values()), left
+    return happened
+
+
+POINTS: Deaths = [
+    ("b", "step@2"),
+    ("c", "forward@3"),
+    ("a", "island-gradients@4"),
+    ("b", "island-vote@5"),
+    ("a", "island-decision@6"),
+    ("a", "island-told@7"),
+    ("c", "commit@8"),
+    ("a", "commit-done@9"),
+    ("b", "optimizer-half@10"),
+    # One gives its state to the island that was away, or one takes it, and dies.
+    ("c", "island-vote@11"),
+    ("c", "load-state"),
+    # Two at once.
+    ("b", "backward@13"),
+    ("c", "norms@13"),
+    ("a", "island-told@14"),
+    ("b", "commit@14"),
+]
+
+
+def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
+    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+) -> None:
+    """Three islands, of which none trains without the others, so that each death happens."""
+    run = Run(folder, tmp_path, server.port, "abc", 16, min_islands=3)
+    with Machines() as started:
+        islands = Islands(started, run.raws)
+        happened = live_through(islands, POINTS)
+    assert len(happened) == len(POINTS)
+    run.check(islands, alone(16), "a", "b", "c")
+    assert set(members(islands).values()) == {"abc"}
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_others_go_on_while_islands_are_away(
+    folder: Path,
+    tmp_path: Path,
+    server: Lighthouse,
+    alone: Callable[[int], list[float]],
+    names: str,
+) -> None:
+    """All but the last die, one after the other or at once, and come back when steps were made
+    without them."""
+    *dying, last = names
+    run = Run(folder, tmp_path, server.port, names, 60)
+    with Machines() as started:
+        islands = Islands(started, run.raws, dict.fromkeys(names, 0.01))
+        for name in names:
+            islands.start(name)
+        islands.until_step(3, *names)
+        for name in dying:
+            islands.send(name, signal.SIGKILL)
+        for name in dying:
+            islands.await_end(name)
+        islands.until_step(islands.reached(last) + 3, last)
+        for name in dying:
+            islands.start(name)
+        islands.until_done(*names)
+    run.check(islands, alone(60), *names)
+    who = members(islands)
+    assert who[3] == who[60] == names
+    assert last in who.values()

@@ -1,0 +1,309 @@
+"""Where islands stand, who takes over whose state, and how an island comes among the others."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.errors import (
+    ConfigError,
+    HeteroError,
+    NetworkError,
+    PeerAwayError,
+    ProtocolError,
+)
+from hetero_framework.islands.group import Group, Joined, Position, behind, source_of
+from hetero_framework.islands.links import IslandLinks
+from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.security.access import LOOPBACK_ONLY
+
+WAIT_S = 20.0
+FACTS = {"data": "d", "island.sync_steps": 1}
+VIEW = View.of([Member("a", "1", "x"), Member("b", "1", "x")])
+
+
+def at(step: int, lineage: str = "", *, trains: bool = False, **facts: Any) -> Position:
+    return Position(step, lineage, trains, facts or FACTS)
+
+
+# -- positions
+
+
+@pytest.mark.parametrize(
+    ("positions", "source", "others"),
+    [
+        # All begin: one gives its bits to all.
+        ({"a": at(0), "b": at(0), "c": at(0)}, "a", "bc"),
+        # Those that were started again take over from the one that trains, however far they were.
+        ({"a": at(9, "x"), "b": at(4, "y", trains=True)}, "b", "a"),
+        # One has heard the last decision, the others have not.
+        ({"a": at(4, "x", trains=True), "b": at(5, "y", trains=True), "c": at(4, "x", trains=True)},
+         "b", "ac"),
+        # Equally far, on two ways: the way of the most.
+        ({"a": at(4, "x", trains=True), "b": at(4, "y", trains=True), "c": at(4, "y", trains=True)},
+         "b", "a"),
+        # Nobody has trained since the start: the furthest checkpoint.
+        ({"a": at(2, "x"), "b": at(3, "x"), "c": at(3, "x")}, "b", "a"),
+        # Nothing to do.
+        ({"a": at(4, "x", trains=True), "b": at(4, "x", trains=True)}, "a", ""),
+        # One of three has another configuration.
+        ({"a": at(0, data="other"), "b": at(0), "c": at(0)}, "b", "ac"),
+    ],
+)  # fmt: skip
+def test_source_and_those_behind(positions: dict[str, Position], source: str, others: str) -> None:
+    assert source_of(positions) == source
+    assert behind(positions, source) == list(others)
+    said = {name: Position.of(as_said(position)) for name, position in positions.items()}
+    assert source_of(said) == source  # the others come to the same from what they hear
+    assert source_of(dict(reversed(positions.items()))) == source
+
+
+def as_said(position: Position) -> dict[str, Any]:
+    return {
+        "step": position.step,
+        "lineage": position.lineage,
+        "trains": position.trains,
+        "facts": dict(position.facts),
+        "says": dict(position.says),
+    }
+
+
+def test_positions_agree_after_the_same_commits_alone() -> None:
+    begun = at(0, "seed")
+    one, same = begun.after_commit(1, VIEW), begun.after_commit(1, VIEW)
+    assert one == same
+    assert one.trains
+    other = View.of([Member("a", "1", "x"), Member("b", "2", "x")])
+    assert begun.after_commit(1, other).lineage != one.lineage
+    assert at(0, "twig").after_commit(1, VIEW).lineage != one.lineage
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "3"}, {"step": True}, {"lineage": None}, {"trains": 1}, {"facts": 3},
+        {"says": "auto"}, {"facts": [1]},
+    ],
+)  # fmt: skip
+def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="says no position"):
+        Position.of({**as_said(at(0)), **change})
+    missing = as_said(at(0))
+    del missing[next(iter(change))]
+    with pytest.raises(ProtocolError, match="says no position"):
+        Position.of(missing)
+
+
+# -- a group
+
+
+class Answers:
+    """A `Rendezvous` that answers what a test puts down, or waits for it."""
+
+    def __init__(self) -> None:
+        self._there = threading.Condition()
+        self._answers: deque[View | HeteroError] = deque()
+        self.asked = 0
+        self.closed = False
+
+    def put(self, *answers: View | HeteroError) -> None:
+        with self._there:
+            self._answers.extend(answers)
+            self._there.notify_all()
+
+    def members(self, timeout_s: float) -> View:
+        with self._there:
+            self.asked += 1
+            self._there.notify_all()
+            if (
+                not self._there.wait_for(lambda: self._answers or self.closed, WAIT_S)
+                or self.closed
+            ):
+                raise NetworkError("closed")
+            answer = self._answers.popleft()
+        if isinstance(answer, HeteroError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        with self._there:
+            self.closed = True
+            self._there.notify_all()
+
+    def until_asked(self, times: int) -> None:
+        with self._there:
+            assert self._there.wait_for(lambda: self.asked >= times, WAIT_S)
+
+
+class Island:
+    def __init__(self, name: str, min_islands: int, check: Callable[[], None]) -> None:
+        self.answers = Answers()
+        self.links = IslandLinks(
+            name,
+            "1",
+            LOOPBACK_ONLY,
+            "127.0.0.1",
+            max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
+            liveness_s=WAIT_S,
+        )
+        self.group = Group(self.answers, self.links, min_islands, check)
+
+    def joins(self, position: Position) -> Future[Joined]:
+        return in_background(lambda: self.group.join(position), "joining")
+
+
+Open = Callable[..., Island]
+
+
+@pytest.fixture
+def start() -> Iterator[Open]:
+    with ExitStack() as stack:
+
+        def opened(
+            name: str, min_islands: int = 1, check: Callable[[], None] = lambda: None
+        ) -> Island:
+            made = Island(name, min_islands, check)
+            stack.callback(made.group.close, "the test is over")
+            return made
+
+        yield opened
+
+
+def view_of(*islands: Island) -> View:
+    return View.of([one.links.member for one in islands])
+
+
+def joined(positions: dict[Island, Position]) -> list[Joined]:
+    view = view_of(*positions)
+    for one in positions:
+        one.answers.put(view)
+    asked = [one.joins(position) for one, position in positions.items()]
+    return [found.result(WAIT_S) for found in asked]
+
+
+def test_all_members_come_to_the_same_source(start: Open) -> None:
+    islands = {start("a"): at(0), start("b"): at(3, "x", trains=True), start("c"): at(3, "y")}
+    for found in joined(islands):
+        assert found.circle.members == ("a", "b", "c")
+        assert (found.source, found.behind) == ("b", ("a", "c"))
+
+
+def test_fewer_than_min_islands_wait_and_say_so(start: Open, logged: list[str]) -> None:
+    a, b = start("a", 2), start("b", 2)
+    waiting = a.joins(at(0))
+    a.answers.put(view_of(a))
+    a.answers.until_asked(2)
+    assert a.group.waits
+    for one in (a, b):
+        one.answers.put(view_of(a, b))
+    b.joins(at(0)).result(WAIT_S)
+    assert waiting.result(WAIT_S).circle.members == ("a", "b")
+    assert not a.group.waits
+    assert sum("1 island here, 2 are wanted" in line for line in logged) == 1
+
+
+def test_the_odd_one_is_told_what_differs_and_the_others_go_on(start: Open) -> None:
+    a, b, c = start("a"), start("b"), start("c")
+    for one in (a, b, c):
+        one.answers.put(view_of(a, b, c))
+    odd = a.joins(at(0, **{**FACTS, "data": "other"}))
+    others = [b.joins(at(0)), c.joins(at(0))]
+    with pytest.raises(ConfigError) as error:
+        odd.result(WAIT_S)
+    assert error.value.message == (
+        "island a does not train what island b does: data is 'other' here, and 'd' there"
+    )
+    assert [found.result(WAIT_S).source for found in others] == ["b", "b"]
+    a.group.close("it ends")
+    assert not b.group.stay()
+    for one in (b, c):
+        one.answers.put(view_of(b, c))
+    asked = [one.joins(at(0)) for one in (b, c)]
+    assert [found.result(WAIT_S).circle.members for found in asked] == [("b", "c")] * 2
+
+
+def test_a_newcomer_of_another_kind_does_not_change_those_that_train(start: Open) -> None:
+    a, b = start("a"), start("b")
+    for one in (a, b):
+        one.answers.put(view_of(a, b))
+    new, old = a.joins(at(50, data="other")), b.joins(at(3, "x", trains=True))
+    with pytest.raises(ConfigError, match="data is 'other' here"):
+        new.result(WAIT_S)
+    assert old.result(WAIT_S).source == "b"
+
+
+def test_members_stay_while_the_lighthouse_is_away(start: Open, logged: list[str]) -> None:
+    a, b = start("a"), start("b")
+    joined({a: at(0), b: at(0)})
+    for trouble in (NetworkError("no lighthouse"), PeerAwayError("nobody asks")):
+        assert a.group.stay()
+        a.answers.put(trouble)
+    assert a.group.stay()
+    assert any("no lighthouse; the members stay as they are" in line for line in logged)
+
+
+def test_joining_waits_for_a_lighthouse_that_is_away(start: Open, logged: list[str]) -> None:
+    a = start("a")
+    a.answers.put(NetworkError("no lighthouse"), NetworkError("no lighthouse"), view_of(a))
+    assert a.joins(at(0)).result(WAIT_S).circle.members == ("a",)
+    assert sum("asking again until it answers" in line for line in logged) == 1
+
+
+def test_another_error_of_the_lighthouse_ends_the_run(start: Open) -> None:
+    a = start("a")
+    a.answers.put(ConfigError("two islands of one name"))
+    with pytest.raises(ConfigError, match="two islands of one name"):
+        a.joins(at(0)).result(WAIT_S)
+
+
+def test_who_is_new_is_let_in_before_the_next_step(start: Open) -> None:
+    a, b, c = start("a"), start("b"), start("c")
+    joined({a: at(0), b: at(0)})
+    assert a.group.stay()
+    assert b.group.stay()
+    newcomer = c.joins(at(0))
+    for one in (a, b, c):
+        one.answers.put(view_of(a, b, c))
+    assert not a.group.stay()
+    assert not b.group.stay()
+    asked = [one.joins(at(4, "x", trains=True)) for one in (a, b)]
+    for found in [newcomer, *asked]:
+        assert found.result(WAIT_S).behind == ("c",)
+
+
+def test_check_ends_the_waiting_for_others(start: Open) -> None:
+    class Stop(Exception): ...
+
+    stop = threading.Event()
+
+    def check() -> None:
+        if stop.is_set():
+            raise Stop
+
+    a = start("a", 2, check)
+    waiting = a.joins(at(0))
+    a.answers.until_asked(1)
+    assert not wait_for([waiting], 0.2)
+    stop.set()
+    with pytest.raises(Stop):
+        waiting.result(WAIT_S)
+    assert not a.group.waits
+
+
+def test_a_member_that_says_no_position_ends_nobody_else_in_silence(start: Open) -> None:
+    """It is an error here, at once: no island of this version says that."""
+    a, b = start("a"), start("b")
+    for one in (a, b):
+        one.answers.put(view_of(a, b))
+    wrong = replace(at(0), step=None)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match="says no position"):
+        _ = [found.result(WAIT_S) for found in (a.joins(at(0)), b.joins(wrong))]

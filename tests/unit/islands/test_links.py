@@ -1,0 +1,342 @@
+"""Links of islands over real sockets of the loopback: who is let in, and what a circle hears."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.core import messages as m
+from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.connection import Connection
+from hetero_framework.core.dial import connect
+from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, WireTensor
+from hetero_framework.core.messages import Message
+from hetero_framework.core.tensors import to_wire
+from hetero_framework.errors import HeteroError
+from hetero_framework.islands.links import Circle, IslandLinks, MemberLost
+from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.security.access import LOOPBACK_ONLY
+
+WAIT_S = 20.0
+
+
+def nothing() -> None: ...
+
+
+class Coast:
+    """Islands of this process, by name."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, IslandLinks] = {}
+
+    def open(self, name: str, process: str = "1") -> IslandLinks:
+        links = IslandLinks(
+            name,
+            process,
+            LOOPBACK_ONLY,
+            "127.0.0.1",
+            max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
+            liveness_s=WAIT_S,
+        )
+        self._links[f"{name} {process}"] = links
+        return links
+
+    def close(self) -> None:
+        for links in self._links.values():
+            links.close("the test is over")
+
+
+@pytest.fixture
+def coast() -> Iterator[Coast]:
+    before = set(threading.enumerate())
+    with closing(Coast()) as made:
+        yield made
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in left)
+
+
+def view_of(*links: IslandLinks) -> View:
+    return View.of([one.member for one in links])
+
+
+def meeting(links: IslandLinks, view: View, timeout_s: float = WAIT_S) -> Future[Circle]:
+    return in_background(lambda: links.meet(view, timeout_s, nothing), "meeting")
+
+
+def together(*links: IslandLinks) -> list[Circle]:
+    view = view_of(*links)
+    return [found.result(WAIT_S) for found in [meeting(one, view) for one in links]]
+
+
+def hear(circle: Circle, name: str, kind: Any = "vote", number: int = 2) -> Any:
+    return circle.hear(number, kind, name, nothing)
+
+
+def lost(circle: Circle) -> MemberLost:
+    """Once the circle is over."""
+    with pytest.raises(MemberLost) as found:
+        circle.hear(99, "vote", circle.others[0], nothing)
+    return found.value
+
+
+def test_everybody_hears_what_everybody_says(coast: Coast) -> None:
+    circles = together(*map(coast.open, "bca"))
+    assert {circle.leader for circle in circles} == {"a"}
+    for circle in circles:
+        circle.say(2, "gradients", {circle.me: torch.arange(3)}, {"from": circle.me})
+    for circle in circles:
+        for name in circle.others:
+            said = hear(circle, name, "gradients")
+            assert torch.equal(said.tensors[name], torch.arange(3))
+            assert said.info == {"from": name}
+
+
+def test_what_is_said_to_some_is_heard_by_them_alone(coast: Coast) -> None:
+    a, b, c = together(*map(coast.open, "abc"))
+    a.say(2, "vote", info={"n": 1}, to=["c"])
+    assert hear(c, "a").info == {"n": 1}
+    a.say(3, "vote")
+    hear(b, "a", number=3)  # what came before it over the same link is here, too
+    assert not b.said(2, "vote", "a").is_whole
+
+
+def test_parts_of_one_exchange_add_up_and_early_ones_wait(coast: Coast) -> None:
+    a, b = together(*map(coast.open, "ab"))
+    a.say(7, "losses", {"x": torch.ones(1)})
+    a.say(2, "gradients", {"x": torch.ones(2)}, last=False)
+    a.say(2, "gradients", {"y": torch.ones(3)}, {"n": 1})
+    said = hear(b, "a", "gradients")
+    assert {name: t.numel() for name, t in said.tensors.items()} == {"x": 2, "y": 3}
+    b.forget(6)
+    assert hear(b, "a", "losses", 7).tensors["x"].numel() == 1
+
+
+def test_what_comes_late_is_dropped(coast: Coast) -> None:
+    a, b = together(*map(coast.open, "ab"))
+    b.forget(2)
+    a.say(2, "gradients", {"x": torch.ones(1)})
+    a.say(3, "vote")
+    hear(b, "a", number=3)
+    assert not b.said(2, "gradients", "a").is_whole
+    assert not any(number <= 2 for number, _, _ in b._said)
+
+
+def test_large_tensors_come_in_parts_and_whole(coast: Coast) -> None:
+    a, b = together(*map(coast.open, "ab"))
+    large = {f"t{k}": torch.full((1 << 22,), float(k)) for k in range(5)}  # 16 MiB each
+    a.say(2, "state", large, {"position": 3})
+    said = hear(b, "a", "state")
+    assert said.info == {"position": 3}
+    assert all(torch.equal(said.tensors[name], tensor) for name, tensor in large.items())
+
+
+def test_who_is_gone_is_lost_to_all_at_once(coast: Coast) -> None:
+    links = list(map(coast.open, "abc"))
+    a, b, c = together(*links)
+    waiting = [in_background(lambda one=one: lost(one), "waiting") for one in (a, c)]
+    links[1].part("it goes")
+    assert [found.result(WAIT_S).name for found in waiting] == ["b", "b"]
+    for circle in (a, b, c):
+        for tried in (
+            lambda circle=circle: circle.say(3, "vote"),
+            lambda circle=circle: circle.said(3, "vote", circle.others[0]),
+            circle.check,
+        ):
+            with pytest.raises(MemberLost):
+                tried()
+
+
+def test_a_broken_connection_is_a_lost_member(coast: Coast) -> None:
+    a, b = together(*map(coast.open, "ab"))
+    b._links["a"].stream.stop()
+    assert (lost(a).name, lost(b).name) == ("b", "a")
+
+
+def test_check_ends_the_waiting(coast: Coast) -> None:
+    class Enough(Exception): ...
+
+    def enough() -> None:
+        raise Enough
+
+    a, _ = together(*map(coast.open, "ab"))
+    with pytest.raises(Enough):
+        a.hear(2, "vote", "b", enough)
+    with pytest.raises(Enough):
+        coast.open("c").meet(View.of([Member("c", "1", "x"), *a.view.members]), WAIT_S, enough)
+
+
+def test_the_same_members_meet_again_over_new_links(coast: Coast) -> None:
+    links = list(map(coast.open, "abc"))
+    old = together(*links)
+    old[0].say(2, "vote", info={"of": "the old circle"})
+    new = together(*links)
+    assert all(circle.is_over for circle in old)
+    new[1].say(2, "vote")
+    hear(new[2], "b")
+    assert not new[2].said(2, "vote", "a").is_whole
+
+
+def test_who_comes_before_the_view_is_known_waits_and_is_welcome(coast: Coast) -> None:
+    a, b = coast.open("a"), coast.open("b")
+    view = view_of(a, b)
+    early = meeting(b, view)
+    assert not wait_for([early], 0.3)
+    circle = a.meet(view, WAIT_S, nothing)
+    early.result(WAIT_S).say(2, "vote")
+    hear(circle, "b")
+
+
+def test_nothing_is_said_before_the_welcome(coast: Coast) -> None:
+    """A member says its position as soon as it has all links; thirty times, as this is a race."""
+    a, b = coast.open("a"), coast.open("b")
+    for _ in range(30):
+        circles = together(a, b)
+        for circle in circles:
+            circle.say(0, "position", info={"step": 1})
+        for circle in circles:
+            hear(circle, circle.others[0], "position", 0)
+
+
+def test_another_view_ends_the_meeting(coast: Coast) -> None:
+    """Whoever knows of other members is not waited for."""
+    a, b, c = map(coast.open, "abc")
+    waiting = meeting(a, view_of(a, b, c))
+    other = meeting(b, view_of(a, b))
+    with pytest.raises(MemberLost, match="it knows of other members"):
+        waiting.result(WAIT_S)
+    circle = a.meet(view_of(a, b), WAIT_S, nothing)
+    assert circle.members == other.result(WAIT_S).members == ("a", "b")
+
+
+def test_another_process_of_an_island_is_refused(coast: Coast) -> None:
+    a, b = coast.open("a"), coast.open("b")
+    view = View.of([a.member, Member("b", "another", b.member.address)])
+    waiting = meeting(a, view, 2.0)
+    hello = m.IslandHello("b", "1", "a", view.key, 1 << 20)
+    with Stranger(a) as (connection, heard):
+        answer = connection.ask(Message(hello), WAIT_S)
+        assert answer is not None
+        assert (answer.body.code, answer.body.message) == (
+            "stale",
+            "the group has another process of this island",
+        )
+        assert not heard
+    with pytest.raises(MemberLost, match="no link to it came up in 2 s"):
+        waiting.result(WAIT_S)
+
+
+def test_who_means_another_island_is_refused(coast: Coast) -> None:
+    a, b = coast.open("a"), coast.open("b")
+    wrong = Member("0", "1", a.member.address)
+    with pytest.raises(MemberLost, match="this is island a, not 0"):
+        b.meet(View.of([wrong, b.member]), WAIT_S, nothing)
+
+
+def test_nobody_at_the_address_is_a_lost_member(coast: Coast) -> None:
+    gone = coast.open("a")
+    gone.close("")
+    b = coast.open("b")
+    with pytest.raises(MemberLost) as found:
+        b.meet(view_of(gone, b), 2.0, nothing)
+    assert found.value.name == "a"
+
+
+# -- strangers and members that say something wrong
+
+
+class Stranger:
+    """A connection to an island's door, and what came over it."""
+
+    def __init__(self, links: IslandLinks) -> None:
+        host, _, port = links.member.address.rpartition(":")
+        stream = connect(host, int(port), WAIT_S, who="the island")
+        self.heard: list[Message] = []
+        self.ended = threading.Event()
+        self.connection = Connection(
+            stream,
+            "the island",
+            m.NEWCOMER,
+            lambda _, message: self.heard.append(message),
+            lambda _, reason: self.ended.set(),
+        )
+        self.connection.start()
+
+    def __enter__(self) -> tuple[Connection, list[Message]]:
+        return self.connection, self.heard
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close(0)
+
+
+def admitted(a: IslandLinks, name: str = "b") -> tuple[Stranger, Future[Circle]]:
+    """Somebody who has been welcomed by `a` as island `name`."""
+    view = View.of([a.member, Member(name, "1", "127.0.0.1:1")])
+    waiting = meeting(a, view)
+    other = Stranger(a)
+    answer = other.connection.ask(Message(m.IslandHello(name, "1", "a", view.key, 1)), WAIT_S)
+    assert answer is not None
+    assert isinstance(answer.body, m.IslandWelcome)
+    return other, waiting
+
+
+def raw_share(**changes: Any) -> Message:
+    """A share whose fields nobody has checked."""
+    tensors = changes.pop("tensors", (to_wire(torch.ones(2)),))
+    share = m.Share(2, "vote", True, ("x",), {})
+    for key, value in changes.items():
+        object.__setattr__(share, key, value)
+    return Message(share, tensors)
+
+
+WRONG: dict[str, Callable[[], Message]] = {
+    "another kind": lambda: raw_share(kind="weights"),
+    "no number": lambda: raw_share(number="2"),
+    "more names than tensors": lambda: raw_share(names=("x", "y")),
+    "fewer names than tensors": lambda: raw_share(names=()),
+    "a name that is none": lambda: raw_share(names=(3,)),
+    "info that is none": lambda: raw_share(info=[1]),
+    "huge info": lambda: raw_share(info={"x": "y" * (1 << 27)}),
+    "a tensor of another type": lambda: raw_share(
+        tensors=(WireTensor("float1024", (2,), memoryview(bytes(8))),)
+    ),
+    "another greeting": lambda: Message(m.IslandHello("c", "1", "a", "", 1)),
+    "a message of workers": lambda: Message(m.Aborted(1, 1)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_who_says_something_wrong_is_lost_and_nothing_else_happens(coast: Coast, case: str) -> None:
+    a = coast.open("a")
+    other, waiting = admitted(a)
+    with other, suppress(HeteroError, ValueError, TypeError, AttributeError):
+        try:
+            # Past the checks of the one who sends, as far as bytes can be made of it.
+            other.connection.link.send(WRONG[case]())
+        finally:
+            other.connection.close()
+    assert lost(waiting.result(WAIT_S)).name == "b"
+    b = coast.open("b")
+    a_circle, _ = together(a, b)
+    a_circle.check()
+
+
+def test_a_share_right_behind_the_greeting_is_heard_or_ends_that_link_alone(coast: Coast) -> None:
+    """It comes before the welcome was sent."""
+    a, b = coast.open("a"), coast.open("b")
+    view = view_of(a, b)
+    with Stranger(a) as (connection, _):
+        connection.link.send(Message(m.IslandHello("b", "1", "a", view.key, 1)))
+        with suppress(HeteroError):
+            connection.link.send(raw_share())
+    with suppress(MemberLost):
+        a.meet(view, 0.5, nothing)
+    circle, _ = together(a, b)
+    circle.check()

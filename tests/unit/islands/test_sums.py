@@ -1,0 +1,178 @@
+"""Sums of gradients: the same bits on all islands, whatever comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_framework.engine.stage_api import GradientPart, StatePart, Tensors
+from hetero_framework.errors import ProtocolError
+from hetero_framework.islands.links import Said
+from hetero_framework.islands.sums import SummedGradients
+
+NUMBER = 5
+
+
+class Beach:
+    """What all islands of a circle have said, in place of links."""
+
+    def __init__(self, members: str) -> None:
+        self.members = tuple(members)
+        self.said: dict[tuple[str, str], Said] = {}
+        self.sent = 0
+
+
+class Side:
+    """One island's circle on it."""
+
+    def __init__(self, beach: Beach, me: str) -> None:
+        self._beach, self.me, self.members = beach, me, beach.members
+        self.others = tuple(name for name in self.members if name != me)
+
+    def say(
+        self,
+        number: int,
+        kind: str,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        last: bool = True,
+    ) -> None:
+        assert number == NUMBER
+        found = self._beach.said.setdefault((self.me, kind), Said())
+        found.tensors.update(tensors or {})
+        found.is_whole = last
+        self._beach.sent += len(tensors or {})
+
+    def said(self, number: int, kind: str, name: str) -> Said:
+        return self._beach.said.get((name, kind), Said())
+
+    def hear(self, number: int, kind: str, name: str, check: object) -> Said:
+        return self.said(number, kind, name)
+
+
+def sums_on(members: str) -> tuple[Beach, dict[str, SummedGradients]]:
+    beach = Beach(members)
+    return beach, {name: SummedGradients(Side(beach, name), NUMBER) for name in members}  # type: ignore[arg-type]
+
+
+def part(tensors: Tensors, stage: int = 0, last: bool = True) -> GradientPart:
+    return GradientPart(stage, 0, StatePart(tensors, last=last))
+
+
+def give_all(islands: Mapping[str, SummedGradients], parts: Mapping[str, Tensors]) -> None:
+    for name, tensors in parts.items():
+        islands[name].give(part(tensors))
+        islands[name].end()
+
+
+def of(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((2,), value, dtype=dtype)
+
+
+@pytest.mark.parametrize("order", ["abc", "cba", "bca"])
+def test_the_order_is_that_of_the_names_whoever_gives_first(order: str) -> None:
+    """In float32 1e8 + 1 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
+    _, islands = sums_on("abc")
+    values = {"a": 1e8, "b": 1.0, "c": -1e8}
+    give_all(islands, {name: {"x": of(values[name])} for name in order})
+    for island in islands.values():
+        found = island.sums(["x"])
+        assert found is not None
+        assert found["x"].tolist() == [0.0, 0.0]
+
+
+def test_half_precision_is_summed_in_float32_and_rounded_once() -> None:
+    """2048 + 1 is 2048 in float16, which rounds each sum to even numbers there."""
+    _, islands = sums_on("abc")
+    values = {"a": 2048.0, "b": 1.0, "c": 1.0}
+    give_all(islands, {k: {"x": of(v, torch.float16)} for k, v in values.items()})
+    found = islands["b"].sums(["x"])
+    assert found is not None
+    assert found["x"].dtype == torch.float16
+    assert found["x"].tolist() == [2050.0, 2050.0]
+
+
+def test_double_precision_stays_double() -> None:
+    _, islands = sums_on("ab")
+    give_all(islands, {k: {"x": of(1 + 1e-12, torch.float64)} for k in "ab"})
+    found = islands["a"].sums(["x"])
+    assert found is not None
+    assert found["x"].tolist() == [2 + 2e-12] * 2
+
+
+def test_an_island_by_itself_has_its_own_bits() -> None:
+    _, islands = sums_on("a")
+    own = torch.randn(5).to(torch.bfloat16)
+    give_all(islands, {"a": {"x": own}})
+    found = islands["a"].sums(["x"])
+    assert found is not None
+    assert torch.equal(found["x"], own)
+
+
+def test_what_some_have_is_summed_over_them_and_what_nobody_has_is_left_out() -> None:
+    _, islands = sums_on("abc")
+    give_all(islands, {"a": {"x": of(1)}, "b": {"x": of(2), "y": of(3)}, "c": {}})
+    for island in islands.values():
+        found = island.sums(["x", "y", "z"])
+        assert found is not None
+        assert {name: t.tolist() for name, t in found.items()} == {"x": [3, 3], "y": [3, 3]}
+
+
+def test_there_are_no_sums_before_all_have_given_theirs() -> None:
+    _, islands = sums_on("ab")
+    islands["a"].give(part({"x": of(1), "y": of(1)}))
+    assert islands["a"].sums(["x"]) is None
+    islands["b"].give(part({"x": of(2)}))
+    assert islands["a"].sums(["x", "y"]) is None  # y may come
+    found = islands["a"].sums(["x"])
+    assert found is not None
+    assert found["x"].tolist() == [3, 3]
+    islands["b"].end()
+    found = islands["a"].sums(["x", "y"])
+    assert found is not None
+    assert found["y"].tolist() == [1, 1]
+
+
+def test_what_is_given_twice_is_sent_once_and_the_first_counts() -> None:
+    beach, islands = sums_on("ab")
+    first = of(1)
+    islands["a"].give(part({"x": first}))
+    first.fill_(99)  # the stage's buffer is used again
+    islands["a"].give(part({"x": of(7), "y": of(2)}))
+    islands["a"].end()
+    islands["a"].end()
+    give_all(islands, {"b": {"x": of(1), "y": of(1)}})
+    assert beach.sent == 4
+    for island in islands.values():
+        found = island.sums(["x", "y"])
+        assert found is not None
+        assert (found["x"].tolist(), found["y"].tolist()) == ([2, 2], [3, 3])
+
+
+@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2, dtype=torch.float16)])
+def test_a_gradient_of_another_form_is_refused(other: Tensor) -> None:
+    _, islands = sums_on("ab")
+    give_all(islands, {"a": {"x": of(1)}, "b": {"x": other}})
+    with pytest.raises(ProtocolError, match="island b sends a gradient of x of another shape"):
+        islands["a"].sums(["x"])
+
+
+def test_losses_are_those_of_all_islands() -> None:
+    beach, islands = sums_on("ab")
+    for name, own in (("a", [0.5]), ("b", [0.25, 1 / 3])):
+        values = torch.tensor(own, dtype=torch.float64)
+        Side(beach, name).say(NUMBER, "losses", {"losses": values})
+    assert sorted(islands["b"].losses([0.25, 1 / 3], lambda: None)) == [0.25, 1 / 3, 0.5]
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"losses": torch.ones(1)}, {"x": torch.ones(1, dtype=torch.float64)}]
+)
+def test_what_are_no_losses_is_refused(said: Tensors) -> None:
+    beach, islands = sums_on("ab")
+    Side(beach, "b").say(NUMBER, "losses", said)
+    with pytest.raises(ProtocolError, match="island b sends no losses"):
+        islands["a"].losses([1.0], lambda: None)
