@@ -20,7 +20,13 @@ from typing import Any
 
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.background import in_background
-from hetero_framework.errors import ConfigError, NetworkError, PeerAwayError, ProtocolError
+from hetero_framework.errors import (
+    ConfigError,
+    IdentityError,
+    NetworkError,
+    PeerAwayError,
+    ProtocolError,
+)
 from hetero_framework.islands.links import Circle, IslandLinks, MemberLost
 from hetero_framework.islands.rendezvous import Rendezvous, View
 from hetero_framework.log import event
@@ -121,6 +127,7 @@ class Group:
         self._check = check
         self._asking: Future[View] | None = None
         self._answered: View | None = None
+        self._has_met = False  # whether the lighthouse has ever answered
         self.circle: Circle | None = None
         self._waiting_since: float | None = None
 
@@ -196,7 +203,8 @@ class Group:
         return asking.result()
 
     def _view(self) -> View:
-        """The next view, asked for until there is one."""
+        """The next view, asked for until there is one. Raises what asking again does not help
+        against."""
         told = False
         while True:
             asking, self._asking = self._asking, None
@@ -205,13 +213,21 @@ class Group:
             self._wait(asking)
             error = asking.exception()
             if error is None:
+                self._has_met = True
                 return asking.result()
-            if not isinstance(error, (NetworkError, PeerAwayError)):
+            if not isinstance(error, (NetworkError, PeerAwayError)) or not self._may_pass(error):
                 raise error
             if not told:
                 _log.warning("%s; asking again until it answers", error.message)
             told = True
             self._pause(_RETRY_S)
+
+    def _may_pass(self, error: NetworkError | PeerAwayError) -> bool:
+        """Whether it helps to ask again: not where keys are wrong, and a lighthouse that never
+        answered is perhaps none."""
+        if isinstance(error, PeerAwayError):
+            return True
+        return self._has_met and not isinstance(error, IdentityError)
 
     def _wait(self, asking: Future[View]) -> None:
         before, self._waiting_since = self._waiting_since, self._waiting_since or time.monotonic()
