@@ -24,9 +24,10 @@ from hetero_framework.models.side import Bundle, Side, shown, shown_form
 
 _log = logging.getLogger(__name__)
 
-# (rows, tokens) at which forms are counted: two of each, and rows shorter and longer than any, so
-# that what stops growing (the k best of so many tokens) is seen.
-_PROBES = ((3, 37), (5, 37), (3, 53), (5, 53), (4, 2), (7, 1 << 21))
+# (rows, tokens) at which forms are counted: two of each, rows shorter and longer than any, so that
+# what stops growing (the k best of so many tokens) is seen, and one to confirm what follows.
+_PROBES = ((3, 2), (5, 2), (3, 1 << 21), (5, 1 << 21), (4, 37))
+_COUNTED = 3  # sizes that are counted one by one; rows of one length have no more
 
 
 class Arrivals:
@@ -74,7 +75,7 @@ class Arrivals:
     def _expected(self, rows: int, tokens: int) -> Sequence[Form] | None:
         """Shapes and types; None where the parts that make them do not run without numbers."""
         if (rows, tokens) not in self._forms:
-            many = len(self._forms) >= len(_PROBES)
+            many = len(self._forms) >= _COUNTED
             if many and (rules := self._rules) is not None:
                 return [(tuple(rule(rows, tokens) for rule in axes), t, w) for axes, t, w in rules]
             self._forms[rows, tokens] = self._counted(rows, tokens)

@@ -144,7 +144,7 @@ def test_a_few_runs_tell_the_forms_for_every_length(
     monkeypatch.setattr(arrivals, "bundle_at", lambda *a: (asked.append(a), real(*a))[1])
     expected = Arrivals(back, TrainingConfig())
     setting = expected._setting
-    first = [(2, 5 + n) for n in range(6)]
+    first = [(2, 5 + n) for n in range(arrivals._COUNTED)]
     for rows, tokens in (*first, (2, 3), (4, 600), (5, 9), (2, 3)):
         forms = expected._expected(rows, tokens)
         assert forms is not None
