@@ -21,7 +21,7 @@ from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import Stream
-from hetero_framework.errors import HeteroError
+from hetero_framework.errors import HeteroError, IdentityError, NetworkError
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
 from hetero_framework.security.door import Door
 
@@ -170,8 +170,12 @@ class Tunnel(_Passage):
                 stop=self._closed,
                 secure=lambda plain: self._access.dialled(plain, "local"),
             )
-        except HeteroError as error:
+        except IdentityError as error:
             self._trouble = error
+            return
+        except NetworkError as error:
+            hint = f"start `hetero lighthouse` there; the firewall has to let TCP port {port} in"
+            self._trouble = NetworkError(error.message, hint=hint)
             return
         self._trouble = None
         splice(far, stream)

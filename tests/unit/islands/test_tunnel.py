@@ -175,6 +175,7 @@ def test_tunnel_finds_a_lighthouse_that_was_started_again(
         trouble = way.tunnel.trouble()
         assert isinstance(trouble, NetworkError)
         assert f"cannot reach the lighthouse at 127.0.0.1:{way.port}" in trouble.message
+        assert "hetero lighthouse" in str(trouble.hint)
         way.entrance = Entrance(Listener("127.0.0.1", way.port), keyed("local"), echo.port)
         assert way.echoes()
         assert way.tunnel.trouble() is None
