@@ -186,6 +186,10 @@ def island_access(config: Config, options: KeyOptions | None = None) -> Access:
     `dialled(stream, "local")`. Raises as `access_of`."""
     assert config.island is not None
     keys, name = key_directory(config, options).of_islands, config.island.name
+    if keys.has_authority and not keys.has(name):  # on the lighthouse's own machine
+        from hetero_framework.security.issuing import issue_missing
+
+        issue_missing(keys, [name])
     access = _access(keys, name, None, options or KeyOptions(), _PLAIN_ISLANDS)
     access.check_address(config.island.lighthouse_address[0], "the lighthouse")
     return access
