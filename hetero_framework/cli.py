@@ -748,6 +748,7 @@ def _run_bench(arguments: argparse.Namespace) -> None:
 )
 def _run_timeline(arguments: argparse.Namespace) -> None:
     from hetero_framework.profiling import account
+    from hetero_framework.profiling.between import read_between
     from hetero_framework.profiling.bottleneck import diagnose, text
     from hetero_framework.profiling.picture import picture
     from hetero_framework.profiling.trace_file import read_timeline
@@ -765,8 +766,12 @@ def _run_timeline(arguments: argparse.Namespace) -> None:
     place = Path(arguments.place)
     folder = place if place.is_dir() else place.parent
     held = account.read_account(folder, found.steps)
+    between = read_between(folder)
     figures = {**found.to_dict(), "account": held.to_dict() if held is not None else None}
+    if between is not None:
+        figures["islands"] = between.to_dict()
     shown = [text(found), *(["", *account.text(held)] if held is not None else [])]
+    shown += ["", *between.text()] if between is not None else []
     report(arguments, figures, lambda _: "\n".join(shown))
     if arguments.output is None and arguments.json:
         return

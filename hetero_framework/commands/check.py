@@ -14,6 +14,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import ConfigError, DeviceError
+from hetero_framework.islands.forecast import island_lines
 from hetero_framework.models.crossing import check_codec, crossing_lines
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
@@ -62,6 +63,9 @@ def check(config: Config) -> dict[str, Any]:
         check_codec(config, model_config, plan, tokens)
         notes += crossing_lines(config, model_config, tokens)
         memory = estimate_memory(config, model_config, in_flight=schedule["held"], plan=plan)
+        if config.island is not None:
+            steps = config.training.max_steps if config.training.max_steps > 0 else None
+            notes += island_lines(config.island, sum(m.trained for m in memory), steps)
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")
     processes = [_process(config, owner, memory) for owner in config.plan.owners]

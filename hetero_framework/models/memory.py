@@ -81,7 +81,8 @@ class StageMemory:
     `in_flight` micro-batches, each `per_micro_batch`. `working` is the most that layers and
     embedding take besides while they run, `logits` what the loss does. `foreach` is what an
     optimizer that steps all weights at once needs then: on CUDA and XPU torch's AdamW does (the
-    roots of all second moments). `device` is the owner's.
+    roots of all second moments). `device` is the owner's. `trained` is the number of trained
+    values.
     """
 
     stage: StageSpec
@@ -96,6 +97,7 @@ class StageMemory:
     working: int = 0
     foreach: int = 0
     device: str = "auto"
+    trained: int = 0
 
     def holding(self, in_flight: int) -> StageMemory:
         """The same stage with another number of micro-batches in flight."""
@@ -392,6 +394,7 @@ def _stage_memory(
         + sum(count for name, (count, _) in trained.items() if name not in held),
         weights=sum(held.values()) + added + buffers,
         gradients=gradients,
+        trained=sum(count for count, _ in trained.values()),
         optimizer=_optimizer_bytes(training.optim, trained.values()),
         activations=in_flight * per_micro_batch,
         logits=logits,

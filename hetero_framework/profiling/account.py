@@ -20,6 +20,7 @@ from hetero_framework.config import process_name
 from hetero_framework.errors import UserError
 from hetero_framework.planner.simulator import Edge, Profile, simulate
 from hetero_framework.planner.tuning import TunedSchedule, default_max_in_flight
+from hetero_framework.profiling.between import data_step
 from hetero_framework.units import seconds, share, size
 from hetero_framework.visualizer.tables import table
 
@@ -110,7 +111,7 @@ def read_account(folder: Path, steps: Collection[int]) -> Account | None:
         return None
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        known = [line for line in lines if line["step"] in steps and line.get("predicted_s")]
+        known = [one for one in lines if data_step(one) in steps and one.get("predicted_s")]
         return _account(known) if known else None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"cannot read {file}: {type(error).__name__}: {error}") from None

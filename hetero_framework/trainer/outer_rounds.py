@@ -28,6 +28,7 @@ from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import NumericError, ProtocolError
 from hetero_framework.islands import fragments
 from hetero_framework.islands.compression import Compression, Packed, packed_bytes, unpack
+from hetero_framework.islands.forecast import short_run
 from hetero_framework.islands.fragments import Synchronisation
 from hetero_framework.islands.group import STATE
 from hetero_framework.islands.ledger import Ledger, Steps, count_steps, first_steps
@@ -109,6 +110,7 @@ class OuterRounds(SummedSteps):
         self._plan: tuple[Synchronisation, ...] = ()
         self._syncs = self._syncs_before = 0  # in all, and when the circle began
         self._items = 0
+        self._hinted = False
         self._sending: _Sending | None = None
         self._label_tokens = [0] * self._island.fragments
         self._busy_s, self._counted = 0.0, 0
@@ -405,6 +407,10 @@ class OuterRounds(SummedSteps):
             self._begin_with(state)
         state = super()._joined(state)
         self._syncs_before = self._syncs
+        total, members = self._parts.data.total_steps, len(self._present.members)
+        if (hint := short_run(self._island, total - state.step, members)) and not self._hinted:
+            self._hinted = True
+            _log.warning("%s", hint)
         return state
 
     def _begin_with(self, state: TrainState) -> None:

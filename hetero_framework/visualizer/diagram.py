@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import graphviz
 
-from hetero_framework.config import Config, StageSpec, process_name
+from hetero_framework.config import Config, IslandConfig, StageSpec, process_name
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable
 from hetero_framework.units import count, plural, size
@@ -74,6 +74,8 @@ class Diagram:
     places: tuple[Place, ...]
     boundaries: tuple[How, ...]
     caption: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    """The other islands, if there are any, as lines of a box beside the coordinator's."""
 
     @classmethod
     def of(cls, config: Config, details: DiagramDetails | None = None) -> Diagram:
@@ -90,6 +92,7 @@ class Diagram:
             places=tuple(_place(config, owner, details) for owner in owners),
             boundaries=boundaries,
             caption=_caption(config, boundaries),
+            others=_others(config.island) if config.island is not None else (),
         )
 
 
@@ -101,6 +104,16 @@ def _boundary(config: Config, before: StageSpec, after: StageSpec, details: Diag
     if details.direct is not None:
         return "direct" if before.index in details.direct else "relay"
     return config.shard_plan[after.index].links or config.links
+
+
+def _others(island: IslandConfig) -> tuple[str, ...]:
+    lines = ["other islands", f"found at {island.lighthouse}"]
+    if island.sync_steps == 1:
+        lines.append("gradients, every step")
+    else:
+        coded = f" as {island.compression}" if island.compression != "none" else ""
+        lines.append(f"changes{coded}, every {island.sync_steps} steps")
+    return tuple(part for line in lines for part in _wrap(line))
 
 
 def _caption(config: Config, boundaries: Sequence[How]) -> tuple[str, ...]:
@@ -145,8 +158,9 @@ def _stage_lines(stage: StageSpec, details: DiagramDetails) -> tuple[str, ...]:
 def _title(config: Config, details: DiagramDetails) -> tuple[str, ...]:
     model = config.model
     kind = str((model.from_config or {}).get("model_type", "")) if model else ""
+    island = (f"island {config.island.name}",) if config.island is not None else ()
     name = details.model or (model and model.name_or_path) or kind or "plan"
-    return _wrap(name, 60)
+    return (*_wrap(name, 60), *island)
 
 
 def _one_line(text: str) -> str:
@@ -195,6 +209,11 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
             box.attr(color=line, penwidth="1.2", rank="same", margin="12")
             for index, (first, *rest) in place.stages:
                 box.node(f"s{index}", _html(_bold(first, 12), *map(_dot_text, rest)))
+    if diagram.others:
+        first, *rest = diagram.others
+        label = _html(_bold(first, 12), *map(_dot_text, rest))
+        dot.node("others", label, style="rounded,dashed", fillcolor=_PAPER)
+        dot.edge("others", "s0", dir="both", style="dashed")
     number_of = {i: number for number, place in enumerate(diagram.places) for i, _ in place.stages}
     for index, how in enumerate(diagram.boundaries):
         one, other = number_of[index], number_of[index + 1]
@@ -232,6 +251,8 @@ def to_mermaid(diagram: Diagram) -> str:
         lines.append(f"  subgraph m{number}[{_quoted(*place.names, *place.lines)}]")
         lines += [f"    s{index}[{_quoted(*texts)}]" for index, texts in place.stages]
         lines.append("  end")
+    if diagram.others:
+        lines += [f"  others[{_quoted(*diagram.others)}]", "  others <-.-> s0"]
     for index, how in enumerate(diagram.boundaries):
         words = _AUTO if how == "auto" else " ".join(_WORDS[how])
         label = f"|{_quoted(words)}|" if words else ""

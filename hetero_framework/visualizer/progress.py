@@ -75,10 +75,11 @@ class Progress:
         self._last: Mapping[str, Any] = {}
         self._evaluation = ""
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+        self._begun: deque[int] = deque(maxlen=RECENT_STEPS)  # where each of them began
         self._num_steps = 0
         self._tokens = 0.0
         self._seconds = 0.0
-        self._wire_bytes = 0
+        self._wire_bytes = self._between = 0  # within this star, and to other islands
 
     def start(
         self,
@@ -111,13 +112,14 @@ class Progress:
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Report one finished step."""
         with self._lock:
+            before = self._step
             self._account(metrics)
             is_last = self._step >= self._total_steps
             if self._live is not None:
                 if is_last or time.monotonic() - self._redrawn_at >= REDRAW_INTERVAL_S:
                     self._redrawn_at = time.monotonic()
                     self._guard(self._live.refresh)
-            elif self._num_steps == 1 or self._step % self._logging_steps == 0 or is_last:
+            elif self._num_steps == 1 or self._is_logged(before) or is_last:
                 self._print("  ".join((self._place(), *self._facts())))
 
     def evaluation(self, metrics: Mapping[str, Any]) -> None:
@@ -151,15 +153,22 @@ class Progress:
         for index, row in enumerate(self._stages):
             self._print(f"stage {index}: {row}")
 
+    def _is_logged(self, before: int) -> bool:
+        """With islands a step may lead on by more than one."""
+        return self._step // self._logging_steps > before // self._logging_steps
+
     def _account(self, metrics: Mapping[str, Any]) -> None:
-        self._step = metrics["step"]
+        before, self._step = self._step, metrics["step"]
         self._num_steps += 1
         self._last = metrics
         self._first = self._first or metrics
         seconds, tokens = metrics.get("step_seconds", 0.0), metrics.get("tokens", 0)
         self._recent.append((seconds, tokens))
+        self._begun.append(before)
         self._seconds += seconds
         self._tokens += tokens
+        island = metrics.get("island", {})
+        self._between += island.get("bytes_in", 0) + island.get("bytes_out", 0)
         for row, stage in zip(self._stages, metrics.get("stages", ()), strict=False):
             for key in ("bytes_in", "bytes_out", "direct_bytes_out"):
                 self._wire_bytes += stage.get(key, 0)
@@ -181,13 +190,16 @@ class Progress:
             if seconds and tokens:
                 facts.append(f"{tokens / seconds:,.0f} tokens/s")
             left = max(0, self._total_steps - self._step)
-            facts.append(f"ETA {clock(left * seconds / len(self._recent))}")
+            done = max(1, self._step - self._begun[0])
+            facts.append(f"ETA {clock(left * seconds / done)}")
         if "grad_norm" in last:
             facts.append(f"grad_norm {_number(last['grad_norm'])}")
         if last.get("learning_rate") is not None:
             facts.append(f"lr {last['learning_rate']:.3g}")
         if last.get("step_seconds"):
             facts.append(f"{last['step_seconds']:.3g} s/step")
+        if "island" in last:
+            facts.append(f"islands {', '.join(last['island']['members'])}")
         return facts
 
     def _start_live(self) -> None:
@@ -265,6 +277,9 @@ class Progress:
             lines.append(("time in steps", clock(self._seconds)))
             if self._tokens:
                 lines.append(("speed", f"{self._tokens / self._seconds:,.0f} tokens/s"))
+        if self._between:
+            per_step = self._between / self._num_steps
+            lines.append(("between islands", f"{size(per_step)} per step"))
         if self._wire_bytes:
             per_step = self._wire_bytes / self._num_steps
             lines.append(("on the wire", f"{size(per_step)} per step"))

@@ -318,6 +318,7 @@ def test_train_runs_the_coordinator_with_the_options(
     assert cli.main(["train", "--config", str(config_file), *options]) == 0
     workers, (config, given) = calls  # the workers are on their way before anything is imported
     usual = {"access": LOOPBACK_ONLY, "fresh": False, "replan": False, "debug": False}
+    usual["islands"] = None
     assert given == {"resume": "latest", "workers": workers, **usual}
     assert "torch and transformers are loaded now" in capsys.readouterr().err
     assert config.output_dir == tmp_path / "here"

@@ -335,3 +335,22 @@ def test_a_long_device_is_cut_before_anything_else(
     assert "AMD Radeon" in line
     assert "…" in line
     assert "3.00 GiB" in line
+
+
+def test_steps_that_lead_on_by_more_than_one_are_logged_when_they_pass_a_logged_one() -> None:
+    """As islands' do, each of which takes a part of the run's steps."""
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.start(12, [], 0, 4)
+    island = {"members": ["attic", "garage"], "bytes_in": 1 << 20, "bytes_out": 1 << 20}
+    for step in (3, 5, 7, 9, 12):
+        progress.step(
+            {"step": step, "loss": 1.0, "step_seconds": 2.0, "tokens": 8, "island": island}
+        )
+    progress.close({})
+    text = stream.getvalue()
+    shown = [line.split()[1] for line in text.splitlines() if line.startswith("step ")]
+    assert shown == ["3/12", "5/12", "9/12", "12/12"]
+    assert "islands attic, garage" in text
+    assert "ETA 0:00:06" in text  # after 5 of 12 steps, 2.5 in 2 s
+    assert re.search(r"between islands +2.00 MiB per step", text)

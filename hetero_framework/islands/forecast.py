@@ -1,0 +1,44 @@
+"""What an island will do and send, said before it does. Pure."""
+
+from __future__ import annotations
+
+from hetero_framework.config import IslandConfig
+from hetero_framework.units import plural, size
+
+FEW_ROUNDS = 10
+"""With fewer synchronisations DiLoCo's outer optimizer hardly gets going, and a run loses to one
+that sums its gradients."""
+_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 0.95}  # of a value, int8 as normally distributed ones
+
+
+def island_lines(island: IslandConfig, trained: int, steps: int | None = None) -> list[str]:
+    """For `hetero check`: of an island that trains so many values, in a run of so many steps of the
+    data, if that is known."""
+    if island.sync_steps == 1:
+        return [
+            f"island {island.name} shares the samples of every step and sums its gradients:"
+            f" {size(4 * trained)} to each other island and as much from it, in every step"
+        ]
+    sent = trained * _BYTES[island.compression]
+    lines = [
+        f"island {island.name} takes about {plural(island.sync_steps, 'step')} alone, then sends"
+        f" {size(sent)} to each other island, in {plural(island.fragments, 'fragment')}:"
+        f" 1/{4 * trained * island.sync_steps / sent:,.0f} of gradients in every step, as float32",
+        f"the coordinator keeps {size(8 * trained)} in its memory beside its stages: what all agree"
+        " on, and the outer optimizer",
+    ]
+    if steps is not None and (warning := short_run(island, steps, 2)) is not None:
+        lines.append(f"warning: {warning}")
+    return lines
+
+
+def short_run(island: IslandConfig, steps: int, islands: int) -> str | None:
+    """Why this run would rather have `sync_steps` 1, if so; `steps` are those of the data."""
+    rounds = steps // (island.sync_steps * islands)
+    if island.sync_steps == 1 or rounds >= FEW_ROUNDS:
+        return None
+    return (
+        f"{plural(steps, 'step')} are {plural(rounds, 'round')} of {plural(islands, 'island')} with"
+        f" sync_steps {island.sync_steps}: too few for an average to help; a run so short would"
+        " rather have sync_steps 1 or a smaller one"
+    )
