@@ -251,11 +251,21 @@ def test_members_stay_while_the_lighthouse_is_away(start: Open, logged: list[str
     assert any("no lighthouse; the members stay as they are" in line for line in logged)
 
 
-def test_joining_waits_for_a_lighthouse_that_is_away(start: Open, logged: list[str]) -> None:
+def test_joining_waits_for_a_lighthouse_that_has_gone_away(start: Open, logged: list[str]) -> None:
     a = start("a")
+    a.answers.put(view_of(a))
+    a.joins(at(0)).result(WAIT_S)
+    a.group.leave("it joins again")
     a.answers.put(NetworkError("no lighthouse"), NetworkError("no lighthouse"), view_of(a))
     assert a.joins(at(0)).result(WAIT_S).circle.members == ("a",)
     assert sum("asking again until it answers" in line for line in logged) == 1
+
+
+def test_a_lighthouse_that_never_answered_ends_the_run(start: Open) -> None:
+    a = start("a")
+    a.answers.put(NetworkError("no lighthouse"))
+    with pytest.raises(NetworkError, match="no lighthouse"):
+        a.joins(at(0)).result(WAIT_S)
 
 
 def test_another_error_of_the_lighthouse_ends_the_run(start: Open) -> None:
