@@ -35,7 +35,8 @@ from hetero_framework.units import plural
 POSITIONS = 0
 """The number of a circle's first exchange."""
 STATE = 1
-_MEET_S = 60.0
+_MEET_S = 1.0
+"""Who has a view is there so quickly, unless it finishes a step first."""
 _ASK_S = 3600.0
 _RETRY_S = 1.0
 _log = logging.getLogger(__name__)
@@ -149,8 +150,9 @@ class Group:
         try:
             circle.check()
         except MemberLost:
+            self._answered = view  # the others have not dropped it either
             return False
-        self._asking = in_background(lambda: self._rendezvous.members(_ASK_S), "next view")
+        self._ask()
         return True
 
     def join(self, position: Position) -> Joined:
@@ -207,9 +209,7 @@ class Group:
         against."""
         told = False
         while True:
-            asking, self._asking = self._asking, None
-            if asking is None:
-                asking = in_background(lambda: self._rendezvous.members(_ASK_S), "next view")
+            asking, self._asking = self._ask(), None
             self._wait(asking)
             error = asking.exception()
             if error is None:
@@ -246,7 +246,7 @@ class Group:
 
     def _met(self, view: View, position: Position) -> Joined:
         failpoints.hit("island-meet")
-        circle = self._links.meet(view, _MEET_S, self._check)
+        circle = self._links.meet(view, _ASK_S, self._newer_view(time.monotonic()))
         said = {"step": position.step, "lineage": position.lineage, "trains": position.trains}
         more = {"facts": dict(position.facts), "says": dict(position.says)}
         circle.say(POSITIONS, "position", info=said | more)
@@ -262,6 +262,25 @@ class Group:
         members = ", ".join(circle.members)
         _log.info("islands: %s", members, extra=event("islands", members=members))
         return Joined(circle, source, tuple(behind(positions, source)), positions)
+
+    def _ask(self) -> Future[View]:
+        """The question for the next view; one that is under way stays the only one."""
+        if self._asking is None:
+            self._asking = in_background(lambda: self._rendezvous.members(_ASK_S), "next view")
+        return self._asking
+
+    def _newer_view(self, began: float) -> Check:
+        """A check that ends a meeting to which not all come, since they died or wait for the next
+        view: after a moment this island asks for that, too. Those that only finish a step before
+        they come have not asked, so there is no other one before they are here."""
+
+        def check() -> None:
+            self._check()
+            if time.monotonic() - began > _MEET_S and self._ask().done():
+                lacking = [*self._links.lacking, self._links.member.name]
+                raise MemberLost(lacking[0], "no link to it came up, and the members may be others")
+
+        return check
 
     def _refuse(self, source: str, keys: list[str], positions: Mapping[str, Position]) -> None:
         """This island's settings are not the group's."""

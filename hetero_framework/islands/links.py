@@ -264,6 +264,12 @@ class IslandLinks:
             stop.set()
         return circle
 
+    @property
+    def lacking(self) -> list[str]:
+        """Members of the present circle to which there is no link."""
+        circle = self._circle
+        return circle.lacks() if circle is not None else []
+
     def part(self, reason: str) -> None:
         """End the present circle; the other members notice."""
         with self._lock:

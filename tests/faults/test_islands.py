@@ -6,9 +6,11 @@ process has; who was away comes back by the same command; at the end all have th
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,16 @@ from safetensors.torch import load_file
 
 from benchmarks.islands import Islands, configuration
 from benchmarks.machines import Machines
+from benchmarks.replanning import Here
+from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
+from hetero_framework.engine.loading import load_stages
 from hetero_framework.islands import lighthouse
 from hetero_framework.islands.lighthouse import Lighthouse
 from hetero_framework.trainer.coordinator import train
+from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import Notes
-from tests.samples import save_llama, save_texts, save_tokenizer
+from tests.samples import free_ports, save_llama, save_texts, save_tokenizer
 
 pytestmark = pytest.mark.islands
 
@@ -210,3 +216,93 @@ def test_others_go_on_while_islands_are_away(
     who = members(islands)
     assert who[3] == who[60] == names
     assert last in who.values()
+
+
+def test_islands_join_late_leave_in_order_and_return(
+    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+) -> None:
+    run = Run(folder, tmp_path, server.port, "abc", 90)
+    with Machines() as started:
+        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
+        islands.start("b")
+        islands.start("c")
+        islands.until_step(3, "b", "c")
+        islands.start("a")
+        islands.until_step(islands.reached("b") + 1, "a")
+        islands.send("b", signal.SIGTERM)
+        assert islands.await_end("b") == 1
+        assert "StoppedEarly" in islands.of["b"].said[-1]
+        islands.until_step(islands.reached("a") + 2, "a", "c")
+        islands.start("b")
+        islands.until_done("a", "b", "c")
+    run.check(islands, alone(90), "a", "b", "c")
+    who = members(islands)
+    assert {"bc", "abc", "ac"} <= set(who.values())
+    assert who[90] == "abc"
+
+
+def test_a_frozen_island_holds_the_others_up_for_a_while_only(
+    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+) -> None:
+    run = Run(folder, tmp_path, server.port, "abc", 90)
+    for raw in run.raws.values():
+        raw["training"]["liveness_timeout_s"] = 3.0
+    with Machines() as started:
+        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
+        for name in "abc":
+            islands.start(name)
+        islands.until_step(3, *"abc")
+        islands.send("b", signal.SIGSTOP)
+        islands.until_step(islands.reached("a") + 4, "a", "c")
+        islands.send("b", signal.SIGCONT)
+        islands.until_done("a", "b", "c")
+    run.check(islands, alone(90), "a", "b", "c")
+    assert members(islands)[90] == "abc"
+
+
+def test_a_lighthouse_that_is_started_again_costs_no_step(
+    folder: Path, tmp_path: Path, alone: Callable[[int], list[float]]
+) -> None:
+    with Lighthouse() as second, Machines() as started, ExitStack() as first:
+        before = first.enter_context(Lighthouse())
+        at = ("127.0.0.1", before.port)
+        proxy = first.enter_context(FaultProxy(at, follows_frames=False))
+        run = Run(folder, tmp_path, proxy.port, "ab", 80)
+        islands = Islands(started, run.raws, dict.fromkeys("ab", 0.01))
+        for name in "ab":
+            islands.start(name)
+        islands.until_step(3, *"ab")
+        proxy._target = ("127.0.0.1", second.port)
+        proxy.reset()
+        islands.until_step(islands.reached("a") + 3, *"ab")
+        islands.kill("b")
+        islands.start("b")
+        islands.until_done("a", "b")
+    run.check(islands, alone(80), "a", "b")
+    assert members(islands)[80] == "ab"
+
+
+def test_a_worker_that_dies_is_its_islands_business(
+    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+) -> None:
+    run = Run(folder, tmp_path, server.port, "ab", 40)
+    cut = run.raws["a"]
+    [port] = free_ports(1)
+    cut["workers"] = [{**cut["coordinator"], "id": 1, "port": port}]
+    cut["shard_plan"] = [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}]
+    with Machines() as started:
+        islands = Islands(started, run.raws, {"b": 0.01})
+        worker = started.start(Here(), work, cut)
+        for name in "ab":
+            islands.start(name)
+        for step in (1, 6, 12):
+            islands.until_step(step, *"ab")
+            os.kill(worker.pid, signal.SIGKILL)
+            worker = started.start(Here(), work, cut)
+        islands.until_done("a", "b")
+    run.check(islands, alone(40), "a", "b")
+
+
+def work(connection: Any, raw: dict[str, Any]) -> None:
+    """The worker of an island."""
+    serve(Config.from_dict(raw), 1, build=load_stages, keep=True)

@@ -883,3 +883,100 @@ def test_dropped_stage_frees_its_weights_without_the_garbage_collector(
         assert [weight() for weight in weights] == [None] * len(weights)
     finally:
         gc.enable()
+
+
+# ---- gradients that are summed with those of other replicas
+
+
+def summed(stage: Any, factor: float = 2.0) -> Tensors:
+    """The stage's own gradients; it is given `factor` times as much, as a group would."""
+    own = {n: t.clone() for part in stage.gradients() for n, t in part.tensors.items()}
+    stage.load_state("gradients", StatePart({n: t * factor for n, t in own.items()}, last=True))
+    return own
+
+
+def test_sums_take_the_place_of_the_gradients(checkpoint: Path, whole: Whole) -> None:
+    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
+        tested.begin(info())
+        run_middle(tested, whole)
+        alone = tested.report_gradients().norms
+        tested.begin(info())
+        run_middle(tested, whole)
+        own = summed(tested)
+        assert list(own) == [name for name, _ in tested.trainable()]
+        assert torch.equal(tested.report_gradients().norms, alone * 2)
+
+
+def test_what_no_replica_has_a_gradient_of_stays_without(checkpoint: Path, whole: Whole) -> None:
+    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
+        tested.begin(info())
+        run_middle(tested, whole)
+        (first, parameter), (second, other) = tested._parameters[:2]
+        parameter.grad = None
+        assert first not in {n for part in tested.gradients() for n in part.tensors}
+        tested.load_state("gradients", StatePart({second: torch.ones_like(other)}, last=True))
+        norms = tested.report_gradients().norms
+        assert float(norms[0]) == 0.0
+        assert float(norms[1]) == pytest.approx(other.numel() ** 0.5)
+        before = parameter.detach().clone()
+        tested.commit(0.1, 1.0)
+        assert torch.equal(parameter, before)
+
+
+def test_what_another_replica_alone_has_is_taken(checkpoint: Path) -> None:
+    """An island without samples of the step has no gradient at all."""
+    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
+        tested.begin(info())
+        assert [part.tensors for part in tested.gradients()] == [{}]
+        name, parameter = tested._parameters[0]
+        tested.load_state("gradients", StatePart({name: torch.ones_like(parameter)}, last=True))
+        assert float(tested.report_gradients().norms[0]) == pytest.approx(parameter.numel() ** 0.5)
+
+
+@pytest.mark.parametrize("bounds", [[(0, 4)], [(0, 2), (2, 4)]])
+def test_both_ends_of_a_tied_weight_are_summed_by_themselves(
+    tied_checkpoint: Path, bounds: list[tuple[int, int]]
+) -> None:
+    """Twice each share is twice the tied gradient, to the bit, wherever the ends live."""
+    chain = Chain(tied_checkpoint, bounds, {})
+    _, alone = chain.step()
+    for stage in chain.stages:
+        stage.begin(info())
+    for k in range(2):
+        chain._micro_batch(k, True)
+    names = [list(summed(stage)) for stage in chain.stages]
+    assert "lm_head.weight" in names[-1]
+    assert "model.embed_tokens.weight" in names[0]
+    tied = None
+    for stage in reversed(chain.stages):
+        report = stage.report_gradients(tied if stage.is_first else None)
+        tied = report.tied_gradient if stage.is_last else tied
+    found = {name: p.grad for stage in chain.stages for name, p in stage._parameters}
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(found[name], 2 * gradient) for name, gradient in alone.items())
+
+
+@pytest.mark.parametrize("kind", ["gradients", "weights"])
+@pytest.mark.parametrize("change", [lambda n, t: {f"{n}x": t}, lambda n, t: {n: t[:1]}])
+def test_what_has_no_place_among_the_parameters_is_refused(
+    checkpoint: Path, kind: str, change: Callable[[str, Any], Tensors]
+) -> None:
+    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
+        name, parameter = next((n, p) for n, p in tested._parameters if p.dim() == 2)
+        part = StatePart(change(name, parameter.detach()), last=True)
+        with pytest.raises(ProtocolError, match=r"stage 1 trains no .* of shape"):
+            tested.load_state(kind, part)
+
+
+def test_other_weights_leave_the_optimizer_as_it_is(checkpoint: Path, whole: Whole) -> None:
+    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
+        tested.begin(info())
+        run_middle(tested, whole)
+        tested.report_gradients()
+        tested.commit(0.1, 1.0)
+        before = {n: t for part in checkpoint_of(tested) for n, t in part.tensors.items()}
+        name, parameter = tested._parameters[0]
+        tested.load_state("weights", StatePart({name: torch.zeros_like(parameter)}, last=True))
+        after = {n: t for part in checkpoint_of(tested) for n, t in part.tensors.items()}
+        assert not after[f"weights/{name}"].any()
+        assert all(torch.equal(t, before[n]) for n, t in after.items() if n != f"weights/{name}")

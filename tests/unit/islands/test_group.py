@@ -290,6 +290,46 @@ def test_who_is_new_is_let_in_before_the_next_step(start: Open) -> None:
         assert found.result(WAIT_S).behind == ("c",)
 
 
+def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(start: Open) -> None:
+    """One member has died or waits for the next view: it would dial, or be dialled."""
+    for here, away in (("a", "b"), ("d", "c")):
+        one, other = start(here), start(away)
+        one.answers.put(view_of(one, other))
+        waiting = one.joins(at(0))
+        one.answers.until_asked(2)
+        assert not waiting.done()
+        one.answers.put(view_of(one))
+        assert waiting.result(WAIT_S).circle.members == (here,)
+
+
+def test_who_finishes_a_step_first_is_waited_for(start: Open) -> None:
+    a, b = start("a"), start("b")
+    for one in (a, b):
+        one.answers.put(view_of(a, b))
+    early = b.joins(at(0))
+    b.answers.until_asked(2)  # and is not answered: a has not asked again
+    assert a.joins(at(3, "x", trains=True)).result(WAIT_S).behind == ("b",)
+    assert early.result(WAIT_S).source == "a"
+    b.answers.put(view_of(a, b))
+    assert b.group.stay()  # by the answer to what it asked then
+    b.answers.until_asked(3)
+
+
+def test_an_answer_that_came_before_a_member_was_lost_is_used(start: Open) -> None:
+    """Else who dropped it and who did not would wait for each other."""
+    a, b = start("a"), start("b")
+    first = joined({a: at(0), b: at(0)})
+    assert a.group.stay()
+    assert b.group.stay()
+    first[1].circle.close("")
+    for one in (a, b):
+        one.answers.put(view_of(a, b))
+    assert not b.group.stay()
+    asked = [one.joins(at(0)) for one in (a, b)]
+    assert [found.result(WAIT_S).circle.members for found in asked] == [("a", "b")] * 2
+    assert b.answers.asked == 2
+
+
 def test_check_ends_the_waiting_for_others(start: Open) -> None:
     class Stop(Exception): ...
 
