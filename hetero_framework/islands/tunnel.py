@@ -29,7 +29,9 @@ _log = logging.getLogger(__name__)
 MAX_LINKS = 128
 MAX_LINKS_OF_ONE = 4
 """An island needs one, and another one until a broken one has been noticed."""
-_DIAL_S = 5.0
+_DIAL_S = 2.0
+"""Who connects tries again by himself; longer, and pauses would grow beyond what islands wait for
+each other at a lighthouse that was started again (`SETTLE_S`)."""
 _CHUNK_BYTES = 1 << 16
 
 

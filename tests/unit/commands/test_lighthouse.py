@@ -177,5 +177,6 @@ def test_islands_meet_again_after_it_was_killed_and_started_again(
         process.kill()
         again = Process(tmp_path / "keys", process.port)
         stack.callback(again.kill)
-        assert len(islands[1].members(60.0).members) == 2
+        while len(islands[1].members(60.0).members) < 2:
+            pass
         assert len(asked.result(60.0).members) == 2
