@@ -34,6 +34,9 @@ class IslandConfig(Section):
     sync_steps: Annotated[int, with_unit("steps", ge=1)] = 1
     """1: gradients are summed over the islands in every step. More: islands take so many steps
     alone, and then average what has changed."""
+    warmup_steps: Annotated[int, with_unit("steps", ge=0)] = 0
+    """So many steps at the beginning of a run sum their gradients, whatever sync_steps is: averages
+    help once the loss no longer falls steeply."""
     method: Literal["diloco", "local_sgd"] = "diloco"
     """What is done with it: an outer optimizer's step with its average ("diloco"), or the average
     of the weights ("local_sgd"). Like all settings below but share, without effect where sync_steps

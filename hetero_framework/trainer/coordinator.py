@@ -460,11 +460,12 @@ class Coordinator:
             if self._stop.requested is not None:
                 self._stop_early()
             try:
-                if (state := self._replicas.ready(self._state)) != self._state:
+                state = self._replicas.ready(self._state)
+                if state.step != self._state.step:
                     self._return_to(state)
-                    if state.step >= total:
-                        break
-                before = self._state.step
+                self._state, before = state, state.step
+                if before >= total:
+                    break
                 self.train_step()
             except ReplicasChanged as changed:
                 _log.info("%s; the step is done again", changed)

@@ -109,7 +109,7 @@ class OuterRounds(SummedSteps):
         self._own: Steps = ()
         self._plan: tuple[Synchronisation, ...] = ()
         self._syncs = self._syncs_before = 0  # in all, and when the circle began
-        self._items = 0
+        self._items, self._sums_gradients = 0, False
         self._hinted = False
         self._sending: _Sending | None = None
         self._label_tokens = [0] * self._island.fragments
@@ -128,9 +128,18 @@ class OuterRounds(SummedSteps):
     def _count(self, state: TrainState) -> int:
         return int(state.group.get("syncs", 0))
 
+    def _done(self, state: TrainState) -> int:
+        return self._syncs
+
     def ready(self, state: TrainState) -> TrainState:
+        if self._is_warming(state):
+            state = super().ready(state)
+            if self._is_warming(state):
+                return state
         if self._circle is None:
             state = self._joined(state)
+        if not self._outer:
+            self._begin_with(state)
         total = self._parts.data.total_steps
         while state.step < total:
             if self._round is None:
@@ -141,7 +150,14 @@ class OuterRounds(SummedSteps):
                 break  # there is a step to take
         return state
 
+    def _is_warming(self, state: TrainState) -> bool:
+        """Whether the next step is one that sums its gradients."""
+        return state.step < self._island.warmup_steps
+
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
+        self._sums_gradients = self._is_warming(state)
+        if self._sums_gradients:
+            return super().part(state, data, count_items)
         assert self._round is not None
         number = _nth(self._own, self._round.done)
         batches = data.step_batches(number)
@@ -151,12 +167,16 @@ class OuterRounds(SummedSteps):
         return StepPart(number, batches, items)
 
     def losses(self, own: list[float]) -> list[float]:
-        return own
+        return super().losses(own) if self._sums_gradients else own
 
     def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
-        return finite, norm
+        return super().decide(finite, norm) if self._sums_gradients else (finite, norm)
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
+        if self._sums_gradients:
+            self._syncs += 1
+            self._ledger = self._ledger.commit([(before.step, state.step)])
+            return super().after_step(before, state)
         round_, h = self._round, count_steps(self._own)
         assert round_ is not None
         self._round = round_ = replace(round_, done=round_.done + 1)
@@ -176,6 +196,8 @@ class OuterRounds(SummedSteps):
         return self._synchronised(state)
 
     def metrics(self) -> Mapping[str, Any]:
+        if self._sums_gradients:
+            return super().metrics()
         said = super().metrics()["island"]
         del said["samples"]
         return {"island": {**said, **self._said, "committed": self._ledger.count}}
@@ -403,7 +425,7 @@ class OuterRounds(SummedSteps):
     def _joined(self, state: TrainState) -> TrainState:
         if (sending := self._sending) is not None:  # to be sent again
             self._sending = _Sending(sending.at, sending.change, sending.tokens)
-        if not self._fragments:
+        if not self._outer and not self._is_warming(state):
             self._begin_with(state)
         state = super()._joined(state)
         self._syncs_before = self._syncs
@@ -425,6 +447,7 @@ class OuterRounds(SummedSteps):
         ]
         if restored := self._checkpoints.restored:
             self._load_outer(restored)
+            self._checkpoints.restored = {}
         self._recall(state)
 
     def _recall(self, state: TrainState) -> None:
@@ -465,6 +488,10 @@ class OuterRounds(SummedSteps):
     def _gather(self, take: Callable[[StatePart], None]) -> None:
         """What all agree on, in place of this island's own weights."""
 
+        if not self._outer:  # all that there is so far
+            super()._gather(take)
+            return
+
         def without_weights(part: StatePart) -> None:
             tensors = {n: t for n, t in part.tensors.items() if not n.startswith(f"{WEIGHTS}/")}
             take(replace(part, tensors=tensors))
@@ -487,6 +514,10 @@ class OuterRounds(SummedSteps):
     def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the stages take of it: the agreed weights are theirs, too."""
         outer = {n: t for n, t in tensors.items() if n.startswith(_OUTER)}
+        if not outer:
+            return tensors
+        if not self._outer:  # it was warming up when the others began their rounds
+            self._begin_with(TrainState())
         self._load_outer(outer)
         found = {n: t for n, t in tensors.items() if n not in outer}
         for fragment in self._outer:

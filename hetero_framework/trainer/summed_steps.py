@@ -46,7 +46,7 @@ _SAME = re.compile(
     "|max_skipped_steps"
 )
 _AGREED = (
-    *("sync_steps", "method", "fragments", "delay_steps", "mixing", "compression"),
+    *("sync_steps", "warmup_steps", "method", "fragments", "delay_steps", "mixing", "compression"),
     *("outer_learning_rate", "outer_momentum", "outer_nesterov"),
 )
 
@@ -106,7 +106,11 @@ class SummedSteps(ReplicaGroup):
         )
 
     def _count(self, state: TrainState) -> int:
-        """The commits of the group that led to `state`."""
+        """The commits of the group that led to `state`, as it says."""
+        return state.step
+
+    def _done(self, state: TrainState) -> int:
+        """The same of a step that is done, before it is remembered in `state`."""
         return state.step
 
     def _joined(self, state: TrainState) -> TrainState:
@@ -198,7 +202,7 @@ class SummedSteps(ReplicaGroup):
         self._under_way = None
         self._step_s.append(time.monotonic() - self._began_at)
         self._note_progress()
-        self._position = self._position.after_commit(state.step, circle.view)
+        self._position = self._position.after_commit(self._done(state), circle.view)
         if self._island.share == "auto":
             order = self._parts.data.order
             self._retune(self._shares.tuned(self._seconds, order.samples_per_step, state.step))

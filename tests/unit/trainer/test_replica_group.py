@@ -50,7 +50,7 @@ class Recorded(Single):
 
     def metrics(self) -> Mapping[str, Any]:
         self.calls.append("metrics")
-        return {"island": "attic"}
+        return {"island": {"members": ["attic"]}}
 
     def close(self, reason: str) -> None:
         self.calls.append("close")
@@ -125,7 +125,7 @@ def test_a_step_asks_the_group_in_the_order_of_its_methods(
     lines = run(group, "run", alone, monkeypatch, max_steps=2)
     names = ["ready", "part", "losses", "decide", "after_step", "metrics"]
     assert group.calls == [*names * 2, "close", "close"]  # after the steps, and at the end
-    assert [line["island"] for line in lines] == ["attic"] * 2
+    assert [line["island"] for line in lines] == [{"members": ["attic"]}] * 2
     assert not any("skipped" in line for line in lines)
 
 
