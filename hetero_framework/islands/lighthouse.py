@@ -38,8 +38,9 @@ from hetero_framework.islands.tunnel import Tunnel
 from hetero_framework.security.access import Access
 
 HEARTBEAT_S = 0.4
-HEARTBEAT_TIMEOUT_S = 5.0
-"""An island that was silent for so long is not waited for any more."""
+HEARTBEAT_TIMEOUT_S = 3.0
+"""An island that was silent for so long is not waited for any more. One that was only slow loses
+nothing: it comes back by the next view, a second or two later."""
 SETTLE_S = 1.5
 """Who has just reached the lighthouse waits so long before it asks: one that was started anew knows
 nobody yet, and would make a view of whoever asks first."""

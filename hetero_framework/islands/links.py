@@ -115,14 +115,17 @@ class Circle:
             return Said(dict(found.tensors), dict(found.info), found.is_whole)
 
     def hear(self, number: int, kind: ShareKind, name: str, check: Check) -> Said:
-        """All that this member says, once it is here; calls `check` while it waits."""
+        """All that this member says, once it is here; calls `check` while it waits. What was said
+        before a member left counts: the one who decides may be done with the run after that."""
         deadline = time.monotonic() + timeouts.ISLAND_S
         while True:
-            self.check()
             with self._changed:
                 if self._said[number, kind, name].is_whole:
                     return self._said[number, kind, name]
-                self._changed.wait(timeouts.ANSWER_TICK_S)
+            self.check()
+            with self._changed:
+                if not self._said[number, kind, name].is_whole:
+                    self._changed.wait(timeouts.ANSWER_TICK_S)
             if time.monotonic() > deadline:
                 self.lose(name, f"it said nothing for {timeouts.ISLAND_S:.0f} s")
             check()

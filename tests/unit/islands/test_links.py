@@ -154,6 +154,18 @@ def test_who_is_gone_is_lost_to_all_at_once(coast: Coast) -> None:
                 tried()
 
 
+def test_what_was_said_before_a_member_left_counts(coast: Coast) -> None:
+    """The leader decides on the last step, and its run is over."""
+    links = coast.open("a"), coast.open("b")
+    a, b = together(*links)
+    a.say(2, "decision", info={"commit": True})
+    links[0].part("its training is done")
+    lost(b)
+    assert hear(b, "a", "decision").info == {"commit": True}
+    with pytest.raises(MemberLost):
+        hear(b, "a", "decision", 3)
+
+
 def test_a_broken_connection_is_a_lost_member(coast: Coast) -> None:
     a, b = together(*map(coast.open, "ab"))
     b._links["a"].stream.stop()
