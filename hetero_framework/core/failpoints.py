@@ -66,9 +66,11 @@ POINTS = {
     "island-meet": "who takes part is known, the links between islands are not there yet",
     "island-state": "before a part of the state is given to an island that joins",
     "island-gradients": "before gradients of a stage are sent to the other islands",
-    "island-vote": "the sums are here, this island has not said so",
+    "island-changes": "before what has changed of a fragment is sent to the other islands",
+    "island-vote": "the sums or averages are here, this island has not said so",
     "island-decision": "all islands have voted, nobody has been told what follows",
     "island-told": "one island has been told to commit, the others have not",
+    "island-apply": "all have agreed on a fragment's weights, the stages do not have them",
     "output": "numeric: what leaves a stage's forward, or its loss",
 }
 """By name: where it is. The same points are in the coordinator and in workers."""

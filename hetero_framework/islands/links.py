@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,18 +94,29 @@ class Circle:
     ) -> None:
         """Send this to the others, or to some of them. The tensors must not change any more."""
         self.check()
-        parts = list(in_parts((name, tensor, {}) for name, tensor in (tensors or {}).items()))
-        for part in parts:
-            ends = last and part.last
-            values = dict(info or {}) if part.last else {}
-            body = m.Share(number, kind, ends, tuple(part.tensors), values)
-            message = Message(body, tuple(map(to_wire, part.tensors.values())))
+        for message in _messages(number, kind, tensors, info, last):
             for name in self.others if to is None else to:
                 try:
                     self._links[name].send(message)
                 except HeteroError as error:
                     self.lose(name, error.message)
                     self.check()
+
+    def tell(
+        self,
+        name: str,
+        number: int,
+        kind: ShareKind,
+        tensors: Mapping[str, Tensor] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Send this to one member, whoever has left: what is decided holds, and each one that can
+        hear it shall. Raises nothing."""
+        for message in _messages(number, kind, tensors, info, last=True):
+            try:
+                self._links[name].send(message)
+            except HeteroError as error:
+                self.lose(name, error.message)
 
     def said(self, number: int, kind: ShareKind, name: str) -> Said:
         """What this member has said until now."""
@@ -122,10 +133,8 @@ class Circle:
             with self._changed:
                 if self._said[number, kind, name].is_whole:
                     return self._said[number, kind, name]
-            self.check()
-            with self._changed:
-                if not self._said[number, kind, name].is_whole:
-                    self._changed.wait(timeouts.ANSWER_TICK_S)
+                self.check()
+                self._changed.wait(timeouts.ANSWER_TICK_S)
             if time.monotonic() > deadline:
                 self.lose(name, f"it said nothing for {timeouts.ISLAND_S:.0f} s")
             check()
@@ -202,6 +211,20 @@ class Circle:
             with suppress(HeteroError):
                 link.send(Message(m.Bye(reason)))
             link.close(drain_s=timeouts.DRAIN_S if reason else 0)
+
+
+def _messages(
+    number: int,
+    kind: ShareKind,
+    tensors: Mapping[str, Tensor] | None,
+    info: Mapping[str, Any] | None,
+    last: bool,
+) -> Iterator[Message]:
+    """What is said, in frames that are not too large."""
+    for part in in_parts((name, tensor, {}) for name, tensor in (tensors or {}).items()):
+        values = dict(info or {}) if part.last else {}
+        body = m.Share(number, kind, last and part.last, tuple(part.tensors), values)
+        yield Message(body, tuple(map(to_wire, part.tensors.values())))
 
 
 class IslandLinks:

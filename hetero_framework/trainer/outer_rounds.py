@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_framework.core import timeouts
+from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.engine.hosts import ReplicasChanged
@@ -192,7 +192,7 @@ class OuterRounds(SummedSteps):
             skipped += step - before.step
         state = replace(state, step=step, committed_steps=step - skipped)
         state = replace(state, group=self._remembered())
-        self._said = {"data_step": _nth(self._own, round_.done - 1)}
+        self._said["data_step"] = _nth(self._own, round_.done - 1)
         return self._synchronised(state)
 
     def metrics(self) -> Mapping[str, Any]:
@@ -200,7 +200,8 @@ class OuterRounds(SummedSteps):
             return super().metrics()
         said = super().metrics()["island"]
         del said["samples"]
-        return {"island": {**said, **self._said, "committed": self._ledger.count}}
+        own, self._said = self._said, {}
+        return {"island": {**said, **own, "committed": self._ledger.count}}
 
     def went_back(self, state: TrainState) -> None:
         """To a step after the last synchronisation the others need not know; to one before that
@@ -269,6 +270,7 @@ class OuterRounds(SummedSteps):
     def _begin(self, sending: _Sending) -> None:
         """In the background, while steps go on."""
         circle, number = self._present, self._exchange
+        failpoints.hit("island-changes")
         sending.circle = circle
         sending.mean = in_background(
             lambda: self._mean(circle, number, sending), "outer synchronisation"
@@ -341,8 +343,12 @@ class OuterRounds(SummedSteps):
                 "seconds": {name: v.get("seconds", 0.0) for name, v in votes.items()},
                 "commit": set(hashes.values()) == {vote["hash"]},
             }
-            circle.say(number, "decision", info=decision)
+            failpoints.hit("island-decision")
+            for name in circle.others:
+                circle.tell(name, number, "decision", info=decision)
+                failpoints.hit("island-told")
         else:
+            failpoints.hit("island-vote")
             circle.say(number, "vote", info=vote, to=[circle.leader])
             decision = circle.hear(number, "decision", circle.leader, self._heed_in_step).info
         if decision.get("commit") is not True:
@@ -371,8 +377,10 @@ class OuterRounds(SummedSteps):
     ) -> TrainState:
         circle, round_, fragment = self._present, self._round, sending.at.fragment
         assert round_ is not None
+        counted: list[tuple[int, int]] = self._said.setdefault("counted", [])
         for parts in steps.values():
             self._ledger = self._ledger.commit(parts)
+            counted += parts
         self._before = list(self._outer)
         self._outer[fragment] = after
         self._compression.committed()
@@ -386,6 +394,7 @@ class OuterRounds(SummedSteps):
         # To its end also where an island left: what it was dealt is dealt again.
         step = self._ledger.count if ends else state.step
         self._tune(round_ if ends else None)
+        failpoints.hit("island-apply")
         self._give_back(after, agreed=round_.last)
         self._round = None if ends else round_
         skipped = state.step - state.committed_steps
@@ -473,6 +482,8 @@ class OuterRounds(SummedSteps):
         return remembered
 
     def _beside(self) -> dict[str, Tensor]:
+        if not self._outer:  # the run has gone on after a checkpoint, and met nobody yet
+            return self._checkpoints.restored
         return {
             f"{_OUTER}{k}/{name}": tensor
             for k, outer in enumerate(self._outer)
@@ -499,16 +510,20 @@ class OuterRounds(SummedSteps):
         super()._gather(without_weights)
         take(StatePart(self._beside()))
 
-    def _take_over(self, circle: Circle, source: str) -> TrainState:
+    def _adopted(self, state: TrainState, circle: Circle) -> TrainState:
         """An island that takes over another one's state has no steps before the next round."""
+        group = {**state.group, "label_tokens": [0] * self._island.fragments}
+        if kept := group.get("round"):
+            round_ = Round.load_state_dict(kept)
+            idle = {name: steps for name, steps in round_.dealt.items() if name != circle.me}
+            group["round"] = replace(round_, dealt=idle, done=0, committed=0).state_dict()
+        return replace(state, group=group)
+
+    def _take_over(self, circle: Circle, source: str) -> TrainState:
         state = super()._take_over(circle, source)
         self._sending = None
         self._compression = Compression(self._island.compression)
-        self._label_tokens = [0] * self._island.fragments
-        self._recall(replace(state, group={**state.group, "label_tokens": self._label_tokens}))
-        if self._round is not None:
-            idle = {name: steps for name, steps in self._round.dealt.items() if name != circle.me}
-            self._enter(replace(self._round, dealt=idle, done=0, committed=0), circle.me)
+        self._recall(state)
         return state
 
     def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -176,7 +176,7 @@ class SummedSteps(ReplicaGroup):
             norm = norm.detach().to("cpu", torch.float32).clone()
             failpoints.hit("island-decision")
             for name in circle.others:
-                circle.say(number, "decision", {"norm": norm}, decision, to=[name])
+                circle.tell(name, number, "decision", {"norm": norm}, decision)
                 failpoints.hit("island-told")
         else:
             failpoints.hit("island-vote")
@@ -287,10 +287,15 @@ class SummedSteps(ReplicaGroup):
             _, _ = state.group["lineage"], _shares_in(state.group)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"island {source} sends no state: {error!r}") from error
+        state = self._adopted(state, circle)
         self._checkpoints.take_over(self._loaded(said.tensors), values, state)
         seconds = time.monotonic() - began
         taken = event("state taken", island=source, step=state.step, seconds=round(seconds, 3))
         _log.info("took over the state of %s after step %d", source, state.step, extra=taken)
+        return state
+
+    def _adopted(self, state: TrainState, circle: Circle) -> TrainState:
+        """What another island's state is on this one."""
         return state
 
     def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -166,6 +166,19 @@ def test_what_was_said_before_a_member_left_counts(coast: Coast) -> None:
         hear(b, "a", "decision", 3)
 
 
+def test_a_decision_reaches_each_one_that_is_there(coast: Coast) -> None:
+    a, b, c = together(coast.open("a"), coast.open("b"), coast.open("c"))
+    b.close("it is gone")
+    lost(a)
+    for name in ("b", "c"):
+        a.tell(name, 2, "decision", info={"commit": True})
+    while True:  # until it is here; that b has left is known before
+        with suppress(MemberLost):
+            assert hear(c, "a", "decision").info == {"commit": True}
+            break
+        c.wait_for_more(0.01)
+
+
 def test_a_broken_connection_is_a_lost_member(coast: Coast) -> None:
     a, b = together(*map(coast.open, "ab"))
     b._links["a"].stream.stop()

@@ -1,0 +1,136 @@
+"""Islands in rounds, as real processes with torchft's lighthouse: any of them may end at any point.
+
+What holds in each run: every step of the data counts once; who was away comes back by the same
+command; at the end all have the same bits.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.islands import Islands
+from benchmarks.machines import Machines
+from hetero_framework.islands.lighthouse import Lighthouse
+from tests.faults.test_islands import Deaths, folder, live_through, raw_of, torchft
+
+__all__ = ["folder", "torchft"]  # fixtures
+pytestmark = pytest.mark.islands
+
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8}
+STREAMING = {"sync_steps": 4, "fragments": 2, "delay_steps": 1, "mixing": 0.5}
+
+
+@pytest.fixture
+def server() -> Iterator[Lighthouse]:
+    with Lighthouse() as started:
+        yield started
+
+
+def raws_of(
+    folder: Path,
+    at: Path,
+    port: int,
+    names: str,
+    steps: int,
+    adapter: dict[str, Any] | None = None,
+    **section: Any,
+) -> dict[str, dict[str, Any]]:
+    raws = {name: raw_of(folder, at, name, port, steps, **section) for name in names}
+    for raw in raws.values():
+        raw["training"]["gradient_accumulation_steps"] = 2
+        del raw["adapter"]
+        if adapter is not None:
+            raw["adapter"] = adapter
+    return raws
+
+
+def counted(islands: Islands, *names: str) -> set[tuple[int, int]]:
+    """The steps that count, as these islands told of them, one range for each synchronisation and
+    island that took them."""
+    lines = [line["island"] for name in names for _, line in islands.of[name].steps]
+    return {tuple(steps) for line in lines for steps in line.get("counted", [])}
+
+
+def assert_each_once(ranges: set[tuple[int, int]], steps: int) -> None:
+    found = sorted(ranges)
+    assert (found[0][0], found[-1][1]) == (0, steps), found
+    assert all(before[1] == after[0] for before, after in pairwise(found)), found
+
+
+def assert_same_result(raws: dict[str, dict[str, Any]]) -> None:
+    first, *others = [_weights(Path(raw["training"]["output_dir"])) for raw in raws.values()]
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[key], other[key]) for key in first)
+
+
+def _weights(output: Path) -> dict[str, torch.Tensor]:
+    files = [*output.glob("adapter/*.safetensors"), *output.glob("model/*.safetensors")]
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+POINTS: Deaths = [
+    ("c", "forward@4"),
+    ("b", "island-changes"),
+    ("a", "island-changes"),
+    ("c", "island-vote"),
+    ("a", "island-decision"),
+    ("a", "island-told"),
+    ("b", "island-apply"),
+    ("a", "island-apply"),
+    ("c", "load-state"),  # while it takes over
+    ("a", "commit-done"),
+    # Two at once.
+    ("b", "island-vote"),
+    ("c", "island-vote"),
+]
+
+
+@pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
+def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
+    folder: Path, tmp_path: Path, server: Lighthouse, adapter: dict[str, Any] | None
+) -> None:
+    section = STREAMING if adapter is not None else {"sync_steps": 4}
+    raws = raws_of(folder, tmp_path, server.port, "abc", 120, adapter, min_islands=3, **section)
+    with Machines() as started:
+        islands = Islands(started, raws)
+        happened = live_through(islands, POINTS)
+    assert len(happened) == len(POINTS)
+    assert_each_once(counted(islands, "a", "b", "c"), 120)
+    assert_same_result(raws)
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_others_go_on_while_islands_are_away(
+    folder: Path, tmp_path: Path, server: Lighthouse, names: str
+) -> None:
+    """All but the last die, at once, in the middle of a round, and come back when rounds were made
+    without them."""
+    *dying, last = names
+    raws = raws_of(folder, tmp_path, server.port, names, 300, LORA, **STREAMING)
+    with Machines() as started:
+        islands = Islands(started, raws, dict.fromkeys(names, 0.01))
+        for name in names:
+            islands.start(name)
+        islands.until_step(10, *names)
+        for name in dying:
+            islands.send(name, signal.SIGKILL)
+        for name in dying:
+            islands.await_end(name)
+        islands.until_step(islands.reached(last) + 10, last)
+        for name in dying:
+            islands.start(name)
+        islands.until_done(*names)
+    who = ["".join(line["island"]["members"]) for _, line in islands.of[last].steps]
+    assert who[0] == who[-1] == names
+    assert last in who
+    assert_each_once(counted(islands, last), 300)
+    assert_same_result(raws)
