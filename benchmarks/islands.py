@@ -2,6 +2,7 @@
 
     python -m benchmarks.islands goodput
     python -m benchmarks.islands speeds
+    python -m benchmarks.islands bytes
 
 `goodput`: three islands sum the gradients of every step; one of them, another each time, is killed
 at every `--every` steps and started again with the same command. Printed are the steps per second
@@ -10,6 +11,9 @@ seconds from each kill until the others' next step.
 
 `speeds`: two islands, one twice as fast as the other (layers that sleep), with shares by measured
 speed against equal shares: the steps per second once they are tuned.
+
+`bytes`: what an island sends to another one for each step of its own, in rounds of 100 steps, two
+fragments and int8, against the gradients of every step.
 
 With `--sleep` a layer sleeps so many seconds for each micro-batch, so that cores do not limit.
 """
@@ -357,6 +361,42 @@ def speeds(steps: int, sleep_s: float) -> dict[str, Any]:
     return found
 
 
+def sent_bytes(sync_steps: int) -> dict[str, Any]:
+    """All weights are trained. The state that is given at the beginning is not counted. Rows of
+    the embedding that no sample uses have not changed and cost nothing in rounds: a quarter of this
+    small model, so a real one gains less."""
+    found: dict[str, Any] = {"case": "bytes", "sync_steps": sync_steps}
+    streaming = {"sync_steps": sync_steps, "fragments": 2, "compression": "int8"}
+    for kind, section, steps, last in (
+        ("every_step", {}, 8, 7),
+        # In the run's last round one fragment goes out twice.
+        ("rounds", streaming, 4 * sync_steps, 2 * sync_steps),
+    ):
+        with tempfile.TemporaryDirectory() as at, Lighthouse() as lighthouse, Machines() as started:
+            folder = Path(at)
+            _prepare(folder)
+            raws = {
+                name: configuration(
+                    folder,
+                    name,
+                    lighthouse.port,
+                    max_steps=steps,
+                    gradient_accumulation_steps=2,
+                    island={"min_islands": 2, "share": 1, **section},
+                )
+                for name in ("a", "b")
+            }
+            islands = Islands(started, raws)
+            for name in raws:
+                islands.start(name)
+            islands.until_done(*raws)
+            lines = [line for _, line in islands.of["a"].steps[1:] if line["step"] <= last]
+            sent = sum(line["island"]["bytes_out"] for line in lines)
+            found[kind] = round(sent / (len(lines) + (kind == "rounds")))
+    found["ratio"] = round(found["every_step"] / found["rounds"], 1)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -367,9 +407,13 @@ def main() -> None:
     two = commands.add_parser("speeds")
     two.add_argument("--steps", type=int, default=40)
     two.add_argument("--sleep", type=float, default=0.03)
+    sent = commands.add_parser("bytes")
+    sent.add_argument("--sync-steps", type=int, default=100)
     options = parser.parse_args()
     if options.command == "goodput":
         found = goodput(options.steps, options.every, options.sleep)
+    elif options.command == "bytes":
+        found = sent_bytes(options.sync_steps)
     else:
         found = speeds(options.steps, options.sleep)
     print(json.dumps(found), flush=True)
