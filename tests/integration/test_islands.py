@@ -184,7 +184,10 @@ def train_rounds(
     "section",
     [
         {},
-        {"sync_steps": 4, "fragments": 2, "delay_steps": 1, "mixing": 0.5},
+        pytest.param(
+            {"sync_steps": 4, "fragments": 2, "delay_steps": 1, "mixing": 0.5},
+            marks=pytest.mark.islands,
+        ),
         {"method": "local_sgd", "compression": "int8", "warmup_steps": 3},
     ],
     ids=["plain", "streaming", "warmup"],
