@@ -2,7 +2,8 @@
 # make demo    the whole job on this machine, offline after setup
 # make demo-islands  two coordinators train one model together (Linux x86-64: it installs torchft)
 # make test    lint, types and the whole suite
-# make faults  the tests of faults that take longer, with their figures
+# make faults  what breaks, with its figures
+# make long    all other tests that take longer
 # make islands real islands with torchft's lighthouse: kills at every point (Linux x86-64)
 # make bench   the benchmarks, 10 minutes; results under benchmarks/results
 
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 endif
 STAMP := $(VENV)/.hetero-setup
 
-.PHONY: setup demo demo-islands test lint faults islands bench clean
+.PHONY: setup demo demo-islands test lint faults long islands bench clean
 
 setup: $(STAMP)
 
@@ -54,6 +55,9 @@ test: lint
 faults: setup
 	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "faults and not alone" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "faults and alone" $(PYTEST_ARGS)
+
+long: setup
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m long $(PYTEST_ARGS)
 
 islands: $(ISLANDS)
 	$(BIN)/python -m pytest -m islands $(PYTEST_ARGS)

@@ -16,7 +16,7 @@ STEPS = 120
 COUNTS = {"kills": 2, "drops": 2, "coordinator_kills": 1, "full_disks": 1, "pauses": 1}
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGSTOP")
 def test_a_soak_of_random_faults_ends_with_the_undisturbed_result(figure) -> None:

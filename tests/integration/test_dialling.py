@@ -133,7 +133,7 @@ def test_worker_that_dials_trains_as_any_other_and_dials_again_when_its_link_is_
     assert f"worker 1 dials 127.0.0.1:{proxy.port}" in first.log.read_text()
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left_here")
 def test_own_workers_without_ports_open_none_and_come_back_in_a_new_process(
     raw: dict[str, Any], tmp_path: Path, whole: list[tuple]

@@ -27,7 +27,7 @@ NEVER |= {
 }
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_run_passes_every_failpoint(
     pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
 from tests.samples import free_ports
 
-LONG = pytest.mark.faults
+LONG = pytest.mark.long
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
 TRAINING = {
@@ -279,7 +279,7 @@ def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_f15_segments_of_one_byte_and_latency_change_nothing(
     make, proxies, whole, tmp_path
 ) -> None:

@@ -100,7 +100,7 @@ def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan) 
     assert relayed_bytes(tmp_path / "auto") < 0.8 * relayed_bytes(tmp_path / "relay")
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_link_of_a_pair_that_meets_twice_holds(run, tmp_path) -> None:
     """Workers that dialled each other at once closed each other's link in most runs."""
     plan = [{"id": owner, "start": start, "end": start + 1} for start, owner in enumerate("l1212l")]

@@ -78,7 +78,7 @@ WITH_SIDES: dict[str, dict[str, Any]] = {
 # The Trainer adds the routers' loss to that of each micro-batch, whatever their number.
 @pytest.mark.parametrize(
     "way",
-    [{}, pytest.param({"lora": True, "gradient_checkpointing": True}, marks=pytest.mark.faults)],
+    [{}, pytest.param({"lora": True, "gradient_checkpointing": True}, marks=pytest.mark.long)],
     ids=["full", "lora"],
 )
 def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path) -> None:
@@ -107,7 +107,7 @@ def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path) -
 
 @pytest.mark.parametrize(
     "model_type",
-    [*NO_DROPOUT, *(pytest.param(name, marks=pytest.mark.faults) for name in WITH_SIDES)],
+    [*NO_DROPOUT, *(pytest.param(name, marks=pytest.mark.long) for name in WITH_SIDES)],
 )
 def test_other_architectures_agree_with_trainer(model_type, losses, texts, tmp_path) -> None:
     model = save_tiny(tmp_path / "model", model_type, **(NO_DROPOUT | WITH_SIDES)[model_type])

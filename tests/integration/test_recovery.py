@@ -78,7 +78,7 @@ def whole(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return output
 
 
-LONG = pytest.mark.faults
+LONG = pytest.mark.long
 KILLS = [{5: (1, 2)}, pytest.param({1: (1,)}, marks=LONG)]
 
 
@@ -148,7 +148,7 @@ def test_f30_a_lack_of_memory_in_any_process_has_its_step_done_again_with_the_sa
     assert not [e for e in events if e["what"] in ("worker lost", "went back")]
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("points", "said"),
     [

@@ -120,7 +120,7 @@ def test_ctrl_c_while_the_plan_changes_keeps_the_state_and_the_same_command_goes
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.usefixtures("cut_at")
 def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,7 +280,7 @@ def test_a_worker_that_stays_away_is_done_without_and_taken_back(
     assert again["plan"] == "coordinator 0-1, worker 1 2-3, worker 2 4-5"
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [{"adapter": None, "training": {"save_strategy": "steps", "save_steps": 3}}],
@@ -311,7 +311,7 @@ def alone(config: Config, output: Path) -> Config:
     )
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["load", "load-state"])
 def test_a_worker_that_dies_while_the_plan_changes_has_it_begun_again(
     point: str, config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -330,7 +330,7 @@ def test_a_worker_that_dies_while_the_plan_changes_has_it_begun_again(
     assert "worker 2" not in last["plan"]
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_coordinator_that_dies_while_the_plan_changes_goes_on_with_the_same_command(
     config: Config, worker: Worker, tmp_path: Path
 ) -> None:
@@ -361,7 +361,7 @@ def test_a_coordinator_that_dies_while_the_plan_changes_goes_on_with_the_same_co
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_a_straggler_gets_another_plan_without_being_asked_for(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

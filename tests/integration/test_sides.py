@@ -37,7 +37,7 @@ def test_token_ids_go_to_the_stages_whose_layers_read_them(losses, tmp_path) -> 
     assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("links", ["direct", "relay"])
 def test_the_loss_of_routers_crosses_processes_that_hold_several_stages(
     links, losses, tmp_path

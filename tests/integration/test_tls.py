@@ -309,7 +309,7 @@ def test_who_was_not_invited_gets_nothing_and_disturbs_nothing(
     }
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_500_idle_connections_do_not_keep_the_coordinator_out(
     cluster: Cluster, undisturbed: list[tuple]
 ) -> None:

@@ -290,7 +290,7 @@ def test_the_suite_leaves_out_what_it_has_no_time_for() -> None:
 # -- replication --------------------------------------------------------------------------------
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_copies_of_the_state_are_made_and_cost_time(network: Network) -> None:
     load = replace(LOAD, state_bytes=400_000)
     found = replication.figures("small", network, load)
@@ -308,7 +308,7 @@ def test_best_plan_beside_a_straggler_gives_it_less() -> None:
     assert layers.get(1, 0) < min(layers["local"], layers[2])
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_changes_of_plan_are_timed() -> None:
     found = replanning.change(64, None)
     assert len(found["each_s"]) == replanning.CHANGES

@@ -56,7 +56,7 @@ def test_the_best_of_all_is_the_least_of_all() -> None:
     assert best_of_all(fleet, 0.5 * min(steps)) == (0.5 * min(steps), 0)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [2, 6, 7, 13])
 def test_plans_are_as_good_as_exhaustive_search(seed: int) -> None:
     found = exhaustive([instance(seed, most_devices=3)])
@@ -95,13 +95,13 @@ def test_splits_hold_all_layers() -> None:
     assert evaluate(profile, entries).predicted_step_s > 0
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_the_plan_beats_simple_rules() -> None:
     found = splits(2)
     assert found["plan"]["mean"] > found["equal"]["mean"]
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_large_says_time_and_gap() -> None:
     found = large(1, layers=8, devices=3, micro_batches=(8,))
     assert len(found["rows"]) == 6

@@ -156,7 +156,7 @@ def test_islands_meet_at_it_and_nothing_else_of_it_is_open(
     assert "INFO" not in errors  # torchft's own words
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_islands_meet_again_after_it_was_killed_and_started_again(
     process: Process, tmp_path: Path
 ) -> None:

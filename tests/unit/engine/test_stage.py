@@ -728,7 +728,7 @@ SIDE_WAYS: dict[str, dict[str, Any]] = {
         "gemma3n_text",
         "hy_v4",
         *(
-            pytest.param(name, marks=pytest.mark.faults)
+            pytest.param(name, marks=pytest.mark.long)
             for name in ("gemma4_text", "qwen4_exp_text", "zaya")
         ),
     ],
@@ -751,7 +751,7 @@ def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path
     "way",
     [
         *("all weights", "adapter"),
-        *(pytest.param(way, marks=pytest.mark.faults) for way in ("recomputing", "upper layers")),
+        *(pytest.param(way, marks=pytest.mark.long) for way in ("recomputing", "upper layers")),
     ],
 )
 def test_the_loss_of_all_layers_routers_has_the_same_bits_under_every_cut(

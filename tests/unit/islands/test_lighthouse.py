@@ -220,7 +220,7 @@ class ServerProcess:
         self._process.communicate()
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_after_a_lighthouse_was_killed_and_started_again_all_meet_again() -> None:
     need_torchft()
     server = ServerProcess()

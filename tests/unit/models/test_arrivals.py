@@ -133,7 +133,7 @@ def test_axes_and_kind_are_known_where_no_part_runs_without_numbers(
 
 @pytest.mark.parametrize(
     ("model_type", "extra"),
-    [("inkling2_text", 0), pytest.param("hy_v4", 3, marks=pytest.mark.faults)],
+    [("inkling2_text", 0), pytest.param("hy_v4", 3, marks=pytest.mark.long)],
 )
 def test_a_few_runs_tell_the_forms_for_every_length(
     model_type: str, extra: int, monkeypatch: pytest.MonkeyPatch

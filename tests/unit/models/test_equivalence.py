@@ -71,7 +71,7 @@ phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text"""
     "model_type",
     [
         *("mixtral", "jetmoe", "dbrx"),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in ROUTERS.split()),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ROUTERS.split()),
     ],
 )
 def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:

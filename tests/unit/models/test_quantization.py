@@ -81,7 +81,7 @@ def test_quantising_while_loading_equals_the_stored_checkpoint(
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
-@pytest.mark.parametrize("autocast", [None, True, pytest.param(False, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("autocast", [None, True, pytest.param(False, marks=pytest.mark.long)])
 def test_qlora_loss_and_gradients_equal_the_whole_models(
     stored: tuple[str, Path], autocast: bool | None, tmp_path: Path
 ) -> None:
