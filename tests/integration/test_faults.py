@@ -207,6 +207,7 @@ def test_a_link_cut_at_any_frame_changes_nothing(
     assert_equal_runs(tmp_path / "cut", whole("lora"))
 
 
+@pytest.mark.long
 def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_path) -> None:
     training = {"eval_on_start": True}
     config = make("calm", [2, 4], training=training)

@@ -147,6 +147,7 @@ open({seen!r} + str(os.getpid()), "w").close()
 """
 
 
+@pytest.mark.long
 def test_no_process_of_a_run_unpickles_anything(tmp_path: Path) -> None:
     """Training over two processes, a checkpoint, a resume from it and an export."""
     model = save_llama(tmp_path / "model", layers=2)

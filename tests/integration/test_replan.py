@@ -98,6 +98,7 @@ def test_another_cut_in_the_midst_changes_no_bit(
     assert not events(tmp_path / "whole", "plan changed")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cut_at")
 def test_ctrl_c_while_the_plan_changes_keeps_the_state_and_the_same_command_goes_on(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

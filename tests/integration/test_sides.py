@@ -11,7 +11,9 @@ from tests.samples import save_tiny
 LORA = {"r": 4, "target_modules": "all-linear"}
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(None, marks=pytest.mark.long), LORA], ids=["full", "lora"]
+)
 def test_inputs_of_single_layers_and_shared_keys_cross_and_their_gradients_come_back(
     adapter, losses, tmp_path
 ) -> None:

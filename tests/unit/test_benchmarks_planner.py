@@ -65,6 +65,7 @@ def test_plans_are_as_good_as_exhaustive_search(seed: int) -> None:
     assert found["ratio"]["least"] >= 0.99
 
 
+@pytest.mark.long
 def test_published_measurements_are_predicted() -> None:
     """Two-stage pipelines of A100s give the numbers, four-stage ones are predicted."""
     table = json.loads(VTRAIN.read_text(encoding="utf-8"))
