@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -35,7 +36,7 @@ each other at a lighthouse that was started again (`SETTLE_S`)."""
 _CHUNK_BYTES = 1 << 16
 
 
-class _Passage:
+class _Passage(ABC):
     """Accepts links on `listener`, for those whom `access` admits, and has them lead onward."""
 
     def __init__(self, listener: Listener, access: Access, most_of_one: int) -> None:
@@ -108,14 +109,17 @@ class _Passage:
         if (error := done.exception()) is not None:
             _log.error("a link of %s ended: %r", who, error)
 
+    @abstractmethod
     def _carry(self, stream: Stream, who: str) -> None:
-        raise NotImplementedError
+        """Lead a link onward, until it ends."""
 
     def _came(self, who: str, peer: str) -> None:
         """The first link of somebody."""
+        _log.debug("%s is here, from %s", who, peer)
 
     def _left(self, who: str) -> None:
         """The last one has ended."""
+        _log.debug("%s has left", who)
 
 
 class Entrance(_Passage):
