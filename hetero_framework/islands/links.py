@@ -29,13 +29,16 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.state_snapshot import in_parts
-from hetero_framework.errors import HeteroError, NetworkError
+from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from hetero_framework.islands.rendezvous import Member, View
 from hetero_framework.security.access import Access
 from hetero_framework.security.door import Door
 
 _log = logging.getLogger(__name__)
 Check = Callable[[], None]
+_AHEAD = 4
+"""Exchanges that a member may be ahead of the last one that is over here: positions and state, in
+which not all take part, are two of them, and it may have heard a decision before we have."""
 
 
 class MemberLost(ReplicasChanged):
@@ -183,8 +186,12 @@ class Circle:
         return [name for name in self.others if name not in self._links]
 
     def take(self, name: str, message: Message) -> None:
-        """In a reader thread: a part of what a member says."""
+        """In a reader thread: a part of what a member says. Raises ProtocolError for an exchange
+        that nobody can be in yet."""
         body = message.expect(m.Share)
+        if body.number > self._done + _AHEAD:
+            over = f"{self._done} is the last that is over"
+            raise ProtocolError(f"island {name} speaks of exchange {body.number}; {over}")
         tensors = {
             key: from_wire(tensor).clone()
             for key, tensor in zip(body.names, message.tensors, strict=True)

@@ -258,8 +258,10 @@ class Coordinator:
             raise errors.StoppedEarly(leaving.message, hint=hint) from leaving
         except (StopWanted, _Interrupted) as cut:
             self._checkpoints.keep_newest()
-            why = "was waited for" if isinstance(cut, StopWanted) else "did not answer"
-            where = f"stopped by {self._stop.requested} while a worker {why}"
+            what = "a worker did not answer"
+            if isinstance(cut, StopWanted):
+                what = f"{str(cut) or 'a worker'} was waited for"
+            where = f"stopped by {self._stop.requested} while {what}"
             raise errors.StoppedEarly(where, hint=self._checkpoints.advice()) from None
         except errors.PeerLostError as error:
             # What broke is the cluster's to say; how to go on depends on what has been saved.

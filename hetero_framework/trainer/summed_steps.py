@@ -362,7 +362,7 @@ class SummedSteps(ReplicaGroup):
     def heed_stop(self) -> None:
         """Between steps, while others are waited for."""
         if self._stop.requested is not None:
-            raise StopWanted
+            raise StopWanted("another island")
 
     def _heed_while_healing(self) -> None:
         self._note_progress()

@@ -110,13 +110,22 @@ def test_what_is_said_to_some_is_heard_by_them_alone(coast: Coast) -> None:
 
 def test_parts_of_one_exchange_add_up_and_early_ones_wait(coast: Coast) -> None:
     a, b = together(*map(coast.open, "ab"))
-    a.say(7, "losses", {"x": torch.ones(1)})
+    a.say(3, "losses", {"x": torch.ones(1)})
     a.say(2, "gradients", {"x": torch.ones(2)}, last=False)
     a.say(2, "gradients", {"y": torch.ones(3)}, {"n": 1})
     said = hear(b, "a", "gradients")
     assert {name: t.numel() for name, t in said.tensors.items()} == {"x": 2, "y": 3}
-    b.forget(6)
-    assert hear(b, "a", "losses", 7).tensors["x"].numel() == 1
+    b.forget(2)
+    assert hear(b, "a", "losses", 3).tensors["x"].numel() == 1
+
+
+def test_an_exchange_that_nobody_can_be_in_yet_ends_the_circle(coast: Coast) -> None:
+    """Else a member could fill the memory of the others with exchanges to come."""
+    a, b = together(*map(coast.open, "ab"))
+    a.say(4, "losses", {"x": torch.ones(1)})
+    with pytest.raises(MemberLost, match="island a"):
+        hear(b, "a", "losses", 4)
+    assert not b._said[4, "losses", "a"].tensors
 
 
 def test_what_comes_late_is_dropped(coast: Coast) -> None:
