@@ -75,9 +75,10 @@ def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
     )
 
 
-def write_plan(found: Mapping[str, Any], file: Path) -> None:
-    """Put a plan into a configuration; its other settings and their order stay. Raises ConfigError
-    for one that it does not fit, and UserError where the file cannot be written."""
+def write_plan(found: Mapping[str, Any], file: Path) -> Config:
+    """Put a plan into a configuration, which is returned; its other settings and their order stay.
+    Raises ConfigError for one that it does not fit, and UserError where the file cannot be written.
+    """
     raw = read_json_object(file)
     raw["shard_plan"] = entries_of(found)
     changes = found["changes"]
@@ -85,11 +86,12 @@ def write_plan(found: Mapping[str, Any], file: Path) -> None:
         raw["wire"] = {**(raw.get("wire") or {}), **changes["wire"]}
     if "micro_batches" in changes:
         _split_samples(raw, changes["micro_batches"])
-    Config.from_dict(raw, file.absolute().parent, name=str(file))
+    config = Config.from_dict(raw, file.absolute().parent, name=str(file))
     try:
         write_file(file, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}") from error
+    return config
 
 
 def entries_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -106,8 +106,12 @@ def run_plan(arguments: argparse.Namespace) -> None:
         for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
             _log.info("drawn: %s", file)
     if arguments.write:
-        write_plan(found, Path(arguments.config))
+        config = write_plan(found, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
+        if config.model is not None and not about:  # an estimate is nothing to hold a run to
+            from hetero_framework.trainer.kept_plan import keep_plan
+
+            keep_plan(config, result)
 
 
 def _check(arguments: argparse.Namespace) -> None:

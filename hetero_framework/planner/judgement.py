@@ -175,7 +175,7 @@ class Judge:
             awaited.observed, [d for d in work if work[d] > self._held(awaited.stages, d)]
         )
         then_s, now_s = (
-            _tuned(Fleet(self._fleet(observed)), awaited.stages)
+            tuned(Fleet(self._fleet(observed)), awaited.stages)
             for observed in (awaited.observed, now)
         )
         if then_s is None or now_s is None:
@@ -212,8 +212,8 @@ class Judge:
     def _gain(self, question: Question, fleet: Fleet, stages: Stages) -> float:
         """Of a plan over the present one, in the median; 0 where a quarter of the steps promises
         less than is asked for."""
-        present = _tuned(fleet, question.stages)
-        other = _tuned(fleet, stages)
+        present = tuned(fleet, question.stages)
+        other = tuned(fleet, stages)
         if present is None or other is None:
             return 0.0
         for quarter in question.quarters:
@@ -302,8 +302,8 @@ def _layout(fleet: Fleet, stages: Stages) -> Layout:
     )
 
 
-def _tuned(fleet: Fleet, stages: Stages) -> TunedSchedule | None:
-    """How the product would run a plan; None where it does not fit."""
+def tuned(fleet: Fleet, stages: Stages) -> TunedSchedule | None:
+    """How the product would run a plan on these devices; None where it does not fit."""
     layout = _layout(fleet, stages)
     limits = fleet.memory_limits(layout)
     if limits is None:

@@ -80,6 +80,11 @@ class Observed:
             self._wire_s |= {pair: seconds for pair, seconds in wires.items() if seconds > 0}
             self._latency_s[frozenset((before.owner, after.owner))] = edge.latency_s
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step has told what work takes."""
+        return not self._pace_s
+
     def keep_pace(self, earlier: Observed, devices: Iterable[WorkerId]) -> None:
         """Of these devices take what was known earlier."""
         for device in devices:

@@ -418,7 +418,7 @@ class Coordinator:
             except WorkerLeaving as leaving:
                 self._cluster.part_with(leaving)
         self._replanning.move_s = time.monotonic() - began
-        self._planned_s = None
+        self._planned_s = change.planned_s
         self._replicas.went_back(state)
         self._return_to(state)
         self._order = ModelOrder(self._cluster.assembly.trainable)

@@ -28,7 +28,8 @@ from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import memory_of_parts
 from hetero_framework.models.tiny import meta_model
 from hetero_framework.planner import FleetProfile
-from hetero_framework.planner.judgement import Judge, Proposal, Question, Stages
+from hetero_framework.planner.judgement import Judge, Proposal, Question, Stages, tuned
+from hetero_framework.planner.layout import Fleet
 from hetero_framework.planner.observed import ModelWork, Observed, PartBytes
 from hetero_framework.planner.planning import CHUNKS
 from hetero_framework.planner.simulator import Profile
@@ -48,11 +49,13 @@ def absence_s(config: Config) -> float:
 @dataclass(frozen=True)
 class PlanChange:
     """A plan to take, ready to be loaded, and why. `away` are workers that it does without,
-    `proposal` is what the judge said where it is for a shorter step."""
+    `planned_s` is what a step should take by what was seen under the plans before, where that
+    fits, `proposal` is what the judge said where it is for a shorter step."""
 
     parts: setup.Prepared
     reason: str
-    away: tuple[WorkerId, ...] = ()
+    away: tuple[WorkerId, ...]
+    planned_s: float | None
     proposal: Proposal | None = None
 
     @property
@@ -185,7 +188,15 @@ class Replanning:
     def _change(
         self, entries: setup.Entries, reason: str, away: tuple[WorkerId, ...]
     ) -> PlanChange:
-        return PlanChange(setup.replanned(self._parts, entries, self.facts, reason), reason, away)
+        parts = setup.replanned(self._parts, entries, self.facts, reason)
+        return PlanChange(parts, reason, away, self._step_s(parts.config.plan.stages, away))
+
+    def _step_s(self, stages: Stages, away: Collection[WorkerId]) -> float | None:
+        """What a step of a plan should take by what the steps have shown."""
+        if self._judge.observed.is_empty:
+            return None
+        schedule = tuned(Fleet(self._fleet(self._judge.observed, away)), stages)
+        return schedule.forecast.seconds if schedule is not None else None
 
     def _fleet(self, observed: Observed, away: Collection[WorkerId] | None = None) -> FleetProfile:
         config = self._parts.config

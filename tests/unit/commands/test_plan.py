@@ -8,7 +8,9 @@ import pytest
 
 from hetero_framework.cli import main
 from hetero_framework.commands.plan import held_text, write_plan
+from hetero_framework.config import load_config
 from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.trainer import kept_plan
 from tests.unit.planner.fleets import GB, device, raw_fleet
 
 
@@ -161,6 +163,19 @@ def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path: Path
     with pytest.raises(ConfigError, match="is no worker"):
         written(tmp_path, shard_plan=[*FOUND["shard_plan"], {"id": 7, "start": 8, "end": 9}])
     assert json.loads((tmp_path / "hetero_config.json").read_text()) == SETTINGS
+
+
+def test_a_written_plan_keeps_what_was_predicted_for_the_run(
+    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hetero_config.json"
+    settings = {**SETTINGS, "model": {"name_or_path": "model"}}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    assert kept_plan.planned(load_config(file)) is None
+    found = planned(capsys, "--profile", fleet, "--write", "--config", str(file))
+    kept = kept_plan.planned(load_config(file))
+    assert kept is not None
+    assert kept.step_s == found["predicted_step_s"]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_a_run_that_may_takes_a_plan_that_pays(make: Make) -> None:
     change = next(filter(None, straggles(run)))
     assert change.parts.config.plan.stages != run._parts.config.plan.stages
     assert change.parts.config.plan.num_layers == 6
+    assert change.planned_s == pytest.approx(8.0 * (1 - change.proposal.gain), rel=0.05)
     run.taken(change)
     assert run._parts is change.parts
 
@@ -121,12 +122,19 @@ def test_a_search_that_fails_is_said_once_and_ends_no_run(
     assert logged == ["no better plan is looked for any more: ZeroDivisionError: of ours"]
 
 
+def test_before_the_first_step_nobody_knows_what_a_plan_would_take(make: Make) -> None:
+    assert make("ask").without([2]).planned_s is None
+
+
 def test_workers_that_are_away_hold_nothing_and_get_their_plan_back(make: Make) -> None:
     run = make("ask")
     straggles(run, 5)
     change = run.without([2])
     owners = {stage.owner for stage in change.parts.config.plan.stages}
     assert owners == {"local", 1}
+    # 4 micro-batches of 2.7 s, two processes with a third of the layers, at the least.
+    assert change.planned_s is not None
+    assert 7.2 < change.planned_s < 12
     run.taken(change)
     assert run.missing == {2}
     back = run.with_back([2], [])
