@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -103,6 +104,17 @@ class Fleet:
         """Whether two workers have a link of their own, both ways."""
         pair = (self.ids[a], self.ids[b])
         return 0 not in (a, b) and pair in self._links and pair[::-1] in self._links
+
+    @cached_property
+    def linked(self) -> list[set[int]]:
+        """For each device the workers with which it has direct links, both ways."""
+        index = {owner: d for d, owner in enumerate(self.ids)}
+        found: list[set[int]] = [set() for _ in self.ids]
+        for sender, receiver in self._links:
+            a, b = index[sender], index[receiver]
+            if self.can_go_direct(a, b):
+                found[a].add(b)
+        return found
 
     def goes_back(self, position: int) -> bool:
         """Whether a gradient crosses a boundary in front of layer `position`."""

@@ -11,6 +11,7 @@ from hetero_framework.planner.partition import Partition, Rules
 _HALVINGS = 6
 _ALL_SWAPS = 8
 _MOST_EXCHANGES = 48
+_DOUBLINGS = 12
 
 
 def recut(layout: Layout, counts: Sequence[int]) -> Layout:
@@ -86,6 +87,16 @@ def reordered(
     for changed in orders:
         if (found := balanced(partition, changed, step_s)) is not None:
             yield found
+
+
+def shortest(partition: Partition, order: Sequence[int]) -> Layout | None:
+    """The layout of these devices in this order for the shortest step; None without one."""
+    step_s = partition.least_s(order)
+    for _ in range(_DOUBLINGS):
+        if (found := balanced(partition, order, step_s)) is not None:
+            return found
+        step_s *= 2
+    return None
 
 
 def balanced(partition: Partition, order: Sequence[int], step_s: float) -> Layout | None:

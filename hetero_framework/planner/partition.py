@@ -22,6 +22,7 @@ from hetero_framework.planner.layout import Fleet, Layout, Part
 from hetero_framework.planner.simulator import Edge
 
 _ROUNDING = 1e-12
+_RELAYED = 8
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def _times(edge: Edge) -> tuple[float, float, float]:
 class _Front(NamedTuple):
     """Layers up to `end`, laid out. `wait_s` is what a micro-batch takes through all of it and
     back, `in_s` and `out_s` what the last stage's NIC receives and sends of the boundary in front
-    of it, `relayed_s` what the coordinator's carries."""
+    of it, `relayed_s` what the coordinator's carries; `rate` is that of the
+    devices left, layers a second."""
 
     end: int
     wait_s: float
@@ -111,6 +113,7 @@ class _Front(NamedTuple):
     in_s: float
     out_s: float
     relayed_s: float
+    rate: float
 
 
 class Partition:
@@ -134,6 +137,8 @@ class Partition:
             for costs in fleet.costs
         ]
         self._rate = {d: 1 / max(fleet.layer_s(d), _ROUNDING) for d in rules.devices}
+        self._empty = _Front(0, 0.0, frozenset(), (), 0.0, 0.0, 0.0, sum(self._rate.values()))
+        self._quickest = sorted(rules.devices, key=fleet.layer_s)
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -144,7 +149,7 @@ class Partition:
         """Layouts that may take a step of so many seconds, those of fewer stages first; none of
         them uses a device twice."""
         most = len(self._rules.devices)
-        fronts = [_Front(0, 0.0, frozenset(), (), 0.0, 0.0, 0.0)]
+        fronts = [self._empty]
         for place in range(most):
             reached: dict[tuple[frozenset[int], int], tuple[float, _Front]] = {}
             for front in fronts:
@@ -164,7 +169,7 @@ class Partition:
     def along(self, order: Sequence[int], step_s: float) -> Layout | None:
         """The layout of these devices in this order for a step of so many seconds; None where there
         is none."""
-        front = _Front(0, 0.0, frozenset(), (), 0.0, 0.0, 0.0)
+        front = self._empty
         for place, d in enumerate(order):
             behind = len(order) - 1 - place
             longer = self._extended(
@@ -175,13 +180,24 @@ class Partition:
             front = longer
         return front.parts
 
+    def least_s(self, order: Sequence[int]) -> float:
+        """Seconds of a step that no layout of these devices can beat."""
+        return step_range(self._fleet, order)[0]
+
     def _following(self, front: _Front) -> Iterator[int]:
-        """The devices that may come next, one of each kind."""
+        """The devices that may come next, one of each kind; of those that would be reached through
+        the coordinator, where others would not, the quickest few."""
         if not front.parts:
             yield 0
             return
         tried = set()
-        for d in self._rules.devices:
+        relayed = 0
+        linked = self._fleet.linked[front.parts[-1].device]
+        for d in self._quickest:
+            if linked and d not in linked:
+                relayed += d not in front.used
+                if relayed > _RELAYED and d not in self._rules.pins:
+                    continue
             kind = self._rules.kinds[d]
             if d and d not in front.used and kind not in tried:
                 tried.add(kind)
@@ -189,8 +205,7 @@ class Partition:
 
     def _promise(self, front: _Front, step_s: float) -> float:
         """The layers that all devices could take if those left take what time leaves them."""
-        rate = sum(self._rate[d] for d in self._rules.devices if d not in front.used)
-        return front.end + rate * (step_s - front.wait_s) / self._fleet.micro_batches
+        return front.end + front.rate * (step_s - front.wait_s) / self._fleet.micro_batches
 
     def _extended(
         self,
@@ -234,6 +249,7 @@ class Partition:
             in_s,
             out_s,
             relayed_s,
+            front.rate - self._rate[d],
         )
 
     @property

@@ -1,6 +1,7 @@
 """The best layout of a fleet.
 
-1. `Partition` finds layouts whose slowest stage is as fast as can be, for every number of stages.
+1. `Partition` finds layouts whose slowest stage is as fast as can be, for every number of stages;
+   where many pairs of workers have no link, also along chains of those that have.
 2. They are improved one move at a time by `step_bound` with their memory's in-flight limits, and
    interleaved.
 3. The simulator decides between the best few dozen, and between the neighbours of the best.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetero_framework.planner import moves
+from hetero_framework.planner.chains import chains
 from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.layout import Fleet, Layout
 from hetero_framework.planner.partition import Partition, Rules, step_range
@@ -50,6 +52,8 @@ _CHUNKS_OF_MANY = (2, 3)
 _PROOF_STAGES = 60_000  # that are scored in the proof
 _PROOF_TASKS = 60_000
 _MOST_DEVICES = 96
+_MOST_CHAINED = 64  # of a chain
+_SHORTER = 8  # lengths of a chain that are tried
 _SHARPNESS = 20
 _EXACTLY = 1e-9
 
@@ -103,8 +107,7 @@ class Search:
     """One search. `rules` say what a layout may be."""
 
     def __init__(self, rules: Rules) -> None:
-        self._all = rules
-        self._rules = _without_the_weakest(rules)
+        self._all = self._rules = rules
         self._fleet = rules.fleet
         self._m = rules.fleet.micro_batches
         self._scores: dict[Layout, float] = {}
@@ -112,10 +115,14 @@ class Search:
         self._quick: dict[Layout, float] = {}
         self._tasks = self._orders = 0
         self._stages_left = _STAGES
+        chained = self._along_chains()
+        self._rules = _without_the_weakest(rules, chained)
+        here = set(self._rules.devices)
+        self._chained = [layout for layout in chained if here.issuperset(p.device for p in layout)]
 
     def run(self) -> Found | None:
         """None where nothing fits."""
-        simple = self._climbed(self._seeds())
+        simple = self._climbed([*self._seeds(), *self._chained])
         if not simple:
             return None
         self._stages_left = _STAGES
@@ -148,6 +155,17 @@ class Search:
             for factor in _LONGER:
                 self._note(partition.layouts(least * factor))
         return heapq.nsmallest(_SEEDS, self._scores, key=self._score)
+
+    def _along_chains(self) -> list[Layout]:
+        """The best layouts whose workers are the first ones of a chain."""
+        partition, found = self._partition(), dict[Layout, None]()
+        for chain in chains(self._rules):
+            most = min(len(chain), _MOST_CHAINED, self._fleet.layers)
+            for length in sorted({max(1, int(most / 1.3**k)) for k in range(_SHORTER)}):
+                layout = moves.shortest(partition, [0, *chain[:length]])
+                if layout is not None:
+                    found[layout] = None
+        return heapq.nsmallest(_SEEDS // 2, found, key=self._score)
 
     def _least(self, partition: Partition, low: float, high: float) -> float:
         """The shortest step that the programme reaches."""
@@ -381,8 +399,9 @@ def _schedules(profile: Profile, micro_batches: int) -> list[tuple[int, Policy]]
     return [(size, policy) for size in sorted({few, many}) for policy in PORTFOLIO[1:3]]
 
 
-def _without_the_weakest(rules: Rules) -> Rules:
-    """At most so many devices as a search can look at: the quickest by layer and link."""
+def _without_the_weakest(rules: Rules, layouts: Iterable[Layout]) -> Rules:
+    """At most so many devices as a search can look at: those of some layouts, the best first, and
+    the quickest by layer and link."""
     if len(rules.devices) <= _MOST_DEVICES:
         return rules
     fleet = rules.fleet
@@ -391,5 +410,7 @@ def _without_the_weakest(rules: Rules) -> Rules:
         wire_s = fleet.edge(0, d, fleet.layers, False).forward_s if d else 0.0
         return (d != 0 and d not in rules.pins, max(fleet.layer_s(d), wire_s))
 
-    strongest = sorted(rules.devices, key=weakness)[:_MOST_DEVICES]
-    return replace(rules, devices=tuple(sorted(strongest)))
+    strongest = sorted(rules.devices, key=weakness)
+    in_layouts = (part.device for layout in layouts for part in layout)
+    chosen = dict.fromkeys([*strongest[: 1 + len(rules.pins)], *in_layouts, *strongest])
+    return replace(rules, devices=tuple(sorted(list(chosen)[:_MOST_DEVICES])))
