@@ -136,7 +136,8 @@ class Islands:
         self._started = started
         self._sleep_s = dict(sleep_s or {})
         self.of = {name: Island(raw) for name, raw in raws.items()}
-        self._codes: dict[str, int] = {}
+        self.ended: dict[str, int] = {}
+        """How each one's last process did; minus a signal's number."""
 
     def start(self, name: str, failpoint: str = "") -> None:
         """Start the island's coordinator, always with the same configuration."""
@@ -163,7 +164,7 @@ class Islands:
             if time.monotonic() > deadline:
                 raise HeteroError(f"island {name} does not end")
             self.hear(1.0)
-        return self._codes[name]
+        return self.ended[name]
 
     def reached(self, name: str) -> int:
         """The last step that it has told of."""
@@ -206,7 +207,7 @@ class Islands:
         except HeteroError as ended:
             island.said.append(str(ended))
             child.join()
-            self._codes[name] = child.exit_code or 0
+            self.ended[name] = child.exit_code or 0
             island.child = None
             return
         if what == "step":

@@ -43,7 +43,7 @@ from hetero_framework.commands.options import (
     repeated,
     report,
 )
-from hetero_framework.errors import HeteroError, StoppedEarly, UserError
+from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly, UserError
 from hetero_framework.log import Lines, log_to, one_line, printable, to_stderr
 
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -90,13 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         known = errors.as_hetero_error(error)
         if known is not None:
-            stopped = isinstance(known, StoppedEarly)
-            _say_error(str(known).removeprefix("stopped "), kind="stopped" if stopped else "error")
+            kind = _KINDS.get(type(known), "error")
+            _say_error(str(known).removeprefix("stopped "), kind=kind)
             return known.exit_code
         _say_error(
             f"{type(error).__name__}: {error}\n  This is a bug; run with --debug for details."
         )
         return HeteroError.exit_code
+
+
+_KINDS: dict[type[HeteroError], str] = {StoppedEarly: "stopped", GroupFinished: "done"}
+"""What ends a command and is no mistake."""
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -113,6 +113,12 @@ class StoppedEarly(HeteroError):
     exit_code = 75
 
 
+class GroupFinished(HeteroError):
+    """The islands that this one trains with have done so to the end, without it."""
+
+    exit_code = 0
+
+
 def error_from_peer(kind: str, message: str) -> HeteroError:
     """Rebuild a peer's error by its class name; an unknown name becomes a plain HeteroError."""
     tree: list[type[HeteroError]] = [HeteroError]

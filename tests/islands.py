@@ -12,7 +12,8 @@ from typing import Any
 from hetero_framework.config import Config
 from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.errors import PeerAwayError
-from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.islands import notes
+from hetero_framework.islands.rendezvous import Finished, Member, View
 from hetero_framework.trainer.coordinator import RunSummary, train
 from tests.integration.conftest import Notes
 
@@ -27,6 +28,7 @@ class Harbour:
         self._living: dict[Member, int] = {}  # and how many views each has had
         self._asking: set[Member] = set()
         self._views: list[View] = []
+        self.notes = notes.Notes()
 
     def enter(self, member: Member) -> None:
         with self._changed:
@@ -67,14 +69,29 @@ class Berth:
     def members(self, timeout_s: float) -> View:
         return self._harbour.next_view(self._member, timeout_s)
 
+    def note(self, finished: Finished) -> None:
+        self._harbour.notes.answer(notes.noting(finished))
+
+    def finished(self, run: str, facts: str, since_s: float) -> Finished | None:
+        return notes.found(self._harbour.notes.answer(notes.looking(run, facts, since_s)))
+
     def close(self) -> None:
         self._harbour.leave(self._member)
 
 
 def train_islands(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary]:
-    """Train by these configurations, one for each island, at the same time; what each returned.
-    Raises what one raised. `trainer.islands.rendezvous_at` must give a Berth by then. Threads share
-    torch's random numbers: an adapter would begin with other ones each time."""
+    """As `outcomes`. Raises what one raised."""
+    found = outcomes(raws)
+    for outcome in found.values():
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return found  # type: ignore[return-value]
+
+
+def outcomes(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary | BaseException]:
+    """Train by these configurations, one for each island, at the same time; what each returned or
+    raised. `trainer.islands.rendezvous_at` must give a Berth by then. Threads share torch's random
+    numbers: an adapter would begin with other ones each time."""
     running: dict[str, Future[RunSummary]] = {}
     for name, raw in raws.items():
         config = Config.from_dict(raw)
@@ -85,4 +102,4 @@ def train_islands(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary]:
     if not wait_for(running.values(), PATIENCE_S):
         faulthandler.dump_traceback()
         raise AssertionError("the islands hang")
-    return {name: future.result() for name, future in running.items()}
+    return {name: future.exception() or future.result() for name, future in running.items()}

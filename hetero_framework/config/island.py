@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hetero_framework.config.hosts import split_address
-from hetero_framework.config.section import Section, checked_id, with_unit
+from hetero_framework.config.section import Seconds, Section, checked_id, with_unit
 
 LIGHTHOUSE_PORT = 29510
 """Where `hetero lighthouse` listens unless it is told otherwise."""
@@ -31,6 +31,8 @@ class IslandConfig(Section):
     "10.0.0.1:29510"."""
     min_islands: Annotated[int, with_unit("islands", ge=1)] = 1
     """Fewer than these do not train; they wait for others."""
+    wait_s: Seconds = 86400.0
+    """So long, a day, they wait; then what there is is saved, and the run ends."""
     sync_steps: Annotated[int, with_unit("steps", ge=1)] = 1
     """1: gradients are summed over the islands in every step. More: islands take so many steps
     alone, and then average what has changed."""

@@ -586,8 +586,7 @@ class Config(WholeFile):
     wire: WireConfig = Field(default_factory=WireConfig)
     """How tensors travel between stages."""
     island: IslandConfig | None = None
-    """For training together with other coordinators. null: alone. Not there yet: such a run is
-    refused."""
+    """For training together with other coordinators. null: alone."""
     checkpoint_dir: Name | None = None
     """Directory of the checkpoints. null: output_dir/checkpoints."""
     resume_step: Literal["latest"] | StrictInt | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -22,13 +23,14 @@ from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.background import in_background
 from hetero_framework.errors import (
     ConfigError,
+    GroupFinished,
     IdentityError,
     NetworkError,
     PeerAwayError,
     ProtocolError,
 )
 from hetero_framework.islands.links import Circle, IslandLinks, MemberLost
-from hetero_framework.islands.rendezvous import Rendezvous, View
+from hetero_framework.islands.rendezvous import Finished, Rendezvous, View
 from hetero_framework.log import event
 from hetero_framework.units import plural
 
@@ -46,19 +48,35 @@ Check = Callable[[], None]
 @dataclass(frozen=True)
 class Position:
     """Where a member's training stands: steps done, and the commits that led there. `trains`: it
-    has taken part in a commit since it was started, or has healed from one that had. `facts` must
-    be equal on all members; what it `says` need not."""
+    has taken part in a commit since it was started, or has healed from one that had; `is_done`: all
+    is trained. `run`, which is not sent, tells one run from another. `facts` must be equal on all
+    members; what it `says` need not."""
 
     step: int = 0
     lineage: str = ""
     trains: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
     says: Mapping[str, Any] = field(default_factory=dict)
+    is_done: bool = False
+    run: str = ""
 
     @property
     def facts_said(self) -> str:
         """The same here and where they have been sent."""
         return json.dumps(self.facts, skipkeys=True, default=str)
+
+    @property
+    def facts_digest(self) -> str:
+        return hashlib.sha256(self.facts_said.encode()).hexdigest()
+
+    def as_said(self) -> dict[str, Any]:
+        """For `of`, on another island."""
+        said = {"step": self.step, "lineage": self.lineage, "trains": self.trains}
+        return said | {
+            "done": self.is_done,
+            "facts": dict(self.facts),
+            "says": dict(self.says),
+        }
 
     def after_commit(self, step: int, view: View) -> Position:
         said = f"{self.lineage} {step} {view.key}"
@@ -69,13 +87,15 @@ class Position:
     def of(cls, info: Mapping[str, Any]) -> Position:
         """What a member said. Raises ProtocolError."""
         try:
-            step, lineage, trains = info["step"], info["lineage"], info["trains"]
+            step, lineage = info["step"], info["lineage"]
+            trains, is_done = info["trains"], info["done"]
             facts, says = dict(info["facts"]), dict(info["says"])
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"an island says no position: {error!r}") from error
-        if type(step) is not int or not isinstance(lineage, str) or type(trains) is not bool:
+        typed = type(step) is int and isinstance(lineage, str)
+        if not typed or type(trains) is not bool or type(is_done) is not bool:
             raise ProtocolError("an island says no position")
-        return cls(step, lineage, trains, facts, says)
+        return cls(step, lineage, trains, facts, says, is_done)
 
 
 def source_of(positions: Mapping[str, Position]) -> str:
@@ -117,15 +137,22 @@ class Joined:
 
 class Group:
     """This island's place among the others, from view to view. `check` is called while it waits;
-    what it raises ends the waiting."""
+    what it raises ends the waiting. `wait_s`: so long fewer than `min_islands` wait for others."""
 
     def __init__(
-        self, rendezvous: Rendezvous, links: IslandLinks, min_islands: int, check: Check
+        self,
+        rendezvous: Rendezvous,
+        links: IslandLinks,
+        min_islands: int,
+        check: Check,
+        wait_s: float = math.inf,
     ) -> None:
         self._rendezvous = rendezvous
         self._links = links
         self._min_islands = min_islands
         self._check = check
+        self._wait_s = wait_s
+        self._opened = time.monotonic()
         self._asking: Future[View] | None = None
         self._answered: View | None = None
         self._has_met = False  # whether the lighthouse has ever answered
@@ -158,27 +185,36 @@ class Group:
     def join(self, position: Position) -> Joined:
         """With the members of the next view: new links, and everybody's position. Begins again
         while members come and go. Raises ConfigError where this island trains something else than
-        the others, and what `check` raises."""
-        self._waiting_since = time.monotonic()
-        told: str | None = None
+        the others, GroupFinished where they are done, PeerAwayError where too few came, and what
+        `check` raises."""
+        self._waiting_since = began = time.monotonic()
+        seen: View | None = None
         try:
             while True:
                 view, self._answered = self._answered or self._view(), None
-                if len(view.members) < self._min_islands:
-                    have = plural(len(view.members), "island")
-                    text = f"waiting for other islands: {have} here, {self._min_islands} are wanted"
-                    if told != text:
-                        _log.info("%s", text)
-                    told = text
-                    self._pause(_RETRY_S)
-                    continue
+                if seen is None or view.key != seen.key:
+                    self._check_unfinished(position)
                 try:
-                    return self._met(view, position)
+                    joined = self._met(view, position)
                 except MemberLost as lost:
                     gone = event("island lost", island=lost.name, reason=lost.reason)
                     _log.info("%s; looking who is there", lost, extra=gone)
+                    continue
+                if self._may_begin(joined):
+                    self.circle = joined.circle
+                    members = ", ".join(view.names)
+                    _log.info("islands: %s", members, extra=event("islands", members=members))
+                    return joined
+                self._wait_for_more(view, seen, time.monotonic() - began)
+                seen = view
         finally:
             self._waiting_since = None
+
+    def finish(self, circle: Circle, position: Position, step: int) -> None:
+        """The members have done all steps and need nothing of each other: word is left for those
+        that come later."""
+        run, facts = position.run, position.facts_digest
+        self._rendezvous.note(Finished(run, facts, step, circle.members))
 
     def leave(self, reason: str) -> None:
         """The present circle is over here; the others notice at once."""
@@ -247,21 +283,47 @@ class Group:
     def _met(self, view: View, position: Position) -> Joined:
         failpoints.hit("island-meet")
         circle = self._links.meet(view, _ASK_S, self._newer_view(time.monotonic()))
-        said = {"step": position.step, "lineage": position.lineage, "trains": position.trains}
-        more = {"facts": dict(position.facts), "says": dict(position.says)}
-        circle.say(POSITIONS, "position", info=said | more)
+        circle.say(POSITIONS, "position", info=position.as_said())
         positions = {circle.me: position}
         for name in circle.others:
-            positions[name] = Position.of(
-                circle.hear(POSITIONS, "position", name, self._check).info
-            )
+            said = circle.hear(POSITIONS, "position", name, self._check).info
+            with circle.judging(name):
+                positions[name] = Position.of(said)
         source = source_of(positions)
         if other := differing(positions[source].facts, position.facts):
             self._refuse(source, other, positions)
-        self.circle = circle
-        members = ", ".join(circle.members)
-        _log.info("islands: %s", members, extra=event("islands", members=members))
         return Joined(circle, source, tuple(behind(positions, source)), positions)
+
+    def _may_begin(self, joined: Joined) -> bool:
+        """Whether they are enough; what is done needs nobody, and is given to whoever lacks it."""
+        enough = len(joined.circle.members) >= self._min_islands
+        return enough or any(p.is_done for p in joined.positions.values())
+
+    def _wait_for_more(self, view: View, seen: View | None, waited_s: float) -> None:
+        have = plural(len(view.members), "island")
+        if seen is None or len(seen.members) != len(view.members):
+            said = "waiting for other islands: %s here, %d are wanted"
+            _log.info(said, have, self._min_islands)
+        if waited_s > self._wait_s:
+            raise PeerAwayError(
+                f"of the {self._min_islands} islands that this run wants there were {have} for"
+                f" {self._wait_s:.0f} s: {', '.join(view.names)}",
+                hint="start the others, or lower island.min_islands; island.wait_s is how long"
+                " they are waited for",
+            )
+        self._pause(_RETRY_S)
+
+    def _check_unfinished(self, position: Position) -> None:
+        """Raise GroupFinished where the others have left with all that was to be trained."""
+        since_s = time.monotonic() - self._opened
+        found = self._rendezvous.finished(position.run, position.facts_digest, since_s)
+        if found is None:
+            return
+        raise GroupFinished(
+            f"the islands have finished their training after step {found.step}, without island"
+            f" {self._links.member.name}",
+            hint=f"the result is with {', '.join(found.islands)}; to train once more: --fresh",
+        )
 
     def _ask(self) -> Future[View]:
         """The question for the next view; one that is under way stays the only one."""

@@ -33,7 +33,8 @@ from hetero_framework.errors import (
     PeerAwayError,
     UserError,
 )
-from hetero_framework.islands.rendezvous import Member, Rendezvous, View
+from hetero_framework.islands import notes
+from hetero_framework.islands.rendezvous import Finished, Member, Rendezvous, View
 from hetero_framework.islands.tunnel import Tunnel
 from hetero_framework.security.access import Access
 
@@ -81,8 +82,9 @@ class Lighthouse:
 class TorchftRendezvous:
     """`member`, as the lighthouse at `url` is to know it. It counts as living while it asks, and
     while `lively()` says so, which is called from a thread. `trouble()` says why the way there is
-    closed, where that is known, and `end()` closes it, so that no question outlives this. After a
-    lighthouse was started again all goes on by itself. `where` it is called in errors."""
+    closed, where that is known, and `end()` closes it, so that no question outlives this;
+    `ask(line)` is for the lighthouse's notes. After a lighthouse was started again all goes on by
+    itself. `where` it is called in errors."""
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class TorchftRendezvous:
         *,
         trouble: Callable[[], HeteroError | None] = lambda: None,
         end: Callable[[], None] = lambda: None,
+        ask: Callable[[bytes], bytes] = lambda line: b"",
         where: str | None = None,
         reach_s: float = REACH_S,
         settle_s: float = SETTLE_S,
@@ -99,6 +102,7 @@ class TorchftRendezvous:
         self._torchft = _torchft()
         self._url, self._member, self._where = url, member, where or url
         self._lively, self._trouble, self._end = lively, trouble, end
+        self._ask_notes = ask
         self._reach_s, self._settle_s = reach_s, settle_s
         self._id = f"{member.name}:{member.process}"
         self._contact = _Contact()
@@ -107,6 +111,12 @@ class TorchftRendezvous:
         self._count = 0  # of questions
         self._closed = threading.Event()
         self._beating = in_background(self._beat, "heartbeats to the lighthouse")
+
+    def note(self, finished: Finished) -> None:
+        self._ask_notes(notes.noting(finished))
+
+    def finished(self, run: str, facts: str, since_s: float) -> Finished | None:
+        return notes.found(self._ask_notes(notes.looking(run, facts, since_s)))
 
     def close(self) -> None:
         self._closed.set()
@@ -224,7 +234,13 @@ def rendezvous_at(
     _torchft()
     tunnel = Tunnel(address, access)
     return TorchftRendezvous(
-        tunnel.url, member, lively, trouble=tunnel.trouble, end=tunnel.close, where=tunnel.where
+        tunnel.url,
+        member,
+        lively,
+        trouble=tunnel.trouble,
+        end=tunnel.close,
+        ask=tunnel.ask,
+        where=tunnel.where,
     )
 
 

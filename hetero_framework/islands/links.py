@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +36,8 @@ from hetero_framework.security.door import Door
 
 _log = logging.getLogger(__name__)
 Check = Callable[[], None]
+SAME_VERSION = "all must have the same version of hetero-framework"
+"""For an island whose words the others do not understand."""
 _AHEAD = 4
 """Exchanges that a member may be ahead of the last one that is over here: positions and state, in
 which not all take part, are two of them, and it may have heard a decision before we have."""
@@ -63,17 +65,19 @@ class Circle:
     """The members of one view, each with a link to this island. Safe to use from several threads.
 
     Exchanges are numbered; what comes early waits. Every method raises MemberLost once a member is
-    gone.
+    gone, and ProtocolError once one says that what this island says is wrong.
     """
 
     def __init__(self, me: str, view: View) -> None:
         self.me = me
         self.view = view
-        self.members = tuple(member.name for member in view.members)
+        self.members = view.names
         self._links: dict[str, Connection] = {}
         self._said: defaultdict[tuple[int, str, str], Said] = defaultdict(Said)
         self._changed = threading.Condition()
         self._lost: MemberLost | None = None
+        self._gone: set[str] = set()
+        self._wrong: ProtocolError | None = None
         self._done = -1
 
     @property
@@ -142,6 +146,40 @@ class Circle:
                 self.lose(name, f"it said nothing for {timeouts.ISLAND_S:.0f} s")
             check()
 
+    @contextmanager
+    def judging(self, name: str) -> Iterator[None]:
+        """Whatever is a ProtocolError within is this member's: it is told, and ends; the others go
+        on without it. Raises MemberLost instead."""
+        try:
+            yield
+        except ProtocolError as wrong:
+            self.refuse(name, wrong)
+            self.check()
+
+    def refuse(self, name: str, wrong: ProtocolError) -> None:
+        """This member is told what it has said wrong, and lost."""
+        with suppress(HeteroError):
+            error = m.Error("ProtocolError", wrong.message, wrong.hint)
+            self._links[name].send(Message(error))
+        self.lose(name, wrong.message)
+
+    def part_together(self, number: int, check: Check) -> None:
+        """Return when all members have called this: then nobody needs anything of this island any
+        more. Who has called it may leave before others have."""
+        self.say(number, "vote")
+        deadline = time.monotonic() + timeouts.ISLAND_S
+        while True:
+            with self._changed:
+                left = [n for n in self.others if not self._said[number, "vote", n].is_whole]
+                if not left:
+                    return
+                if self._wrong is not None or self._gone.intersection([self.me, *left]):
+                    self.check()
+                self._changed.wait(timeouts.ANSWER_TICK_S)
+            if time.monotonic() > deadline:
+                self.lose(left[0], f"it said nothing for {timeouts.ISLAND_S:.0f} s")
+            check()
+
     def wait_for_more(self, timeout_s: float) -> None:
         """Until anything arrives, or the time is over."""
         with self._changed:
@@ -159,6 +197,8 @@ class Circle:
         return self._lost is not None
 
     def check(self) -> None:
+        if self._wrong is not None:
+            raise self._wrong
         if self._lost is not None:
             raise self._lost
 
@@ -206,8 +246,17 @@ class Circle:
             found.is_whole = found.is_whole or body.last
             self._changed.notify_all()
 
+    def accuse(self, name: str, error: m.Error) -> None:
+        """This member does not take what was said here."""
+        text = f"island {name} does not take what this island says: {error.message}"
+        hint = error.hint or SAME_VERSION
+        with self._changed:
+            self._wrong = self._wrong or ProtocolError(text, hint=hint)
+        self.lose(name, error.message)
+
     def lose(self, name: str, reason: str) -> None:
         with self._changed:
+            self._gone.add(name)
             self._lost = self._lost or MemberLost(name, reason)
             self._changed.notify_all()
 
@@ -384,7 +433,11 @@ class IslandLinks:
                 known[0].take(known[1], message)
         elif isinstance(message.body, (m.Bye, m.Error, m.Reject)):
             said = getattr(message.body, "reason", None) or getattr(message.body, "message", "")
-            if (known := self._of.get(connection)) is not None:
+            if (known := self._of.get(connection)) is None:
+                return
+            if isinstance(message.body, m.Error) and message.body.kind == "ProtocolError":
+                known[0].accuse(known[1], message.body)
+            else:
                 known[0].lose(known[1], str(said))
 
     def _on_hello(self, connection: Connection, hello: m.IslandHello) -> None:

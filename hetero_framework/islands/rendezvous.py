@@ -28,10 +28,25 @@ class View:
         return cls(tuple(sorted(members, key=lambda member: member.name)))
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members)
+
+    @property
     def key(self) -> str:
         """Equal where names and processes are."""
         listed = json.dumps([(member.name, member.process) for member in self.members])
         return hashlib.sha256(listed.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A group whose training is done: `run` is drawn when it begins, `facts` are a digest of what
+    it trained, and `islands` those that have the result."""
+
+    run: str
+    facts: str
+    step: int
+    islands: tuple[str, ...]
 
 
 class Rendezvous(Protocol):
@@ -41,6 +56,13 @@ class Rendezvous(Protocol):
         """The next view, of this island and those that ask as well; all living ones have to. Raises
         NetworkError when it cannot be asked for, PeerAwayError when the others did not ask in time,
         and ConfigError when another living island has this one's name."""
+
+    def note(self, finished: Finished) -> None:
+        """Leave word of it for members that come when all others are gone. Raises nothing."""
+
+    def finished(self, run: str, facts: str, since_s: float) -> Finished | None:
+        """Whether `run` has finished; without a name, whether any that trains `facts` has within
+        the last `since_s` seconds. None also where nobody knows."""
 
     def close(self) -> None:
         """This island takes part no more. Safe to call twice, and from other threads."""

@@ -6,6 +6,7 @@ float32 or wider; nothing depends on what arrived first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor
 from hetero_framework.core import failpoints
 from hetero_framework.engine.stage_api import GradientPart, Tensors
 from hetero_framework.errors import ProtocolError
-from hetero_framework.islands.links import Check, Circle
+from hetero_framework.islands.links import SAME_VERSION, Check, Circle
 
 
 class SummedGradients:
-    """A `GradientSum` of exchange `number` of a circle. Raises MemberLost, and ProtocolError for a
-    gradient of another shape than here. A step that is begun again gives the same once more, of
+    """A `GradientSum` of exchange `number` of a circle. Raises MemberLost, also for a member whose
+    gradients have another shape than here. A step that is begun again gives the same once more, of
     which nothing is sent twice."""
 
     def __init__(self, circle: Circle, number: int) -> None:
@@ -58,7 +59,7 @@ class SummedGradients:
                 return None
             shares = [(member, tensors[name]) for member, tensors, _ in parts if name in tensors]
             if shares:
-                found[name] = _sum(name, shares)
+                found[name] = self._sum(name, shares)
         return found
 
     def losses(self, own: Sequence[float], check: Check) -> list[float]:
@@ -68,23 +69,28 @@ class SummedGradients:
         found = list(own)
         for name in self._circle.others:
             said = self._circle.hear(self._number, "losses", name, check).tensors
-            if said.keys() != {"losses"} or said["losses"].dtype != torch.float64:
-                raise ProtocolError(f"island {name} sends no losses")
+            with self._circle.judging(name):
+                if said.keys() != {"losses"} or said["losses"].dtype != torch.float64:
+                    raise ProtocolError(f"island {name} sends no losses")
             found += said["losses"].flatten().tolist()
         return found
 
-
-def _sum(name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """In the order of the members."""
-    (_, first), *rest = shares
-    total = first if not rest else first.to(_wide(first))
-    for member, share in rest:
-        if share.shape != first.shape or share.dtype != first.dtype:
-            raise ProtocolError(
-                f"island {member} sends a gradient of {name} of another shape or type"
-            )
-        total = total + share.to(total.dtype)
-    return total.to(first.dtype)
+    def _sum(self, name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
+        """In the order of the members. What most have is right, of equally many the first by name:
+        so all blame the same. Raises ProtocolError where that is this island."""
+        kinds = {member: (tensor.shape, tensor.dtype) for member, tensor in shares}
+        [(right, _)] = Counter(kinds.values()).most_common(1)
+        for member in [member for member, kind in kinds.items() if kind != right]:
+            wrong = f"island {member} sends a gradient of {name} of another shape or type"
+            if member == self._circle.me:
+                raise ProtocolError(f"{wrong} than the others", hint=SAME_VERSION)
+            with self._circle.judging(member):
+                raise ProtocolError(wrong)
+        (_, first), *rest = shares
+        total = first if not rest else first.to(_wide(first))
+        for _, share in rest:
+            total = total + share.to(total.dtype)
+        return total.to(first.dtype)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ are handed on as they are.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 
 from hetero_framework.config import host_and_port
 from hetero_framework.core import timeouts
@@ -23,6 +25,8 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, IdentityError, NetworkError
+from hetero_framework.islands import notes
+from hetero_framework.islands.notes import Notes
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
 from hetero_framework.security.door import Door
 
@@ -123,19 +127,25 @@ class _Passage(ABC):
 
 
 class Entrance(_Passage):
-    """On the lighthouse's machine: the links of islands lead to its `port` of the loopback."""
+    """On the lighthouse's machine: the links of islands lead to its `port` of the loopback. Those
+    that ask for notes are answered here."""
 
     def __init__(self, listener: Listener, access: Access, port: int) -> None:
         self._port = port
+        self._notes = Notes()
         super().__init__(listener, access, MAX_LINKS_OF_ONE)
 
     def _carry(self, stream: Stream, who: str) -> None:
+        first = _read_line(stream, notes.OPENING, timeouts.LIVENESS_S)
+        if first.startswith(notes.OPENING):
+            _write(stream, self._notes.answer(first), _DIAL_S)
+            return
         try:
             local = connect("127.0.0.1", self._port, _DIAL_S, who="torchft", stop=self._closed)
         except HeteroError as error:
             _log.warning("%s", error.message)
             return
-        splice(stream, local)
+        splice(stream, local, first)
 
     def _came(self, who: str, peer: str) -> None:
         _log.info("%s is here, from %s", who, peer)
@@ -165,17 +175,26 @@ class Tunnel(_Passage):
         """Why the last link could not be made."""
         return self._trouble
 
+    def ask(self, question: bytes) -> bytes:
+        """The lighthouse's answer to a line for its notes; nothing where none comes."""
+        with contextlib.suppress(HeteroError, OSError), closing(self._dial()) as far:
+            _write(far, question, _DIAL_S)
+            return _read_line(far, b"", _DIAL_S)
+        return b""
+
+    def _dial(self) -> Stream:
+        return connect(
+            *self._address,
+            _DIAL_S,
+            who="the lighthouse",
+            stop=self._closed,
+            secure=lambda plain: self._access.dialled(plain, "local"),
+        )
+
     def _carry(self, stream: Stream, who: str) -> None:
-        host, port = self._address
+        port = self._address[1]
         try:
-            far = connect(
-                host,
-                port,
-                _DIAL_S,
-                who="the lighthouse",
-                stop=self._closed,
-                secure=lambda plain: self._access.dialled(plain, "local"),
-            )
+            far = self._dial()
         except IdentityError as error:
             self._trouble = error
             return
@@ -187,9 +206,12 @@ class Tunnel(_Passage):
         splice(far, stream)
 
 
-def splice(network: Stream, local: Stream, patience_s: float = timeouts.LIVENESS_S) -> None:
-    """Hand on what comes on either until one of them ends, or nothing came from the network for
-    `patience_s` seconds: who is there beats. `network` is closed then, and both have ended."""
+def splice(
+    network: Stream, local: Stream, first: bytes = b"", patience_s: float = timeouts.LIVENESS_S
+) -> None:
+    """Hand on `first`, and what comes on either until one of them ends, or nothing came from the
+    network for `patience_s` seconds: who is there beats. `network` is closed then, and both have
+    ended."""
 
     def end() -> None:
         network.stop()
@@ -197,7 +219,8 @@ def splice(network: Stream, local: Stream, patience_s: float = timeouts.LIVENESS
 
     back = in_background(lambda: _copy(local, network, float("inf"), end), "tunnel, other way")
     try:
-        _copy(network, local, patience_s, end)
+        if _write(local, first, patience_s):
+            _copy(network, local, patience_s, end)
     finally:
         end()
         wait_for([back], timeouts.EXIT_S)
@@ -216,12 +239,39 @@ def _copy(source: Stream, sink: Stream, patience_s: float, end: Callable[[], Non
                     return
                 continue
             heard = time.monotonic()
-            pending = deque([room[:count]])
-            while pending:
-                drop_sent(pending, sink.write(pending))
-                if time.monotonic() - heard > patience_s:
-                    return
+            if not _write(sink, room[:count], patience_s):
+                return
     except OSError:
         pass  # one of the two is gone
     finally:
         end()
+
+
+def _write(sink: Stream, data: bytes | memoryview, patience_s: float) -> bool:
+    """Whether all of it was taken, in time."""
+    began = time.monotonic()
+    pending = deque([memoryview(data)] if len(data) else [])
+    try:
+        while pending:
+            drop_sent(pending, sink.write(pending))
+            if time.monotonic() - began > patience_s:
+                return False
+    except OSError:
+        return False
+    return True
+
+
+def _read_line(source: Stream, opening: bytes, patience_s: float) -> bytes:
+    """What comes first: a whole line where it begins with `opening`, else as much as is there.
+    Less where the link ends, or nothing more comes for so long."""
+    room = memoryview(bytearray(notes.MAX_BYTES))
+    length, began = 0, time.monotonic()
+    with contextlib.suppress(OSError):
+        while length < len(room) and time.monotonic() - began <= patience_s:
+            if (count := source.read(room[length:])) == 0:
+                break
+            length += count or 0
+            said = bytes(room[:length])
+            if length and (b"\n" in said or not opening.startswith(said[: len(opening)])):
+                break
+    return bytes(room[:length])

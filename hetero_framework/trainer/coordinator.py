@@ -490,6 +490,7 @@ class Coordinator:
                 self._take_back()
                 if (change := self._replanning.wanted(total - self._state.step)) is not None:
                     self._take_plan_now(change)
+        self._state = self._replicas.finished(self._state)
 
     def _is_due(self, strategy: str, steps: float, before: int) -> bool:
         """Whether something is done now: every so many steps, or at the end of an epoch. The step

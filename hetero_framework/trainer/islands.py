@@ -50,5 +50,7 @@ def open_islands(
     group = kind(parts, cluster, checkpoints, stop)
     address = config.island.lighthouse_address
     rendezvous = rendezvous_at(address, access, links.member, group.lively)
-    group.open(Group(rendezvous, links, config.island.min_islands, group.heed_stop))
+    island = config.island
+    place = Group(rendezvous, links, island.min_islands, group.heed_stop, island.wait_s)
+    group.open(place)
     return group

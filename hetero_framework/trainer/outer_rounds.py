@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from hetero_framework.islands.forecast import short_run
 from hetero_framework.islands.fragments import Synchronisation
 from hetero_framework.islands.group import STATE
 from hetero_framework.islands.ledger import Ledger, Steps, count_steps, first_steps
-from hetero_framework.islands.links import Circle
+from hetero_framework.islands.links import SAME_VERSION, Circle
 from hetero_framework.islands.outer import OuterFragment, weighted_mean
 from hetero_framework.islands.shares import round_steps
 from hetero_framework.trainer.replica_group import CountItems, StepPart
@@ -124,6 +125,9 @@ class OuterRounds(SummedSteps):
     def saves(self) -> bool:  # type: ignore[override]
         """At the end of a round, where this island has what all agree on."""
         return super().saves and (self._round is None or self._round.done == 0)
+
+    def _is_done(self, state: TrainState) -> bool:
+        return super()._is_done(state) and not state.group.get("round")
 
     def _count(self, state: TrainState) -> int:
         return int(state.group.get("syncs", 0))
@@ -289,8 +293,10 @@ class OuterRounds(SummedSteps):
                 weight, theirs = sending.tokens, packed
             else:
                 said = circle.hear(number, "changes", name, _nothing)
-                weight, theirs = _weight(said.info, name), _unnumbered(said.tensors)
-            parts.append((weight, unpack(theirs, sending.change, kind)))
+                with circle.judging(name):
+                    weight, theirs = _weight(said.info, name), _unnumbered(said.tensors)
+            with circle.judging(name):
+                parts.append((weight, unpack(theirs, sending.change, kind)))
         if not any(weight for weight, _ in parts):
             parts = [(1, part) for _, part in parts]
         return weighted_mean(parts)
@@ -336,12 +342,11 @@ class OuterRounds(SummedSteps):
             votes = {circle.me: vote}
             for name in circle.others:
                 votes[name] = circle.hear(number, "vote", name, self._heed_in_step).info
-            hashes = {name: v.get("hash") for name, v in votes.items()}
+            _refuse_other_weights(circle, {name: v.get("hash") for name, v in votes.items()})
             decision: dict[str, Any] = {
                 "hash": vote["hash"],
                 "steps": {name: v.get("steps", []) for name, v in votes.items()},
                 "seconds": {name: v.get("seconds", 0.0) for name, v in votes.items()},
-                "commit": set(hashes.values()) == {vote["hash"]},
             }
             failpoints.hit("island-decision")
             for name in circle.others:
@@ -351,19 +356,10 @@ class OuterRounds(SummedSteps):
             failpoints.hit("island-vote")
             circle.say(number, "vote", info=vote, to=[circle.leader])
             decision = circle.hear(number, "decision", circle.leader, self._heed_in_step).info
-        if decision.get("commit") is not True:
-            raise ProtocolError(
-                "the islands do not come to the same weights: " + str(decision.get("hash")),
-                hint="all must have the same version of hetero-framework",
-            )
-        try:
-            steps = {str(name): _steps(parts) for name, parts in decision["steps"].items()}
-            self._seconds = {str(name): float(s) for name, s in decision["seconds"].items()}
-            ledger = self._ledger
-            for parts in steps.values():
-                ledger = ledger.commit(parts)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"island {circle.leader} sends no decision: {error!r}") from error
+        with circle.judging(circle.leader):
+            if decision.get("hash") != vote["hash"]:
+                raise ProtocolError(f"island {circle.leader} has other weights: {decision!r:.200}")
+            steps, self._seconds = _decided(decision, self._ledger, circle)
         self._said["hash"] = vote["hash"]
         return steps
 
@@ -557,6 +553,37 @@ def _after(steps: Steps, count: int) -> Steps:
         if start + skipped < end:
             found.append((start + skipped, end))
     return tuple(found)
+
+
+def _refuse_other_weights(circle: Circle, hashes: Mapping[str, Any]) -> None:
+    """For the leader: whoever has not come to what most have, of equally many to the leader's, is
+    told. Raises MemberLost then, or ProtocolError where that is the leader itself."""
+    counts, own = Counter(map(str, hashes.values())), str(hashes[circle.me])
+    right = max(counts, key=lambda found: (counts[found], found == own))
+    wrong = ProtocolError(
+        "it has come to other weights than the others",
+        hint=SAME_VERSION,
+    )
+    if own != right:
+        raise wrong
+    for name in [name for name, found in hashes.items() if str(found) != right]:
+        circle.refuse(name, wrong)
+    circle.check()
+
+
+def _decided(
+    decision: Mapping[str, Any], ledger: Ledger, circle: Circle
+) -> tuple[dict[str, Steps], dict[str, float]]:
+    """The steps that are committed and the seconds that a step takes, by island. Raises
+    ProtocolError."""
+    try:
+        steps = {str(name): _steps(parts) for name, parts in decision["steps"].items()}
+        seconds = {str(name): float(s) for name, s in decision["seconds"].items()}
+        for parts in steps.values():
+            ledger = ledger.commit(parts)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"island {circle.leader} sends no decision: {error!r}") from error
+    return steps, seconds
 
 
 def _weight(info: Mapping[str, Any], name: str) -> int:

@@ -67,6 +67,10 @@ class ReplicaGroup(Protocol):
         """This replica has returned to an earlier state, and will be `ready` with it."""
         return
 
+    def finished(self, state: TrainState) -> TrainState:
+        """All steps are done: the state that the run ends with, which all replicas have."""
+        return state
+
     def close(self, reason: str) -> None:
         """This replica ends, or has done its steps; more than once, as it may come."""
         return

@@ -22,11 +22,11 @@ from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
 from hetero_framework.engine.stage_api import StatePart
-from hetero_framework.errors import ProtocolError
+from hetero_framework.errors import GroupFinished, PeerAwayError, ProtocolError
 from hetero_framework.islands.balance import Shares, given_shares
 from hetero_framework.islands.group import STATE, Group, Joined, Position
 from hetero_framework.islands.ledger import order_facts, split_step
-from hetero_framework.islands.links import Circle, MemberLost
+from hetero_framework.islands.links import Circle, MemberLost, Said
 from hetero_framework.islands.sums import SummedGradients
 from hetero_framework.log import event
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
@@ -101,9 +101,15 @@ class SummedSteps(ReplicaGroup):
             self._position,
             step=self._count(state),
             lineage=str(state.group.get("lineage", "")),
+            run=str(state.group.get("run", "")),
+            is_done=self._is_done(state),
             facts=self._facts(),
             says={"share": self._island.share},
         )
+
+    def _is_done(self, state: TrainState) -> bool:
+        """Whether nothing is left to do with the others."""
+        return state.step >= self._parts.data.total_steps
 
     def _count(self, state: TrainState) -> int:
         """The commits of the group that led to `state`, as it says."""
@@ -118,7 +124,12 @@ class SummedSteps(ReplicaGroup):
         self._circle = None
         self._position = self._stand(state)
         while True:
-            joined = self._open.join(self._position)
+            try:
+                joined = self._open.join(self._position)
+            except (StopWanted, PeerAwayError):
+                if state.step > 0:
+                    self._checkpoints.keep(state)
+                raise
             self._note_progress()
             try:
                 state = self._settled(joined, state)
@@ -166,12 +177,14 @@ class SummedSteps(ReplicaGroup):
         assert self._sums is not None
         vote = {"finite": finite, "seconds": self._sums.seconds_per(self._samples[circle.me])}
         if circle.me == circle.leader:
-            votes = {circle.me: vote}
+            votes, seconds = {circle.me: vote}, {circle.me: vote["seconds"]}
             for name in circle.others:
                 votes[name] = circle.hear(number, "vote", name, self._heed_in_step).info
+                with circle.judging(name):
+                    seconds[name] = _seconds(votes[name], name)
             decision: dict[str, Any] = {
                 "commit": all(v.get("finite") is True for v in votes.values()),
-                "seconds": {name: _seconds(v, name) for name, v in votes.items()},
+                "seconds": seconds,
             }
             norm = norm.detach().to("cpu", torch.float32).clone()
             failpoints.hit("island-decision")
@@ -182,18 +195,9 @@ class SummedSteps(ReplicaGroup):
             failpoints.hit("island-vote")
             circle.say(number, "vote", info=vote, to=[circle.leader])
             said = circle.hear(number, "decision", circle.leader, self._heed_in_step)
-            decision = said.info
-            if (
-                said.tensors.keys() != {"norm"}
-                or said.tensors["norm"].dim()
-                or not isinstance(decision.get("commit"), bool)
-            ):
-                raise ProtocolError(f"island {circle.leader} sends no decision")
-            norm = said.tensors["norm"]
-        measured = decision.get("seconds")
-        if not isinstance(measured, dict) or measured.keys() != set(circle.members):
-            raise ProtocolError(f"island {circle.leader} sends no decision")
-        self._seconds = {name: _seconds({"seconds": s}, name) for name, s in measured.items()}
+            with circle.judging(circle.leader):
+                decision, norm = _decision(said, circle)
+        self._seconds = decision["seconds"]
         return decision["commit"], norm
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
@@ -229,6 +233,29 @@ class SummedSteps(ReplicaGroup):
         self._position = Position()
         self._open.leave("it went back to an earlier step")
 
+    def finished(self, state: TrainState) -> TrainState:
+        """Nobody leaves before all that are here have the state that the run ends with: one may
+        have missed the last decision, or have come just now."""
+        while True:
+            try:
+                if self._circle is None or not self._open.stay():
+                    state = self._joined(state)
+                circle = self._present
+                circle.part_together(self._exchange, self._heed_in_step)
+            except ReplicasChanged as changed:
+                _log.info("%s; looking who is there", changed)
+                self._circle = None
+            except GroupFinished:  # and this island as well
+                return state
+            else:
+                self._open.finish(circle, self._stand(state), state.step)
+                return state
+
+    @property
+    def _exchange(self) -> int:
+        """The number of the exchange that is due."""
+        return self._number + 1
+
     def close(self, reason: str) -> None:
         if self._group is not None:
             group, self._group, self._circle = self._group, None, None
@@ -244,10 +271,11 @@ class SummedSteps(ReplicaGroup):
         elif circle.me in joined.behind:
             state = self._take_over(circle, joined.source)
         group = state.group
-        self._position = replace(
-            self._position, step=self._count(state), lineage=str(group["lineage"]), trains=True
-        )
-        settings = {name: _share(p, name) for name, p in joined.positions.items()}
+        self._position = replace(self._stand(state), trains=True)
+        settings = {}
+        for name, position in joined.positions.items():
+            with circle.judging(name):
+                settings[name] = _share(position, name)
         numbers = given_shares(settings)
         kept = _shares_in(group)
         self._shares = (Shares(numbers) if numbers else kept).for_members(circle.members)
@@ -256,7 +284,8 @@ class SummedSteps(ReplicaGroup):
     def _as_source(self, joined: Joined, state: TrainState) -> TrainState:
         circle, to = joined.circle, joined.behind
         if not state.group.get("lineage"):
-            state = replace(state, group={**state.group, "lineage": secrets.token_hex(16)})
+            begun = {"lineage": secrets.token_hex(16), "run": secrets.token_hex(16)}
+            state = replace(state, group={**state.group, **begun})
         if not to:
             return state
         began = time.monotonic()
@@ -319,7 +348,8 @@ class SummedSteps(ReplicaGroup):
         }
 
     def _remembered(self) -> dict[str, Any]:
-        return {"lineage": self._position.lineage, "shares": self._shares.state_dict()}
+        at = self._position
+        return {"lineage": at.lineage, "run": at.run, "shares": self._shares.state_dict()}
 
     def _retune(self, shares: Shares) -> None:
         if shares != self._shares:
@@ -399,6 +429,18 @@ class _Timed(SummedGradients):
 
 def _shares_in(group: Mapping[str, Any]) -> Shares:
     return Shares.load_state_dict(group["shares"]) if group.get("shares") else Shares()
+
+
+def _decision(said: Said, circle: Circle) -> tuple[dict[str, Any], Tensor]:
+    """The leader's, with the seconds of all, and its norm. Raises ProtocolError."""
+    norm, measured = said.tensors.get("norm"), said.info.get("seconds")
+    commit = said.info.get("commit")
+    decided = norm is not None and not norm.dim() and isinstance(commit, bool)
+    if not decided or not isinstance(measured, dict) or measured.keys() != set(circle.members):
+        raise ProtocolError(f"island {circle.leader} sends no decision")
+    seconds = {name: _seconds({"seconds": s}, name) for name, s in measured.items()}
+    assert norm is not None
+    return {"commit": commit, "seconds": seconds}, norm
 
 
 def _seconds(said: Mapping[str, Any], name: str) -> float:

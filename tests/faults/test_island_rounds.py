@@ -7,7 +7,6 @@ command; at the end all have the same bits.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,14 @@ from safetensors.torch import load_file
 
 from benchmarks.islands import Islands
 from benchmarks.machines import Machines
-from hetero_framework.islands.lighthouse import Lighthouse
-from tests.faults.test_islands import Deaths, folder, live_through, raw_of, torchft
+from hetero_framework.islands.tunnel import Entrance
+from tests.faults.test_islands import Deaths, folder, live_through, raw_of, server, torchft
 
-__all__ = ["folder", "torchft"]  # fixtures
+__all__ = ["folder", "server", "torchft"]  # fixtures
 pytestmark = pytest.mark.islands
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8}
 STREAMING = {"sync_steps": 4, "fragments": 2, "delay_steps": 1, "mixing": 0.5}
-
-
-@pytest.fixture
-def server() -> Iterator[Lighthouse]:
-    with Lighthouse() as started:
-        yield started
 
 
 def raws_of(
@@ -96,7 +89,7 @@ POINTS: Deaths = [
 
 @pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
 def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
-    folder: Path, tmp_path: Path, server: Lighthouse, adapter: dict[str, Any] | None
+    folder: Path, tmp_path: Path, server: Entrance, adapter: dict[str, Any] | None
 ) -> None:
     section = STREAMING if adapter is not None else {"sync_steps": 4}
     raws = raws_of(folder, tmp_path, server.port, "abc", 120, adapter, min_islands=3, **section)
@@ -110,7 +103,7 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
 
 @pytest.mark.parametrize("names", ["ab", "abc"])
 def test_others_go_on_while_islands_are_away(
-    folder: Path, tmp_path: Path, server: Lighthouse, names: str
+    folder: Path, tmp_path: Path, server: Entrance, names: str
 ) -> None:
     """All but the last die, at once, in the middle of a round, and come back when rounds were made
     without them."""

@@ -10,7 +10,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,12 @@ from benchmarks.machines import Machines
 from benchmarks.replanning import Here
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
+from hetero_framework.core.dial import Listener
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.islands import lighthouse
 from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.islands.tunnel import Entrance
+from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import Notes
@@ -88,9 +91,14 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[i
 
 
 @pytest.fixture
-def server() -> Iterator[Lighthouse]:
-    with Lighthouse() as started:
-        yield started
+def server() -> Iterator[Entrance]:
+    """What `hetero lighthouse` opens."""
+    with (
+        Lighthouse() as started,
+        closing(Listener("127.0.0.1", 0)) as listener,
+        closing(Entrance(listener, LOOPBACK_ONLY, started.port)) as entrance,
+    ):
+        yield entrance
 
 
 class Run:
@@ -146,7 +154,9 @@ def live_through(islands: Islands, deaths: Deaths) -> list[str]:
         assert islands.hear(90.0), f"they hang: {islands.last_words()}"
         for name, island in islands.of.items():
             if island.child is None and not island.is_done:
-                assert armed[name], f"{name} ended: {island.said[-5:]}"
+                said = islands.of[name].said[-5:]
+                assert islands.ended[name] == -signal.SIGKILL, f"{name} ended: {said}"
+                assert armed[name], f"{name} was killed: {said}"
                 happened.append(f"{name}/{armed[name]}")
                 start(name)
     assert not any(left.values()), left
@@ -175,7 +185,7 @@ POINTS: Deaths = [
 
 
 def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
 ) -> None:
     """Three islands, of which none trains without the others, so that each death happens."""
     run = Run(folder, tmp_path, server.port, "abc", 16, min_islands=3)
@@ -191,7 +201,7 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
 def test_others_go_on_while_islands_are_away(
     folder: Path,
     tmp_path: Path,
-    server: Lighthouse,
+    server: Entrance,
     alone: Callable[[int], list[float]],
     names: str,
 ) -> None:
@@ -219,7 +229,7 @@ def test_others_go_on_while_islands_are_away(
 
 
 def test_islands_join_late_leave_in_order_and_return(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
 ) -> None:
     run = Run(folder, tmp_path, server.port, "abc", 90)
     with Machines() as started:
@@ -242,7 +252,7 @@ def test_islands_join_late_leave_in_order_and_return(
 
 
 def test_a_frozen_island_holds_the_others_up_for_a_while_only(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
 ) -> None:
     run = Run(folder, tmp_path, server.port, "abc", 90)
     for raw in run.raws.values():
@@ -258,6 +268,50 @@ def test_a_frozen_island_holds_the_others_up_for_a_while_only(
         islands.until_done("a", "b", "c")
     run.check(islands, alone(90), "a", "b", "c")
     assert members(islands)[90] == "abc"
+
+
+def test_who_comes_when_the_others_have_finished_says_so_and_trains_nothing(
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
+) -> None:
+    """Though one island is enough to train."""
+    run = Run(folder, tmp_path, server.port, "ab", 12)
+    with Machines() as started:
+        islands = Islands(started, run.raws, {"a": 0.01, "b": 0.01})
+        islands.start("a")
+        islands.start("b")
+        islands.until_step(4, "a", "b")
+        islands.kill("b")
+        islands.until_done("a")
+        reached = islands.reached("b")
+        islands.start("b")
+        islands.await_end("b")
+        assert "have finished their training after step 12, without island b" in last(islands, "b")
+        assert "the result is with a" in last(islands, "b")
+        assert islands.reached("b") == reached
+    run.check(islands, alone(12), "a")
+
+
+def test_who_misses_the_last_decision_has_the_others_result(
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
+) -> None:
+    """The one that decides tells one and dies; that one is done, and gives its state to the other
+    though there are fewer than are wanted."""
+    run = Run(folder, tmp_path, server.port, "abc", 6, min_islands=3)
+    with Machines() as started:
+        islands = Islands(started, run.raws)
+        islands.start("a", "coordinator/island-told@6")
+        islands.start("b")
+        islands.start("c")
+        assert islands.await_end("a") == -signal.SIGKILL
+        islands.until_done("b", "c")
+        islands.start("a")
+        islands.await_end("a")
+        assert "without island a" in last(islands, "a")
+    run.check(islands, alone(6), "b", "c")
+
+
+def last(islands: Islands, name: str) -> str:
+    return islands.of[name].said[-1]
 
 
 def test_a_lighthouse_that_is_started_again_costs_no_step(
@@ -283,7 +337,7 @@ def test_a_lighthouse_that_is_started_again_costs_no_step(
 
 
 def test_a_worker_that_dies_is_its_islands_business(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
 ) -> None:
     run = Run(folder, tmp_path, server.port, "ab", 40)
     cut = run.raws["a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 
 from hetero_framework.config import Config
+from hetero_framework.engine.stage_api import GradientPart, StatePart
+from hetero_framework.errors import ProtocolError
+from hetero_framework.islands.group import STATE
+from hetero_framework.islands.sums import SummedGradients
 from hetero_framework.trainer import islands
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import Notes, Pool
 from tests.integration.test_parity import LORA, assert_same, weights
-from tests.islands import Berth, Harbour, train_islands
+from tests.islands import Berth, Harbour, outcomes, train_islands
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -134,6 +139,37 @@ def test_an_island_by_itself_trains_as_without_islands(
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     assert lines(tmp_path / "a", *keys) == lines(tmp_path / "whole", *keys)
     assert_same(weights(tmp_path / "a"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.islands
+def test_who_says_something_wrong_is_told_and_the_others_go_on(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = SummedGradients.give
+
+    def give(self: SummedGradients, found: GradientPart) -> None:
+        if self._circle.me == "b" and self._number == STATE + 2:
+            tensors = {name: t.flatten()[:1] for name, t in found.part.tensors.items()}
+            found = replace(found, part=StatePart(tensors, last=found.part.last))
+        right(self, found)
+
+    monkeypatch.setattr(SummedGradients, "give", give)
+    found = outcomes(
+        {
+            name: island(pool, tmp_path / name, [], settings, section={"name": name, "share": 1})
+            for name in "abc"
+        }
+    )
+    assert isinstance(found["b"], ProtocolError)
+    assert "island b sends a gradient of" in str(found["b"])  # whoever notices first
+    whole = island(pool, tmp_path / "whole", [], settings)
+    train(Config.from_dict(whole), progress=Notes())
+    losses = [line["loss"] for line in lines(tmp_path / "whole", "loss")]
+    for name in "ac":
+        own = lines(tmp_path / name, "loss", "island")
+        assert [line["loss"] for line in own] == pytest.approx(losses, rel=1e-5)
+        assert [len(line["island"]["members"]) for line in own] == [3, 2, 2, 2]
+    assert_same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
 # -- rounds ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def test_every_setting_of_the_contract_is_there_and_comes_back() -> None:
     streaming = {
         "min_islands": 1, "sync_steps": 20, "warmup_steps": 5, "method": "diloco", "fragments": 2,
         "delay_steps": 2, "mixing": 0.5, "compression": "none", "outer_learning_rate": 0.7,
-        "outer_momentum": 0.9, "outer_nesterov": True, "share": "auto",
+        "outer_momentum": 0.9, "outer_nesterov": True, "share": "auto", "wait_s": 60.0,
     }  # fmt: skip
     config = Config.from_dict(with_island(**streaming))
     assert config.to_dict()["island"] == ISLAND | streaming

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +15,16 @@ from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.errors import (
     ConfigError,
+    GroupFinished,
     HeteroError,
     NetworkError,
     PeerAwayError,
     ProtocolError,
 )
+from hetero_framework.islands import notes
 from hetero_framework.islands.group import Group, Joined, Position, behind, source_of
 from hetero_framework.islands.links import IslandLinks
-from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.islands.rendezvous import Finished, Member, View
 from hetero_framework.security.access import LOOPBACK_ONLY
 
 WAIT_S = 20.0
@@ -31,8 +32,16 @@ FACTS = {"data": "d", "island.sync_steps": 1}
 VIEW = View.of([Member("a", "1", "x"), Member("b", "1", "x")])
 
 
-def at(step: int, lineage: str = "", *, trains: bool = False, **facts: Any) -> Position:
-    return Position(step, lineage, trains, facts or FACTS)
+def at(
+    step: int,
+    lineage: str = "",
+    *,
+    trains: bool = False,
+    done: bool = False,
+    run: str = "",
+    **facts: Any,
+) -> Position:
+    return Position(step, lineage, trains, facts or FACTS, is_done=done, run=run)
 
 
 # -- positions
@@ -62,19 +71,9 @@ def at(step: int, lineage: str = "", *, trains: bool = False, **facts: Any) -> P
 def test_source_and_those_behind(positions: dict[str, Position], source: str, others: str) -> None:
     assert source_of(positions) == source
     assert behind(positions, source) == list(others)
-    said = {name: Position.of(as_said(position)) for name, position in positions.items()}
+    said = {name: Position.of(position.as_said()) for name, position in positions.items()}
     assert source_of(said) == source  # the others come to the same from what they hear
     assert source_of(dict(reversed(positions.items()))) == source
-
-
-def as_said(position: Position) -> dict[str, Any]:
-    return {
-        "step": position.step,
-        "lineage": position.lineage,
-        "trains": position.trains,
-        "facts": dict(position.facts),
-        "says": dict(position.says),
-    }
 
 
 def test_positions_agree_after_the_same_commits_alone() -> None:
@@ -90,14 +89,14 @@ def test_positions_agree_after_the_same_commits_alone() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": "3"}, {"step": True}, {"lineage": None}, {"trains": 1}, {"facts": 3},
-        {"says": "auto"}, {"facts": [1]},
+        {"step": "3"}, {"step": True}, {"lineage": None}, {"trains": 1}, {"done": 0},
+        {"facts": 3}, {"says": "auto"}, {"facts": [1]},
     ],
 )  # fmt: skip
 def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="says no position"):
-        Position.of({**as_said(at(0)), **change})
-    missing = as_said(at(0))
+        Position.of({**at(0).as_said(), **change})
+    missing = at(0).as_said()
     del missing[next(iter(change))]
     with pytest.raises(ProtocolError, match="says no position"):
         Position.of(missing)
@@ -114,6 +113,13 @@ class Answers:
         self._answers: deque[View | HeteroError] = deque()
         self.asked = 0
         self.closed = False
+        self.notes = notes.Notes()
+
+    def note(self, finished: Finished) -> None:
+        self.notes.answer(notes.noting(finished))
+
+    def finished(self, run: str, facts: str, since_s: float) -> Finished | None:
+        return notes.found(self.notes.answer(notes.looking(run, facts, since_s)))
 
     def put(self, *answers: View | HeteroError) -> None:
         with self._there:
@@ -145,7 +151,9 @@ class Answers:
 
 
 class Island:
-    def __init__(self, name: str, min_islands: int, check: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, min_islands: int, check: Callable[[], None], wait_s: float
+    ) -> None:
         self.answers = Answers()
         self.links = IslandLinks(
             name,
@@ -155,7 +163,7 @@ class Island:
             max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
             liveness_s=WAIT_S,
         )
-        self.group = Group(self.answers, self.links, min_islands, check)
+        self.group = Group(self.answers, self.links, min_islands, check, wait_s)
 
     def joins(self, position: Position) -> Future[Joined]:
         return in_background(lambda: self.group.join(position), "joining")
@@ -169,9 +177,12 @@ def start() -> Iterator[Open]:
     with ExitStack() as stack:
 
         def opened(
-            name: str, min_islands: int = 1, check: Callable[[], None] = lambda: None
+            name: str,
+            min_islands: int = 1,
+            check: Callable[[], None] = lambda: None,
+            wait_s: float = 1e9,
         ) -> Island:
-            made = Island(name, min_islands, check)
+            made = Island(name, min_islands, check, wait_s)
             stack.callback(made.group.close, "the test is over")
             return made
 
@@ -349,11 +360,67 @@ def test_check_ends_the_waiting_for_others(start: Open) -> None:
     assert not a.group.waits
 
 
-def test_a_member_that_says_no_position_ends_nobody_else_in_silence(start: Open) -> None:
-    """It is an error here, at once: no island of this version says that."""
-    a, b = start("a"), start("b")
-    for one in (a, b):
-        one.answers.put(view_of(a, b))
-    wrong = replace(at(0), step=None)  # type: ignore[arg-type]
-    with pytest.raises(ProtocolError, match="says no position"):
-        _ = [found.result(WAIT_S) for found in (a.joins(at(0)), b.joins(wrong))]
+class Unsaid(Position):
+    def as_said(self) -> dict[str, Any]:
+        return {}
+
+
+def test_who_says_no_position_is_told_and_ends_and_the_others_go_on(start: Open) -> None:
+    a, b, c = start("a"), start("b"), start("c")
+    for one in (a, b, c):
+        one.answers.put(view_of(a, b, c))
+    asked = [one.joins(at(0)) for one in (a, c)]
+
+    def come() -> None:
+        circle = b.joins(Unsaid(facts=FACTS)).result(WAIT_S).circle
+        circle.hear(1, "state", "a", lambda: None)  # where it has heard the others before
+
+    with pytest.raises(ProtocolError, match=r"does not take what this island says: .*no position"):
+        come()
+    b.group.close("it ends")
+    for one in (a, c):
+        one.answers.put(view_of(a, c))
+    assert [found.result(WAIT_S).circle.members for found in asked] == [("a", "c")] * 2
+
+
+# -- the end
+
+
+def test_who_comes_when_the_others_have_finished_is_told(start: Open) -> None:
+    """Who was among them, by the run; who is new, if they finished while it was on its way."""
+    a, b, c, other = start("a"), start("b"), start("c"), start("d")
+    done = at(9, "x", run="1")
+    [found] = joined({a: done})
+    for one in (b, c, other):
+        one.answers.notes = a.answers.notes
+    early = start("e")
+    early.answers.notes = a.answers.notes
+    a.group.finish(found.circle, done, 9)
+    for one, position in ((b, at(4, "y", run="1")), (c, at(0))):
+        one.answers.put(view_of(one))
+        with pytest.raises(GroupFinished, match="after step 9, without island") as error:
+            one.joins(position).result(WAIT_S)
+        assert "the result is with a" in str(error.value)
+        assert error.value.exit_code == 0
+    later = start("f")
+    later.answers.notes = a.answers.notes
+    for one, position in (
+        (other, at(4, "y", run="2")),  # another run
+        (early, at(0, data="other")),  # of other data
+        (later, at(0)),  # begun after the others had finished: anew
+    ):
+        one.answers.put(view_of(one))
+        assert one.joins(position).result(WAIT_S).source == one.links.member.name
+
+
+def test_what_is_done_is_given_to_whoever_lacks_it_however_few_there_are(start: Open) -> None:
+    a, b = start("a", 3), start("b", 3)
+    found = joined({a: at(8, "x", trains=True), b: at(9, "y", trains=True, done=True)})
+    assert [(one.source, one.behind) for one in found] == [("b", ("a",))] * 2
+
+
+def test_too_few_islands_end_after_a_while(start: Open) -> None:
+    a = start("a", 2, wait_s=0.1)
+    a.answers.put(view_of(a), view_of(a))
+    with pytest.raises(PeerAwayError, match=r"of the 2 islands .* there were 1 island for 0 s: a"):
+        a.joins(at(0)).result(WAIT_S)

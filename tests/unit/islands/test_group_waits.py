@@ -36,6 +36,10 @@ class Answers:
         assert self.me is not None
         return View.of([self.me])
 
+    def note(self, finished: Any) -> None: ...
+
+    def finished(self, run: str, facts: str, since_s: float) -> None: ...
+
     def close(self) -> None:
         pass
 

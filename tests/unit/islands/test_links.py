@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hetero_framework.core.dial import connect
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, WireTensor
 from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import to_wire
-from hetero_framework.errors import HeteroError
+from hetero_framework.errors import HeteroError, ProtocolError
 from hetero_framework.islands.links import Circle, IslandLinks, MemberLost
 from hetero_framework.islands.rendezvous import Member, View
 from hetero_framework.security.access import LOOPBACK_ONLY
@@ -186,6 +187,45 @@ def test_a_decision_reaches_each_one_that_is_there(coast: Coast) -> None:
             assert hear(c, "a", "decision").info == {"commit": True}
             break
         c.wait_for_more(0.01)
+
+
+def test_who_is_refused_learns_why_and_the_others_lose_it(coast: Coast) -> None:
+    a, b, c = together(*map(coast.open, "abc"))
+
+    def judge() -> None:
+        with a.judging("b"):
+            raise ProtocolError("island b says 3", hint="use one version")
+
+    with pytest.raises(MemberLost, match="island b: island b says 3"):
+        judge()
+    with pytest.raises(ProtocolError) as error:
+        hear(b, "a")
+    assert error.value.message == ("island a does not take what this island says: island b says 3")
+    assert error.value.hint == "use one version"
+    b.close("it ends")
+    assert lost(c).name == "b"
+
+
+def test_nobody_leaves_before_all_have_come_to_the_end(coast: Coast) -> None:
+    a, b, c = together(*map(coast.open, "abc"))
+    parting = [in_background(partial(one.part_together, 2, nothing), "end") for one in (a, b)]
+    assert not wait_for(parting, 0.2)
+    c.part_together(2, nothing)
+    c.close("it is done")  # and is not missed
+    for found in parting:
+        found.result(WAIT_S)
+
+
+def test_who_is_lost_at_the_end_before_it_came_there_is_missed(coast: Coast) -> None:
+    a, b, c = together(*map(coast.open, "abc"))
+    b.say(2, "vote")
+    parting = in_background(lambda: a.part_together(2, nothing), "end")
+    assert not wait_for([parting], 0.2)
+    b.close("it is done")
+    assert not wait_for([parting], 0.2)
+    c.close("")
+    with pytest.raises(MemberLost):
+        parting.result(WAIT_S)
 
 
 def test_a_broken_connection_is_a_lost_member(coast: Coast) -> None:

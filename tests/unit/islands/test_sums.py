@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from hetero_framework.engine.stage_api import GradientPart, StatePart, Tensors
 from hetero_framework.errors import ProtocolError
-from hetero_framework.islands.links import Said
+from hetero_framework.islands.links import MemberLost, Said
 from hetero_framework.islands.sums import SummedGradients
 
 NUMBER = 5
@@ -51,6 +52,13 @@ class Side:
 
     def hear(self, number: int, kind: str, name: str, check: object) -> Said:
         return self.said(number, kind, name)
+
+    @contextmanager
+    def judging(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except ProtocolError as wrong:
+            raise MemberLost(name, wrong.message) from wrong
 
 
 def sums_on(members: str) -> tuple[Beach, dict[str, SummedGradients]]:
@@ -153,11 +161,19 @@ def test_what_is_given_twice_is_sent_once_and_the_first_counts() -> None:
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2, dtype=torch.float16)])
-def test_a_gradient_of_another_form_is_refused(other: Tensor) -> None:
-    _, islands = sums_on("ab")
-    give_all(islands, {"a": {"x": of(1)}, "b": {"x": other}})
-    with pytest.raises(ProtocolError, match="island b sends a gradient of x of another shape"):
-        islands["a"].sums(["x"])
+@pytest.mark.parametrize("members", ["cab", "bc", "abcd"])
+def test_whose_gradient_has_another_form_than_most_is_blamed_by_all(
+    other: Tensor, members: str
+) -> None:
+    """Of two it is the second by name. Also by one that has none itself."""
+    _, islands = sums_on("".join(sorted(members)))
+    odd = max(members[:3])
+    given = {name: {"x": other if name == odd else of(1)} for name in members if name != "d"}
+    give_all(islands, {name: given.get(name, {}) for name in members})
+    for name, island in islands.items():
+        error = ProtocolError if name == odd else MemberLost
+        with pytest.raises(error, match=f"island {odd} sends a gradient of x of another shape"):
+            island.sums(["x"])
 
 
 def test_losses_are_those_of_all_islands() -> None:
@@ -174,5 +190,5 @@ def test_losses_are_those_of_all_islands() -> None:
 def test_what_are_no_losses_is_refused(said: Tensors) -> None:
     beach, islands = sums_on("ab")
     Side(beach, "b").say(NUMBER, "losses", said)
-    with pytest.raises(ProtocolError, match="island b sends no losses"):
+    with pytest.raises(MemberLost, match="island b sends no losses"):
         islands["a"].losses([1.0], lambda: None)

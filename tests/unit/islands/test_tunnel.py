@@ -18,7 +18,9 @@ from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
 from hetero_framework.core.stream import PlainStream
 from hetero_framework.errors import IdentityError, NetworkError
+from hetero_framework.islands import notes
 from hetero_framework.islands import tunnel as module
+from hetero_framework.islands.rendezvous import Finished
 from hetero_framework.islands.tunnel import Entrance, Tunnel, splice
 from hetero_framework.security import authority as x509
 from hetero_framework.security.access import LOOPBACK_ONLY, Access, Keyed
@@ -235,6 +237,19 @@ def test_who_has_no_certificate_gets_nothing_from_the_web_page(
         assert way.entrance.links == 0
         assert echo.connections == 0
         assert way.echoes()
+
+
+def test_notes_are_kept_at_the_entrance_and_asked_for_through_the_keyed_door(way: Way) -> None:
+    done = Finished("run", "facts", 9, ("a", "b" * 64))
+    assert notes.found(way.tunnel.ask(notes.looking("run", "facts", 0.0))) is None
+    way.tunnel.ask(notes.noting(done))
+    assert notes.found(way.tunnel.ask(notes.looking("run", "facts", 0.0))) == done
+    assert way.echoes()
+
+
+def test_of_a_lighthouse_that_is_gone_there_are_no_notes(way: Way) -> None:
+    way.entrance.close()
+    assert notes.found(way.tunnel.ask(notes.looking("run", "facts", 0.0))) is None
 
 
 def test_one_island_has_so_many_links_and_no_more(way: Way) -> None:

@@ -1,0 +1,94 @@
+"""What a lighthouse remembers of groups that have finished.
+
+The islands of a group end together. One that was away comes back to nobody: alone it would train
+once more what the others have trained. So those that end leave a note, and who comes looks for it.
+A question is one line, over a link of its own; torchft's clients begin theirs otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_framework.islands.rendezvous import Finished
+
+OPENING = b"hetero-islands "
+"""A link that begins so is for the notes."""
+MAX_BYTES = 8192
+"""Of a question or an answer."""
+_MAX_NOTES = 1000
+
+
+class Notes:
+    """The last groups that have finished. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[Finished, float]] = {}  # by run, in the order of their ends
+
+    def answer(self, question: bytes) -> bytes:
+        """To a line of `noting` or `looking`; of anything else nothing."""
+        try:
+            said = json.loads(question.removeprefix(OPENING))
+            if "note" in said:
+                self._keep(_finished(said["note"]))
+                return _line(None)
+            found = self._find(str(said["run"]), str(said["facts"]), float(said["since_s"]))
+            return _line(found)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+            return b""
+
+    def _keep(self, finished: Finished) -> None:
+        with self._lock:
+            self._kept.setdefault(finished.run, (finished, time.monotonic()))
+            while len(self._kept) > _MAX_NOTES:
+                del self._kept[next(iter(self._kept))]
+
+    def _find(self, run: str, facts: str, since_s: float) -> Finished | None:
+        with self._lock:
+            kept = [self._kept[run]] if run in self._kept else []
+            if not run:
+                earliest = time.monotonic() - since_s
+                kept = [(note, at) for note, at in self._kept.values() if at >= earliest]
+        return next((note for note, _ in reversed(kept) if note.facts == facts), None)
+
+
+def noting(finished: Finished) -> bytes:
+    """The line that leaves a note."""
+    return OPENING + json.dumps({"note": _as_json(finished)}).encode() + b"\n"
+
+
+def looking(run: str, facts: str, since_s: float) -> bytes:
+    """The line that asks for one, as `Rendezvous.finished` does."""
+    return OPENING + json.dumps({"run": run, "facts": facts, "since_s": since_s}).encode() + b"\n"
+
+
+def found(answer: bytes) -> Finished | None:
+    """What an answer says; None also where it is none, as of a lighthouse that keeps no notes."""
+    try:
+        said = json.loads(answer)
+        return _finished(said["finished"]) if said["finished"] is not None else None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _line(finished: Finished | None) -> bytes:
+    said = _as_json(finished) if finished is not None else None
+    return json.dumps({"finished": said}).encode() + b"\n"
+
+
+def _as_json(finished: Finished) -> dict[str, Any]:
+    return {
+        "run": finished.run,
+        "facts": finished.facts,
+        "step": finished.step,
+        "islands": list(finished.islands),
+    }
+
+
+def _finished(said: Mapping[str, Any]) -> Finished:
+    islands = tuple(str(name)[:64] for name in said["islands"])
+    return Finished(str(said["run"]), str(said["facts"]), int(said["step"]), islands)
