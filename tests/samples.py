@@ -62,10 +62,11 @@ def save_llama(directory: Path, *, seed: int = 0, layers: int = 6, **changes: An
     return directory
 
 
-def save_tiny(model_type: str, directory: Path) -> Path:
-    """A tiny random model of another architecture, with the same tokenizer."""
+def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
+    """A tiny random model of another architecture, with the same tokenizer and other settings."""
     tokenizer = save_tokenizer(directory)
     config = tiny_config(model_type)
+    config = type(config).from_dict({**config.to_dict(), **changes})
     names = ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
     config.update({name: 320 for name in names if hasattr(config, name)})
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -57,6 +57,7 @@ from hetero_framework.engine.stage_api import (
     StepSchedule,
 )
 from hetero_framework.engine.stage_host import StageHost
+from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
 from hetero_framework.log import event
 from hetero_framework.models import fingerprint
@@ -110,11 +111,13 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The stages here, the trained parameters of all stages, and the weights' fingerprint."""
+    """The stages here, the trained parameters of all stages, the weights' fingerprint, and what of
+    each stage is tied to an earlier one."""
 
     local: Sequence[StageInterface]
     trainable: Trainable
     fingerprint: str
+    ties: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
 
 class Assembly:
@@ -151,10 +154,13 @@ class Assembly:
         results = StepResults()
         outlet = _Outlet(results, links)
         host = StageHost(loaded.local, config, device, meter, outlet)
+        trained = {k: [name for name, _ in own] for k, own in enumerate(loaded.trainable)}
+        ties = Ties(loaded.ties, trained)
         self.remotes: dict[WorkerId, RemoteHost] = {}
         for worker in planned(config, links.workers):
-            own, head = [s.index for s in specs if s.owner == worker], specs[-1].owner == worker
-            remote = RemoteHost(worker, own, links, results, host.data, holds_head=head)
+            own = [s.index for s in specs if s.owner == worker]
+            targets = [ties.targets.get(index, {}) for index in own]
+            remote = RemoteHost(worker, own, links, results, host.data, targets=targets)
             self.remotes[worker] = remote
         links.route(specs)
         self.pipeline = Pipeline(
@@ -164,7 +170,8 @@ class Assembly:
             results,
             objective=objective_of(config.training, id_layers),
             step_timeout_s=config.training.step_timeout_s,
-            trained={k: [name for name, _ in own] for k, own in enumerate(loaded.trainable)},
+            trained=trained,
+            ties=ties,
         )
 
     @property
@@ -267,6 +274,7 @@ class _LoadedStages:
         self._expected = expected
         self._fingerprints: dict[int, tuple[str, Mapping[str, str]]] = {}
         self._trainable: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+        self.ties: dict[int, Mapping[str, str]] = {}
 
     def note(
         self,
@@ -274,9 +282,11 @@ class _LoadedStages:
         stage: int,
         found: Mapping[str, str],
         trainable: list[tuple[str, tuple[int, ...]]],
+        ties: Mapping[str, str],
     ) -> None:
-        """What a stage has read, and what is trained in it."""
+        """What a stage has read, what is trained in it, and what of that is tied elsewhere."""
         self._fingerprints[stage], self._trainable[stage] = (process, found), trainable
+        self.ties[stage] = ties
 
     def check(self, deadline: float) -> None:
         """Raise UserError where the stages are not of the model that this machine has."""
@@ -434,11 +444,13 @@ class Cluster:
         self._own = local = self._build(config, own, self.device, remains)
         self._loaded = _LoadedStages(config, expected)
         for stage in local:
-            self._loaded.note("the coordinator", stage.index, stage.fingerprint, stage.trainable())
+            said = stage.fingerprint, stage.trainable(), stage.ties
+            self._loaded.note("the coordinator", stage.index, *said)
         self._load_workers()
         for stage in local:
             stage.input_requires_grad = self._loaded.needs[stage.index]
-        parts = Loaded(local, self._loaded.trainable, self._loaded.fingerprint)
+        loaded = self._loaded
+        parts = Loaded(local, loaded.trainable, loaded.fingerprint, loaded.ties)
         self.fingerprint = parts.fingerprint
         self._current = Assembly(
             config,
@@ -452,7 +464,7 @@ class Cluster:
         )
         while True:
             try:
-                self.retrying(self.pipeline.share_tied_weight)
+                self.retrying(self.pipeline.share_tied_weights)
                 self._was_ready = True
                 return self._current
             except StagesLost:
@@ -519,7 +531,8 @@ class Cluster:
                     for entry in ready[worker].stages:
                         trainable = [(p.name, p.index) for p in entry.trainable]
                         name = f"worker {worker}"
-                        self._loaded.note(name, entry.index, entry.fingerprint, trainable)
+                        said = entry.fingerprint, trainable, entry.ties
+                        self._loaded.note(name, entry.index, *said)
                 self._loaded.check(deadline)
                 self._connect_workers()
                 for worker in planned(self._config, [w for w in loading if w not in started]):

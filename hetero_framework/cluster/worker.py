@@ -645,7 +645,8 @@ class Worker:
         loaded = []
         for stage in stages:
             trainable = tuple(m.Parameter(*entry) for entry in stage.trainable())
-            loaded.append(m.LoadedStage(stage.index, trainable, dict(stage.fingerprint)))
+            ties = dict(stage.ties)
+            loaded.append(m.LoadedStage(stage.index, trainable, dict(stage.fingerprint), ties))
         self._send(Message(m.Ready(tuple(loaded))))
 
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
@@ -715,7 +716,7 @@ class Worker:
                 self._send(Message(m.PeerLost(others[0], "it was lost before this step")))
 
     def _give_gradients(self, host: StageHost) -> None:
-        """A stage is done: in a step that is summed its gradients go to the coordinator."""
+        """A stage is done: what others sum of its gradients goes to the coordinator."""
         for found in host.gradients():
             assert host.info is not None
             self._send(messages.gradients_message(host.info, found))
@@ -729,14 +730,14 @@ class Worker:
             self._send(messages.gradient_norms_message(info, report))
 
     def _on_commit(self, message: Message, order: m.Commit) -> None:
-        self._host.commit(order, messages.tied_weight(message))
+        self._host.commit(order, messages.tied_weights(message))
         message.release()
         spans = tuple(self._host.take_spans())
         self._send(Message(m.Committed(order.step, order.attempt, spans)))
 
     def _on_load_state(self, message: Message, order: m.LoadState) -> None:
         in_step = self._connection is not None and self._connection.phase is Phase.STEP
-        if in_step and order.kind != "gradients":
+        if in_step and order.kind not in ("gradients", "tied gradients"):
             raise ProtocolError(f"LOAD_STATE of a {order.kind} came in a step")
         part = messages.state_part(message)
         self._host.load_state(order.stage, order.kind, order.part, part)

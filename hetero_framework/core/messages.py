@@ -35,7 +35,9 @@ EITHER = "either"
 RejectCode = Literal["busy", "identity", "peer", "protocol", "stale"]
 StateKind = Literal["checkpoint", "export", "weights"]
 ShareKind = Literal["position", "state", "losses", "gradients", "changes", "vote", "decision"]
-LoadKind = Literal["checkpoint", "adapter", "tied", "gradients", "weights"]
+LoadKind = Literal[
+    "checkpoint", "adapter", "tied weights", "gradients", "tied gradients", "weights"
+]
 
 
 class Spec:
@@ -199,11 +201,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """A stage's trainable parameters, and hashes of the files' layers that it was read from."""
+    """A stage's trainable parameters, hashes of the files' layers that it was read from, and
+    `ties`, {target: source}: parameters in it, in order, that are one with those of earlier
+    stages."""
 
     index: int
     trainable: tuple[Parameter, ...]
     fingerprint: dict[str, str]
+    ties: dict[str, str] = field(default_factory=dict)
 
 
 @_message(5, WORKER, long=True)
@@ -377,12 +382,10 @@ class StageFigures:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One stage in one step: micro-batches whose output was not finite, whether its tied gradient
-    is among the tensors, and what it took."""
+    """One stage in one step: micro-batches whose output was not finite, and what it took."""
 
     index: int
     nonfinite: tuple[int, ...]
-    tied: bool
     figures: StageFigures
 
 
@@ -394,10 +397,10 @@ class RoundTrip:
 
 @_message(27, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class Gradients(OfStep):
-    """Worker to coordinator, in a step that is `summed`, once all backwards of a stage are done:
-    part `part` of its gradients, one tensor for each name; parameters that have none are left out.
-    `last` marks the last part. Answered, when the sums are there, by LOAD_STATE of the kind
-    `gradients`."""
+    """Worker to coordinator, once all backwards of a stage are done: part `part` of its gradients,
+    one tensor for each name; parameters that have none are left out. `last` marks the last part. In
+    a step that is `summed` it is all of them, and LOAD_STATE of the kind `gradients` answers when
+    the sums are there; else those of its `ties`, and the stages of their sources get the sums."""
 
     stage: int
     part: int
@@ -408,25 +411,26 @@ class Gradients(OfStep):
 @_message(21, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class GradientNorms(OfStep):
     """Worker to coordinator, when all micro-batches of a training step are through its stages: for
-    each stage a float32 vector of per-parameter norms, followed by the head's gradient where `tied`
-    (head and embedding are one weight), and what the step took. `round_trips` are those of its
-    links to other workers, `direct_bytes` what it has sent over them. Answered by COMMIT or
-    ABORT."""
+    each stage a float32 vector of per-parameter norms, and what the step took. `round_trips` are
+    those of its links to other workers, `direct_bytes` what it has sent over them. Answered by
+    COMMIT or ABORT."""
 
     stages: tuple[StageReport, ...]
     round_trips: tuple[RoundTrip, ...]
     direct_bytes: int
 
 
-@_message(22, COORDINATOR, tensors=(0, 1))
+@_message(22, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
 class Commit(OfStep):
     """Coordinator to worker: change the weights with this learning rate, after multiplying the
-    gradients by `grad_scale`. The tensor is the embedding's new weight for a head that is one with
-    it. It is sent again after a lost link; a worker that has committed this step already changes
-    nothing. Answered by COMMITTED, which need not be awaited before STEP."""
+    gradients by `grad_scale`. The tensors are new weights of the coordinator's stages, by name,
+    that something in the worker's is tied to. It is sent again after a lost link; a worker that has
+    committed this step already changes nothing. Answered by COMMITTED, which need not be awaited
+    before STEP."""
 
     learning_rate: float
     grad_scale: float
+    names: tuple[str, ...] = ()
 
 
 @_message(23, WORKER, long=True)
@@ -490,9 +494,10 @@ class State(Body):
 @_message(32, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
 class LoadState(Body):
     """Coordinator to worker: part `part` of what a stage shall take over: a `checkpoint` as STATE
-    gave it, the tensors of an `adapter` file, the embedding's weight for a head that is one with it
-    (`tied`), `weights` of some parameters, whose optimizer goes on as it is, or, in a step, the
-    `gradients` that all replicas have together. Answered by STATE_LOADED."""
+    gave it, the tensors of an `adapter` file, `tied weights` of other stages, by source, for its
+    targets, `weights` of some parameters, whose optimizer goes on as it is, or, in a step, the
+    `gradients` that all replicas have together, or the sums of the `tied gradients` of what other
+    stages have tied to its weights. Answered by STATE_LOADED."""
 
     stage: int
     kind: LoadKind

@@ -120,21 +120,21 @@ class Host(Protocol):
         return False
 
     def gradients(self) -> list[api.GradientPart]:
-        """In a step that is summed: those of stages that are done, each part once. The caller
-        releases them; the sums come back with `load_state`."""
+        """Of stages that are done, each part once: all in a step that is summed, else those that
+        are tied to weights of other stages. The caller releases them; the sums come back with
+        `load_state`."""
         return []
 
-    def report(self, tied_gradient: torch.Tensor | None) -> api.HostReport | None:
-        """Once in a training step, when it is done, and where it is summed the sums have come.
-        `tied_gradient` is the head's share of a weight that is the embedding's too."""
+    def report(self) -> api.HostReport | None:
+        """Once in a training step, when it is done and the sums that are waited for have come."""
 
     def receive(self, message: Message, arrival: object) -> None:
         """A message of this host, where it is remote, and what `unpack` made of it."""
         raise AssertionError("this process sends itself no messages")
 
-    def commit(self, order: Commit, tied_weight: torch.Tensor | None) -> torch.Tensor | None:
-        """Have the stages step their optimizers. The embedding's host returns its new weight where
-        a tied head lives elsewhere; the head's host is given it as `tied_weight`."""
+    def commit(self, order: Commit, tied_weights: api.Tensors) -> api.Tensors:
+        """Have the stages step their optimizers. Of new weights that other stages have targets of
+        this process's own host gives them at once; others take over `tied_weights`, by source."""
 
     def is_committed(self) -> bool:
         """Whether the last `commit` is known to have been done."""
@@ -178,8 +178,9 @@ class Host(Protocol):
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         """Have a stage take over a part of its state; asked again until True."""
 
-    def tied_weight(self) -> torch.Tensor | None:
-        """The embedding's weight, where it is here and its tied head on another stage."""
+    def tied_weights(self) -> api.Tensors | None:
+        """The weights that other stages have targets of, where the host is this process's own; None
+        where they have to be asked for with `state`."""
         return None
 
     def take_spans(self) -> list[Span]:

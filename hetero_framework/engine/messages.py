@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import torch
 
@@ -72,10 +72,8 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 def gradient_norms_message(info: api.StepInfo, report: api.HostReport) -> Message:
     tensors, entries = [], []
     for index, found in report.gradients.items():
-        tied = found.tied_gradient
-        figures = report.figures[index]
-        entries.append(m.StageReport(index, found.nonfinite, tied is not None, figures))
-        tensors += [to_wire(tensor) for tensor in (found.norms, tied) if tensor is not None]
+        entries.append(m.StageReport(index, found.nonfinite, report.figures[index]))
+        tensors.append(to_wire(found.norms))
     trips = tuple(m.RoundTrip(worker, seconds) for worker, seconds in report.round_trips.items())
     body = m.GradientNorms(info.step, info.attempt, tuple(entries), trips, report.direct_bytes)
     return Message(body, tensors)
@@ -83,15 +81,13 @@ def gradient_norms_message(info: api.StepInfo, report: api.HostReport) -> Messag
 
 def host_report(message: Message) -> api.HostReport:
     body = message.expect(m.GradientNorms)
-    count, wanted = len(message.tensors), sum(1 + entry.tied for entry in body.stages)
+    count, wanted = len(message.tensors), len(body.stages)
     if count != wanted:
         raise ProtocolError(f"GRADIENT_NORMS: {wanted} tensors expected, got {count}")
-    tensors = iter(message.tensors)
-    gradients = {}
-    for entry in body.stages:
-        norms = from_wire(next(tensors))
-        tied = from_wire(next(tensors)) if entry.tied else None
-        gradients[entry.index] = api.GradientReport(norms, entry.nonfinite, tied)
+    gradients = {
+        entry.index: api.GradientReport(from_wire(norms), entry.nonfinite)
+        for entry, norms in zip(body.stages, message.tensors, strict=True)
+    }
     return api.HostReport(
         gradients,
         {entry.index: entry.figures for entry in body.stages},
@@ -114,13 +110,15 @@ def gradient_part(message: Message) -> api.GradientPart:
     return api.GradientPart(body.stage, body.part, part)
 
 
-def commit_message(order: m.Commit, tied_weight: torch.Tensor | None) -> Message:
-    return Message(order, () if tied_weight is None else (to_wire(tied_weight),))
+def commit_message(order: m.Commit, tied_weights: api.Tensors) -> Message:
+    body = replace(order, names=tuple(tied_weights))
+    return Message(body, tuple(map(to_wire, tied_weights.values())))
 
 
-def tied_weight(message: Message) -> torch.Tensor | None:
-    """The embedding's new weight in a COMMIT, where the tied head needs it."""
-    return from_wire(message.tensors[0]) if message.tensors else None
+def tied_weights(message: Message) -> api.Tensors:
+    """The new weights in a COMMIT, by source, for what is tied to them in the receiver's stages."""
+    names = message.expect(m.Commit).names
+    return dict(zip(names, map(from_wire, message.tensors), strict=True))
 
 
 def part_message(

@@ -24,6 +24,7 @@ from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, St
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.engine.summing import Summing
+from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.planner.readiness import Admission
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Pipeline:
         objective: CausalLM,
         step_timeout_s: float,
         trained: Mapping[int, Sequence[str]],
+        ties: Ties,
     ) -> None:
         """`hosts` hold the stages, the first one the first stage; they put `results` down.
         `trained` are the parameters of each stage, by name."""
@@ -91,6 +93,9 @@ class Pipeline:
         self._objective = objective
         self._step_timeout_s = step_timeout_s
         self._trained = trained
+        self._ties = ties
+        self._tied = TiedGradients(ties)
+        self._untold: set[int] = set()  # stages whose new weights others have not taken over yet
         self._summing: tuple[Summing, api.GradientSum] | None = None
         self._max_in_flight = 1
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
@@ -128,7 +133,8 @@ class Pipeline:
     ) -> None:
         """Announce a step to every host. At most `max_in_flight` micro-batches are in it; the
         gradients of one that is summed go to `group`."""
-        self._info = info
+        self._share_weights(self._untold)
+        self._info, self._tied = info, TiedGradients(self._ties)
         self._summing = (Summing(self._trained), group) if group is not None else None
         self._max_in_flight = max_in_flight
         self._results.begin()
@@ -170,10 +176,14 @@ class Pipeline:
 
     def _give_gradients(self) -> bool:
         """Hand on those of stages that are done; whether there were any."""
-        if self._summing is None:
-            return False
-        summing, group = self._summing
-        return summing.hand_over(self._hosts, group)
+        if self._summing is not None:
+            summing, group = self._summing
+            return summing.hand_over(self._hosts, group)
+        found = [part for host in self._hosts for part in host.gradients()]
+        for given in found:
+            self._tied.take(given.stage, given.part.tensors, last=given.part.last)
+            given.part.release()
+        return bool(found)
 
     def sum_gradients(self) -> None:
         """After `run`, in a step that is summed: wait until every stage has the sums. Raises what
@@ -185,6 +195,7 @@ class Pipeline:
         while summing.waiting:
             if (found := summing.next_sums(group)) is not None:
                 stage, sums = found
+                self._tied.take(stage, sums, last=True)
                 parts = in_parts((name, total, {}) for name, total in sums.items())
                 self.load_state(stage, "gradients", parts)
             elif not self._give_gradients():
@@ -192,21 +203,31 @@ class Pipeline:
                 if self._receive(_SUMS_POLL_S):
                     self._last_progress = time.monotonic()
 
+    def _sum_tied(self) -> None:
+        """Give the stages that hold tied weights the sums of the other places' gradients."""
+
+        def are_here() -> bool:
+            self._give_gradients()
+            return not self._tied.waiting
+
+        self.until(are_here, "the gradients of tied weights")
+        for stage in self._ties.holders:
+            sums = self._tied.sums(stage).items()
+            parts = in_parts((name, total, {}) for name, total in sums)
+            self.load_state(stage, "tied gradients", parts)
+
     def report_gradients(self) -> tuple[list[api.GradientReport], dict[int, StageStatistics]]:
         """Every stage's gradient norms, in stage order, and times; sums tied gradients."""
         gradients: dict[int, api.GradientReport] = {}
         figures: dict[int, StageFigures] = {}
-        tied = None
-        # From the back: the embedding, in the first host, adds what a tied head elsewhere has.
+        self._sum_tied()
         for host in reversed(self._hosts):
-            report = self.until(partial(host.report, tied), f"gradient norms of {_name(host)}")
+            report = self.until(host.report, f"gradient norms of {_name(host)}")
             gradients.update(report.gradients)
             figures.update(report.figures)
             self.direct_bytes[host.id] = report.direct_bytes
             for other, seconds in report.round_trips.items():
                 self.round_trips[frozenset((host.id, other))] = seconds
-            shares = [g.tied_gradient for g in report.gradients.values()]
-            tied = next((share for share in shares if share is not None), tied)
         seconds = time.perf_counter() - self._began
         self._step_s.append(seconds)
         found: dict[int, StageStatistics] = {}
@@ -224,15 +245,15 @@ class Pipeline:
         `repeat_commit`."""
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
-        tied_weight = None
-        # The first host has the embedding, whose new weight a tied head elsewhere needs.
+        weights: api.Tensors = {}
+        # The first host is this process: what is tied to its new weights goes out with the order.
         for host in self._hosts:
             try:
-                own = host.commit(order, tied_weight)
-                tied_weight = own if own is not None else tied_weight
+                weights |= host.commit(order, weights)
             except LinkLost as lost:
                 recover(lost)
         self._committed = info.step
+        self._untold = {k for k in self._ties.holders if self._host_of[k] is not self._hosts[0]}
 
     def repeat_commit(self, worker: WorkerId) -> None:
         """Over a new link: tell a worker again what it has not confirmed."""
@@ -306,7 +327,7 @@ class Pipeline:
             if own:
                 parts = in_parts((name, weights[name], {}) for name in own)
                 self.load_state(stage, "weights", parts)
-        self.share_tied_weight()
+        self.share_tied_weights()
 
     def snapshot(self, take: Callable[[int, int, api.StatePart], None]) -> None:
         """Have `take(stage, number, part)` called with every part of the state that the last commit
@@ -356,21 +377,31 @@ class Pipeline:
         sent = [k for k, held in state.items() if digests.get(k) != held.digest]
         for stage in sent:
             self.load_state(stage, "checkpoint", state[stage].parts)
-        self.share_tied_weight()
+        self.share_tied_weights()
         return sent
 
     def load_state(self, stage: int, kind: LoadKind, parts: Iterable[api.StatePart]) -> None:
-        """Have a stage take over its parts of a "checkpoint", an "adapter" or a "tied" weight."""
+        """Have a stage take over its parts of what the kind says (LOAD_STATE)."""
         host = self._host_of[stage]
         for number, part in enumerate(parts):
             ask = partial(host.load_state, stage, kind, number, part)
             self.until(ask, f"{_name(host)} to take over its state")
 
-    def share_tied_weight(self) -> None:
-        """After loading: give the head the embedding's weight where they are one."""
-        if (tied := self._hosts[0].tied_weight()) is not None:
-            part = api.StatePart({"tied": tied}, last=True)
-            self.load_state(len(self._stages) - 1, "tied", [part])
+    def share_tied_weights(self) -> None:
+        """After loading: give all that is tied the weight of its source."""
+        self._share_weights(set(self._ties.holders))
+
+    def _share_weights(self, holders: set[int]) -> None:
+        """Of these stages, to those that have targets. May be repeated after LinkLost."""
+        self._untold = holders
+        for stage in sorted(holders):
+            weights = self._host_of[stage].tied_weights()
+            if weights is None:
+                weights = self.weights(self._ties.sources(stage))
+            for follower, wanted in self._ties.followers(weights).items():
+                parts = in_parts((name, weights[name], {}) for name in wanted)
+                self.load_state(follower, "tied weights", parts)
+        self._untold = set()
 
     def until(self, ask: Callable[[], T | None], waiting_for: str) -> T:
         """What `ask` gives at last (not None or False); handles what arrives meanwhile."""

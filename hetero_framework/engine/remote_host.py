@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from hetero_framework.core import messages as m
 from hetero_framework.core.fields import WorkerId
@@ -38,15 +36,16 @@ class RemoteHost(Host):
         results: StepResults,
         deliver: Callable[[Message, object], None],
         *,
-        holds_head: bool,
+        targets: Sequence[Mapping[str, str]],
     ) -> None:
-        """`deliver` takes the boundary tensors that this worker sends to stages here."""
+        """`deliver` takes the boundary tensors that this worker sends to stages here. `targets` are
+        its stages' (`Ties.targets`)."""
         self.id = worker
         self.indexes = list(indexes)
         self._links = links
         self._results = results
         self._deliver = deliver
-        self._holds_head = holds_head
+        self._targets = targets
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._norms: Message | None = None
         self._gradients: list[api.GradientPart] = []
@@ -78,7 +77,7 @@ class RemoteHost(Host):
         for found in self.gradients():
             found.part.release()
 
-    def report(self, tied_gradient: torch.Tensor | None) -> api.HostReport | None:
+    def report(self) -> api.HostReport | None:
         """Workers send theirs by themselves when they are done."""
         message, self._norms = self._norms, None
         if message is None:
@@ -89,10 +88,12 @@ class RemoteHost(Host):
             raise ProtocolError(f"worker {self.id} reports stages {found}; it holds {own}")
         return report
 
-    def commit(self, order: m.Commit, tied_weight: torch.Tensor | None) -> None:
-        tied_weight = tied_weight if self._holds_head else None
-        self._commit, self._commit_step = messages.commit_message(order, tied_weight), order.step
+    def commit(self, order: m.Commit, tied_weights: api.Tensors) -> api.Tensors:
+        wanted = {source for targets in self._targets for source in targets.values()}
+        own = {name: weight for name, weight in tied_weights.items() if name in wanted}
+        self._commit, self._commit_step = messages.commit_message(order, own), order.step
         self._links.send(self.id, self._commit)
+        return {}
 
     def is_committed(self) -> bool:
         return self._commit is None
@@ -219,7 +220,7 @@ class RemoteHost(Host):
                 message.release()
 
     def _take_gradients(self, message: Message, body: m.Gradients) -> None:
-        if not self._info.summed or body.stage not in self.indexes:
+        if not (self._info.summed or any(self._targets)) or body.stage not in self.indexes:
             raise ProtocolError(f"it sends gradients of stage {body.stage}, unasked")
         self._gradients.append(messages.gradient_part(message))
 

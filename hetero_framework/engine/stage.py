@@ -6,6 +6,7 @@ one order under any cut and timing. Shapes: B rows of a micro-batch, S tokens, D
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise, starmap
@@ -37,7 +38,7 @@ from hetero_framework.models.side import (
     shown,
     shown_form,
 )
-from hetero_framework.models.trainable import export_parts, trainable_parameters
+from hetero_framework.models.trainable import export_parts, tied_parameters, trainable_parameters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; of its shape
@@ -67,15 +68,14 @@ class Stage:
             shard.compile_blocks(training.torch_compile_backend, training.torch_compile_mode)
         if config.checkpointing(spec.index) is True:
             shard.recompute_blocks()
-        # The head of a tied pair never steps by itself: the embedding's owner does it for both.
-        named = trainable_parameters(shard)
-        self._parameters = [(name, p) for name, p in named if name != shard.head_name]
-        by_name = dict(named)
-        self._tied_head = by_name.get(shard.head_name or "")
-        self._tied_embedding = by_name.get(shard.embedding_name or "")
-        # The two cross the wire in every step, and may be a gigabyte each.
-        self._tied_gradient_copy = HostCopy(device)
-        self._tied_weight_copy = HostCopy(device)
+        self._parameters = trainable_parameters(shard)
+        # What is tied to a weight of an earlier place never steps by itself; in order of places.
+        self._targets = tied_parameters(shard)
+        own = dict(self._parameters)
+        self._sources = {s: own[s] for s in sorted(shard.tied_elsewhere & own.keys())}
+        self._sums_elsewhere: Tensors = {}
+        # They cross the wire in every step, and may be a gigabyte each.
+        self._tied_copies: dict[str, HostCopy] = defaultdict(lambda: HostCopy(device))
         self._names = {p: name for name, p in self._parameters}
         trained = list(self._names)
         self._optimizer = build_optimizer(training, shard.model, trained) if trained else None
@@ -92,7 +92,7 @@ class Stage:
         else is freed, whoever still holds the stage."""
         self.abort()
         self._parameters, self._names, self._optimizer = [], {}, None
-        self._tied_head = self._tied_embedding = None
+        self._targets, self._sources = {}, {}
         return self._shard.range, self._shard.dissolve()
 
     @property
@@ -170,43 +170,56 @@ class Stage:
     # -- the decision ---------------------------------------------------------------------------
 
     def gradients(self) -> Iterator[StatePart]:
-        """This replica's gradients by parameter, in parts; of a tied head its own share. They are
-        valid until `load_state` brings those of all replicas, which may have other names."""
-        shares = [*self._parameters, *self._head_share]
+        """What others sum, by parameter, in parts: in a step that is summed all of this replica's
+        gradients, of a tied weight those of each place; else of `ties` alone. They are valid until
+        `load_state` brings those of all replicas, which may have other names."""
+        if self._info.summed:
+            shares = [*self._parameters, *self._targets.items()]
+        else:
+            shares = [(name, self._targets[name]) for name in self.ties]
         found = ((name, p.grad) for name, p in shares if p.grad is not None)
-        yield from in_parts((name, self._device.to_host(gradient), {}) for name, gradient in found)
+        yield from in_parts((name, self._on_host(name, grad), {}) for name, grad in found)
+
+    def _on_host(self, name: str, gradient: Tensor) -> Tensor:
+        kept = name in self._targets
+        return self._tied_copies[name].of(gradient) if kept else self._device.to_host(gradient)
 
     @property
-    def _head_share(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The head of a tied pair, by its name."""
-        if self._tied_head is None:
-            return []
-        assert self._shard.head_name is not None
-        return [(self._shard.head_name, self._tied_head)]
+    def ties(self) -> dict[str, str]:
+        """{target: source} of what is trained here and tied to a weight of an earlier stage."""
+        own = dict(self._parameters)
+        ties = {name: self._shard.ties[name] for name in self._targets}
+        return {name: source for name, source in ties.items() if source not in own}
 
-    def report_gradients(self, tied_gradient: Tensor | None = None) -> GradientReport:
-        """Unscale the gradients and report their norms. `tied_gradient`, the head's share of a tied
-        weight, is added to the embedding's in one sum, wherever the two ends live."""
-        outgoing = None
-        if self._tied_head is not None and self._tied_head.grad is not None:
-            self._unscale(self._tied_head)
-            if self._tied_embedding is not None:
-                tied_gradient = self._tied_head.grad
-            else:
-                outgoing = self._tied_gradient_copy.of(self._tied_head.grad)
+    @property
+    def awaits_sums(self) -> bool:
+        """Whether `report_gradients` is in want of sums of the kind "tied gradients"."""
+        return bool(self._sources)
+
+    def _add_tied(self) -> None:
+        """Add up the gradients of each tied weight, from the last place on."""
+        sums = {name: total.to(self._sources[name]) for name, total in self._sums_elsewhere.items()}
+        own = dict(self._parameters)
+        for name, target in reversed(self._targets.items()):
+            source = self._shard.ties[name]
+            if source in own and target.grad is not None:
+                sums[source] = _sum(sums.get(source), target.grad)
+        for name, total in sums.items():
+            own[name].grad = _sum(own[name].grad, total)
+
+    def report_gradients(self) -> GradientReport:
+        """Unscale the gradients and report their norms."""
+        self._add_tied()
         norms = []
         for _, parameter in self._parameters:
             if parameter.grad is not None:
                 self._unscale(parameter)
-            if parameter is self._tied_embedding and tied_gradient is not None:
-                extra = tied_gradient.to(parameter.device)
-                parameter.grad = extra if parameter.grad is None else parameter.grad.add_(extra)
             if parameter.grad is None:
                 norms.append(torch.zeros((), device=parameter.device))
             else:
                 norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
         stacked = torch.stack(norms) if norms else torch.zeros(0)
-        return GradientReport(self._device.to_host(stacked), self._nonfinite(), outgoing)
+        return GradientReport(self._device.to_host(stacked), self._nonfinite())
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
         """Clip by the coordinator's factor for all stages, and step."""
@@ -239,8 +252,9 @@ class Stage:
         """Forget the step: gradients and stored activations, not the weights."""
         for _, parameter in self._parameters:
             parameter.grad = None
-        if self._tied_head is not None:
-            self._tied_head.grad = None
+        for target in self._targets.values():
+            target.grad = None
+        self._sums_elsewhere = {}
         self._saved.clear()
         self._finite.clear()
 
@@ -282,10 +296,15 @@ class Stage:
                 yield f"{OPTIMIZER}/{key}/{name}", tensor, {}
 
     def load_state(self, kind: str, part: StatePart) -> None:
-        """Take over parts of a "checkpoint" (of `snapshot`), an "adapter" file or a "tied" weight.
-        Raises CheckpointError for a tensor without a place here, or a weight without a tensor."""
-        if kind == "tied":
-            self.set_tied_weight(part.tensors["tied"])
+        """Take over parts of a "checkpoint" (of `snapshot`), an "adapter" file, "tied weights" by
+        their sources or, in a step, "tied gradients". Raises CheckpointError for a tensor without a
+        place here, or a weight without a tensor."""
+        if kind == "tied weights":
+            self.set_tied_weights(part.tensors)
+        elif kind == "tied gradients":
+            for name, total in part.tensors.items():
+                self._place(self._sources, name, total)
+                self._sums_elsewhere[name] = total.clone()  # it may lie in a receive buffer
         elif kind == "gradients":
             self._load_gradients(part.tensors)
         elif kind == "weights":
@@ -301,7 +320,7 @@ class Stage:
 
     def _load_gradients(self, sums: Tensors) -> None:
         """What all replicas have together, in place of this one's."""
-        places = dict([*self._parameters, *self._head_share])
+        places = {**dict(self._parameters), **self._targets}
         for name, total in sums.items():
             parameter = self._place(places, name, total)
             parameter.grad = total.to(parameter, copy=True)
@@ -357,21 +376,21 @@ class Stage:
                 load_state_tensors(self._optimizer, self._names, state)
             self._loading = {}
 
-    def tied_weight(self) -> Tensor | None:
-        """The embedding's weight, where its tied head lives on another stage."""
-        if self._tied_embedding is None or self._tied_head is not None:
-            return None
-        return self._tied_weight_copy.of(self._tied_embedding)
+    def tied_weights(self) -> Tensors:
+        """The weights that other stages have targets of."""
+        return {name: self._tied_copies[name].of(p) for name, p in self._sources.items()}
 
-    def set_tied_weight(self, weight: Tensor) -> None:
-        if self._tied_head is not None:
-            with torch.no_grad():
-                self._tied_head.copy_(weight)
+    def set_tied_weights(self, weights: Tensors) -> None:
+        """Have what is tied to weights of other stages take these over, as far as they are here."""
+        with torch.no_grad():
+            for name, source in self.ties.items():
+                if source in weights:
+                    self._targets[name].copy_(weights[source])
 
     @property
     def differentiates(self) -> bool:
         return self._info.train and (
-            self.input_requires_grad or bool(self._parameters) or self._tied_head is not None
+            self.input_requires_grad or bool(self._parameters) or bool(self._targets)
         )
 
     def _fitting(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
@@ -441,3 +460,8 @@ class Stage:
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:
             parameter.grad.mul_(1.0 / self._info.loss_scale)
+
+
+def _sum(total: Tensor | None, more: Tensor) -> Tensor:
+    """In the memory of `total`, if there is one."""
+    return more if total is None else total.add_(more)

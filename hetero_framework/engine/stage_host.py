@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from hetero_framework.config import Config
 from hetero_framework.core import failpoints
 from hetero_framework.core import messages as m
@@ -68,7 +66,8 @@ class StageHost(Host):
         self._began: tuple[int, bool] | None = None
         self._reported = False
         self._given: set[int] = set()  # stages whose gradients have been handed out,
-        self._summed: set[int] = set()  # and those that have the sums
+        self._summed: set[int] = set()  # and those that have the sums,
+        self._tied_sums: set[int] = set()  # also of what other stages have tied to their weights
         self._early: list[tuple[Message, Any]] = []
         self._snapshots: dict[int, api.Snapshot] = {}
         self._snapshot_step: int | None = None
@@ -87,7 +86,7 @@ class StageHost(Host):
             failpoints.hit("step")
             self._device.reset_peak_memory()
             self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
-            self._given, self._summed = set(), set()
+            self._given, self._summed, self._tied_sums = set(), set(), set()
             self._executor.begin(info, schedule)
         if self._began == (info.step, info.train):
             self._device.empty_cache()  # done again, maybe for a lack of memory in some process
@@ -132,10 +131,10 @@ class StageHost(Host):
 
     def gradients(self) -> list[api.GradientPart]:
         info = self._executor.info
-        if info is None or not info.train or not info.summed:
+        if info is None or not info.train:
             return []
         found = []
-        for stage in self.stages:
+        for stage in self.stages if info.summed else [s for s in self.stages if s.ties]:
             if stage.index not in self._given and self._executor.is_through(stage.index):
                 self._given.add(stage.index)
                 with self._explaining(f"gradients of stage {stage.index}"):
@@ -143,29 +142,27 @@ class StageHost(Host):
                     found += [api.GradientPart(stage.index, k, part) for k, part in parts]
         return found
 
-    def report(self, tied_gradient: Tensor | None = None) -> api.HostReport | None:
+    def report(self) -> api.HostReport | None:
         info = self._executor.info
         if self._reported or info is None or not info.train or not self._executor.is_done:
             return None
         if info.summed and len(self._summed) < len(self.stages):
+            return None
+        if any(s.awaits_sums and s.index not in self._tied_sums for s in self.stages):
             return None
         self._reported = True
         self._io.flush()
         gradients: dict[int, api.GradientReport] = {}
         with self._explaining("norms of the gradients"):
             failpoints.hit("norms")
-            # From the back: where head and embedding are both here, its share is known first.
-            for stage in reversed(self.stages):
-                report = stage.report_gradients(tied_gradient if stage.is_first else None)
-                if report.tied_gradient is not None:
-                    tied_gradient = report.tied_gradient
-                gradients[stage.index] = report
-        return api.HostReport({k: gradients[k] for k in self.indexes}, self._figures())
+            for stage in self.stages:
+                gradients[stage.index] = stage.report_gradients()
+        return api.HostReport(gradients, self._figures())
 
-    def commit(self, order: m.Commit, tied_weight: Tensor | None = None) -> Tensor | None:
+    def commit(self, order: m.Commit, tied_weights: api.Tensors | None = None) -> api.Tensors:
         """Changes nothing when repeated. Raises ProtocolError where the gradients are not here."""
         if self.last_step == order.step:
-            return None
+            return {}
         if not self.is_running(order.step, order.attempt):
             asked = f"COMMIT of step {order.step}, attempt {order.attempt}"
             raise ProtocolError(f"{asked}, whose gradients are not here")
@@ -176,11 +173,10 @@ class StageHost(Host):
             with explaining(f"stage {stage.index}, step of the optimizer", self._device):
                 self._executor.commit(stage, order.learning_rate, order.grad_scale)
         self.last_step = order.step
-        own = self.tied_weight()
-        tied = own if own is not None else tied_weight
-        for stage in self.stages:
-            if stage.is_last and tied is not None:
-                stage.set_tied_weight(tied)
+        own = self.tied_weights()
+        if new := {**(tied_weights or {}), **own}:
+            for stage in self.stages:
+                stage.set_tied_weights(new)
         failpoints.hit("commit-done")
         return own
 
@@ -243,25 +239,29 @@ class StageHost(Host):
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         failpoints.hit("load-state")
-        if kind == "gradients":
-            self._take_sums(stage, part)
+        if kind in ("gradients", "tied gradients"):
+            self._take_sums(stage, kind, part)
             return True
-        if kind != "tied":
+        if kind != "tied weights":
             self._snapshots = {}
         self._executor.stage(stage).load_state(kind, part)
         return True
 
-    def _take_sums(self, stage: int, part: api.StatePart) -> None:
-        """Raises ProtocolError where no gradients of this stage have been asked for."""
-        if stage not in self._given or stage in self._summed:
+    def _take_sums(self, stage: int, kind: LoadKind, part: api.StatePart) -> None:
+        """Raises ProtocolError where this stage waits for none."""
+        live = self._executor.stage(stage)
+        is_tied = kind == "tied gradients"
+        waits = live.awaits_sums and not self._reported if is_tied else stage in self._given
+        had = self._tied_sums if is_tied else self._summed
+        if not waits or stage in had or self._executor.info is None:
             raise ProtocolError(f"sums of gradients came for stage {stage}, which waits for none")
         with self._explaining(f"sums of stage {stage}"):
-            self._executor.stage(stage).load_state("gradients", part)
+            live.load_state(kind, part)
         if part.last:
-            self._summed.add(stage)
+            had.add(stage)
 
-    def tied_weight(self) -> Tensor | None:
-        return next((w for s in self.stages if (w := s.tied_weight()) is not None), None)
+    def tied_weights(self) -> api.Tensors:
+        return {name: w for stage in self.stages for name, w in stage.tied_weights().items()}
 
     def take_spans(self) -> list[Span]:
         return self._meter.recorder.take()

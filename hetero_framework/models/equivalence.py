@@ -491,22 +491,22 @@ class _Chain:
     """Shards in a row in one process, each with its own optimizer."""
 
     def __init__(self, shards: list[Shard]) -> None:
-        self._shards = shards
-        self._first, self._last = shards[0], shards[-1]
+        self._shards, self._last = shards, shards[-1]
         self.parameters: dict[str, torch.nn.Parameter] = {
             name: parameter
             for shard in shards
             for name, parameter in shard.model.named_parameters()
-            if not (shard.range.is_first and shard.range.is_last and name == shard.head_name)
         }
-        kept = {id(parameter) for parameter in self.parameters.values()}
+        self._ties = {name: source for shard in shards for name, source in shard.ties.items()}
         self._optimizers = []
         for shard in shards:
-            own = [p for p in shard.model.parameters() if id(p) in kept]
-            self._optimizers.append(torch.optim.AdamW(own, lr=LEARNING_RATE))
+            named = shard.model.named_parameters()
+            own = [parameter for name, parameter in named if name not in self._ties]
+            self._optimizers.append(torch.optim.AdamW(own, lr=LEARNING_RATE) if own else None)
 
     def forward_backward(self, inputs: Inputs, items: torch.Tensor) -> torch.Tensor:
-        """The loss; gradients are left in the parameters, the tied ones summed at both ends."""
+        """The loss; gradients are left in the parameters, those of a tied weight's places summed
+        from the last one on."""
         for shard in self._shards:
             shard.model.zero_grad()
         received: Bundle = ()
@@ -519,16 +519,23 @@ class _Chain:
         loss.backward()
         for left, received in reversed(boundaries):
             differentiate(left, gradients_of(received))
-        if self._first.head_name is not None:
-            embedding = self._first.model.get_parameter(self._first.embedding_name)
-            head = self._last.model.get_parameter(self._last.head_name)
-            total = embedding.grad + head.grad
-            embedding.grad, head.grad = total, total.clone()
+        sums: dict[str, torch.Tensor] = {}
+        for name in [*reversed(self._ties), *dict.fromkeys(self._ties.values())]:
+            source, own = self._ties.get(name, name), self.parameters[name].grad
+            if own is not None:
+                sums[source] = sums[source] + own if source in sums else own
+        for name in {*self._ties, *self._ties.values()}:
+            total = sums.get(self._ties.get(name, name))
+            self.parameters[name].grad = None if total is None else total.clone()
         return loss.detach()
 
     def step(self) -> None:
         for optimizer in self._optimizers:
-            optimizer.step()
+            if optimizer is not None:
+                optimizer.step()
+        with torch.no_grad():
+            for target, source in self._ties.items():
+                self.parameters[target].copy_(self.parameters[source])
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}

@@ -54,11 +54,11 @@ _log = logging.getLogger(__name__)
 def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
     """Yield the shard's weights as a Hugging Face checkpoint names them, on the CPU, by layer, with
     transformers' weight conversions (fused experts) reverted; the inputs of each lie in one layer.
-    The head of a tied pair is left out, unless `untie`."""
+    What is tied to another weight is left out, unless `untie`."""
     model = shard.model
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     if not untie:
-        left_out.add(shard.head_name)
+        left_out.update(shard.ties)
     state = {key: tensor for key, tensor in model.state_dict().items() if key not in left_out}
     if not shard.range.is_first:
         # Buffers outside the layers (constants) are in every shard; one of them speaks for all.

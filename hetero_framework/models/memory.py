@@ -373,14 +373,17 @@ def _stage_memory(
     training, skeleton, rng = config.training, shapes.skeleton, ShardRange.of(spec)
     machine = config.coordinator if spec.owner == "local" else config.worker(spec.owner)
     held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
-    if spec.is_first and spec.is_last and skeleton.head is not None:
-        # One storage for both ends of a tied pair where both are here.
-        held.pop(skeleton.head)
+    targets = skeleton.targets(rng)
+    # One storage for all that is tied and here.
+    first = {skeleton.ties[target]: target for target in reversed(targets)}
+    for target in targets:
+        if first[source := skeleton.ties[target]] != target or skeleton.holds(source, rng):
+            held.pop(target)
     trained = {n: v for n, v in shapes.trainable.items() if shapes.holds(n, rng)}
     gradients = stepped = sum(count * size for count, size in trained.values())
-    if spec.is_last and skeleton.head in shapes.weights and shapes.trains_everything:
-        # Both ends of a tied pair collect a gradient; only one of them has optimizer state.
-        gradients += shapes.weights[skeleton.head]
+    if shapes.trains_everything:
+        # Each place of a tied weight collects a gradient; only the first has optimizer state.
+        gradients += sum(shapes.weights[target] for target in targets)
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)

@@ -77,10 +77,10 @@ def _merged_layers(
     device = open_device("cpu")
     for span in ranges_between(range(count + 1)):
         shard = load_shard(settings, base_dir, span, device, seed=0)
-        if untie and span.is_last:
-            # With one block both ends are here and share memory; a merge changes only one.
-            head = shard.model.get_parameter(str(shard.head_name))
-            head.data = head.data.clone()
+        for target in shard.ties if untie else ():
+            # Where its source is here, too, they share memory; a merge may change only one.
+            weight = shard.model.get_parameter(target)
+            weight.data = weight.data.clone()
         attach_adapter(shard, plan, seed=0)
         assert shard.adapter is not None
         with warnings.catch_warnings():

@@ -58,7 +58,7 @@ class Skeleton:
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
         self.tied = tied_names(model)
-        self.head, self.embedding = _tied_ends(self.tied, structure)
+        self.ties = self._ties_of_places()
         self._local: dict[str, int] = {}
         counts: dict[str, int] = {}
         for name in self.parameters:
@@ -81,6 +81,30 @@ class Skeleton:
         index = name.removeprefix(prefix).partition(".")[0]
         return int(index) if name.startswith(prefix) and index.isdigit() else None
 
+    def _ties_of_places(self) -> dict[str, str]:
+        """{target: source} of what is tied to a weight of an earlier place: one target for each
+        place, in the order of these."""
+        found: dict[tuple[int, str], str] = {}
+        for target, source in self.tied.items():
+            here, there = self._place(target), self._place(source)
+            if here is not None and there is not None and there < here:
+                found.setdefault((here, source), target)
+        return {target: source for (_, source), target in sorted(found.items())}
+
+    def _place(self, name: str) -> int | None:
+        """The block that a parameter lies in, -1 for before and their number for behind them."""
+        layer = self.layer_of(name)
+        return self.structure.owner.get(name) if layer is None else layer
+
+    def beside(self, target: str) -> list[str]:
+        """The names at a target's place that are tied to the same weight, its own among them."""
+        source, place = self.ties[target], self._place(target)
+        return [n for n, s in self.tied.items() if s == source and self._place(n) == place]
+
+    def targets(self, rng: ShardRange) -> list[str]:
+        """The targets of `ties` that a shard has, in the order of their places."""
+        return [target for target in self.ties if self.holds(target, rng)]
+
     def holds(self, name: str, rng: ShardRange) -> bool:
         """Whether a shard has the parameter or module of this name (a head for a tied weight)."""
         layer = self.layer_of(name)
@@ -95,8 +119,10 @@ class Skeleton:
     @property
     def is_separable(self) -> bool:
         """Whether a block's weights are its own: neither shared nor rescaled by the model."""
-        shared = self.structure.shared.keys() - {self.head, self.embedding}
-        return not shared and not self.structure.reaches_into_blocks
+        tied = {*self.ties, *self.ties.values()}
+        shared = self.structure.shared.keys() - tied
+        tied_blocks = [name for name in tied if self.layer_of(name) is not None]
+        return not (shared or tied_blocks or self.structure.reaches_into_blocks)
 
     def _owns(self, owner: int, rng: ShardRange) -> bool:
         if owner < 0:
@@ -127,22 +153,12 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
             )
     if rng.is_first and rng.is_last:
         return
-    ends = {whole.head, whole.embedding, *whole.tied, *whole.tied.values()}
+    tied = {*whole.tied, *whole.tied.values()}
     for name, layers in sorted(structure.shared.items()):
         inside = [rng.start <= layer < rng.end for layer in layers]
-        at_an_end = name in ends and whole.layer_of(name) is None
-        if not at_an_end and any(inside) and not all(inside):
+        if name not in tied and any(inside) and not all(inside):
             shared = f"{name} is shared by layers {list(layers)} of different stages"
             raise ArchitectureError(shared)
-
-
-def _tied_ends(tied: dict[str, str], structure: ModelStructure) -> tuple[str | None, str | None]:
-    """(head, embedding) when one weight is used at both ends of the model."""
-    for target, source in tied.items():
-        owners = structure.owner.get(target), structure.owner.get(source)
-        if owners == (structure.num_layers, -1):
-            return target, source
-    return None, None
 
 
 _PLAIN = (str, int, float, bool)
@@ -225,6 +241,34 @@ def _inner(parent: nn.Module, name: str) -> nn.Module:
     return found
 
 
+class Lender(nn.Module):
+    """Stands for an absent block while a shard is read: those modules of it that targets in this
+    shard are tied to. `stand_in` takes its place then."""
+
+    stand_in: PassThrough
+
+    def __init__(self, stand_in: PassThrough, lent: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["stand_in"] = stand_in  # not among the modules: nothing is loaded into it
+        for path, module in lent.items():
+            parent: nn.Module = self
+            *steps, child = path.split(".")
+            for step in steps:
+                parent = _inner(parent, step)
+            parent.add_module(child, module)
+
+
+def _lent_modules(
+    block: nn.Module, prefix: str, present: Callable[[str], bool]
+) -> dict[str, nn.Module]:
+    """The modules of a block, by path, that have a parameter of their own that is `present`."""
+    return {
+        path: module
+        for path, module in block.named_modules()
+        if any(present(f"{prefix}.{path}.{n}") for n, _ in module.named_parameters(recurse=False))
+    }
+
+
 class AbsentLinear(nn.Module):
     """Stands for an absent projection before the blocks; its output is not used."""
 
@@ -294,7 +338,11 @@ def _prune(model: Any, whole: Skeleton, present: Callable[[str], bool]) -> None:
     for index, form in enumerate(structure.forms):
         if not present(f"{structure.blocks}.{index}"):
             reporting = [report.module for report in structure.reports if report.block == index]
-            blocks[index] = PassThrough(blocks[index], form, reporting)
+            block = blocks[index]
+            lent = _lent_modules(block, f"{structure.blocks}.{index}", present)
+            blocks[index] = PassThrough(block, form, reporting)
+            if lent:
+                blocks[index] = Lender(blocks[index], lent)
     absent: dict[str, list[str]] = {}
     for name in structure.owner:
         if not present(name):
@@ -363,18 +411,24 @@ def outside(
     return found
 
 
-def untie(model: Any, whole: Skeleton, rng: ShardRange) -> None:
-    """Make embedding and head two parameters, over one storage where both are here."""
-    if whole.head is None or not rng.is_last:
-        return
-    assert whole.embedding is not None
-    weight = model.get_parameter(whole.embedding)
-    path, _, attribute = whole.head.rpartition(".")
-    head = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
-    setattr(model.get_submodule(path), attribute, head)
-    if not rng.is_first:
-        path, _, attribute = whole.embedding.rpartition(".")
-        model._hetero_absent = []
-        _take_out(model, path, [attribute], after=False)
-        fill_absent(model)
-    model.all_tied_weights_keys.pop(whole.head, None)
+def untie(model: Any, whole: Skeleton, rng: ShardRange, targets: Sequence[str]) -> None:
+    """Make these targets parameters of their own, over one storage with whatever else is tied and
+    here, and take out what was only lent: gradients add up at each place by itself."""
+    weights = {whole.ties[target]: model.get_parameter(whole.ties[target]) for target in targets}
+    for target in targets:
+        weight = weights[whole.ties[target]]
+        own = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+        for name in whole.beside(target):
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, own)
+            model.all_tied_weights_keys.pop(name, None)
+    blocks = model.get_submodule(whole.structure.blocks)
+    for index, block in enumerate(blocks):
+        if isinstance(block, Lender):
+            blocks[index] = block.stand_in
+    model._hetero_absent = []
+    for source in weights:
+        if not whole.holds(source, rng) and whole.layer_of(source) is None:
+            path, _, attribute = source.rpartition(".")
+            _take_out(model, path, [attribute], after=False)
+    fill_absent(model)

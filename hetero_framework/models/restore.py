@@ -37,7 +37,7 @@ def finished_tensors(
     for span in ranges_between(range(count + 1)):
         shard = load_shard(settings, base_dir, span, open_device("cpu"), seed=0)
         attach_adapter(shard, plan, seed=0)
-        own = {name: p for name, p in trainable_parameters(shard) if name != shard.head_name}
+        own = dict(trainable_parameters(shard))
         for name, tensor in read(own).items():
             own[name].data = tensor
         yield dict(export_parts(shard))

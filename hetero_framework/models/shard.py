@@ -147,13 +147,12 @@ def build_shard(
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
         partition.check_cut(config, whole, rng)
-        makes_head = whole.head is not None and rng.is_last and not kept.has(whole.head, whole)
-        # A tied head is loaded from the embedding, which then goes.
-        keep_embedding = makes_head and not rng.is_first
+        targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
+        # A target is loaded from the source that it is tied to, which then goes.
+        sources = {whole.ties[target] for target in targets}
 
         def is_read(name: str) -> bool:
-            here = whole.holds(name, rng) or (keep_embedding and name == whole.embedding)
-            return here and not kept.has(name, whole)
+            return name in sources or (whole.holds(name, rng) and not kept.has(name, whole))
 
         cls = partition.shard_class(whole, is_read)
         model: Any
@@ -198,8 +197,8 @@ def build_shard(
             _check_finite(model, checkpoint.source)
         kept.put_into(model, whole)
         partition.fill_absent(model)
-        if makes_head:
-            partition.untie(model, whole, rng)
+        if targets:
+            partition.untie(model, whole, rng, targets)
         return Shard(model, config, whole, rng)
 
 
@@ -272,8 +271,8 @@ class Shard:
         self.adapter: AttachedAdapter | None = None
         # Of the files that it was read from; empty for random weights.
         self.fingerprint: Fingerprint = {}
-        # Both None unless the two are one weight.
-        self.embedding_name, self.head_name = whole.embedding, whole.head
+        # What is tied to a weight of an earlier place, which may be on another shard.
+        self.ties = {target: whole.ties[target] for target in whole.targets(rng)}
         self._whole = whole
         # Asked now: over a quantised base, an adapter's type would pass for the model's later.
         self.dtype = model.dtype
@@ -312,6 +311,12 @@ class Shard:
     def parameter_index(self, name: str) -> tuple[int, ...]:
         """Position of a parameter in the whole model's order."""
         return self._whole.parameter_index(name)
+
+    @property
+    def tied_elsewhere(self) -> set[str]:
+        """The weights of this shard that others have targets of."""
+        sources = {s for t, s in self._whole.ties.items() if t not in self.ties}
+        return {name for name in sources if self._whole.holds(name, self.range)}
 
     def parameters_outside_blocks(self) -> Iterator[nn.Parameter]:
         """The parameters before and after the blocks of this shard, an adapter's included."""

@@ -26,6 +26,11 @@ def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
         from hetero_framework.models.adapters import attach_plan
 
         attach_plan(shard, plan, seed)
+        for name in tied_parameters(shard):
+            raise ConfigError(
+                f"the adapter would train {name}, which is one weight with {shard.ties[name]}",
+                hint='set "adapter.bias" to "none"',
+            )
     elif shard.is_quantized:
         raise ConfigError(
             "a quantised model cannot be trained in full",
@@ -45,9 +50,19 @@ def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
 
 
 def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
-    """(canonical name, parameter) of what this shard trains, in the whole model's order."""
+    """(canonical name, parameter) of what this shard trains, in the whole model's order. What is
+    tied to a weight of an earlier place is not trained by itself."""
     named = [(n, p) for n, p in shard.model.named_parameters() if p.requires_grad]
+    named = [(name, parameter) for name, parameter in named if name not in shard.ties]
     return sorted(named, key=lambda item: shard.parameter_index(item[0]))
+
+
+def tied_parameters(shard: Shard) -> dict[str, nn.Parameter]:
+    """By name, in the order of places, what is trained here as a part of a weight of an earlier
+    place that it is tied to."""
+    named = dict(shard.model.named_parameters())
+    found = {name: named[name] for name in shard.ties if name in named}
+    return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
 
 
 def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,7 +49,7 @@ def load_by_name(assembly: Assembly, tensors: NamedTensors, values: Mapping[str,
             wanted.update({n: {} for n in states.get(name, ())})
         entries = ((name, tensor, wanted[name]) for name, tensor in tensors.read(wanted))
         assembly.pipeline.load_state(stage, "checkpoint", in_parts(entries))
-    assembly.pipeline.share_tied_weight()
+    assembly.pipeline.share_tied_weights()
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:

@@ -27,10 +27,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4},
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_positions": 32},
+    "zamba2": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
 }
 EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    # Layers 1 to 3 have one transformer in common.
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+        "adapter_rank": 8,
+        "mamba_d_state": 16,
+        "chunk_size": 8,
+    },
 }
 
 

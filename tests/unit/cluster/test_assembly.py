@@ -114,7 +114,7 @@ class FakePipeline:
     def answering(self, questions: Any, timeout_s: float) -> set[Any]:
         return self.alive
 
-    def share_tied_weight(self) -> None: ...
+    def share_tied_weights(self) -> None: ...
     def abort(self) -> None: ...
     def lose(self, worker: Any) -> None:
         self.asked.append(("lose", worker))
@@ -132,6 +132,7 @@ class LocalStage:
 
     def __init__(self) -> None:
         self.fingerprint: dict[str, str] = {}
+        self.ties: dict[str, str] = {}
 
     def trainable(self) -> list[Any]:
         return []

@@ -80,6 +80,8 @@ class StandIn:
         self.input_requires_grad = self.differentiates = True
         self.weights = torch.zeros(8)
         self.fingerprint: dict[str, str] = {}
+        self.ties: dict[str, str] = {}
+        self.awaits_sums = False
         self.itself = self
 
     def begin(self, info: StepInfo) -> None: ...
@@ -87,7 +89,7 @@ class StandIn:
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         return [("w", (0,))]
 
-    def report_gradients(self, tied: Any = None) -> GradientReport:
+    def report_gradients(self) -> GradientReport:
         return GradientReport(torch.zeros(1))
 
 

@@ -55,13 +55,14 @@ def examples() -> dict[str, Message]:
     versions: dict[str, Any] = {"protocol": PROTOCOL_VERSION, "package": "0.1.0"}
     policy = m.TaskOrder(-1e9, 1.0, 0.0, 1.0, 0.0, False)
     figures = m.StageFigures(0.5, 1.5, 2, 3, 1 << 30, 0.125, 0.0)
+    parameters = (m.Parameter("w", (4, 0)),)
     made: list[tuple[m.Body, list[WireTensor]]] = [
         (m.Hello("r", 1, "p", 1, 1 << 30, **versions), []),
         (m.Call(1, "p", **versions), []),
         (m.Welcome("2.13.0", "cuda:0", "GPU", 8 << 30, 7 << 30, **versions), []),
         (m.Reject("protocol", "no", "upgrade"), []),
         (m.Setup({"version": "1"}, (1,)), []),
-        (m.Ready((m.LoadedStage(1, (m.Parameter("w", (4, 0)),), {"layers.4": "0f"}),)), []),
+        (m.Ready((m.LoadedStage(1, parameters, {"layers.4": "0f"}, {"t": "s"}),)), []),
         (m.Start((1,)), []),
         (m.Log("INFO", "größer"), []),
         (m.Error("ModelError", "gone"), []),
@@ -77,11 +78,11 @@ def examples() -> dict[str, Message]:
         (m.Gradients(*STEP, 1, 0, True, ("a",)), [tensor("float32", 3)]),
         (
             m.GradientNorms(
-                *STEP, (m.StageReport(1, (2,), False, figures),), (m.RoundTrip("box", 0.25),), 5
+                *STEP, (m.StageReport(1, (2,), figures),), (m.RoundTrip("box", 0.25),), 5
             ),
             [tensor("float32", 3)],
         ),
-        (m.Commit(*STEP, 1e-4, 0.5), []),
+        (m.Commit(*STEP, 1e-4, 0.5, ("s",)), [tensor("float32", 3)]),
         (m.Committed(*STEP, ({"kind": "forward", "began": 0.25},)), []),
         (m.Abort(*STEP), []),
         (m.Aborted(*STEP), []),

@@ -183,7 +183,7 @@ def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
 
 
 def test_unpack_leaves_other_messages_alone(device: Device) -> None:
-    received = Received(messages.commit_message(Commit(3, 1, 1e-3, 1.0), hidden()))
+    received = Received(messages.commit_message(Commit(3, 1, 1e-3, 1.0), {"embed": hidden()}))
     assert unpack(received.message, device) is None
     assert received.released == 0
     assert len(received.message.tensors) == 1
@@ -569,7 +569,9 @@ def test_meter_takes_the_seconds_of_tensors_that_arrived() -> None:
     moved("receive", boundary(Forward, 1), 5.0, 8.0)
     moved("receive", boundary(Backward, 1), 0.0, 0.5)
     moved("send", boundary(Forward, 2), 0.0, 100.0)
-    moved("receive", messages.commit_message(Commit(3, 1, 1e-3, 1.0), hidden()), 0.0, 100.0)
+    moved(
+        "receive", messages.commit_message(Commit(3, 1, 1e-3, 1.0), {"embed": hidden()}), 0.0, 100.0
+    )
     assert meter.take() == {"forward": {1: 1.0}, "backward": {1: 0.5}}
     assert meter.take() == {"forward": {}, "backward": {}}
 

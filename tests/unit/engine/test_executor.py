@@ -47,6 +47,8 @@ class FakeStage:
         self.input_requires_grad = not first
         self.differentiates = True
         self.fingerprint: dict[str, str] = {}
+        self.ties: dict[str, str] = {}
+        self.awaits_sums = False
         self.calls: list[tuple[Any, ...]] = []
         self.fails: Exception | None = None
         self.in_place = False
@@ -85,7 +87,7 @@ class FakeStage:
     def gradients(self) -> Iterator[StatePart]:
         yield StatePart({f"w{self.index}": torch.ones(1)}, last=True)
 
-    def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+    def report_gradients(self) -> GradientReport:
         self.calls.append(("report_gradients",))
         return GradientReport(torch.zeros(0))
 
@@ -107,10 +109,11 @@ class FakeStage:
     def load_state(self, kind: str, part: StatePart) -> None:
         self.calls.append(("load_state", kind))
 
-    def tied_weight(self) -> torch.Tensor | None:
-        return None
+    def tied_weights(self) -> Tensors:
+        return {}
 
-    def set_tied_weight(self, weight: torch.Tensor) -> None: ...
+    def set_tied_weights(self, weights: Tensors) -> None:
+        self.calls.append(("set_tied_weights", sorted(weights)))
 
 
 class Sent:

@@ -120,10 +120,10 @@ def test_inputs_lie_in_memory_of_their_own() -> None:
 # ---- tensors over boundaries, and what comes back
 
 
-def test_gradients_bring_norms_bad_micro_batches_and_the_heads_gradient() -> None:
+def test_gradient_norms_bring_bad_micro_batches_and_figures() -> None:
     reports = {
         1: GradientReport(torch.tensor([1.0, 2.0]), nonfinite=(3,)),
-        4: GradientReport(torch.tensor([0.5]), tied_gradient=torch.ones(2, 2)),
+        4: GradientReport(torch.tensor([0.5])),
     }
     figures = {k: StageFigures(0.5, 0.25, 1, 2, k, 0.0, 0.125) for k in reports}
     report = HostReport(reports, figures, {2: 0.5}, 7)
@@ -136,18 +136,18 @@ def test_gradients_bring_norms_bad_micro_batches_and_the_heads_gradient() -> Non
     found = arrived.gradients
     assert list(found) == [1, 4]
     assert torch.equal(found[1].norms, reports[1].norms)
-    assert (found[1].nonfinite, found[1].tied_gradient) == ((3,), None)
+    assert found[1].nonfinite == (3,)
     assert torch.equal(found[4].norms, reports[4].norms)
-    assert found[4].tied_gradient is not None
-    assert torch.equal(found[4].tied_gradient, torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("tied", [None, torch.ones(2)])
-def test_commit_carries_the_embedding_only_where_it_is_the_head(tied: torch.Tensor | None) -> None:
-    message = travelled(messages.commit_message(Commit(3, 1, 1e-3, 0.25), tied))
-    assert len(message.tensors) == (0 if tied is None else 1)
-    assert message.body == Commit(3, 1, 1e-3, 0.25)
-    assert (messages.tied_weight(message) is None) == (tied is None)
+@pytest.mark.parametrize("names", [(), ("embed",), ("a", "b")])
+def test_commit_carries_the_weights_that_something_there_is_tied_to(names: tuple[str, ...]) -> None:
+    weights = {name: torch.full((2,), float(k)) for k, name in enumerate(names)}
+    message = travelled(messages.commit_message(Commit(3, 1, 1e-3, 0.25), weights))
+    assert message.body == Commit(3, 1, 1e-3, 0.25, names)
+    found = messages.tied_weights(message)
+    assert list(found) == list(names)
+    assert all(torch.equal(found[name], weights[name]) for name in names)
 
 
 @pytest.mark.parametrize("kind", [State, LoadState])

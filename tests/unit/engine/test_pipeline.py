@@ -41,6 +41,7 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.stage_api import Loss as StageLoss
 from hetero_framework.engine.stage_host import StageHost
+from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError
 from hetero_framework.models.objective import CausalLM
 from tests.samples import boundary_message
@@ -149,7 +150,7 @@ class Worker:
 def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
     worker, stage = Worker(), FakeStage(0, first=True)
     host = StageHost([stage], CONFIG, open_device("cpu"), ArrivalMeter(Recorder(0)), worker)
-    remote = RemoteHost(7, [1], worker, worker.results, host.data, holds_head=True)
+    remote = RemoteHost(7, [1], worker, worker.results, host.data, targets=[{}])
     pipeline = Pipeline(
         STAGES,
         [host, remote],
@@ -158,6 +159,7 @@ def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
         objective=CausalLM(None),
         step_timeout_s=step_timeout_s,
         trained={0: ["first"], 1: ["last"]},
+        ties=Ties({}, {}),
     )
     return pipeline, worker, stage
 

@@ -23,6 +23,7 @@ from hetero_framework.engine import messages
 from hetero_framework.engine.hosts import Event, LinkLost, StepResults
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import (
+    GradientPart,
     GradientReport,
     HostReport,
     StatePart,
@@ -64,7 +65,7 @@ def made(**options: Any) -> tuple[RemoteHost, Links]:
     def deliver(message: Message, arrival: object) -> None:
         raise AssertionError("no tensor comes")
 
-    options = {"holds_head": False, **options}
+    options = {"targets": ({}, {}), **options}
     host = RemoteHost(7, [1, 3], links, StepResults(), deliver, **options)
     host.begin(INFO, StepSchedule(in_flight_limits=(1,) * 4))
     links.sent.clear()
@@ -113,12 +114,25 @@ def test_snapshot_is_announced_until_the_worker_is_known_to_keep_it() -> None:
     assert links.sent == [StateRequest(1, "checkpoint", 0, 2)] * 2
 
 
-@pytest.mark.parametrize("holds_head", [False, True])
-def test_commit_carries_the_embedding_where_the_head_is(holds_head: bool) -> None:
-    host, links = made(holds_head=holds_head)
-    host.commit(Commit(2, 5, 1e-3, 1.0), torch.ones(2))
-    assert links.tensors == int(holds_head)
+@pytest.mark.parametrize("targets", [({}, {}), ({"head": "a"}, {}), ({"x": "b"}, {"y": "b"})])
+def test_commit_carries_the_weights_that_its_stages_have_targets_of(targets: Any) -> None:
+    host, links = made(targets=targets)
+    new = {"a": torch.ones(2), "b": torch.ones(2)}
+    assert host.commit(Commit(2, 5, 1e-3, 1.0), new) == {}
+    names = tuple(sorted({source for own in targets for source in own.values()}))
+    assert links.sent == [Commit(2, 5, 1e-3, 1.0, names)]
+    assert links.tensors == len(names)
     assert not host.is_committed()
+
+
+def test_gradients_are_taken_of_stages_that_are_tied_alone() -> None:
+    given = GradientPart(1, 0, StatePart({"x": torch.ones(1)}, last=True))
+    host, _ = made(targets=({"x": "b"}, {}))
+    host.receive(messages.gradients_message(INFO, given), None)
+    assert [found.stage for found in host.gradients()] == [1]
+    host, _ = made()
+    with pytest.raises(ProtocolError, match="it sends gradients of stage 1, unasked"):
+        host.receive(messages.gradients_message(INFO, given), None)
 
 
 def test_answer_to_another_request_is_dropped() -> None:
@@ -159,13 +173,13 @@ def norms_of(*stages: int) -> Message:
 def test_norms_of_other_stages_or_with_other_tensors_are_refused() -> None:
     host, _ = made()
     host.receive(norms_of(1, 3), None)
-    report = host.report(None)
+    report = host.report()
     assert report is not None
     assert list(report.gradients) == [1, 3]
     host.receive(norms_of(1, 2), None)
     with pytest.raises(ProtocolError, match=r"worker 7 reports stages \[1, 2\]; it holds \[1, 3\]"):
-        host.report(None)
+        host.report()
     short = norms_of(1, 3)
     host.receive(Message(short.body, short.tensors[:1]), None)
     with pytest.raises(ProtocolError, match="GRADIENT_NORMS: 2 tensors expected, got 1"):
-        host.report(None)
+        host.report()

@@ -54,6 +54,7 @@ from hetero_framework.engine.stage_api import (
     StepSchedule,
     Tensors,
 )
+from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.errors import CheckpointError, DeviceError, ProtocolError
 from hetero_framework.models.side import Bundle
 from tests.samples import boundary_message, free_ports, save_llama, save_tiny
@@ -166,7 +167,7 @@ class RemoteStage:
     def commit(self, learning_rate: float, grad_scale: float) -> None:
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
-        self._peers.send(1, messages.commit_message(order, None))
+        self._peers.send(1, messages.commit_message(order, {}))
         self._await(Committed)
         self._last_step = info.step
 
@@ -335,8 +336,9 @@ def whole(checkpoint: Path) -> Whole:
     return model
 
 
-def info(step: int = 0, attempt: int = 0, *, train: bool = True) -> StepInfo:
-    return StepInfo(step, attempt, train, micro_batches=2, num_items=NUM_ITEMS)
+def info(step: int = 0, attempt: int = 0, **more: Any) -> StepInfo:
+    more = {"train": True, **more}
+    return StepInfo(step, attempt, micro_batches=2, num_items=NUM_ITEMS, **more)
 
 
 def run_middle(stage: Any, whole: Whole) -> None:
@@ -411,7 +413,6 @@ def test_collect_reports_the_norm_of_every_parameter_in_its_order(
     expected = [torch.linalg.vector_norm(p.grad) for p in whole.parameters(names).values()]
     assert torch.equal(report.norms, torch.stack(expected))
     assert report.nonfinite == ()
-    assert report.tied_gradient is None
 
 
 @pytest.mark.parametrize(
@@ -623,13 +624,29 @@ WAYS: dict[str, dict[str, Any]] = {
     "pieces, head adapted": {"training": {"loss_chunk_tokens": 5}, "adapter": LORA},
     "all bfloat16": {"training": {"loss_chunk_tokens": 5}, "model": {"dtype": "bfloat16"}},
     "recomputing": {"training": {"loss_chunk_tokens": 5}, "adapter": LORA, "again": True},
+    "tied blocks": {"blocks": True},
+    "tied blocks, recomputing": {"blocks": True, "again": True},
     "compiled": {"training": {"torch_compile_backend": "eager"}, "again": True},
 }
+
+
+def fixture_of(way: str) -> str:
+    blocks = "tied_blocks" if WAYS[way].get("blocks") else "checkpoint"
+    return "tied_checkpoint" if WAYS[way].get("tied") else blocks
 
 
 @pytest.fixture(scope="module")
 def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("tied"), layers=LAYERS, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def tied_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last three layers have one transformer in common."""
+    kinds = ["linear_attention", *["hybrid"] * 3]
+    changes = {"num_hidden_layers": LAYERS, "layers_block_type": kinds}
+    changes["hybrid_layer_ids"] = [1, 2, 3]
+    return save_tiny("zamba2", tmp_path_factory.mktemp("tied blocks"), **changes)
 
 
 class Chain:
@@ -658,16 +675,29 @@ class Chain:
         for stage in self.stages:
             stage.begin(info(train=train))
         losses = [self._micro_batch(k, train) for k in range(2)]
-        tied_gradient = None
-        for stage in reversed(self.stages):
-            report = stage.report_gradients(tied_gradient if stage.is_first else None)
-            tied_gradient = report.tied_gradient if stage.is_last else tied_gradient
+        self.report()
         gradients = {}
         for stage in self.stages:
             for name, parameter in stage._parameters:
                 if parameter.grad is not None:
                     gradients[name] = parameter.grad.clone()
         return losses, gradients
+
+    def report(self, given: dict[int, Tensors] | None = None) -> None:
+        """Sum what is tied, of what the stages give or are said to give, and take norms."""
+        trained = {stage.index: [n for n, _ in stage.trainable()] for stage in self.stages}
+        ties = Ties({stage.index: stage.ties for stage in self.stages}, trained)
+        tied = TiedGradients(ties)
+        for stage in self.stages:
+            parts = [part.tensors for part in stage.gradients()] if given is None else []
+            for tensors in parts if given is None else [given[stage.index]]:
+                tied.take(stage.index, tensors, last=True)
+        assert tied.waiting == []
+        for k in ties.holders:
+            assert self.stages[k].awaits_sums
+            self.stages[k].load_state("tied gradients", StatePart(tied.sums(k), last=True))
+        for stage in self.stages:
+            stage.report_gradients()
 
     def _micro_batch(self, k: int, train: bool) -> float:
         crossing: Bundle = ()
@@ -688,9 +718,9 @@ quiet_compiler = pytest.mark.filterwarnings("ignore:The .grad attribute of a Ten
 @quiet_compiler
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_computing_has_the_same_bits_under_every_cut(
-    way: str, checkpoint: Path, tied_checkpoint: Path
+    way: str, request: pytest.FixtureRequest
 ) -> None:
-    path = tied_checkpoint if WAYS[way].get("tied") else checkpoint
+    path = request.getfixturevalue(fixture_of(way))
     results = []
     for bounds in PLANS:
         chain = Chain(path, bounds, WAYS[way])
@@ -825,9 +855,9 @@ def test_gradients_of_side_tensors_are_checked(change: Any, tmp_path: Path) -> N
 @quiet_compiler
 @pytest.mark.parametrize("way", ["pieces", "pieces, tied", "compiled"])
 def test_other_ways_of_computing_change_nothing_but_rounding(
-    way: str, checkpoint: Path, tied_checkpoint: Path
+    way: str, request: pytest.FixtureRequest
 ) -> None:
-    path = tied_checkpoint if WAYS[way].get("tied") else checkpoint
+    path = request.getfixturevalue(fixture_of(way))
     plain = Chain(path, PLANS[1], {"training": {"loss_chunk_tokens": None}})
     other = Chain(path, PLANS[1], WAYS[way])
     (losses, gradients), (other_losses, other_gradients) = plain.step(), other.step()
@@ -897,10 +927,10 @@ def summed(stage: Any, factor: float = 2.0) -> Tensors:
 
 def test_sums_take_the_place_of_the_gradients(checkpoint: Path, whole: Whole) -> None:
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info())
+        tested.begin(info(summed=True))
         run_middle(tested, whole)
         alone = tested.report_gradients().norms
-        tested.begin(info())
+        tested.begin(info(summed=True))
         run_middle(tested, whole)
         own = summed(tested)
         assert list(own) == [name for name, _ in tested.trainable()]
@@ -909,7 +939,7 @@ def test_sums_take_the_place_of_the_gradients(checkpoint: Path, whole: Whole) ->
 
 def test_what_no_replica_has_a_gradient_of_stays_without(checkpoint: Path, whole: Whole) -> None:
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info())
+        tested.begin(info(summed=True))
         run_middle(tested, whole)
         (first, parameter), (second, other) = tested._parameters[:2]
         parameter.grad = None
@@ -926,7 +956,7 @@ def test_what_no_replica_has_a_gradient_of_stays_without(checkpoint: Path, whole
 def test_what_another_replica_alone_has_is_taken(checkpoint: Path) -> None:
     """An island without samples of the step has no gradient at all."""
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info())
+        tested.begin(info(summed=True))
         assert [part.tensors for part in tested.gradients()] == [{}]
         name, parameter = tested._parameters[0]
         tested.load_state("gradients", StatePart({name: torch.ones_like(parameter)}, last=True))
@@ -941,16 +971,13 @@ def test_both_ends_of_a_tied_weight_are_summed_by_themselves(
     chain = Chain(tied_checkpoint, bounds, {})
     _, alone = chain.step()
     for stage in chain.stages:
-        stage.begin(info())
+        stage.begin(info(summed=True))
     for k in range(2):
         chain._micro_batch(k, True)
-    names = [list(summed(stage)) for stage in chain.stages]
-    assert "lm_head.weight" in names[-1]
-    assert "model.embed_tokens.weight" in names[0]
-    tied = None
-    for stage in reversed(chain.stages):
-        report = stage.report_gradients(tied if stage.is_first else None)
-        tied = report.tied_gradient if stage.is_last else tied
+    own = {stage.index: summed(stage) for stage in chain.stages}
+    assert "lm_head.weight" in own[len(bounds) - 1]
+    assert "model.embed_tokens.weight" in own[0]
+    chain.report({k: {n: 2 * t for n, t in tensors.items()} for k, tensors in own.items()})
     found = {name: p.grad for stage in chain.stages for name, p in stage._parameters}
     assert found.keys() == alone.keys()
     assert all(torch.equal(found[name], 2 * gradient) for name, gradient in alone.items())

@@ -121,6 +121,30 @@ def test_sums_that_nothing_waits_for_are_refused(host: StageHost) -> None:
         host.load_state(1, "gradients", 0, part)
 
 
+def test_norms_wait_for_the_sums_of_what_is_tied_to_a_weight_here(host: StageHost) -> None:
+    [stage] = host.stages
+    stage.awaits_sums = True  # type: ignore[attr-defined]
+    part = StatePart({"w": torch.ones(1)}, last=True)
+    for step in (3, 4):
+        take_step(host, replace(INFO, step=step))
+        assert host.gradients() == []  # nothing here is tied to others' weights
+        assert host.report() is None
+        host.load_state(1, "tied gradients", 0, part)
+        assert host.report() is not None
+        with pytest.raises(ProtocolError, match="waits for none"):
+            host.load_state(1, "tied gradients", 0, part)
+
+
+def test_a_stage_that_is_tied_gives_its_gradients_and_takes_new_weights(host: StageHost) -> None:
+    [stage] = host.stages
+    stage.ties = {"target": "source"}  # type: ignore[attr-defined]
+    take_step(host, INFO)
+    assert [found.stage for found in host.gradients()] == [1]
+    assert host.report() is not None
+    host.commit(Commit(INFO.step, INFO.attempt, 1e-3, 1.0), {"source": torch.ones(1)})
+    assert stage.calls[-1] == ("set_tied_weights", ["source"])  # type: ignore[attr-defined]
+
+
 def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> None:
     class OneThread(QueuedDevice):
         one_thread = True

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from hetero_framework.config import Config
 from hetero_framework.core.cache import cache_directory
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models import equivalence
+from hetero_framework.models import equivalence, partition
 from hetero_framework.models.equivalence import (
     Packing,
     Result,
@@ -89,7 +89,6 @@ def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:
     [
         ("hrm_text", "no list of blocks"),
         ("prophetnet", "does not run alone"),
-        ("zamba2", "shared_transformer"),
     ],
 )
 def test_architecture_with_a_second_path_is_refused(model_type: str, reason: str) -> None:
@@ -122,10 +121,20 @@ def test_last_bit_is_noticed_but_tolerated(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < result.gradient_difference < 1e-4
 
 
-def test_admit_raises_with_the_reason() -> None:
-    config = tiny_config("zamba2")
+def test_admit_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "tied_names", lambda model: {})
     with pytest.raises(ArchitectureError, match="shared_transformer"):
-        admit(config, ranges_from_cuts([3], 6))
+        admit(tiny_config("zamba2"), ranges_from_cuts([3], 6))
+
+
+def test_blocks_that_share_weights_in_turn_are_equal_under_any_cut() -> None:
+    """Two weights, of layers 1, 3 and 5 and of layers 2 and 4."""
+    kinds = ["linear_attention", *["hybrid"] * 5]
+    config = tiny_config("zamba2")
+    changes = {"layers_block_type": kinds, "hybrid_layer_ids": [1, 2, 3, 4, 5]}
+    config = type(config).from_dict({**config.to_dict(), **changes, "num_mem_blocks": 2})
+    result = compare(config, ranges_from_cuts([2, 4], 6))
+    assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
 def test_admit_takes_any_plan_of_a_large_model() -> None:

@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "gpt2 tied": ("gpt2", {}),
     "gemma tied": ("gemma", {}),
+    "zamba2": ("zamba2", {}),
 }
 
 
@@ -311,6 +312,18 @@ def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path
     assert not merged.config.tie_word_embeddings
     unmerged = PeftModel.from_pretrained(stock(base), str(tmp_path / "adapter"))
     torch.testing.assert_close(stock_logits(merged), stock_logits(unmerged))
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+def test_merge_into_weights_that_blocks_share_unties_them(tmp_path: Path) -> None:
+    """An adapter is each block's own, as PEFT's is over the whole model."""
+    base = save_model(tmp_path / "base", "zamba2")
+    settings = AdapterConfig(target_modules=("q_proj",))
+    adapter = saved_adapter(base, tmp_path / "adapter", settings)
+    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+    merged = load_cleanly(tmp_path / "merged")
+    adapted = PeftModel.from_pretrained(stock(base), str(adapter))
+    torch.testing.assert_close(stock_logits(merged), stock_logits(adapted))
 
 
 def test_merge_writes_the_wanted_type(tmp_path: Path) -> None:

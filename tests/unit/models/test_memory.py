@@ -25,7 +25,7 @@ from hetero_framework.models.memory import (
 )
 from hetero_framework.models.peak import Peak
 from hetero_framework.models.shard import load_model_config
-from hetero_framework.models.trainable import trainable_parameters
+from hetero_framework.models.trainable import tied_parameters, trainable_parameters
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
 
 
@@ -101,13 +101,29 @@ def test_weights_gradients_and_optimizer_are_counted_exactly(
     assert [m.weights for m in estimates] == [held_bytes(part.model) for part in parts]
     chain_backward(parts)
     for part, estimated in zip(parts, estimates, strict=True):
-        named = trainable_parameters(part)
-        assert estimated.gradients == sum(p.grad.nbytes for _, p in named if p.grad is not None)
-        stepping = [p for n, p in named if n != part.head_name]
+        stepping = [p for _, p in trainable_parameters(part)]
+        collecting = [*stepping, *tied_parameters(part).values()]
+        assert estimated.gradients == sum(p.grad.nbytes for p in collecting if p.grad is not None)
         optimizer = build_optimizer(config.training, part.model, stepping)
         optimizer.step()
         states = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
         assert estimated.optimizer == sum(t.nbytes for t in states)
+
+
+def test_weights_that_blocks_share_are_counted_once_in_a_stage_and_their_gradients_for_each(
+    tmp_path: Path,
+) -> None:
+    base = save_model(tmp_path, "zamba2")
+    for bounds in ((0, 4), (0, 2, 4)):
+        parts = shards(base, *bounds)
+        config = config_of(base, bounds, None, model={})
+        estimates = memory_of(config, tokens=12)
+        assert [m.weights for m in estimates] == [held_bytes(part.model) for part in parts]
+        for part, estimated in zip(parts, estimates, strict=True):
+            stepping = [p for _, p in trainable_parameters(part)]
+            collecting = [*stepping, *tied_parameters(part).values()]
+            assert estimated.gradients == sum(p.nbytes for p in collecting)
+            assert estimated.optimizer == 2 * sum(p.nbytes for p in stepping)
 
 
 def stored_for_backward(model: nn.Module) -> int:

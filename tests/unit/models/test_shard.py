@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.models import partition, weights
 from hetero_framework.models import shard as shard_module
-from hetero_framework.models import weights
 from hetero_framework.models.introspect import introspect, probe_inputs
 from hetero_framework.models.partition import AfterBlocks, PassThrough
 from hetero_framework.models.shard import (
@@ -98,9 +98,8 @@ def run(shards: list[Shard], inputs: dict[str, torch.Tensor]) -> tuple[torch.Ten
             if parameter.grad is not None:
                 assert name not in gradients
                 gradients[name] = parameter.grad
-    if shards[0].head_name is not None:
-        head = gradients.pop(str(shards[0].head_name))
-        gradients[str(shards[0].embedding_name)] += head
+    for target, source in shards[-1].ties.items():
+        gradients[source] += gradients.pop(target)
     return loss.detach(), gradients
 
 
@@ -190,7 +189,8 @@ def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
     (alone,) = build("gpt2", checkpoints("gpt2"), [0, 6])
     embedding = alone.model.get_parameter("transformer.wte.weight")
     head = alone.model.get_parameter("lm_head.weight")
-    assert (alone.embedding_name, alone.head_name) == ("transformer.wte.weight", "lm_head.weight")
+    assert alone.ties == {"lm_head.weight": "transformer.wte.weight"}
+    assert alone.tied_elsewhere == set()
     assert embedding is not head
     assert embedding.data_ptr() == head.data_ptr()
 
@@ -202,7 +202,7 @@ def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
 
 def test_untied_model_says_so(checkpoints: Any) -> None:
     (shard,) = build("llama", checkpoints("llama"), [0, 6])
-    assert (shard.embedding_name, shard.head_name) == (None, None)
+    assert (shard.ties, shard.tied_elsewhere) == ({}, set())
 
 
 def test_random_weights_do_not_depend_on_the_cut() -> None:
@@ -514,11 +514,30 @@ def test_what_joins_all_layers_is_refused() -> None:
         build_shard(config, None, ShardRange(0, 3, True, False))
 
 
-def test_weights_that_layers_share_are_named_and_allowed_in_one_shard() -> None:
+def test_weights_that_layers_share_are_parameters_of_each_layer() -> None:
+    """The later layer's are read from where the checkpoint has them; drawn, they are the same."""
     config = tiny_config("zamba2")
-    with pytest.raises(ArchitectureError, match="shared_transformer"):
+    name = "model.layers.{}.shared_transformer.self_attn.q_proj.weight".format
+    alone = build_shard(config, None, ShardRange(0, 6, True, True))
+    first = build_shard(config, None, ShardRange(0, 5, True, False))
+    last = build_shard(config, None, ShardRange(5, 6, False, True))
+    here, there = (alone.model.get_parameter(name(k)) for k in (2, 5))
+    assert here is not there
+    assert here.data_ptr() == there.data_ptr()
+    assert torch.equal(first.model.get_parameter(name(2)), here)
+    assert torch.equal(last.model.get_parameter(name(5)), here)
+    assert name(2) not in dict(last.model.named_parameters())
+    assert last.ties[name(5)] == name(2)
+    assert (name(2) in first.tied_elsewhere, name(2) in alone.tied_elsewhere) == (True, False)
+
+
+def test_weights_that_layers_share_and_the_library_does_not_tie_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config("zamba2")
+    monkeypatch.setattr(partition, "tied_names", lambda model: {})
+    with pytest.raises(ArchitectureError, match=r"shared_transformer.* shared by layers \[2, 5\]"):
         build_shard(config, None, ShardRange(0, 3, True, False))
-    build_shard(config, None, ShardRange(0, 6, True, True))
 
 
 def test_anatomy_places_parts_by_use() -> None:

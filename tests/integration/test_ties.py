@@ -1,0 +1,54 @@
+"""Weights that blocks of several stages have in common: under any cut they train to the bit as in
+one process, and are written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_parity import assert_same, weights
+from tests.samples import save_tiny
+
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+# Worker 1 holds a source and a target of it, worker 2 another source whose target is here.
+INTERLEAVED = [
+    {"id": "local", "start": 0, "end": 1},
+    {"id": 1, "start": 1, "end": 2, "gradient_checkpointing": True},
+    {"id": 2, "start": 2, "end": 4},
+    {"id": 1, "start": 4, "end": 5},
+    {"id": "local", "start": 5, "end": 6, "is_last": True},
+]
+# The sources are here, with a target of one of them.
+FROM_HERE = [
+    {"id": "local", "start": 0, "end": 5, "gradient_checkpointing": True},
+    {"id": 1, "start": 5, "end": 6},
+]
+
+
+@pytest.fixture(scope="module")
+def zamba2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers 1 and 4 have one transformer in common, layers 2 and 5 another one."""
+    kinds = ["linear_attention", "hybrid", "hybrid"] * 2
+    changes: dict[str, Any] = {"layers_block_type": kinds, "hybrid_layer_ids": [1, 2, 4, 5]}
+    directory = tmp_path_factory.mktemp("zamba2")
+    return save_tiny("zamba2", directory, num_mem_blocks=2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "adapter"),
+    [
+        (INTERLEAVED, None),
+        pytest.param(FROM_HERE, None, marks=pytest.mark.long),
+        pytest.param(INTERLEAVED, LORA, marks=pytest.mark.long),
+    ],
+    ids=["full", "from here", "lora"],
+)
+def test_blocks_in_common_over_processes_equal_one_process(
+    plan, adapter, zamba2, losses, tmp_path
+) -> None:
+    sections = {"model": {"name_or_path": str(zamba2)}, "adapter": adapter}
+    whole = losses([], "whole", **sections)
+    assert losses([], "cut", shard_plan=plan, **sections) == whole
+    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
