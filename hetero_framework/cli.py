@@ -796,8 +796,8 @@ def _run_timeline(arguments: argparse.Namespace) -> None:
     hetero verify --all
     """,
     option("--config", metavar="FILE", help=f"the configured model (default: {DEFAULT_CONFIG})"),
-    option("--model-type", metavar="NAME", help="a tiny random model of this type"),
-    flag("--all", "every causal LM architecture that is installed"),
+    option("--model-type", metavar="NAME", help="a tiny random model of this type or class"),
+    flag("--all", "every causal LM architecture and multimodal class"),
     option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
     option(
         "--output", metavar="FILE", help="with --all: where the table goes (docs/architectures.md)"
@@ -837,7 +837,8 @@ def _print_result(result: Any) -> None:
     )
     subject = f"{result.model_type} ({result.subject}): {result.verdict}"
     beside = f"crosses: {result.crossing}" if result.crossing else ""
-    parts = filter(None, (subject, cuts, numbers, result.reason, beside))
+    unused = f"left out: {', '.join(result.towers)}" if result.towers else ""
+    parts = filter(None, (subject, cuts, numbers, result.reason, beside, unused))
     print(printable("; ".join(parts)), flush=True)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -107,3 +108,27 @@ def boundary_message(
     """FORWARD or BACKWARD with these tensors."""
     body = kind(info.step, info.attempt, stage, micro_batch, coded)
     return Message(body, tuple(map(to_wire, parts)))
+
+
+def save_multimodal(directory: Path, name: str, **changes: Any) -> Path:
+    """A tiny random model of a multimodal class of transformers, with the same tokenizer, as its
+    own `save_pretrained` writes it. Its tokens for pictures and sound are none of the tokenizer's.
+    `changes` are those of `save_pretrained`."""
+    tokenizer = save_tokenizer(directory)
+    config = tiny_config(name)
+    special = ("pad_token_id", "bos_token_id", "eos_token_id")
+    media = sorted(f for f in config.to_dict() if f.endswith(("token_id", "token_index")))
+    text = config.get_text_config()
+    text.vocab_size = 320 + len(media)
+    for number, field in enumerate(field for field in media if field not in special):
+        setattr(config, field, 320 + number)
+    for part in (config, text):
+        part.update({field: getattr(tokenizer, field) for field in special if hasattr(part, field)})
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory, **changes)
+    return directory

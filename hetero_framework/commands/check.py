@@ -17,6 +17,7 @@ from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.islands.forecast import island_lines
 from hetero_framework.models.crossing import check_codec, crossing_lines
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import tower_lines
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import load_model_config
@@ -62,6 +63,7 @@ def check(config: Config) -> dict[str, Any]:
             plan = plan_adapter(model_config, config.adapter, config.base_dir)
         check_codec(config, model_config, plan, tokens)
         notes += crossing_lines(config, model_config, tokens)
+        notes += tower_lines(model_config)
         memory = estimate_memory(config, model_config, in_flight=schedule["held"], plan=plan)
         if config.island is not None:
             steps = config.training.max_steps if config.training.max_steps > 0 else None

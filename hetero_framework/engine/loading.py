@@ -13,7 +13,7 @@ from hetero_framework.core.devices import Device
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import DeviceError
-from hetero_framework.models.introspect import LIBRARY_ERRORS, one_line
+from hetero_framework.models.library import LIBRARY_ERRORS, one_line
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.remains import Remains
 from hetero_framework.models.shard import ShardRange, load_model_config, load_shard

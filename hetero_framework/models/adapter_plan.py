@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config.schema import REWRITING_INITS
+from hetero_framework.models.language import pattern
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -26,7 +28,8 @@ class AdapterPlan:
     `target_parameters` and of `modules_to_save`. `trainable` maps parameter names to shapes, in the
     whole model's order; `tensors` the adapter file's keys. Of these, `embedding_tensors` are frozen
     base embeddings, which PEFT writes and need not read. `weights` is the file to start from.
-    `autocast_adapter_dtype` is the setting of that name.
+    `autocast_adapter_dtype` is the setting of that name. `towers` are those of the model
+    (`language.py`), which have no part in it.
     """
 
     lora_config: LoraConfig
@@ -38,6 +41,21 @@ class AdapterPlan:
     embedding_tensors: frozenset[str]
     weights: Path | None = None
     autocast_adapter_dtype: bool | None = None
+    towers: tuple[str, ...] = ()
+
+    @property
+    def excluded(self) -> Any:
+        """`exclude_modules` that keep PEFT from adapting the towers of the whole model, too."""
+        own = self.lora_config.exclude_modules
+        if not self.towers:
+            return own
+        if isinstance(own, str):
+            if all(re.fullmatch(own, tower) for tower in self.towers):
+                return own
+            own = [own]
+        else:
+            own = [rf"(.*\.)?{re.escape(name)}" for name in sorted(own or ())]
+        return "|".join(f"({one})" for one in (*own, pattern(self.towers)))
 
     @property
     def rewrites_base(self) -> bool:

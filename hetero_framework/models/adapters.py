@@ -41,9 +41,9 @@ from hetero_framework.models.adapter_plan import (
     AttachedAdapter,
 )
 from hetero_framework.models.introspect import tied_names
+from hetero_framework.models.language import meta_model, towers
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.seeds import derive_seed
-from hetero_framework.models.tiny import meta_model
 
 if TYPE_CHECKING:
     from hetero_framework.config import AdapterConfig
@@ -317,6 +317,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         tensors={key: tuple(t.shape) for key, t in {**own, **embeddings}.items()},
         embedding_tensors=frozenset(embeddings),
         weights=weights,
+        towers=towers(model_config),
     )
     if weights is not None:
         _check_file(weights, plan)

@@ -17,7 +17,7 @@ import torch
 
 from hetero_framework.config import TrainingConfig
 from hetero_framework.models.footprint import Form, Setting, bundle_at
-from hetero_framework.models.introspect import LIBRARY_ERRORS, one_line
+from hetero_framework.models.library import LIBRARY_ERRORS, one_line
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.shard import Shard
 from hetero_framework.models.side import Bundle, Side, shown, shown_form

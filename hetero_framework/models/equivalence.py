@@ -34,13 +34,21 @@ from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.chunked_loss import chunked_loss, spans
 from hetero_framework.models.crossing import tiny_crossing
-from hetero_framework.models.introspect import LIBRARY_ERRORS, introspect, one_line, probe_inputs
+from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import meta_model, towers
+from hetero_framework.models.library import LIBRARY_ERRORS, one_line
 from hetero_framework.models.partition import ShardRange, ranges_between
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Inputs, Shard, build_shard, load_model_config, token_loss
 from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
-from hetero_framework.models.tiny import causal_lm_types, meta_model, shrink, tiny_config
+from hetero_framework.models.tiny import (
+    architecture_names,
+    probe_inputs,
+    shrink,
+    stock_class,
+    tiny_config,
+)
 from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
 from hetero_framework.models.weights import Checkpoint, resolve_model_path
 
@@ -79,7 +87,8 @@ class Packing:
 class Result:
     """The outcome of one comparison, with the largest differences: of losses (absolute), of the
     first step's gradients and of trained weights (relative to each tensor's largest entry).
-    `crossing` is what crosses beside the hidden state, if anything does."""
+    `crossing` is what crosses beside the hidden state, if anything does, and `towers` are what text
+    does not use."""
 
     model_type: str
     verdict: Verdict
@@ -91,6 +100,7 @@ class Result:
     weight_difference: float = 0.0
     packing: Packing | None = None
     crossing: str = ""
+    towers: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -145,6 +155,7 @@ def verify_model(
     result = compare(model_config, ranges, checkpoint)
     starts = [rng.start for rng in ranges[1:]]
     result = replace(result, crossing=tiny_crossing(introspect(model_config), starts))
+    result = replace(result, towers=towers(model_config))
     wanted = config is not None and config.data is not None and config.data.padding_free
     if not result.passed or not (wanted or config is None):
         return result
@@ -218,10 +229,11 @@ def _own_code() -> str:
 def verify_all(
     progress: Callable[[Result], None] | None = None, model_types: Iterable[str] | None = None
 ) -> list[Result]:
-    """Compare every causal-LM architecture of the installed transformers; one without a working
-    tiny configuration counts as refused. `progress` is called after each."""
+    """Compare every causal-LM architecture of the installed transformers, and its multimodal
+    classes by name; one without a working tiny configuration counts as refused. `progress` is
+    called after each."""
     results = []
-    for model_type in model_types if model_types is not None else causal_lm_types():
+    for model_type in model_types if model_types is not None else architecture_names():
         try:
             # A composite type is tried as the text model in it; the row keeps the name asked for.
             result = replace(verify_model(model_type=model_type), model_type=model_type)
@@ -265,16 +277,16 @@ def _build(
     config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None
 ) -> tuple[Any, list[Shard]]:
     """The stock model and the shards, from one checkpoint."""
-    model_class = introspect(config).model_class
+    stock = stock_class(config)
     with quiet_library(), tempfile.TemporaryDirectory() as directory:
         if checkpoint is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model = model_class._from_config(config, dtype=torch.float32)
+                model = stock._from_config(config, dtype=torch.float32)
                 _perturb(model)
             model.save_pretrained(directory)
             checkpoint = Checkpoint(directory)
-        whole = model_class.from_pretrained(
+        whole = stock.from_pretrained(
             checkpoint.source,
             config=config,
             revision=checkpoint.revision or "main",

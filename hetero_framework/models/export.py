@@ -33,10 +33,11 @@ from hetero_framework.core.files import (
 )
 from hetero_framework.errors import CheckpointError, ResourceError
 from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
-from hetero_framework.models.tiny import meta_model, model_class
+from hetero_framework.models.language import meta_model, model_class
 
 if TYPE_CHECKING:
     from hetero_framework.models.shard import Shard
+    from hetero_framework.models.towers import TowerWeights
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -69,7 +70,7 @@ def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
         layer = _LAYER.match(key)
         layers.setdefault(layer.group(1) if layer else "", {})[key] = tensor
     for tensors in layers.values():
-        converted = _checkpoint_form(model, tensors)
+        converted = checkpoint_form(model, tensors)
         yield {key: t.detach().to("cpu").contiguous() for key, t in converted.items()}
 
 
@@ -78,10 +79,11 @@ def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
     model = meta_model(config)
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     state = {key: t for key, t in model.state_dict().items() if key not in left_out}
-    return {key: tuple(t.shape) for key, t in _checkpoint_form(model, state).items()}
+    return {key: tuple(t.shape) for key, t in checkpoint_form(model, state).items()}
 
 
-def _checkpoint_form(model: Any, state: Tensors) -> Tensors:
+def checkpoint_form(model: Any, state: Tensors) -> Tensors:
+    """Tensors of a model as a checkpoint of its class names and cuts them."""
     # The model records how names differed in the checkpoint it was loaded from (a missing prefix,
     # say); those written here must be the class's own on every stage.
     recorded = getattr(model, "_weight_conversions", None)
@@ -108,6 +110,10 @@ def write_adapter(
     config = copy.deepcopy(plan.lora_config)
     config.base_model_name_or_path, config.revision = base_model, revision
     config.inference_mode = True
+    config.exclude_modules = plan.excluded
+    if plan.towers:
+        # A tower may have modules of these names, too.
+        config.modules_to_save = list(plan.saved_modules) or None
     # How the weights began is no part of what they are, unless the base has changed with them; sets
     # have no order of their own.
     config.task_type = "CAUSAL_LM"
@@ -130,14 +136,18 @@ def write_checkpoint(
     generation_config: GenerationConfig | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    towers: TowerWeights | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint directory from the shards' parts, atomically, with at most
-    one file's tensors and one part in memory. Raises CheckpointError like `write_adapter`."""
+    """Write a Hugging Face checkpoint directory from the shards' parts, and the `towers` that no
+    shard has, atomically, with at most one file's tensors and one part in memory. Raises
+    CheckpointError like `write_adapter`."""
     with output.writing() as folder:
         files = _WeightFiles(folder, max_file_bytes)
         for part in _checked(parts, expected_checkpoint_tensors(config), "checkpoint"):
             for key, tensor in part.items():
                 files.add(key, _own_copy(tensor))
+        for key, tensor in towers.tensors() if towers is not None else ():
+            files.add(key, tensor)
         files.finish()
         config = copy.deepcopy(config)
         # What `save_pretrained` of a model adds.
@@ -147,6 +157,8 @@ def write_checkpoint(
             generation_config.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
+        if towers is not None:
+            towers.copy_processor(folder)
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:

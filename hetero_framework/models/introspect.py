@@ -17,37 +17,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.language import WeightUses, model_class, no_tiny_copy
+from hetero_framework.models.library import LIBRARY_ERRORS
 from hetero_framework.models.lineage import IDS, Lineage
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.side import Call, Report, Side, Way, hollow, tensors_at
-from hetero_framework.models.tiny import model_class, shrink
-
-PROBE_ROWS, PROBE_TOKENS = 2, 12
-
-# What libraries raise on a configuration they cannot build or run.
-LIBRARY_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
+from hetero_framework.models.tiny import PROBE_ROWS, PROBE_TOKENS, probe_inputs, shrink
 
 _learned: dict[str, ModelStructure] = {}  # by the tiny configurations that this process has met
-
-# Asking a weight for its shape or type is no use of the weight.
-_QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size"}
 
 
 @dataclass(frozen=True)
@@ -150,16 +131,7 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
                     _learned[key] = _learn(model_class(tiny), tiny)
             return _learned[key]
     except LIBRARY_ERRORS as error:
-        raise ArchitectureError(
-            f"no tiny copy of a {config.model_type} model runs, so that its cut cannot be"
-            f" verified: {one_line(error)}",
-            hint="docs/architectures.md lists the architectures that can be cut",
-        ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """An error as one short line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        raise no_tiny_copy(config, error) from error
 
 
 def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
@@ -187,17 +159,6 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
     )
 
 
-def probe_inputs(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A deterministic batch for a tiny model: the second row is padded on the right."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, 3 * PROBE_TOKENS // 4 :] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
 def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tuple[str, _Watch]:
     """The list of blocks: the heaviest ModuleList whose members run once each, in order."""
     candidates = [
@@ -223,16 +184,13 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
     )
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(WeightUses):
     """Watches one forward: calls of the blocks, and the phase in which each weight is used: 2 i
     while block i runs, 2 i + 1 after it and before the next, -1 before the first."""
 
     def __init__(self, model: PreTrainedModel, blocks: nn.ModuleList, ids: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__(model)
         self._blocks = blocks
-        self._names: dict[int, list[str]] = {}
-        for parameter, tensor in model.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(tensor), []).append(parameter)
         self.lineage = Lineage(ids, [p for p in model.parameters() if p.requires_grad])
         self._handles: list[Any] = []
         self.order: list[int] = []
@@ -274,14 +232,8 @@ class _Watch(TorchFunctionMode):
         if name:
             self._inside.append((index, name, output))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") not in _QUERIES:
-            for _, tensor in tensors_at((args, kwargs)):
-                for name in self._names.get(id(tensor), ()):
-                    self.phases.setdefault(name, set()).add(self.lineage.phase)
-        return func(*args, **(kwargs or {}))
+    def on_use(self, name: str) -> None:
+        self.phases.setdefault(name, set()).add(self.lineage.phase)
 
     def forms(self) -> tuple[BlockForm, ...]:
         """How each block was called. Raises ArchitectureError if no hidden state passes."""

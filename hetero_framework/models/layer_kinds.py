@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hetero_framework.models.introspect import introspect
-from hetero_framework.models.tiny import meta_model
+from hetero_framework.models.language import meta_model
 
 _PER_LAYER = re.compile(r".*(layer|block)_?types?$")
 

@@ -43,6 +43,7 @@ from hetero_framework.models.footprint import (
     layer_footprint,
 )
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import meta_model
 from hetero_framework.models.layer_kinds import layer_kinds
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.quantization import (
@@ -51,7 +52,6 @@ from hetero_framework.models.quantization import (
     stored_settings,
 )
 from hetero_framework.models.shard import ShardRange, Skeleton
-from hetero_framework.models.tiny import meta_model
 from hetero_framework.units import size
 
 DEFAULT_TOKENS = 1024

@@ -19,10 +19,11 @@ from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import plan_saved_adapter
 from hetero_framework.models.export import OutputDirectory, Tensors, export_layers, write_checkpoint
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import meta_model
 from hetero_framework.models.partition import ranges_between
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import load_model_config, load_shard
-from hetero_framework.models.tiny import meta_model
+from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.trainable import attach_adapter
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -56,13 +57,15 @@ def merge_adapter(
     untie = _adapts_a_tied_end(config, plan)
     out_config = copy.deepcopy(config)
     if untie:
-        out_config.get_text_config().tie_word_embeddings = False
+        for part in (out_config, out_config.get_text_config()):
+            part.tie_word_embeddings = False
     parts = _merged_layers(settings, base_dir, introspect(config).num_layers, plan, untie)
     tokenizer = _tokenizer([str(adapter_dir), source], revision)
     generation = None
     if _file(source, "generation_config.json", revision) is not None:
         generation = GenerationConfig.from_pretrained(source, revision=revision or "main")
-    write_checkpoint(output, parts, out_config, generation, tokenizer)
+    towers = tower_weights(settings, base_dir, config)
+    write_checkpoint(output, parts, out_config, generation, tokenizer, towers=towers)
 
 
 def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:

@@ -20,9 +20,9 @@ from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.data.batches import MicroBatch, num_items
 from hetero_framework.models.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import meta_model
 from hetero_framework.models.shard import Inputs, Shard
 from hetero_framework.models.side import Bundle
-from hetero_framework.models.tiny import meta_model
 
 
 class CausalLM:

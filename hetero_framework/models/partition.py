@@ -20,8 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hetero_framework.config import StageSpec
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.introspect import BlockForm, ModelStructure, tied_names
+from hetero_framework.models.language import PLAIN, copy_plain_attributes, meta_model, towers
 from hetero_framework.models.side import Call
-from hetero_framework.models.tiny import meta_model
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Skeleton:
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
+        self.towers = towers(config)
         self.tied = tied_names(model)
         self.ties = self._ties_of_places()
         self._local: dict[str, int] = {}
@@ -161,9 +162,6 @@ def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> Non
             raise ArchitectureError(shared)
 
 
-_PLAIN = (str, int, float, bool)
-
-
 class Captured(Exception):
     """Ends a forward once the hidden state has left the last block of a shard."""
 
@@ -186,7 +184,7 @@ class PassThrough(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         of_class = getattr(self.__dict__.get("_block_class"), name, None)
-        if isinstance(of_class, _PLAIN):
+        if isinstance(of_class, PLAIN):
             return of_class
         if callable(of_class):
             return lambda *args, **kwargs: None
@@ -275,7 +273,7 @@ class AbsentLinear(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.out_features: int
-        _copy_plain_attributes(linear, self)
+        copy_plain_attributes(linear, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(*x.shape[:-1], self.out_features)
@@ -286,21 +284,15 @@ class AfterBlocks(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        _copy_plain_attributes(module, self)
+        copy_plain_attributes(module, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise Captured
 
 
-def _copy_plain_attributes(source: nn.Module, target: Any) -> None:
-    for name, value in vars(source).items():
-        if isinstance(value, _PLAIN) and not hasattr(target, name):
-            setattr(target, name, value)
-
-
 def _copy_outline(source: nn.Module, target: Any) -> None:
     """Plain attributes and tensors' shapes of a module and of the modules in it."""
-    _copy_plain_attributes(source, target)
+    copy_plain_attributes(source, target)
     tensors = [*source.named_parameters(recurse=False), *source.named_buffers(recurse=False)]
     for name, tensor in tensors:
         setattr(target, name, tensor.detach().to("meta"))

@@ -15,7 +15,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from hetero_framework.core.devices import Device
 from hetero_framework.errors import ConfigError, DeviceError
-from hetero_framework.models.tiny import meta_model
+from hetero_framework.models.language import on_meta
+from hetero_framework.models.tiny import stock_class
 from hetero_framework.models.weights import check_quantizer
 
 Kind = Literal["nf4", "int8"]
@@ -73,7 +74,7 @@ def stored_quantization(model_config: PretrainedConfig) -> str | None:
 
 def modules_left_alone(model_config: PretrainedConfig) -> list[str]:
     """The modules of the whole model that transformers keeps in full precision by default."""
-    return sorted(get_keys_to_not_convert(meta_model(model_config)))
+    return sorted(get_keys_to_not_convert(on_meta(stock_class(model_config), model_config)))
 
 
 def stored_settings(model_config: PretrainedConfig) -> dict[str, Any]:

@@ -32,13 +32,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import partition
 from hetero_framework.models.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import lies_in
 from hetero_framework.models.partition import Captured, ShardRange, Skeleton
 from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
@@ -47,7 +46,12 @@ from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.side import Bundle, Call, Report, Way, put_at, tensor_at
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.varlen_attention import register_per_sample
-from hetero_framework.models.weights import Checkpoint, read_config, resolve_model_path
+from hetero_framework.models.weights import (
+    Checkpoint,
+    read_config,
+    renaming,
+    resolve_model_path,
+)
 
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig
@@ -225,15 +229,13 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype:
 def _key_filter(model: PreTrainedModel, whole: Skeleton) -> Callable[[str], bool]:
     """Tells which tensors of a checkpoint this shard needs, by the library's own renaming."""
     own = {*dict(model.named_parameters(remove_duplicate=False)), *model.state_dict()}
-    mapping = get_model_conversion_mapping(model)
-    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
-    converters = [m for m in mapping if isinstance(m, WeightConverter)]
     known = dict.fromkeys(whole.names, True)
+    rename = renaming(model, known)
 
     def wanted(key: str) -> bool:
-        name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-        if name not in known and key in known:
-            name = key
+        name = rename(key)
+        if lies_in(name, whole.towers):
+            return False
         # Quantisation keeps its statistics beside a weight, under longer names.
         while name and name not in known:
             if name in whole.modules and any(n.startswith(f"{name}.") for n in own):

@@ -7,18 +7,27 @@ these do not tell stands in one table, with the reason.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from hetero_framework.errors import ArchitectureError
 
 TINY_LAYERS = 6
 HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, POSITIONS = 4, 16, 64, 96, 160, 128
 EXPERTS, EXPERT_INNER, RANK, STATE, WINDOW = 4, 32, 16, 16, 8
+PROBE_ROWS, PROBE_TOKENS = 2, 12
 
 
 def _all(names: str, width: int) -> dict[str, int]:
@@ -30,7 +39,7 @@ def _all(names: str, width: int) -> dict[str, int]:
 _WIDTHS: dict[str, int] = {
     **_all("hidden_size n_embd d_model emb_dim embed_dim embedding_dim embedding_size", HIDDEN),
     **_all("word_embed_proj_dim input_embedding_size output_embedding_size lru_width", HIDDEN),
-    **_all("backbone_hidden_size ple_embed_dim", HIDDEN),
+    **_all("backbone_hidden_size ple_embed_dim out_hidden_size text_hidden_size", HIDDEN),
     **_all("num_attention_heads n_head n_heads num_heads attention_heads", HEADS),
     **_all("encoder_attention_heads decoder_attention_heads swa_num_attention_heads", HEADS),
     **_all("num_encoder_attention_heads num_decoder_attention_heads linear_num_heads", HEADS),
@@ -94,7 +103,20 @@ _MULTIPLIERS = {
     "logits_scaling": 8.0,
 }
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Rotary positions of three axes; published configurations say how many frequencies each has.
+_AXES = {"text_config": {"rope_parameters": {**_PLAIN_ROPE, "mrope_section": [16, 24, 24]}}}
+_HALF_AXES = {
+    "text_config": {
+        "rope_parameters": {
+            **_PLAIN_ROPE,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [8, 12, 12],
+        }
+    }
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"), _AXES),
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"), _HALF_AXES),
     # Sizes that the class leaves open.
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -158,38 +180,33 @@ def causal_lm_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The stock causal-LM class of a configuration. Raises ArchitectureError if there is none."""
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        return mapping[type(config)]
+def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The library's class of a configuration: of those that generate text the one that the
+    configuration names as its checkpoint's, else the causal language model, else the multimodal
+    one. Raises ArchitectureError if there is none."""
+    causal: Any = AutoModelForCausalLM._model_mapping
+    mappings: list[Any] = [causal, AutoModelForMultimodalLM._model_mapping]
+    found = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    named = config.architectures or ()
+    if found:
+        return min(found, key=lambda cls: cls.__name__ not in named)
     # The text part of a composite type is listed under the composite's name.
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         composite = CONFIG_MAPPING[model_type]
         if composite.sub_configs.get("text_config") is type(config):
-            found = mapping[composite]
-            if found.config_class is type(config):
-                return found
+            cls = causal[composite]
+            if cls.config_class is type(config):
+                return cls
     raise ArchitectureError(
         f"transformers has no causal language model for model type {config.model_type!r}",
         hint="choose a model whose config.json names a text-generation architecture",
     )
 
 
-def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The stock model on torch's meta device: names, shapes and types at no cost, in full
-    precision. Raises ArchitectureError as `model_class`."""
-    config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        return model_class(config)._from_config(config)
-
-
 def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
     """`config`, or its text part where AutoModelForCausalLM takes that of a composite one."""
     text_class = config.sub_configs.get("text_config")
-    if text_class is None or model_class(config).config_class is not text_class:
+    if text_class is None or stock_class(config).config_class is not text_class:
         return config
     text = config.get_text_config()
     if getattr(config, "quantization_config", None) is not None:
@@ -197,17 +214,45 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
-    """A tiny configuration of an architecture. Raises ArchitectureError for an unknown type."""
+def multimodal_classes() -> dict[str, str]:
+    """The model types of the library's multimodal classes, by the class's name."""
+    found: dict[str, str] = {}
+    for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items():
+        found.setdefault(name, model_type)  # others are variants of the first
+    return found
+
+
+def architecture_names() -> list[str]:
+    """All model types of causal language models, and the other multimodal classes by name."""
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return [*causal_lm_types(), *sorted(multimodal_classes().keys() - causal)]
+
+
+def tiny_config(name: str) -> PretrainedConfig:
+    """A tiny configuration of an architecture, or of a multimodal class. Raises ArchitectureError
+    for an unknown one."""
+    model_type = multimodal_classes().get(name, name)
     if model_type not in CONFIG_MAPPING:
         raise ArchitectureError(f"transformers knows no model type {model_type!r}")
     cls: Any = CONFIG_MAPPING[model_type]
     extra = _DEFAULTS.get(model_type, {})
+    if name != model_type:
+        extra = {**extra, "architectures": [name]}
     default = cls(**extra)
     text = causal_lm_config(default)
     if text is not default and text.model_type in CONFIG_MAPPING:
         return tiny_config(text.model_type)
-    return causal_lm_config(shrink(cls(**{**_layer_counts(default.to_dict()), **extra})))
+    counts = _layer_counts(default.to_dict())
+    return causal_lm_config(shrink(cls(**_merged(counts, extra))))
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Both, also in each other's configurations inside; `other` has the last word."""
+    merged = {**one, **other}
+    for name in one.keys() & other.keys():
+        if isinstance(one[name], dict) and isinstance(other[name], dict):
+            merged[name] = _merged(one[name], other[name])
+    return merged
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
@@ -217,6 +262,17 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     tiny = type(config).from_dict(fields)
     tiny.dtype = torch.float32
     return tiny
+
+
+def probe_inputs(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A deterministic batch for a tiny model: the second row is padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 3 * PROBE_TOKENS // 4 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def _layer_counts(fields: dict[str, Any]) -> dict[str, Any]:

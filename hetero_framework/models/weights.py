@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file
 
 from hetero_framework import repository
@@ -160,6 +162,20 @@ class Checkpoint:
             with _damage(self.source):
                 found = {name: opened[self.files[name]].get_slice(name) for name in names}
             yield found
+
+
+def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], str]:
+    """What the library calls a checkpoint's tensor in this model, one of whose names are `known`;
+    a key that it does not rename, or whose own name is known, stays."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, WeightConverter)]
+
+    def rename(key: str) -> str:
+        name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        return key if name not in known and key in known else name
+
+    return rename
 
 
 def _weight_map(index: Path) -> dict[str, str]:

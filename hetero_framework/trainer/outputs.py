@@ -30,6 +30,7 @@ from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
@@ -313,7 +314,8 @@ def write_result(
     assert config.model is not None
     if plan is None:
         generation = GenerationConfig.from_model_config(model_config)
-        write_checkpoint(output, tensors, model_config, generation, tokenizer)
+        towers = tower_weights(config.model, config.base_dir, model_config)
+        write_checkpoint(output, tensors, model_config, generation, tokenizer, towers=towers)
         return
     name = config.model.name_or_path
     base = None if name is None else resolve_model_path(name, config.base_dir)

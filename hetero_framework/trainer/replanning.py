@@ -25,8 +25,8 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.errors import UserError
 from hetero_framework.log import event
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import meta_model
 from hetero_framework.models.memory import memory_of_parts
-from hetero_framework.models.tiny import meta_model
 from hetero_framework.planner import FleetProfile
 from hetero_framework.planner.judgement import Judge, Proposal, Question, Stages, tuned
 from hetero_framework.planner.layout import Fleet

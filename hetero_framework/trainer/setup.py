@@ -23,6 +23,7 @@ from hetero_framework.models.chunked_loss import chunk_tokens
 from hetero_framework.models.crossing import check_codec, crossing_lines, largest_sides
 from hetero_framework.models.equivalence import admit, admit_packing, why_not_chunked
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import meta_model, tower_lines
 from hetero_framework.models.memory import (
     StageMemory,
     check_fits,
@@ -32,7 +33,7 @@ from hetero_framework.models.memory import (
 )
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import ShardRange, load_model_config
-from hetero_framework.models.tiny import meta_model
+from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.planner.tuning import default_max_in_flight
 from hetero_framework.trainer.resolved import Resolved
@@ -82,6 +83,10 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
     for line in codec_lines(config, model_config):
         _log.info("%s", line)
     config.plan.covers(introspect(model_config).num_layers)
+    for line in tower_lines(model_config):
+        _log.info("%s", line)
+    if config.adapter is None:
+        tower_weights(config.model, config.base_dir, model_config)  # that it can be written
     check_compiled(config, model_config)
     tokenizer = load_tokenizer(config)
     data = load_data(config, tokenizer, vocab_size=model_config.get_text_config().vocab_size)

@@ -12,9 +12,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     PreTrainedModel,
@@ -41,15 +41,17 @@ def save_adapter(model: Path, directory: Path, **settings: Any) -> Path:
         | {"init_lora_weights": False}
         | settings,
     )
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(directory)
+    get_peft_model(stock_model(model), config).save_pretrained(directory)
     return directory
 
 
 def stock_model(
     model: Path, adapter: Path | None = None, **settings: Any
 ) -> PreTrainedModel | PeftModel:
-    """The library's own whole model, with the adapter on it if one is given; all to be trained."""
-    whole = AutoModelForCausalLM.from_pretrained(model, **settings)
+    """The library's own whole model, of the class that its configuration names, with the adapter on
+    it if one is given; all to be trained."""
+    (name,) = json.loads((model / "config.json").read_text())["architectures"]
+    whole = getattr(transformers, name).from_pretrained(model, **settings)
     if adapter is None:
         return whole
     return PeftModel.from_pretrained(whole, adapter, is_trainable=True)

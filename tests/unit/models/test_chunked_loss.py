@@ -16,13 +16,12 @@ from hetero_framework.models.chunked_loss import (
     spans,
 )
 from hetero_framework.models.equivalence import why_not_chunked
-from hetero_framework.models.introspect import probe_inputs
 from hetero_framework.models.peak import Peak
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.shard import Shard, build_shard
 from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
-from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.tiny import probe_inputs, tiny_config
 from tests.unit.adapter_helpers import ranges
 
 ITEMS = torch.tensor(21)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hetero_framework.config import StageSpec, TrainingConfig
-from hetero_framework.models.introspect import introspect, probe_inputs
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.objective import CausalLM, objective_of
 from hetero_framework.models.shard import ShardRange, build_shard
-from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.tiny import probe_inputs, tiny_config
 
 ITEMS = torch.tensor(7.0)
 

@@ -24,7 +24,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import partition, weights
 from hetero_framework.models import shard as shard_module
-from hetero_framework.models.introspect import introspect, probe_inputs
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.partition import AfterBlocks, PassThrough
 from hetero_framework.models.shard import (
     Checkpoint,
@@ -35,7 +35,7 @@ from hetero_framework.models.shard import (
     load_shard,
 )
 from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
-from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.tiny import probe_inputs, tiny_config
 from tests.samples import save_llama
 
 ITEMS = torch.tensor(21)

@@ -12,8 +12,13 @@ from transformers import (
 )
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.introspect import probe_inputs
-from hetero_framework.models.tiny import causal_lm_types, model_class, shrink, tiny_config
+from hetero_framework.models.tiny import (
+    causal_lm_types,
+    probe_inputs,
+    shrink,
+    stock_class,
+    tiny_config,
+)
 
 LARGE_ENOUGH = 1_000_000
 
@@ -24,7 +29,7 @@ LARGE_ENOUGH = 1_000_000
 )
 def test_tiny_model_is_small_and_runs(model_type: str) -> None:
     config = tiny_config(model_type)
-    model = model_class(config)._from_config(config)
+    model = stock_class(config)._from_config(config)
     inputs = {k: v for k, v in probe_inputs(config).items() if k != "labels"}
     assert torch.isfinite(model(**inputs, use_cache=False).logits).all()
     text = {p for n, p in model.named_parameters() if "vision" not in n}
@@ -86,7 +91,7 @@ def test_shrink_keeps_multi_query_and_full_heads_apart() -> None:
 def test_scaled_rotary_embeddings_shrink(config: PretrainedConfig) -> None:
     tiny = shrink(config)
     assert tiny.rope_parameters["rope_type"] == config.rope_parameters["rope_type"]
-    model = model_class(tiny)._from_config(tiny)
+    model = stock_class(tiny)._from_config(tiny)
     inputs = probe_inputs(tiny)
     assert torch.isfinite(model(**inputs, use_cache=False).loss)
 

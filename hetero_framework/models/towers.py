@@ -1,0 +1,107 @@
+"""What a multimodal checkpoint holds beside its language model, copied into what training makes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.utils import (
+    FEATURE_EXTRACTOR_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+)
+
+from hetero_framework.errors import ModelError
+from hetero_framework.models.export import checkpoint_form
+from hetero_framework.models.language import lies_in, on_meta, towers
+from hetero_framework.models.tiny import stock_class
+from hetero_framework.models.weights import Checkpoint, renaming, resolve_model_path
+
+if TYPE_CHECKING:
+    from hetero_framework.config import ModelConfig
+
+_PROCESSORS = sorted(
+    {PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME}
+)
+
+
+class TowerWeights:
+    """The tensors of the towers in a checkpoint, under the names that the model's class gives them
+    in one of its own, and the settings of its processor. Raises ModelError unless all are there."""
+
+    def __init__(self, config: PretrainedConfig, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._shapes, self._sources = _placed(config, checkpoint)
+        if missing := sorted(self._shapes.keys() - self._sources.keys()):
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ModelError(
+                f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that text does"
+                f" not use, but that the finished model has to hold: {shown}",
+                hint="take a checkpoint of the whole model, or train an adapter",
+            )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, tensor) one at a time, as the file holds it."""
+        for key, source in sorted(self._sources.items()):
+            with self._checkpoint.slices(source.__eq__) as found:
+                shape = found[source].get_shape()
+                if tuple(shape) != self._shapes[key]:
+                    raise ModelError(
+                        f"{source} of the checkpoint {self._checkpoint.source!r} has the shape"
+                        f" {shape}; its config.json says {list(self._shapes[key])}",
+                        hint="put the config.json there that belongs to these weights",
+                    )
+                tensor = found[source][...]
+            yield key, tensor
+
+    def copy_processor(self, folder: Path) -> None:
+        """Copy the files that say how pictures and sound are prepared."""
+        for name in _PROCESSORS:
+            if (path := self._checkpoint.path(name)) is not None:
+                shutil.copyfile(path, folder / name)
+
+
+def tower_weights(
+    model: ModelConfig, base_dir: Path, config: PretrainedConfig
+) -> TowerWeights | None:
+    """Of the model that the `model` section names; None where it has no towers. Raises ModelError
+    as `TowerWeights`, and for random weights, beside which there are none."""
+    if not (gone := towers(config)):
+        return None
+    if model.name_or_path is None:
+        raise ModelError(
+            f"text alone does not train {', '.join(gone)}, and model.from_config gives no weights"
+            " to copy there",
+            hint="name a checkpoint of the whole model, or train an adapter",
+        )
+    source = resolve_model_path(model.name_or_path, base_dir)
+    return TowerWeights(config, Checkpoint(source, model.revision))
+
+
+def _placed(
+    config: PretrainedConfig, checkpoint: Checkpoint
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """By key of a checkpoint of the class: shapes, and the keys in `checkpoint`."""
+    model: Any = on_meta(stock_class(config), config)
+    gone = towers(config)
+    left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if lies_in(name, gone) and name not in left_out
+    }
+    shapes = {key: tuple(t.shape) for key, t in checkpoint_form(model, state).items()}
+    rename = renaming(model, dict.fromkeys(model.state_dict(), True))
+    sources = {}
+    for source in checkpoint.files:
+        keys = {source}
+        if source not in shapes:  # another version's names
+            name = rename(source)
+            keys = set(checkpoint_form(model, {name: state[name]}) if name in state else ())
+        sources.update(dict.fromkeys(keys & shapes.keys(), source))
+    return shapes, sources
