@@ -15,12 +15,9 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
 ADAPTER = "adapter_config.json"
-# Nothing here reads them, but what lies in one folder belongs together.
-_PROCESSORS = (
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""How pictures and sound are prepared. Nothing here uses that, but it stays with its model."""
+PROCESSOR_TEMPLATE = "chat_template.json"  # of a processor, in older repositories
 MAX_SETTINGS_BYTES = 16 * 2**20
 _COPY = "copy or download it again"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
@@ -53,16 +50,17 @@ def refuse_code(
 ) -> None:
     """Raise `kind` for files `names` of the repository `source`, a folder or a hub name, that would
     have code loaded, or that cannot be read."""
-    for path in _settings_files(source, revision, names):
+    for path in settings_files(source, revision, names):
         fields = read_json(path, kind)
         for place, why in _code(fields):
             raise kind(f"{path} {why} ({place}), which is never run here", hint=hint)
 
 
-def _settings_files(source: str, revision: str | None, names: Iterable[str]) -> Iterator[Path]:
+def settings_files(source: str, revision: str | None, names: Iterable[str]) -> Iterator[Path]:
+    """Those of the files `names` that a repository has; of a folder its processor's, too."""
     folder = Path(source)
     if folder.is_dir():
-        names = (*names, *_PROCESSORS)
+        names = (*names, *PROCESSORS)
         yield from (folder / name for name in names if (folder / name).is_file())
         return
     from transformers.utils.hub import cached_file  # slow; folders need none

@@ -28,6 +28,9 @@ _NO_MASK_HINT = (
     "or set data.assistant_only_loss to false to train on the whole conversation"
 )
 
+# What a template raises that does not take a conversation.
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+
 Message = dict[str, Any]
 TokensAndMask = tuple[list[int], list[bool]]
 
@@ -68,6 +71,18 @@ class ChatRenderer:
         self.template: str = chosen
         self.trains_stop: bool | None = None
         self.marks_generation = _GENERATION.search(chosen) is not None
+        self._takes_parts = not self._shows("x") and self._shows([{"type": "text", "text": "x"}])
+
+    def _shows(self, content: Any) -> bool:
+        """Whether the template writes the text of such a message."""
+        try:
+            empty, full = (
+                self._render([{"role": "user", "content": written}])
+                for written in (content[:0], content)
+            )
+        except _REFUSALS:
+            return False
+        return len(full) > len(empty)
 
     @property
     def uses_date(self) -> bool:
@@ -147,18 +162,26 @@ class ChatRenderer:
         return range(len(before), len(until))
 
     def _apply(self, chat: Conversation, **options: Any) -> Any:
+        messages = map(_in_parts, chat.messages) if self._takes_parts else chat.messages
         try:
-            return self.tokenizer.apply_chat_template(
-                chat.messages,
-                chat_template=self.template,
-                **{**self.template_kwargs, **chat.arguments},
-                **options,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            return self._render(list(messages), **chat.arguments, **options)
+        except _REFUSALS as error:
             raise DataError(
                 f"{chat.where}: the chat template refused the conversation: {error}",
                 hint="roles here: " + ", ".join(message["role"] for message in chat.messages),
             ) from error
+
+    def _render(self, messages: list[Message], **options: Any) -> Any:
+        settings = {"tokenize": False, **self.template_kwargs, **options}
+        return self.tokenizer.apply_chat_template(messages, chat_template=self.template, **settings)
+
+
+def _in_parts(message: Message) -> Message:
+    """The message as templates of processors take it."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def read_conversation(fields: dict[str, Any], field: str, where: str) -> Conversation:

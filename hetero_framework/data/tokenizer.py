@@ -78,7 +78,19 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
         raise DataError(f"cannot load a tokenizer from {name}: {error}", hint=_HINT) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise DataError(f"the tokenizer of {name} has no vocabulary", hint=_HINT)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _processors_template(name, revision)
     return tokenizer
+
+
+def _processors_template(name: str, revision: str | None) -> str | None:
+    """The chat template of a multimodal model whose tokenizer has none."""
+    template = None
+    wanted = repository.PROCESSOR_TEMPLATE
+    for path in repository.settings_files(name, revision, [wanted]):
+        if path.name == wanted:
+            template = repository.read_json(path, DataError).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 class _TokenizersErrors(AbstractContextManager[None]):

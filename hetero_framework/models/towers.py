@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig
-from transformers.utils import (
-    FEATURE_EXTRACTOR_NAME,
-    IMAGE_PROCESSOR_NAME,
-    PROCESSOR_NAME,
-    VIDEO_PROCESSOR_NAME,
-)
 
+from hetero_framework import repository
 from hetero_framework.errors import ModelError
 from hetero_framework.models.export import checkpoint_form
 from hetero_framework.models.language import lies_in, on_meta, towers
@@ -25,10 +20,6 @@ from hetero_framework.models.weights import Checkpoint, renaming, resolve_model_
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig
 
-_PROCESSORS = sorted(
-    {PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME}
-)
-
 
 class TowerWeights:
     """The tensors of the towers in a checkpoint, under the names that the model's class gives them
@@ -36,6 +27,9 @@ class TowerWeights:
 
     def __init__(self, config: PretrainedConfig, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._of_processor = (checkpoint.source, checkpoint.revision, repository.PROCESSORS)
+        hint = "take that entry out of the file"
+        repository.refuse_code(*self._of_processor, ModelError, hint)
         self._shapes, self._sources = _placed(config, checkpoint)
         if missing := sorted(self._shapes.keys() - self._sources.keys()):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
@@ -61,9 +55,8 @@ class TowerWeights:
 
     def copy_processor(self, folder: Path) -> None:
         """Copy the files that say how pictures and sound are prepared."""
-        for name in _PROCESSORS:
-            if (path := self._checkpoint.path(name)) is not None:
-                shutil.copyfile(path, folder / name)
+        for path in set(repository.settings_files(*self._of_processor)):
+            shutil.copyfile(path, folder / path.name)
 
 
 def tower_weights(

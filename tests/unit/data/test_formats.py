@@ -350,3 +350,27 @@ def test_chat_template_kwargs_and_tools_reach_the_template():
     )
     assert tokenizer.decode(ids) == "a|add|HelloHi"
     assert tokenizer.decode(other) == "b|add|HelloHi"
+
+
+PARTS = (
+    "{% for message in messages %}<{{ message['role'] }}>"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% elif part['type'] == 'text' %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_the_template_of_a_processor_gets_text_as_parts():
+    tokenizer = tiny_tokenizer(PARTS)
+    plain = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A fox."}]
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in plain]
+    expected = tokenizer.apply_chat_template(parts, chat_template=PARTS, tokenize=False)
+    assert "What?" in expected
+    assert "What?" not in tokenizer.apply_chat_template(plain, chat_template=PARTS, tokenize=False)
+    renderer = ChatRenderer(tokenizer, PARTS)
+    for messages in (plain, parts):
+        ids, mask = renderer.ids_and_mask(Conversation(messages, "row 1"))
+        assert tokenizer.decode(ids) == expected
+        answer = [token for token, bit in zip(ids, mask, strict=True) if bit]
+        assert tokenizer.decode(answer) == "A fox."

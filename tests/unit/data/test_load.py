@@ -13,9 +13,9 @@ from hetero_framework.config import DataConfig
 from hetero_framework.data import load_data, load_tokenizer, num_items
 from hetero_framework.data.batches import pack
 from hetero_framework.data.examples import ExamplesBuilder
-from hetero_framework.data.tokenizer import choose_pad_token
+from hetero_framework.data.tokenizer import choose_pad_token, read_tokenizer
 from hetero_framework.errors import DataError
-from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
+from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 
 ROWS = [{"text": "The fox " * (index % 4 + 1)} for index in range(11)]
 
@@ -349,3 +349,15 @@ def test_row_without_padding_on_the_page_is_what_training_sees():
     builder.add([5, 6, 7], [True, True, True])
     for name, row in pack(builder.build(), [0, 1]).items():
         assert f"| `{name}` | {' '.join(map(str, row[0].tolist()))} |" in PAGE
+
+
+def test_the_chat_template_of_an_older_processor_is_the_tokenizers(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert read_tokenizer(str(tmp_path), None).chat_template == CHATML
+    tiny_tokenizer(CHATML_MARKED).save_pretrained(tmp_path)
+    assert read_tokenizer(str(tmp_path), None).chat_template == CHATML_MARKED
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text("[]")
+    with pytest.raises(DataError, match=r"chat_template\.json"):
+        read_tokenizer(str(tmp_path), None)

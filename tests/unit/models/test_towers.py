@@ -101,6 +101,15 @@ def test_a_checkpoint_without_its_towers_is_refused_before_it_is_trained(tmp_pat
         tower_weights(settings(base), base, config)
 
 
+def test_a_processor_that_brings_code_is_refused_before_the_first_step(tmp_path) -> None:
+    base = save_multimodal(tmp_path / "base", "LlavaForConditionalGeneration")
+    text = json.dumps({"auto_map": {"AutoProcessor": "processing.Own"}})
+    config = load_model_config(settings(base), base)
+    (base / "processor_config.json").write_text(text)
+    with pytest.raises(ModelError, match="code of its own"):
+        tower_weights(settings(base), base, config)
+
+
 def test_random_weights_have_no_towers_to_copy(tmp_path) -> None:
     base = save_multimodal(tmp_path / "base", "Gemma3ForConditionalGeneration")
     fields = json.loads((base / "config.json").read_text())
