@@ -29,6 +29,7 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import UserError
+from hetero_framework.models.footprint import Form
 from hetero_framework.models.remains import Remains
 from hetero_framework.models.side import Bundle
 from hetero_framework.planner.simulator import Edge, Profile
@@ -288,6 +289,9 @@ class SleepStage:
         self._sleeper = _sleepers[spec.index] = Sleeper()
         floats = torch.rand(load.state_bytes // 4)
         self._state = list(floats.split(_STATE_FLOATS)) if load.state_bytes else []
+
+    def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
+        """Any size will do."""
 
     def begin(self, info: StepInfo) -> None:
         """Nothing to prepare."""

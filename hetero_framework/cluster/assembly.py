@@ -133,6 +133,7 @@ class Assembly:
         memory_limits: tuple[int, ...] | None,
         plan_times: Profile | None,
         id_layers: frozenset[int],
+        max_boundary_bytes: int,
     ) -> None:
         """`memory_limits` is how many forwards each stage has memory for, `plan_times` what the
         plan was made with."""
@@ -154,6 +155,7 @@ class Assembly:
         results = StepResults()
         outlet = _Outlet(results, links)
         host = StageHost(loaded.local, config, device, meter, outlet)
+        host.expectation.max_boundary_bytes = max_boundary_bytes
         trained = {k: [name for name, _ in own] for k, own in enumerate(loaded.trainable)}
         ties = Ties(loaded.ties, trained)
         self.remotes: dict[WorkerId, RemoteHost] = {}
@@ -162,7 +164,7 @@ class Assembly:
             targets = [ties.targets.get(index, {}) for index in own]
             remote = RemoteHost(worker, own, links, results, host.data, targets=targets)
             self.remotes[worker] = remote
-        links.route(specs)
+        links.route(specs, host.expectation)
         self.pipeline = Pipeline(
             specs,
             [host, *self.remotes.values()],
@@ -320,6 +322,7 @@ class Cluster:
         config: Config,
         *,
         max_frame_bytes: int,
+        max_boundary_bytes: int | None = None,
         build: BuildStages = load_stages,
         debug: bool = False,
         run_id: str | None = None,
@@ -329,7 +332,8 @@ class Cluster:
         absence_s: float | None = None,
         id_layers: frozenset[int] = frozenset(),
     ) -> None:
-        """`build` is for the stages here; `id_layers` are the model's that read token
+        """`max_boundary_bytes` are those of a boundary's tensors (None: as of any frame).
+        `build` is for the stages here; `id_layers` are the model's that read token
         ids; `run_id` is a lasting one. `workers` are
         those of this machine where they were started before. `access` is for the links;
         `should_stop` ends the wait for a lost worker. `absence_s`: a worker that is away for so
@@ -365,6 +369,7 @@ class Cluster:
         )
         self._members = Membership(self._peers.workers)
         self._attempt = 0
+        self._max_boundary_bytes = max_boundary_bytes or max_frame_bytes
         self._own: Sequence[StageInterface] = []  # the stages here
         self._current: Assembly | None = None
         self._was_ready = False
@@ -461,6 +466,7 @@ class Cluster:
             memory_limits,
             plan_times,
             self._id_layers,
+            self._max_boundary_bytes,
         )
         while True:
             try:
@@ -538,7 +544,8 @@ class Cluster:
                 for worker in planned(self._config, [w for w in loading if w not in started]):
                     own = (s.index for s in self._config.plan.stages if s.owner == worker)
                     needing = tuple(k for k in own if self._loaded.needs[k])
-                    self._peers.send(worker, Message(m.Start(needing)))
+                    start = m.Start(needing, self._max_boundary_bytes)
+                    self._peers.send(worker, Message(start))
                     started.add(worker)
                 break
             except LinkLost as lost:

@@ -497,6 +497,7 @@ class Worker:
             role,
             self._received,
             self._lost,
+            awaited=self._check_awaited,
             max_frame_bytes=max_frame_bytes,
             liveness_s=self._config.training.liveness_timeout_s,
             handshake_s=timeouts.STRANGER_S,
@@ -505,6 +506,12 @@ class Worker:
         connection.identity = identity
         connection.start()
         return connection
+
+    def _check_awaited(self, connection: Connection, frame: m.FrameHeader) -> None:
+        """In the reader thread, when a header has come."""
+        run = self._run
+        if isinstance(frame.body, m.Boundary) and run is not None and run.stages is not None:
+            run.stages.expectation.check(frame.body, frame.shapes, frame.payload_bytes)
 
     def _received(self, connection: Connection, message: Message) -> None:
         """In the reader thread; the connection's session has allowed the message."""
@@ -518,6 +525,8 @@ class Worker:
             if connection is self._connection:
                 end_process(body.reason)
             return
+        if (run := self._run) is not None and run.stages is not None:
+            run.stages.expectation.hear(message)
         try:
             arrival = unpack(message, self._device)
         except ProtocolError:
@@ -695,6 +704,7 @@ class Worker:
     def _on_start(self, start: m.Start) -> None:
         for stage in self._host.stages:
             stage.input_requires_grad = stage.index in start.input_requires_grad
+        self._host.expectation.max_boundary_bytes = start.max_boundary_bytes
         self._current.started = True
         _log.info("ready")
 

@@ -36,6 +36,7 @@ from hetero_framework.core.link import Clock, Link, LinkStats, OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
+from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.hosts import (
     DirectLost,
     Event,
@@ -133,6 +134,7 @@ class WorkerLinks:
         self._redials: dict[frozenset[WorkerId], _Redial] = {}
         self._dialled: dict[tuple[WorkerId, WorkerId], str | None] = {}
         self._wires: dict[WorkerId, Connection] = {}
+        self._expectation: Expectation | None = None  # while there are stages
         self._welcomes: dict[WorkerId, m.Welcome] = {}
         self._stats: dict[WorkerId, LinkStats] = {w: LinkStats() for w in self._workers}
         # A run that is started again keeps its id, but begins to count anew.
@@ -152,8 +154,10 @@ class WorkerLinks:
     def workers(self) -> list[WorkerId]:
         return list(self._workers)
 
-    def route(self, stages: Iterable[StageSpec]) -> None:
-        """Tell which worker owns which stage; frames for the others come to the inbox."""
+    def route(self, stages: Iterable[StageSpec], expectation: Expectation) -> None:
+        """Tell which worker owns which stage; frames for the others come to the inbox, as far as
+        they are in `expectation`."""
+        self._expectation = expectation
         self._owners = {s.index: s.owner for s in stages if s.owner in self._workers}
 
     def expect(self, step: int, attempt: int) -> None:
@@ -430,6 +434,7 @@ class WorkerLinks:
             m.COORDINATOR,
             self._received,
             self._closed,
+            awaited=self._check_awaited,
             carrier=self._carrier,
             stats=stats,
             max_frame_bytes=self._max_frame_bytes,
@@ -654,6 +659,14 @@ class WorkerLinks:
         assert connection.peer is not None
         self._inbox.put(Event(connection.peer, connection, message, arrival))
 
+    def _check_awaited(self, connection: Connection, frame: m.FrameHeader) -> None:
+        """Of a frame whose header has come."""
+        body, expectation = frame.body, self._expectation
+        if not isinstance(body, m.Boundary) or expectation is None:
+            return
+        check = expectation.check if self._is_for_us(body) else expectation.check_passing
+        check(body, frame.shapes, frame.payload_bytes)
+
     def _carrier(self, connection: Connection, message: Message) -> Link | None:
         """The link that carries on a boundary frame whose header has come; None if it ends here."""
         if not isinstance(message.body, m.Boundary) or not self._is_current(message.body):
@@ -678,5 +691,7 @@ class WorkerLinks:
             return  # it has not said who it is
         if isinstance(reason, errors.ResourceError):
             self._inbox.put(reason)  # memory ran out here; to dial again would not help
+        if connection.fault is not None:
+            self._inbox.put(ProtocolError(f"{connection.name}: {connection.fault.message}"))
         why = reason.message if reason is not None else "the link was closed here"
         self._inbox.put(Event(connection.peer, connection, lost=why))

@@ -59,14 +59,22 @@ class Codec(ABC):
     ) -> torch.Tensor:
         """The tensor of `shape` and `dtype` whose `encode` gave `parts`; it may share their memory.
         Raises ProtocolError when the parts are not those of such a tensor."""
-        found = tuple((part.dtype, tuple(part.shape)) for part in parts)
-        expected = self.layout(shape, dtype)
+        self.check([(part.dtype, tuple(part.shape)) for part in parts], shape, dtype)
+        return self._decode(parts, tuple(shape), dtype)
+
+    def check(
+        self,
+        parts: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Raise ProtocolError unless parts of these types and shapes are those of such a tensor."""
+        found, expected = tuple(parts), self.layout(shape, dtype)
         if found != expected or any(size < 0 for size in shape):
             raise ProtocolError(
                 f"codec {self.name}: a tensor of {tuple(shape)} {dtype} comes as {_text(expected)},"
                 f" not as {_text(found)}"
             )
-        return self._decode(parts, tuple(shape), dtype)
 
     @abstractmethod
     def _encode(self, tensor: torch.Tensor) -> list[torch.Tensor]: ...

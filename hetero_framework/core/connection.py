@@ -12,7 +12,7 @@ What happens, in order, when a link breaks:
 3. Worker (`_on_lost`): stages and attempt stay as they are until the coordinator says more, for
    `rejoin_wait_s`. A lost link between workers is told with PEER_LOST.
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
-   between workers. Out of memory in a reader is raised as it is.
+   between workers. Out of memory in a reader, and what a worker has done wrong, end the run.
 5. `Cluster.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a
    HELLO of an older one. COMMIT is said again where it was not confirmed.
 6. The attempt is aborted everywhere (ABORT, ABORTED), and the step is done again with the next
@@ -33,7 +33,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.link import Link
-from hetero_framework.core.messages import Message
+from hetero_framework.core.messages import FrameHeader, Message
 from hetero_framework.core.session import ROLES, Phase, Session, legal
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
@@ -60,6 +60,8 @@ class Connection:
     `received(connection, message)` is called in the reader thread for every message that is legal
     and that nobody waits for in `ask`; what it raises ends the connection and is told to the peer.
     `lost(connection, reason)` is called once, as the last thing; None after `close`.
+    `awaited(connection, frame)` is called before the tensor bytes of a legal message are received;
+    what it raises has the same effect.
     `carrier(connection, message)` may name the link that carries a frame on (`Link.route`).
     `role` is this side's; None on the accepting side, where the peer's greeting decides it.
     `options` are those of `Link`.
@@ -73,6 +75,7 @@ class Connection:
         received: Callable[[Connection, Message], None],
         lost: Callable[[Connection, HeteroError | None], None],
         *,
+        awaited: Callable[[Connection, FrameHeader], None] = lambda connection, frame: None,
         carrier: Callable[[Connection, Message], Link | None] | None = None,
         **options: Any,
     ) -> None:
@@ -86,6 +89,7 @@ class Connection:
         self._session = None if role is None else Session(role)
         self._received = received
         self._lost = lost
+        self._awaited = awaited
         self._lock = threading.Lock()
         self._asking: queue.SimpleQueue[Message | HeteroError] | None = None
         self.link = Link(
@@ -94,6 +98,8 @@ class Connection:
             self._on_message,
             self._on_close,
             opening=OPENING[role],
+            admit=self._on_header,
+            on_refused=self._blame,
             route=None if carrier is None else lambda message: carrier(self, message),
             **options,
         )
@@ -174,6 +180,11 @@ class Connection:
 
     # -- reader thread --------------------------------------------------------------------------
 
+    def _on_header(self, frame: FrameHeader) -> None:
+        assert self._session is not None  # a greeting has no tensors
+        self._session.check(frame.body)
+        self._awaited(self, frame)
+
     def _on_message(self, message: Message) -> None:
         body = message.body
         if self._session is None:
@@ -183,16 +194,20 @@ class Connection:
             if not self._is_answer(message):
                 self._received(self, message)
         except ProtocolError as error:
-            if self.peer is not None:
-                self.fault = error
             if isinstance(body, m.OtherVersion):
+                self.fault = error if self.peer is not None else None
                 self._tell_asking(error)
                 self.refuse("protocol", error.message, error.hint)
                 return
-            if self.peer is not None:  # a stranger learns nothing
-                with suppress(HeteroError):
-                    self.link.send(Message(m.Error("ProtocolError", error.message, error.hint)))
+            self._blame(error)
             raise
+
+    def _blame(self, error: ProtocolError) -> None:
+        """Note what a peer that we know did wrong, and tell it; a stranger learns nothing."""
+        if self.peer is not None:
+            self.fault = error
+            with suppress(HeteroError):
+                self.link.send(Message(m.Error("ProtocolError", error.message, error.hint)))
 
     def _is_answer(self, message: Message) -> bool:
         """Whether somebody waits for this."""

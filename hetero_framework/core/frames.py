@@ -165,6 +165,10 @@ def unpack_header(header: bytes) -> dict[str, Any]:
     return fields
 
 
+def dtype_named(name: str) -> DType:
+    return _BY_NAME[name]
+
+
 def pack_shapes(tensors: Sequence[WireTensor]) -> list[Any]:
     return [[_BY_NAME[tensor.dtype].code, list(tensor.shape)] for tensor in tensors]
 

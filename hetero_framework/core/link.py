@@ -77,7 +77,10 @@ class Link:
     `on_message(message)` for every message but HEARTBEAT. What it raises closes the link and is
     the reason: out of memory as ResourceError, a bug as HeteroError.
     `on_close(reason)` exactly once, as the last thing: None after `close`, else the error.
-    `route(message)` when the header of a frame with tensor bytes has come. If it returns a link,
+    `admit(frame)` when the header of a frame with tensor bytes has come, before memory is taken for
+    them. What it raises closes this link; a ProtocolError not before the frame is known to have
+    arrived as it was sent, and after `on_refused(error)`.
+    `route(message)` after it. If it returns a link,
     the frame goes out there as it comes in, without on_message. When this link ends in the middle
     of it, the frame is void; its receiver hears that after on_close, and drops it. When the other
     one ends, the rest is read and dropped. What `route` raises closes this link.
@@ -98,6 +101,8 @@ class Link:
         on_message: Callable[[Message], None],
         on_close: Callable[[HeteroError | None], None],
         *,
+        admit: Callable[[m.FrameHeader], None] = lambda frame: None,
+        on_refused: Callable[[ProtocolError], None] = lambda error: None,
         route: Callable[[Message], Link | None] | None = None,
         max_frame_bytes: int = frames.DEFAULT_MAX_FRAME_BYTES,
         opening: Container[int] | None = None,
@@ -117,6 +122,8 @@ class Link:
         self._stream = stream
         self._on_message = on_message
         self._on_close = on_close
+        self._admit = admit
+        self._on_refused = on_refused
         self._route = route
         self._opening = opening
         self._heartbeat_s = heartbeat_s
@@ -465,6 +472,8 @@ class Link:
         if not frame.payload_bytes:
             return frame.attach() if self._is_whole(frame, hasher) else None
         began = time.perf_counter()
+        if not self._closing and not self._admitted(frame, hasher):
+            return None
         link = None
         if self._route is not None and not self._closing:
             announced = frame.announced()
@@ -487,6 +496,24 @@ class Link:
         if self.on_moved is not None:
             self.on_moved("receive", message, began, time.perf_counter())
         return message if link is None else None
+
+    def _admitted(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
+        """Whether its tensors may be received. Of a frame that may not come, the bytes are read and
+        dropped: with a damaged header it would be a fault of the network."""
+        try:
+            self._admit(frame)
+        except ProtocolError as error:
+            left, scratch = frame.payload_bytes, memoryview(bytearray(_HASHED_BYTES))
+            while left:
+                part = scratch[: min(left, _HASHED_BYTES)]
+                if not self._fill(part, hasher):
+                    return False
+                left -= len(part)
+            if not self._is_whole(frame, hasher):
+                return False
+            self._on_refused(error)
+            raise
+        return True
 
     def _is_whole(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
         """Whether all of a frame is here; False for one that was given up, and when the link was

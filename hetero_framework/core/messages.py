@@ -221,9 +221,11 @@ class Ready(Body):
 
 @_message(6, COORDINATOR)
 class Start(Body):
-    """Coordinator to worker: which stages need a gradient of their input. STEP follows."""
+    """Coordinator to worker: which stages need a gradient of their input, and the most bytes of
+    tensors that cross a boundary at once in this run. STEP follows."""
 
     input_requires_grad: tuple[int, ...]
+    max_boundary_bytes: int
 
 
 @_message(7, WORKER, long=True)
@@ -713,6 +715,10 @@ class Message:
     @property
     def name(self) -> str:
         return self.body.spec.name
+
+    @property
+    def shapes(self) -> frames.Shapes:
+        return tuple((frames.dtype_named(tensor.dtype), tensor.shape) for tensor in self.tensors)
 
     @property
     def payload_bytes(self) -> int:

@@ -146,6 +146,11 @@ class Session:
         """Call it before the message goes to the link: its answer must not overtake the phase."""
         self._advance(message, self.role, "we tried to send")
 
+    def check(self, body: Body) -> None:
+        """Raise what `receive` would, of a message whose header has come."""
+        with self._lock:
+            self._following(body, self.peer, f"the {self.peer} sends")
+
     def receive(self, message: Message) -> None:
         """Record that `message` came."""
         if isinstance(message.body, OtherVersion):
@@ -155,12 +160,17 @@ class Session:
     def _advance(self, message: Message, sender: str, who: str) -> None:
         body = message.body
         with self._lock:
-            phase = self._phase
-            following = ORDER[phase].get(type(body))
-            if following is None or body.spec.sender not in (sender, m.EITHER):
-                names = ", ".join(kind.spec.name for kind in legal(sender, phase)) or "nothing"
-                where = f"{phase.name} ({phase.value}) allows {names}"
-                raise ProtocolError(f"{who} {message.name} out of order: {where}")
+            following = self._following(body, sender, who)
             if isinstance(body, m.Step) and not body.train:
                 following = Phase.EVALUATION
             self._phase = following
+
+    def _following(self, body: Body, sender: str, who: str) -> Phase:
+        """The phase after it. `_lock` is held."""
+        phase = self._phase
+        following = ORDER[phase].get(type(body))
+        if following is None or body.spec.sender not in (sender, m.EITHER):
+            names = ", ".join(kind.spec.name for kind in legal(sender, phase)) or "nothing"
+            where = f"{phase.name} ({phase.value}) allows {names}"
+            raise ProtocolError(f"{who} {body.spec.name} out of order: {where}")
+        return following

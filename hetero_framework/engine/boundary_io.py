@@ -18,16 +18,17 @@ from typing import Protocol
 import torch
 
 from hetero_framework.config import WireConfig
-from hetero_framework.core.codecs import CODECS, Codec, Layout
+from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import Boundary, Coded, Forward, Inputs, Message, SideForm
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.executor import failed
+from hetero_framework.engine.expectation import Expectation, incoming_forms
 from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo, Tensors
-from hetero_framework.errors import PeerLostError, ProtocolError
+from hetero_framework.errors import PeerLostError
 from hetero_framework.models.side import Bundle
 
 Done = Callable[[], None]
@@ -77,38 +78,21 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     if not isinstance(body, Boundary):
         return None
     parts = [from_wire(tensor) for tensor in message.tensors]
-    forms = [SideForm(False, body.coded), *(body.sides or ())]
-    counts = [1 if form.coded is None else len(_layout(message, form.coded)) for form in forms]
-    if sum(counts) != len(parts):
-        raise ProtocolError(f"{message.name}: {sum(counts)} tensors expected, got {len(parts)}")
+    sides = [SideForm(False, body.coded), *(body.sides or ())]
     found = []
-    for form, count in zip(forms, counts, strict=True):
+    for side, (_, count) in zip(sides, incoming_forms(body, message.shapes), strict=True):
         own, parts = parts[:count], parts[count:]
-        tensor = own[0] if form.coded is None else _decoded(message, form.coded, own, device)
-        if form.coded is None and device.is_async:
+        tensor = own[0] if side.coded is None else _decoded(side.coded, own, device)
+        if side.coded is None and device.is_async:
             tensor = device.copy_in(tensor)
-        if form.wants_gradient and not tensor.is_floating_point():
-            raise ProtocolError(f"{message.name}: a gradient for a tensor of {tensor.dtype}")
-        found.append(tensor.requires_grad_(form.wants_gradient))
-    if not device.is_async and any(form.coded is None for form in forms):
+        found.append(tensor.requires_grad_(side.wants_gradient))
+    if not device.is_async and any(side.coded is None for side in sides):
         return Arrival(tuple(found), message.release)
     message.release()
     return Arrival(tuple(found))
 
 
-def _layout(message: Message, coded: Coded) -> Layout:
-    """Of the tensors that a codec has made of one."""
-    codec, dtype = CODECS.get(coded.codec), TORCH_DTYPES.get(coded.dtype)
-    if codec is None or dtype is None:
-        raise ProtocolError(
-            f"{message.name}: cannot read codec {coded.codec!r} of a {coded.dtype!r} tensor"
-        )
-    return codec.layout(coded.shape, dtype)
-
-
-def _decoded(
-    message: Message, coded: Coded, parts: list[torch.Tensor], device: Device
-) -> torch.Tensor:
+def _decoded(coded: Coded, parts: list[torch.Tensor], device: Device) -> torch.Tensor:
     """On the device, in memory of its own."""
     codec, dtype = CODECS[coded.codec], TORCH_DTYPES[coded.dtype]
     if device.is_async and can_code(device):
@@ -156,6 +140,7 @@ class BoundaryIO:
         device: Device,
         wire: WireConfig,
         outlet: Outlet,
+        expectation: Expectation,
         *,
         loss_is_awaited: bool,
         flush_timeout_s: float,
@@ -166,11 +151,14 @@ class BoundaryIO:
         self._activations = _codec(wire.activations)
         self._gradients = _codec(wire.gradients)
         self._outlet = outlet
+        self._expectation = expectation
         self._loss_is_awaited = loss_is_awaited
         self._pool = device.buffers()
         self._sender = Sender(outlet.failed, flush_timeout_s)
 
     def send(self, body: Boundary, tensors: Bundle) -> None:
+        if isinstance(body, Forward):
+            self._expectation.sent(body.attempt, body.stage - 1, body.micro_batch, tensors)
         codec = self._activations if isinstance(body, Forward) else self._gradients
         # What it cannot encode travels as it is; the user was told at the start.
         codecs = [codec if codec and codec.supports(tensor.dtype) else None for tensor in tensors]

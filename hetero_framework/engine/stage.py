@@ -18,11 +18,13 @@ from torch import Tensor
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
+from hetero_framework.engine.expectation import rows_and_tokens
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError, ProtocolError
 from hetero_framework.models.arrivals import Arrivals
+from hetero_framework.models.footprint import Form
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.partition import ShardRange
 from hetero_framework.models.remains import Kept
@@ -42,8 +44,6 @@ from hetero_framework.models.trainable import export_parts, tied_parameters, tra
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; of its shape
-
-_OF_ITS_SHAPE = ("attention_mask", "position_ids", "labels")  # rows and tokens, in front
 
 
 class Stage:
@@ -397,32 +397,31 @@ class Stage:
         """What came from the stage before, if it has the model's side tensors and a hidden state of
         this micro-batch: of its rows and tokens, whatever other axes the model has. Another one
         could pass for it unnoticed where torch repeats axes of size 1."""
-        if self.is_first:
+        size = rows_and_tokens({name: tensor.shape for name, tensor in inputs.items()})
+        if self.is_first or size is None:
             return received
+        forms = [(tuple(t.shape), t.dtype, t.requires_grad) for t in received]
+        problem = self.arrival_problem(forms, *size)
+        problem = problem or self._arrivals.problem(received[1:], *size, train=self._info.train)
+        if problem:
+            text = f"FORWARD of micro-batch {micro_batch} for stage {self.index}: {problem}"
+            raise ProtocolError(text)
+        return received
+
+    def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
+        """Of the side tensors their number alone is looked at."""
         expected = 1 + len(self._shard.entering)
-        if len(received) != expected:
-            raise ProtocolError(
-                f"stage {self.index}: {len(received)} tensors came for micro-batch {micro_batch},"
-                f" expected {expected}"
-            )
-        known = next((inputs[name] for name in _OF_ITS_SHAPE if name in inputs), None)
-        if known is None:
-            return received
-        sizes, (rows, tokens), width = received[0].shape, known.shape[:2], self._shard.width
-        there = tokens + self._shard.more_tokens
+        if len(forms) != expected:
+            return f"{len(forms)} tensors came, expected {expected}"
+        sizes, dtype, _ = forms[0]
+        there, width = tokens + self._shard.more_tokens, self._shard.width
         # XLNet has tokens before rows.
         fits = any({rows, there} == {*pair} for pair in pairwise(sizes[:-1]))
-        if not (fits and sizes[-1] == width and received[0].is_floating_point()):
-            wanted = f"{rows} x {there} x {width}"
-            raise ProtocolError(
-                f"stage {self.index}: the hidden state of micro-batch {micro_batch} is "
-                f"{shown(received[0])}, expected {wanted}"
-            )
-        if problem := self._arrivals.problem(received[1:], rows, tokens, train=self._info.train):
-            raise ProtocolError(
-                f"stage {self.index}: of the side tensors of micro-batch {micro_batch}, {problem}"
-            )
-        return received
+        if fits and sizes[-1] == width and dtype.is_floating_point:
+            return None
+        return (
+            f"the hidden state is {shown_form(sizes, dtype)}, expected {rows} x {there} x {width}"
+        )
 
     def _leaves(self, received: Bundle) -> Bundle:
         needed = self._info.train and self.input_requires_grad

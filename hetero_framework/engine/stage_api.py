@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import StageFigures
+from hetero_framework.models.footprint import Form
 from hetero_framework.models.side import Bundle
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 
@@ -163,6 +164,9 @@ class StageInterface(Protocol):
     def awaits_sums(self) -> bool:
         """Whether later stages have such targets of weights here: `load_state` brings the sums of
         their gradients before `report_gradients`."""
+    def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
+        """What is wrong, as far as headers tell, with the tensors that came for a micro-batch of
+        this size; None where nothing is. Called in any thread."""
 
     def begin(self, info: StepInfo) -> None: ...
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle: ...

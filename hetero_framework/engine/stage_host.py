@@ -20,6 +20,7 @@ from hetero_framework.core.trace import Span
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, inputs_in, move_in
 from hetero_framework.engine.executor import Executor
+from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.hosts import BatchInputs, Host
 from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.state_snapshot import digest
@@ -53,10 +54,13 @@ class StageHost(Host):
         self._device = device
         self._meter = meter
         self._keeps_state = keeps_state
+        self.expectation = Expectation(stages)
+        """Of boundary tensors, for the readers of links."""
         self._io = BoundaryIO(
             device,
             config.wire,
             outlet,
+            self.expectation,
             loss_is_awaited=id != "local",
             flush_timeout_s=config.training.step_timeout_s,
         )
@@ -85,6 +89,7 @@ class StageHost(Host):
         with explaining("begin of a step", self._device, (info.step, info.attempt)):
             failpoints.hit("step")
             self._device.reset_peak_memory()
+            self.expectation.begin(info.attempt, info.micro_batches)
             self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
             self._given, self._summed, self._tied_sums = set(), set(), set()
             self._executor.begin(info, schedule)
@@ -98,6 +103,9 @@ class StageHost(Host):
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
         with self._explaining(f"stage {stage}, inputs of micro-batch {micro_batch}"):
             inputs = inputs_in(self._device, {name: batch.tensors[name] for name in names})
+        info, shapes = self._executor.info, {name: t.shape for name, t in inputs.items()}
+        if info is not None:
+            self.expectation.inputs(info.attempt, stage, micro_batch, shapes)
         self._executor.put_inputs(stage, micro_batch, inputs)
 
     def has_inputs(self, stage: int) -> bool:
@@ -271,6 +279,7 @@ class StageHost(Host):
         self._io.flush()
 
     def close(self) -> None:
+        self.expectation.close()
         self._io.close()
 
     def _figures(self) -> dict[int, m.StageFigures]:

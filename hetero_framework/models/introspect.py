@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -101,6 +102,12 @@ class ModelStructure:
     def width_factor(self) -> int:
         """The last size of a hidden state, in hidden sizes."""
         return self.hidden_shape[-1] // self.tiny_width
+
+    @property
+    def streams(self) -> int:
+        """How many hidden sizes a token has in the tiny copy's hidden state."""
+        tokens = PROBE_ROWS * (PROBE_TOKENS + self.more_tokens)
+        return max(1, math.prod(self.hidden_shape) // (tokens * self.tiny_width))
 
     @property
     def more_tokens(self) -> int:

@@ -140,6 +140,7 @@ def train(
             with Cluster(
                 parts.resolved.given,
                 max_frame_bytes=parts.max_frame_bytes,
+                max_boundary_bytes=parts.max_boundary_bytes,
                 build=build,
                 debug=debug,
                 run_id=directories.run_id,

@@ -59,6 +59,7 @@ class Prepared:
     adapter_plan: AdapterPlan | None
     memory: list[StageMemory]
     max_frame_bytes: int
+    max_boundary_bytes: int
     memory_limits: tuple[int, ...] | None = None
 
     @property
@@ -113,8 +114,9 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
     for line in crossing_lines(config, model_config, data.row_tokens):
         warning = line.removeprefix("warning: ")
         _log.log(logging.INFO if warning == line else logging.WARNING, "%s", warning)
-    frame = largest_frame(config, model_config, data.row_tokens)
-    return Prepared(resolved, model_config, tokenizer, data, adapter_plan, memory, frame)
+    boundary = largest_boundary(config, model_config, data.row_tokens)
+    frame = largest_frame(model_config, boundary)
+    return Prepared(resolved, model_config, tokenizer, data, adapter_plan, memory, frame, boundary)
 
 
 def replanned(parts: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
@@ -223,20 +225,23 @@ def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
     return tuple(map(ShardRange.of, config.plan.stages))
 
 
-def largest_frame(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
-    """Upper bound in bytes of any frame of this run: what crosses a boundary, or a part of a state.
-
-    `tokens` is the longest row. A state part holds at most one tensor beyond its nominal size, in
-    at most 8 bytes per number; a boundary may carry several residual streams, each in at most 4,
-    and side tensors.
-    """
-    largest_tensor = 8 * max(p.numel() for p in meta_model(model_config).parameters())
-    training = config.training
+def largest_boundary(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
+    """The most bytes of tensors that cross a boundary at once, under any plan: the hidden state of
+    the largest micro-batch in float32, and side tensors. `tokens` is the longest row."""
+    training, structure = config.training, introspect(model_config)
     rows = max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
-    width = int(model_config.get_text_config().hidden_size)
-    boundary = 4 * _MAX_STREAMS * rows * max(tokens, 1) * width
-    boundary += largest_sides(config, model_config, rows, max(tokens, 1))
-    return max(boundary, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
+    # A tiny copy may have fewer residual streams than the model.
+    streams = max(structure.streams, _MAX_STREAMS) if structure.streams > 1 else 1
+    width = int(model_config.get_text_config().hidden_size) * streams
+    hidden = 4 * rows * (max(tokens, 1) + structure.more_tokens) * width
+    return hidden + largest_sides(config, model_config, rows, max(tokens, 1))
+
+
+def largest_frame(model_config: PretrainedConfig, boundary_bytes: int) -> int:
+    """Upper bound in bytes of any frame of a run: what crosses a boundary, or a part of a state,
+    which holds at most one tensor beyond its nominal size, in at most 8 bytes per number."""
+    largest_tensor = 8 * max(p.numel() for p in meta_model(model_config).parameters())
+    return max(boundary_bytes, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
 
 
 def fit_devices(parts: Prepared, facts: Facts) -> Prepared:

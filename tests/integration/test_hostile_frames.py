@@ -273,9 +273,18 @@ def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[C
 def test_accepted_peer_that_sends_another_shape_ends_the_run_with_both(
     change: Change, got: str, run_with: Callable[..., Notes]
 ) -> None:
-    text = f"stage 2: the hidden state of micro-batch 2 is {got} of .*, expected 2 x [0-9]+ x 32"
+    wanted = "expected 2 x [0-9]+ x 32"
+    text = f"FORWARD of micro-batch 2 for stage 2: the hidden state is {got} of .*, {wanted}"
     with pytest.raises(ProtocolError, match=text):
         run_with(change)
+
+
+def test_accepted_peer_that_sends_more_than_any_boundary_has_ends_the_run_with_both(
+    run_with: Callable[..., Notes],
+) -> None:
+    text = "FORWARD of micro-batch 2 for stage 2 has [0-9]+ bytes; at most [0-9]+ cross"
+    with pytest.raises(ProtocolError, match=text):
+        run_with(lambda hidden: hidden.repeat(1, 4096, 1))
 
 
 def test_row_22_values_of_an_accepted_peer_that_are_not_finite_skip_the_step_with_the_stage(

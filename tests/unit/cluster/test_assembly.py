@@ -73,7 +73,7 @@ class Links:
     def forget_direct(self, worker: Any) -> None:
         self.direct = {pair for pair in self.direct if worker not in pair}
 
-    def route(self, stages: Any) -> None: ...
+    def route(self, stages: Any, expectation: Any) -> None: ...
     def close(self, goodbye: Message, drain_s: float = 0) -> None:
         self.sent.append(("all", goodbye.name))
 
@@ -101,7 +101,11 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Links:
     made = Links()
     monkeypatch.setattr(assembly, "WorkerLinks", lambda *args, **options: made)
     monkeypatch.setattr(assembly, "Pipeline", lambda *args, **options: FakePipeline())
-    monkeypatch.setattr(assembly, "StageHost", lambda *args, **more: SimpleNamespace(data={}))
+    monkeypatch.setattr(
+        assembly,
+        "StageHost",
+        lambda *args, **more: SimpleNamespace(data={}, expectation=SimpleNamespace()),
+    )
     return made
 
 

@@ -198,7 +198,7 @@ class Coordinator:
         """Layers for the worker that has welcomed this coordinator."""
         self.send(Setup(self._config.to_dict(), (1,)))
         self.expect(Ready)
-        self.send(Start((1,)))
+        self.send(Start((1,), 1 << 20))
         return self
 
     def hang_up(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.core import messages as m
+from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import LinkStats
@@ -133,6 +134,72 @@ def test_whoever_is_dialled_cannot_begin_with_tensors() -> None:
         assert dials.heard.empty()
 
 
+class NoMemory(BufferPool):
+    """Gives none."""
+
+    def take(self, nbytes: int) -> Any:
+        raise AssertionError(f"{nbytes} bytes were taken")
+
+
+def refusing(connection: Connection, frame: m.FrameHeader) -> None:
+    raise ProtocolError(f"not {frame.body.spec.name} of {frame.payload_bytes} bytes")
+
+
+def state_sent(stack: ExitStack, data: bytes, *before: Body, flip: int | None = None) -> Side:
+    """A coordinator that gets STATE with `data` behind what it has sent and got `before`; a bit of
+    byte `flip` of the frame is another one."""
+    near, far = over_tcp()
+    stack.callback(far.close)
+    dials = Side(stack, near, COORDINATOR, awaited=refusing, pool=NoMemory())
+    dials.connection.peer = 1
+    for body in before:
+        if body.spec.sender == COORDINATOR:
+            dials.send(body)
+        else:
+            far.write(deque([memoryview(framed(Message(body)))]))
+            dials.heard.get(timeout=WAIT_S)
+    state = m.State(1, "checkpoint", 0, True, ("w",), {})
+    frame = bytearray(framed(Message(state, [WireTensor("int8", (len(data),), memoryview(data))])))
+    if flip is not None:
+        frame[flip] ^= 1
+    view = memoryview(bytes(frame))
+    while view:
+        view = view[far.write(deque([view])) :]
+    return dials
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        pytest.param((HELLO, WELCOME), "the worker sends STATE out of order", id="out of order"),
+        pytest.param(
+            (HELLO, WELCOME, m.Setup({}, (1,)), m.Ready(())), "not STATE of", id="not awaited"
+        ),
+    ],
+)
+def test_tensors_that_may_not_come_are_refused_without_memory_for_them(
+    before: tuple[Body, ...], text: str, nbytes: int
+) -> None:
+    with ExitStack() as stack:
+        dials = state_sent(stack, bytes(nbytes), *before)
+        assert text in str(dials.end())
+        assert text in str(dials.connection.fault)
+        assert dials.heard.empty()
+
+
+def test_header_that_was_damaged_on_the_way_is_no_fault_of_the_peer() -> None:
+    with ExitStack() as stack:
+        # The last byte of the part's number.
+        before = (HELLO, WELCOME, m.Setup({}, (1,)), m.Ready(()))
+        at = framed(Message(m.State(1, "checkpoint", 0, True, (), {}))).index(b"part") + 4
+        dials = state_sent(stack, b"x", *before, flip=at)
+        reason = dials.end()
+        assert isinstance(reason, PeerLostError)
+        assert "a frame arrived damaged (STATE" in reason.message
+        assert dials.connection.fault is None
+
+
 def test_ask_after_another_version_has_answered_says_so() -> None:
     """A worker of another version may have greeted and been refused before it is asked."""
     with ExitStack() as stack:
@@ -150,7 +217,7 @@ def test_ask_after_another_version_has_answered_says_so() -> None:
 
 def test_send_out_of_order_is_our_own_bug(sides: tuple[Side, Side]) -> None:
     with pytest.raises(ProtocolError, match="we tried to send START out of order"):
-        sides[0].send(m.Start(()))
+        sides[0].send(m.Start((), 0))
 
 
 def test_send_over_a_link_that_is_gone_is_a_lost_peer(sides: tuple[Side, Side]) -> None:

@@ -63,7 +63,7 @@ def examples() -> dict[str, Message]:
         (m.Reject("protocol", "no", "upgrade"), []),
         (m.Setup({"version": "1"}, (1,)), []),
         (m.Ready((m.LoadedStage(1, parameters, {"layers.4": "0f"}, {"t": "s"}),)), []),
-        (m.Start((1,)), []),
+        (m.Start((1,), 4096), []),
         (m.Log("INFO", "größer"), []),
         (m.Error("ModelError", "gone"), []),
         (m.Step(*STEP, True, 4, 99, 1.0, True, 6, (1, 3), policy, (1,)), []),

@@ -37,6 +37,7 @@ from hetero_framework.engine.boundary_io import (
     move_in,
     unpack,
 )
+from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo
 from hetero_framework.errors import PeerLostError, ProtocolError
@@ -360,7 +361,12 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
     def make(device: Device, *, awaited: bool = True, **codecs: Any) -> Opened:
         wire = Wire()
         io = BoundaryIO(
-            device, WireConfig(**codecs), wire, loss_is_awaited=awaited, flush_timeout_s=WAIT_S
+            device,
+            WireConfig(**codecs),
+            wire,
+            Expectation([]),
+            loss_is_awaited=awaited,
+            flush_timeout_s=WAIT_S,
         )
         made.append(io)
         return io, wire

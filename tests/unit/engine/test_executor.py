@@ -26,6 +26,7 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import HeteroError, ModelError, ProtocolError
+from hetero_framework.models.footprint import Form
 from hetero_framework.models.side import Bundle
 from hetero_framework.planner import simulator
 from hetero_framework.planner.readiness import Admission, Policy, Readiness, Task
@@ -52,6 +53,9 @@ class FakeStage:
         self.calls: list[tuple[Any, ...]] = []
         self.fails: Exception | None = None
         self.in_place = False
+
+    def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
+        return None
 
     def begin(self, info: StepInfo) -> None:
         self.calls.append(("begin", info.step))

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +129,9 @@ class RemoteStage:
         self._tell(Setup(config.to_dict(), (spec.index,)))
         [ready] = self._await(Ready).body.stages
         self._trainable = [(entry.name, entry.index) for entry in ready.trainable]
-        self._tell(Start((spec.index,)))
+        self._tell(Start((spec.index,), 1 << 20))
         self._info: StepInfo
+        self._attempt = 0
         self._last_step: int | None = None
         self._norms: Message | None = None
 
@@ -138,7 +139,9 @@ class RemoteStage:
         self._peers.close(Message(Bye("the test is over")))
 
     def begin(self, info: StepInfo) -> None:
-        self._info = info
+        # As of every attempt of a run, so also where a test begins the same one again.
+        self._attempt += 1
+        self._info = info = replace(info, attempt=self._attempt)
         self._peers.expect(info.step, info.attempt)
         orders = StepSchedule(in_flight_limits=(info.micro_batches,) * self._num_stages)
         self._peers.send(1, messages.step_message(info, orders))
@@ -431,7 +434,7 @@ def test_hidden_state_of_another_shape_is_refused_with_both(
     change: Callable[[torch.Tensor], torch.Tensor], got: str, checkpoint: Path, whole: Whole
 ) -> None:
     wrong = change(whole.entering(0, 1))
-    text = f"stage 1: the hidden state of micro-batch 0 is {got}, expected 2 x 7 x 32"
+    text = f"FORWARD of micro-batch 0 for stage 1: the hidden state is {got}, expected 2 x 7 x 32"
     for plan, inputs, name in (
         (MIDDLE, middle_inputs(0), "forward"),
         (LAST, last_inputs(0), "forward_backward"),
@@ -820,7 +823,7 @@ def test_side_tensors_are_checked_before_anything_is_computed(tmp_path: Path) ->
     hidden, side, *others = first.forward(0, batch(0), ())
     wrong = side[:, :3].detach().requires_grad_()
     text = (
-        "stage 1: of the side tensors of micro-batch 0, per_layer_input is 2 x 3 x 16 of float32"
+        "FORWARD of micro-batch 0 for stage 1: per_layer_input is 2 x 3 x 16 of float32"
         " that wants a gradient, expected 2 x 7 x 16 of float32 that wants a gradient"
     )
     middle._shard.forward = last._shard.forward = pytest.fail
@@ -828,7 +831,7 @@ def test_side_tensors_are_checked_before_anything_is_computed(tmp_path: Path) ->
         middle.forward(0, middle_inputs(0), (hidden, wrong, *others))
     for name in ("forward_backward", "evaluate"):
         last.begin(info(train=name != "evaluate"))
-        with pytest.raises(ProtocolError, match="stage 2: 2 tensors came for micro-batch 0, exp"):
+        with pytest.raises(ProtocolError, match=r"FORWARD of .* stage 2: 2 tensors came, exp"):
             getattr(last, name)(0, last_inputs(0), (hidden, side))
 
 

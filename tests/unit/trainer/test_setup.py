@@ -20,6 +20,7 @@ from hetero_framework.trainer.setup import (
     check_positions,
     codec_lines,
     fit_devices,
+    largest_boundary,
     largest_frame,
     resolve_loss_chunk,
     without_padding,
@@ -73,7 +74,8 @@ def config(**training) -> Config:
 
 
 def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
-    limit = largest_frame(config(per_device_train_batch_size=4), LLAMA, 100)
+    boundary = largest_boundary(config(per_device_train_batch_size=4), LLAMA, 100)
+    limit = largest_frame(LLAMA, boundary)
     assert limit > 4 * 100 * 16 * 4
     assert limit > 64 * 16 * 4
 
@@ -94,7 +96,7 @@ def test_without_padding_is_refused_where_samples_meet() -> None:
 def test_check_memory_counts_processes_on_one_device_together() -> None:
     cfg = config()
     memory = estimate_memory(cfg, LLAMA, tokens=8)
-    parts = Prepared(Resolved.start(cfg), LLAMA, None, None, None, memory, 0)  # type: ignore[arg-type]
+    parts = Prepared(Resolved.start(cfg), LLAMA, None, None, None, memory, 0, 0)  # type: ignore[arg-type]
     total = sum(m.total for m in memory)
     enough = MachineFacts("cpu", "a processor", total, total)
     check_memory(parts, {"local": enough, 1: enough})
@@ -108,7 +110,7 @@ def test_check_memory_counts_processes_on_one_device_together() -> None:
 def prepared(cfg: Config, tokens: int) -> Prepared:
     memory = estimate_memory(cfg, LLAMA, tokens=tokens)
     data = SimpleNamespace(row_tokens=tokens)
-    return Prepared(Resolved.start(cfg), LLAMA, None, data, None, memory, 0)  # type: ignore[arg-type]
+    return Prepared(Resolved.start(cfg), LLAMA, None, data, None, memory, 0, 0)  # type: ignore[arg-type]
 
 
 def fact(device: str, free: int) -> MachineFacts:

@@ -1,0 +1,194 @@
+"""Which boundary tensors may come to a process now, and how large: known before memory is taken.
+
+The readers of links ask when the header of a frame has come; the computing thread says what it has
+sent and been given. What is let through is checked once more before it is computed with, for what
+only the model knows (`Stage`). Thread-safe.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
+
+from hetero_framework.core import messages as m
+from hetero_framework.core import timeouts
+from hetero_framework.core.codecs import CODECS, Layout
+from hetero_framework.core.frames import Shapes
+from hetero_framework.core.messages import Message
+from hetero_framework.core.tensors import TORCH_DTYPES
+from hetero_framework.engine import stage_api as api
+from hetero_framework.errors import PeerLostError, ProtocolError
+from hetero_framework.models.footprint import Form
+from hetero_framework.models.side import returning, shown_form
+
+_OF_ITS_SHAPE = ("attention_mask", "position_ids", "labels")  # rows and tokens, in front
+_MOST_EARLY = 4
+"""So many tensors of a step that has not begun here are taken from other workers; then they wait.
+The news of a step comes over another link than they do."""
+
+_Place = tuple[int, int]  # stage, micro-batch
+
+
+def rows_and_tokens(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int] | None:
+    """Of a micro-batch, by the shapes of its inputs; None where none of them tells."""
+    known = next((shapes[name] for name in _OF_ITS_SHAPE if name in shapes), ())
+    return (known[0], known[1]) if len(known) >= 2 else None
+
+
+def incoming_forms(body: m.Boundary, shapes: Shapes) -> list[tuple[Form, int]]:
+    """The tensors of FORWARD or BACKWARD as they are once decoded, and of how many of the frame's
+    each is made. Raises ProtocolError where frame and message do not agree."""
+    name, parts = body.spec.name, [(TORCH_DTYPES[t.name], tuple(shape)) for t, shape in shapes]
+    sides = (m.SideForm(False, body.coded), *(body.sides or ()))
+    counts = [1 if s.coded is None else len(_layout(name, s.coded)) for s in sides]
+    if sum(counts) != len(parts):
+        raise ProtocolError(f"{name}: {sum(counts)} tensors expected, got {len(parts)}")
+    found: list[tuple[Form, int]] = []
+    for side, count in zip(sides, counts, strict=True):
+        own, parts = parts[:count], parts[count:]
+        (dtype, shape), coded = own[0], side.coded
+        if coded is not None:
+            dtype, shape = TORCH_DTYPES[coded.dtype], coded.shape
+            CODECS[coded.codec].check(own, shape, dtype)
+        if side.wants_gradient and not dtype.is_floating_point:
+            raise ProtocolError(f"{name}: a gradient for a tensor of {dtype}")
+        found.append(((shape, dtype, side.wants_gradient), count))
+    return found
+
+
+def _layout(name: str, coded: m.Coded) -> Layout:
+    """Of the tensors that a codec has made of one."""
+    codec, dtype = CODECS.get(coded.codec), TORCH_DTYPES.get(coded.dtype)
+    if codec is None or dtype is None:
+        text = f"{name}: cannot read codec {coded.codec!r} of a {coded.dtype!r} tensor"
+        raise ProtocolError(text)
+    return codec.layout(coded.shape, dtype)
+
+
+class Expectation:
+    """What the stages of one process wait for. Whatever `check` lets through is at most
+    `max_boundary_bytes` large, encoded and decoded, and comes once."""
+
+    def __init__(self, stages: Iterable[api.StageInterface]) -> None:
+        self.max_boundary_bytes: int | None = None
+        """The most that crosses a boundary at once in this run; None while it is not known."""
+        self._stages = {stage.index: stage for stage in stages}
+        self._changed = threading.Condition()
+        self._attempt = -1
+        self._micro_batches = 0
+        self._sizes: dict[_Place, tuple[int, int]] = {}  # rows and tokens
+        self._gradients: dict[_Place, tuple[Form, ...]] = {}
+        self._come: set[tuple[str, int, int, int]] = set()  # message, attempt, stage, micro-batch
+        self._closed = False
+
+    # -- the computing thread ---------------------------------------------------------------------
+
+    def begin(self, attempt: int, micro_batches: int) -> None:
+        """A step begins, if it is news."""
+        with self._changed:
+            if attempt <= self._attempt:
+                return
+            self._attempt, self._micro_batches = attempt, micro_batches
+            self._sizes.clear()
+            self._gradients.clear()
+            self._come = {known for known in self._come if known[1] >= attempt}
+            self._changed.notify_all()
+
+    def inputs(self, attempt: int, stage: int, k: int, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Micro-batch `k` of a stage has inputs of these shapes."""
+        size = rows_and_tokens(shapes)
+        with self._changed:
+            if attempt == self._attempt and size is not None:
+                self._sizes[stage, k] = size
+
+    def sent(self, attempt: int, stage: int, k: int, left: api.Bundle) -> None:
+        """What `stage` has made of micro-batch `k` goes out, and its gradients will come back."""
+        forms = tuple((tuple(t.shape), t.dtype, False) for t in returning(left))
+        with self._changed:
+            if attempt == self._attempt:
+                self._gradients[stage, k] = forms
+
+    def close(self) -> None:
+        """Nobody waits here any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- readers ----------------------------------------------------------------------------------
+
+    def hear(self, message: Message) -> None:
+        """A message that has come, and that the computing thread may see minutes later."""
+        body = message.body
+        if isinstance(body, m.Step):
+            self.begin(body.attempt, body.micro_batches)
+        elif isinstance(body, m.Inputs):
+            shapes = dict(zip(body.names, (t.shape for t in message.tensors), strict=True))
+            self.inputs(body.attempt, body.stage, body.micro_batch, {**shapes, **body.ones})
+
+    def check(self, body: m.Boundary, shapes: Shapes, nbytes: int) -> None:
+        """Raise ProtocolError for a frame of FORWARD or BACKWARD that cannot be right; of a step to
+        come only what is so in every step is known. Waits while too many of those are here, and
+        raises PeerLostError when their step does not begin."""
+        forms = [form for form, _ in incoming_forms(body, shapes)]
+        what = _described(body)
+        if body.stage not in self._stages:
+            raise ProtocolError(f"{what}: that stage is not held here")
+        self._check_size(what, forms, nbytes)
+        place = body.stage, body.micro_batch
+        with self._changed:
+            self._wait_for_its_step(what, body.attempt)
+            if body.attempt < self._attempt:
+                return  # it is dropped
+            key = body.spec.name, body.attempt, *place
+            if key in self._come:
+                raise ProtocolError(f"{what} came a second time")
+            if body.attempt == self._attempt and body.micro_batch >= self._micro_batches:
+                raise ProtocolError(f"{what}: the step has {self._micro_batches} micro-batches")
+            self._come.add(key)
+            if body.attempt > self._attempt:
+                return
+            size, gradients = self._sizes.get(place), self._gradients.get(place)
+        if isinstance(body, m.Backward):
+            _check_gradients(what, forms, gradients)
+        elif size is not None:
+            problem = self._stages[body.stage].arrival_problem(forms, *size)
+            if problem is not None:
+                raise ProtocolError(f"{what}: {problem}")
+
+    def check_passing(self, body: m.Boundary, shapes: Shapes, nbytes: int) -> None:
+        """The same of one for another process, or that will be dropped: its size alone."""
+        forms = [form for form, _ in incoming_forms(body, shapes)]
+        self._check_size(_described(body), forms, nbytes)
+
+    def _check_size(self, what: str, forms: Iterable[Form], nbytes: int) -> None:
+        """Of a frame, and of what it is decoded to."""
+        most = self.max_boundary_bytes
+        decoded = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in forms)
+        if most is not None and max(nbytes, decoded) > most:
+            got = max(nbytes, decoded)
+            raise ProtocolError(f"{what} has {got} bytes; at most {most} cross a boundary here")
+
+    def _wait_for_its_step(self, what: str, attempt: int) -> None:
+        deadline = time.monotonic() + timeouts.LIVENESS_S
+        while attempt > self._attempt:
+            early = sum(known[1] > self._attempt for known in self._come)
+            if early < _MOST_EARLY and not self._closed:
+                return
+            if self._closed or time.monotonic() > deadline:
+                raise PeerLostError(f"{what} came, and its step does not begin")
+            self._changed.wait(timeouts.TICK_S)
+
+
+def _described(body: m.Boundary) -> str:
+    return f"{body.spec.name} of micro-batch {body.micro_batch} for stage {body.stage}"
+
+
+def _check_gradients(what: str, forms: list[Form], expected: Sequence[Form] | None) -> None:
+    if expected is None:
+        raise ProtocolError(f"{what} came before its forward")
+    if forms != [*expected]:
+        found, wanted = (", ".join(starmap(shown_form, some)) for some in (forms, expected))
+        raise ProtocolError(f"{what}: the gradient is {found}, expected {wanted}")
