@@ -260,7 +260,7 @@ def test_what_a_worker_did_wrong_is_raised_as_that() -> None:
     fault = ProtocolError("STATE out of order")
     made, wire = links(), SimpleNamespace(peer=1, name="worker 1", fault=fault)
     made._closed(wire, ProtocolError("worker 1: STATE out of order"))  # type: ignore[arg-type]
-    with pytest.raises(ProtocolError, match="^worker 1: STATE out of order$"):
+    with pytest.raises(ProtocolError, match=r"^worker 1: STATE out of order$"):
         made.receive(0)
 
 
