@@ -24,7 +24,7 @@ from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Message
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def serve_links(listener: Listener) -> None:

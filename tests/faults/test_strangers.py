@@ -37,8 +37,8 @@ from tests.samples import free_ports
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
-STEPS = 40
-LOUD_STEPS = 100
+STEPS = 25
+LOUD_STEPS = 60
 ENGINE = Engine("direct")
 LOAD = Load.of(3, 4, [0.010], [0.010], 64_000)
 LIMIT_S = 120.0
