@@ -164,6 +164,7 @@ class StageInterface(Protocol):
     def awaits_sums(self) -> bool:
         """Whether later stages have such targets of weights here: `load_state` brings the sums of
         their gradients before `report_gradients`."""
+
     def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
         """What is wrong, as far as headers tell, with the tensors that came for a micro-batch of
         this size; None where nothing is. Called in any thread."""
