@@ -414,7 +414,7 @@ class Stage:
         if len(forms) != expected:
             return f"{len(forms)} tensors came, expected {expected}"
         sizes, dtype, _ = forms[0]
-        there, width = tokens + self._shard.more_tokens, self._shard.width
+        there, width = self._shard.hidden_tokens(tokens), self._shard.width
         # XLNet has tokens before rows.
         fits = any({rows, there} == {*pair} for pair in pairwise(sizes[:-1]))
         if fits and sizes[-1] == width and dtype.is_floating_point:

@@ -74,7 +74,10 @@ class ModelStructure:
     hidden state; `id_readers` the blocks that read what follows from the token ids alone; `holders`
     those behind which the model itself goes on using the hidden state that they received; `reports`
     the calls in blocks whose outputs it uses behind all of them, in order.
-    `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`.
+    `running` are the blocks that run; those that text alone does not reach stay as they are.
+    `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`; it has
+    `token_factor` tokens for each one of the text (ProphetNet predicts several), and `more_tokens`
+    that the model adds to each row (a prompt of CPM-Ant's).
     `reaches_into_blocks` tells whether the model uses weights of its blocks (to rescale them)
     before it runs them, `loss_counts_items` whether its own loss is the sum over tokens divided by
     `num_items_in_batch`, and what else it adds.
@@ -83,6 +86,7 @@ class ModelStructure:
     model_class: type[PreTrainedModel]
     blocks: str
     forms: tuple[BlockForm, ...]
+    running: tuple[int, ...]
     owner: dict[str, int]
     shared: dict[str, tuple[int, ...]]
     sides: tuple[Side, ...]
@@ -91,12 +95,18 @@ class ModelStructure:
     reports: tuple[Report, ...]
     hidden_shape: tuple[int, ...]
     tiny_width: int
+    token_factor: int
+    more_tokens: int
     reaches_into_blocks: bool
     loss_counts_items: bool
 
     @property
     def num_layers(self) -> int:
         return len(self.forms)
+
+    def next_running(self, block: int) -> int | None:
+        """The first block from this one on that runs."""
+        return next((k for k in self.running if k >= block), None)
 
     @property
     def width_factor(self) -> int:
@@ -106,15 +116,12 @@ class ModelStructure:
     @property
     def streams(self) -> int:
         """How many hidden sizes a token has in the tiny copy's hidden state."""
-        tokens = PROBE_ROWS * (PROBE_TOKENS + self.more_tokens)
+        tokens = PROBE_ROWS * self.hidden_tokens(PROBE_TOKENS)
         return max(1, math.prod(self.hidden_shape) // (tokens * self.tiny_width))
 
-    @property
-    def more_tokens(self) -> int:
-        """How many tokens the model itself adds to each row (a prompt of CPM-Ant's)."""
-        pairs = [pair for pair in pairwise(self.hidden_shape[:-1]) if PROBE_ROWS in pair]
-        tokens = max(max(pair) for pair in pairs) if pairs else PROBE_TOKENS
-        return tokens - PROBE_TOKENS
+    def hidden_tokens(self, tokens: int) -> int:
+        """How many tokens a hidden state has, of a micro-batch of so many."""
+        return self.token_factor * tokens + self.more_tokens
 
     def sides_at(self, boundary: int) -> tuple[Side, ...]:
         """What crosses beside the hidden state at the entry of block `boundary`, in order."""
@@ -147,10 +154,17 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
     constant = {name for name, p in model.named_parameters() if not p.requires_grad}
     inputs = probe_inputs(config)
     blocks, watch = _find_blocks(model, inputs)
+    if (width := getattr(config.get_text_config(), "hidden_size", None)) is None:
+        raise ArchitectureError(
+            f"a {config.model_type} model has no one hidden size: its blocks ({blocks}) do not work"
+            " on the text's tokens, and what they work on would have to be described"
+        )
+    factor, more = _tokens_of(model, blocks, watch, probe_inputs(config, tokens=PROBE_TOKENS - 2))
     return ModelStructure(
         model_class=cls,
         blocks=blocks,
         forms=watch.forms(),
+        running=tuple(watch.order),
         owner=_owners(model, blocks, watch, constant),
         shared=_shared(blocks, watch),
         sides=(*watch.sides(), *dict.fromkeys(side for r in watch.reports for _, side in r.parts)),
@@ -158,7 +172,9 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
         holders=frozenset(watch.holders),
         reports=watch.reports,
         hidden_shape=watch.hidden_shape,
-        tiny_width=int(config.get_text_config().hidden_size),
+        tiny_width=int(width),
+        token_factor=factor,
+        more_tokens=more,
         reaches_into_blocks=any(
             min(phases) < 0 for n, phases in watch.phases.items() if n.startswith(f"{blocks}.")
         ),
@@ -167,7 +183,8 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
 
 
 def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tuple[str, _Watch]:
-    """The list of blocks: the heaviest ModuleList whose members run once each, in order."""
+    """The list of blocks: the heaviest ModuleList whose members run once each, in order; else, some
+    of whose members do and the others do not run (those that attend to images)."""
     candidates = [
         (sum(p.numel() for p in module.parameters()), name, module)
         for name, module in model.named_modules()
@@ -175,20 +192,53 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
     ]
     candidates.sort(key=lambda c: -c[0])
     reasons: list[str] = []
+    in_part: list[tuple[str, _Watch]] = []
     for _, name, module in candidates:
         if any(name.startswith(f"{other}.") for other in reasons):
             continue
-        watch = _Watch(model, module, inputs["input_ids"])
-        with torch.enable_grad(), watch.lineage, watch:
-            model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False)
+        watch = _watched(model, module, inputs)
         if watch.order == list(range(len(module))):
             return name, watch
+        if watch.order and watch.order == sorted(set(watch.order)):
+            in_part.append((name, watch))
         reasons.append(name)
+    if in_part:
+        return in_part[0]
     raise ArchitectureError(
         f"{type(model).__name__} has no list of blocks that run once each, in order"
         + (f" (looked at {', '.join(reasons)})" if reasons else ""),
         hint="only models whose layers form one chain can be cut",
     )
+
+
+def _watched(
+    model: PreTrainedModel, blocks: nn.ModuleList, inputs: dict[str, torch.Tensor]
+) -> _Watch:
+    """What one forward of the model did."""
+    watch = _Watch(model, blocks, inputs["input_ids"])
+    with torch.enable_grad(), watch.lineage, watch:
+        model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False)
+    return watch
+
+
+def _tokens_of(
+    model: PreTrainedModel, blocks: str, watch: _Watch, fewer: dict[str, torch.Tensor]
+) -> tuple[int, int]:
+    """(`token_factor`, `more_tokens`) of a `ModelStructure`; `fewer` are inputs with fewer tokens
+    than those of `watch`, for a second forward where there are not as many as in the text."""
+    most = _tokens(watch)
+    if most == PROBE_TOKENS:
+        return 1, 0
+    modules: Any = model.get_submodule(blocks)
+    least, tokens = _tokens(_watched(model, modules, fewer)), fewer["input_ids"].shape[1]
+    factor = (most - least) // (PROBE_TOKENS - tokens)
+    return factor, most - factor * PROBE_TOKENS
+
+
+def _tokens(watch: _Watch) -> int:
+    """Tokens of a row of the hidden state, beside which the rows stand."""
+    pairs = [pair for pair in pairwise(watch.hidden_shape[:-1]) if PROBE_ROWS in pair]
+    return max(max(pair) for pair in pairs) if pairs else PROBE_TOKENS
 
 
 class _Watch(WeightUses):
@@ -206,6 +256,11 @@ class _Watch(WeightUses):
         self.phases: dict[str, set[int]] = {}
         # (block, module in it, its output) of every call.
         self._inside: list[tuple[int, str, Any]] = []
+        pairs = tied_names(model).items()
+        paths = {name.rpartition(".")[0] for pair in pairs for name in pair}
+        self._tied = {path: model.get_submodule(path) for path in sorted(paths)}
+        # The phases in which the module at a path ran, of those that have tied weights.
+        self.ran: dict[str, set[int]] = {}
         # By block, as it was when the block began: containers change later.
         self._received: list[list[tuple[Way, torch.Tensor, Any]]] = []  # with each one's graph
 
@@ -217,12 +272,18 @@ class _Watch(WeightUses):
             for name, module in block.named_modules():
                 seen = functools.partial(self._seen, index, name)
                 self._handles.append(module.register_forward_hook(seen))
+        for path, module in self._tied.items():
+            runs = functools.partial(self._runs, path)
+            self._handles.append(module.register_forward_pre_hook(runs))
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         for handle in self._handles:
             handle.remove()
+
+    def _runs(self, path: str, module: nn.Module, args: Any) -> None:
+        self.ran.setdefault(path, set()).add(self.lineage.phase)
 
     def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.lineage.phase = 2 * index
@@ -243,23 +304,36 @@ class _Watch(WeightUses):
         self.phases.setdefault(name, set()).add(self.lineage.phase)
 
     def forms(self) -> tuple[BlockForm, ...]:
-        """How each block was called. Raises ArchitectureError if no hidden state passes."""
-        return tuple(
-            BlockForm(_entry(i, args, kwargs), *_exit(i, output))
-            for i, ((args, kwargs), output) in enumerate(zip(self.calls, self.outputs, strict=True))
-        )
+        """How each block was called; one that does not run has the form of its neighbour. Raises
+        ArchitectureError if no hidden state passes."""
+        calls = zip(self.order, self.calls, self.outputs, strict=True)
+        seen = {i: BlockForm(_entry(i, *call), *_exit(i, output)) for i, call, output in calls}
+        nearest = (max((k for k in self.order if k <= i), default=self.order[0]) for i in self._all)
+        return tuple(seen[k] for k in nearest)
+
+    @property
+    def _all(self) -> range:
+        return range(len(self._blocks))
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
         """See `ModelStructure.hidden_shape`."""
-        return tuple(self.forms()[0].hidden(*self.calls[0]).shape)
+        return tuple(self._hidden[0].shape)
+
+    @property
+    def _hidden(self) -> list[torch.Tensor]:
+        """What each block that ran received as its hidden state."""
+        forms = self.forms()
+        calls = zip(self.order, self.calls, strict=True)
+        return [forms[block].hidden(*call) for block, call in calls]
 
     @functools.cached_property
     def _besides(self) -> list[tuple[int, Way, torch.Tensor, Any, int]]:
         """(block, place, tensor, graph, level) of what blocks receive and read beside the hidden
         state."""
-        found = []
-        for block, (received, form) in enumerate(zip(self._received, self.forms(), strict=True)):
+        found, forms = [], self.forms()
+        for block, received in zip(self.order, self._received, strict=True):
+            form = forms[block]
             for path, tensor, graph in received:
                 level = self.lineage.level(tensor)
                 is_hidden = [key for _, key in path[1:]] == [form.entry]
@@ -300,8 +374,8 @@ class _Watch(WeightUses):
     @functools.cached_property
     def reports(self) -> tuple[Report, ...]:
         """See `ModelStructure.reports`."""
-        last = len(self.order) - 1
-        top = self.forms()[last].take(self.outputs[last])
+        last = self.order[-1]
+        top = self.forms()[last].take(self.outputs[-1])
         sides: dict[int, Side] = {}
         found = []
         for block, module, output in self._inside:
@@ -309,7 +383,7 @@ class _Watch(WeightUses):
             for path, tensor in tensors_at(output):
                 if self.lineage.shares(tensor, top) or not self.lineage.is_read_after(tensor, last):
                     continue
-                places = ((last + 1, ()),)
+                places = ((len(self._blocks), ()),)
                 form = tuple(tensor.shape), tensor.dtype
                 weights = self._weights_of(tensor.grad_fn)
                 name = ".".join([module, *(str(key) for _, key in path)])
@@ -322,8 +396,8 @@ class _Watch(WeightUses):
     @property
     def holders(self) -> set[int]:
         """See `ModelStructure.holders`."""
-        hidden = [f.hidden(*call) for f, call in zip(self.forms(), self.calls, strict=True)]
-        return {k for k, tensor in enumerate(hidden) if self.lineage.is_held(tensor, k)}
+        received = zip(self.order, self._hidden, strict=True)
+        return {block for block, tensor in received if self.lineage.is_held(tensor, block)}
 
     @property
     def id_readers(self) -> set[int]:
@@ -357,7 +431,9 @@ def _exit(index: int, output: Any) -> tuple[int | None, int]:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 return slot, len(output)
     raise ArchitectureError(
-        f"block {index} returns {type(output).__name__}, which holds no hidden state"
+        f"block {index} returns {type(output).__name__}, which holds no hidden state that autograd"
+        " follows: the model's own code goes backward through its blocks, and would have to do so"
+        " for a part of them"
     )
 
 
@@ -366,16 +442,17 @@ def _owners(
 ) -> dict[str, int]:
     """See `ModelStructure.owner`. Constants (frozen parameters, such as tables of sines) have no
     owner: all need them."""
-    last = len(watch.order)
+    last, behind = watch.order[-1], len(watch.forms())
     tied = tied_names(model)
     owner = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name.startswith(f"{blocks}.") or name in constant:
             continue
-        phases = watch.phases.get(name, {-1})
-        # A tied weight is used at both ends; by name, its target is the later one of the two.
+        # A tied weight is used in several places; which of its names is meant tells the module that
+        # runs there, else that the target is the later one.
+        phases = watch.ran.get(name.rpartition(".")[0]) or watch.phases.get(name, {-1})
         phase = max(phases) if name in tied else min(phases)
-        owner[name] = -1 if phase < 0 else last if phase >= 2 * last - 1 else phase // 2
+        owner[name] = -1 if phase < 0 else behind if phase > 2 * last else phase // 2
     return owner
 
 
@@ -398,14 +475,15 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> bool:
-    """See `ModelStructure.loss_counts_items`."""
+    """See `ModelStructure.loss_counts_items`. Not that of a model whose own loss does not run, as
+    where it is of what follows an image."""
     items = (inputs["labels"][:, 1:] != -100).sum()
     with torch.no_grad():
         losses = []
         for factor in (1, 2, 4):
             try:
                 output = model(**inputs, num_items_in_batch=items * factor, use_cache=False)
-            except TypeError:
+            except (TypeError, ValueError):
                 return False
             losses.append(output.loss)
     # Of what does not count them nothing is left in the differences.

@@ -287,6 +287,9 @@ class Shard:
         self._part: _Part = "whole"
         self._chunk = 0
         self._parameters_of_forward = inspect.signature(model.forward).parameters
+        own = (k for k in structure.running if rng.start <= k < rng.end)
+        self._entry = next(own, None)  # the first block here, of those that run
+        self._last_running = structure.running[-1]
         self._blocks: list[Any] = list(model.get_submodule(whole.structure.blocks).children())
         self._forwards: dict[int, Callable[..., Any]] = {}
         # What `dissolve` takes back: hooks, and forwards that were not their classes'.
@@ -300,10 +303,9 @@ class Shard:
         """The last size of a hidden state that crosses a boundary."""
         return int(self.config.get_text_config().hidden_size) * self._whole.structure.width_factor
 
-    @property
-    def more_tokens(self) -> int:
-        """How many tokens a hidden state has beyond its micro-batch's."""
-        return self._whole.structure.more_tokens
+    def hidden_tokens(self, tokens: int) -> int:
+        """How many tokens a hidden state has, of a micro-batch of so many."""
+        return self._whole.structure.hidden_tokens(tokens)
 
     @property
     def is_quantized(self) -> bool:
@@ -382,7 +384,7 @@ class Shard:
         """What leaves this shard's last block. `received` is empty on the first shard. `inputs`
         holds input_ids (first shard, and where blocks read them), attention_mask and optional
         position_ids."""
-        if self.range.is_last and self.range.start == self.range.end:
+        if self._entry is None and not self.range.is_first:
             return received
         try:
             with suppress(Captured), self._doing("blocks"):
@@ -467,7 +469,7 @@ class Shard:
     def _install(self) -> None:
         """The hooks that insert the hidden state, take it out and announce each block. They know
         the shard weakly: dropped together they are freed at once."""
-        rng, last = self.range, len(self._blocks) - 1
+        rng, last = self.range, self._last_running
         for index in range(rng.start, rng.end):
             self._former[index] = vars(self._blocks[index]).get("forward")
             self._forwards[index] = self._blocks[index].forward
@@ -476,7 +478,7 @@ class Shard:
         self._put_in()
         self._have_reported()
         if rng.is_last:
-            if rng.end == rng.start and self._blocks[last].on_call is None:
+            if self._entry is None and self._blocks[last].on_call is None:
                 self._blocks[last].on_call = weakly(self._take_injected)
             self._hooks.append(after(weakly(self._leaving)))
         elif rng.end <= last:
@@ -488,8 +490,8 @@ class Shard:
         """Have received tensors put in at the entries of this shard's blocks."""
         rng = self.range
         places: dict[int, list[tuple[int, Way]]] = {}
-        if rng.start < rng.end and not rng.is_first:
-            places[rng.start] = []
+        if self._entry is not None and not rng.is_first:
+            places[self._entry] = []
         for number, side in enumerate(self.entering, 1):
             for block, path in side.places:
                 if rng.start <= block < rng.end:
@@ -529,13 +531,12 @@ class Shard:
             for path, side in report.parts:
                 output = put_at(output, path, self._injected[1 + self.entering.index(side)])
             self._blocks[block].report(report.module, output)
-        return (
-            self._take_injected(hidden_BSD, call) if block == len(self._blocks) - 1 else hidden_BSD
-        )
+        return self._take_injected(hidden_BSD, call) if block == self._last_running else hidden_BSD
 
     def _take_out(self) -> None:
         """Have what leaves collected at the entries of absent blocks behind this shard's."""
-        end = self.range.end
+        end = self._whole.structure.next_running(self.range.end)
+        assert end is not None
         places: dict[int, list[tuple[int, Way]]] = {end: []}
         for number, side in enumerate(self._leaving_sides, 1):
             if side not in self.entering and side.places[-1][0] < len(self._blocks):
@@ -543,7 +544,8 @@ class Shard:
                 places.setdefault(block, []).append((number, path))
         for block, found in places.items():
             is_last = block == max(places)
-            self._blocks[block].on_call = weakly(self._collect, block, found, is_last)
+            take = weakly(self._collect, block == end, found, is_last)
+            self._blocks[block].on_call = take
 
     def _passing(self, index: int) -> Callable[..., Any]:
         """A block's forward; it passes the hidden state on while the head works alone."""
@@ -587,7 +589,7 @@ class Shard:
         """At the entry of a block of this shard."""
         if self._part == "head":
             return None
-        if block == self.range.start:
+        if block == self._entry:
             form = self._whole.structure.forms[block]
             if block in self._whole.structure.holders:
                 _overwrite(form.hidden(args, kwargs), self._injected[0])
@@ -610,14 +612,14 @@ class Shard:
 
     def _collect(
         self,
-        block: int,
+        is_first: bool,
         places: list[tuple[int, Way]],
         is_last: bool,
         hidden_BSD: Tensor,
         call: Call,
     ) -> Tensor:
         """At the entry of an absent block behind this shard's; the last one ends the forward."""
-        if block == self.range.end:
+        if is_first:
             self._captured[0] = hidden_BSD
         for number, path in places:
             self._captured[number] = tensor_at(call, path)

@@ -40,6 +40,7 @@ _WIDTHS: dict[str, int] = {
     **_all("hidden_size n_embd d_model emb_dim embed_dim embedding_dim embedding_size", HIDDEN),
     **_all("word_embed_proj_dim input_embedding_size output_embedding_size lru_width", HIDDEN),
     **_all("backbone_hidden_size ple_embed_dim out_hidden_size text_hidden_size", HIDDEN),
+    **_all("hidden_size_global", HIDDEN),
     **_all("num_attention_heads n_head n_heads num_heads attention_heads", HEADS),
     **_all("encoder_attention_heads decoder_attention_heads swa_num_attention_heads", HEADS),
     **_all("num_encoder_attention_heads num_decoder_attention_heads linear_num_heads", HEADS),
@@ -137,6 +138,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": TINY_LAYERS,
         "layer_types": ["conv", "full_attention"] * (TINY_LAYERS // 2),
     },
+    # One layer with attention would share its transformer with no other.
+    "zamba": {
+        "num_hidden_layers": TINY_LAYERS,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
+    },
     "zamba2": {
         "num_hidden_layers": TINY_LAYERS,
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
@@ -170,7 +176,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MULTIPLIERS,
     "granitemoeshared": _MULTIPLIERS,
     # Switches without which the causal model refuses to run.
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -264,13 +270,15 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     return tiny
 
 
-def probe_inputs(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+def probe_inputs(
+    config: PretrainedConfig, seed: int = 0, tokens: int = PROBE_TOKENS
+) -> dict[str, torch.Tensor]:
     """A deterministic batch for a tiny model: the second row is padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
+    ids = torch.randint(3, vocabulary, (PROBE_ROWS, tokens), generator=generator)
     mask = torch.ones_like(ids)
-    mask[1, 3 * PROBE_TOKENS // 4 :] = 0
+    mask[1, 3 * tokens // 4 :] = 0
     labels = ids.masked_fill(mask == 0, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 

@@ -233,7 +233,7 @@ def largest_boundary(config: Config, model_config: PretrainedConfig, tokens: int
     # A tiny copy may have fewer residual streams than the model.
     streams = max(structure.streams, _MAX_STREAMS) if structure.streams > 1 else 1
     width = int(model_config.get_text_config().hidden_size) * streams
-    hidden = 4 * rows * (max(tokens, 1) + structure.more_tokens) * width
+    hidden = 4 * rows * structure.hidden_tokens(max(tokens, 1)) * width
     return hidden + largest_sides(config, model_config, rows, max(tokens, 1))
 
 

@@ -84,17 +84,39 @@ def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("hrm_text", "no list of blocks"),
-        ("prophetnet", "does not run alone"),
-    ],
-)
-def test_architecture_with_a_second_path_is_refused(model_type: str, reason: str) -> None:
-    (result,) = verify_all(model_types=[model_type])
+def test_architecture_whose_blocks_run_in_turns_is_refused() -> None:
+    (result,) = verify_all(model_types=["hrm_text"])
     assert result.verdict == "refused"
-    assert reason in result.reason
+    assert "no list of blocks" in result.reason
+
+
+@pytest.mark.parametrize("cuts", [[3, 4], [2, 3]])
+def test_blocks_that_text_does_not_reach_may_stand_anywhere(cuts: list[int]) -> None:
+    """Block 3 attends to images: a stage of it alone hands on what it gets."""
+    config = tiny_config("mllama")
+    structure = introspect(config)
+    assert (structure.running, structure.num_layers) == ((0, 1, 2, 4, 5), 6)
+    assert [structure.next_running(k) for k in (3, 5, 6)] == [4, 5, None]
+    result = compare(config, ranges_from_cuts(cuts, 6))
+    assert (result.verdict, result.reason) == ("bit-equal", "")
+
+
+def test_names_of_one_weight_are_told_apart_by_the_modules_that_run() -> None:
+    """ProphetNet ties the head and the decoder's embedding to one that never runs."""
+    config = tiny_config("prophetnet")
+    owner = introspect(config).owner
+    assert owner["prophetnet.decoder.word_embeddings.weight"] == -1
+    assert owner["lm_head.weight"] == 6
+    result = compare(config, ranges_from_cuts([3], 6))
+    assert (result.verdict, result.reason) == ("bit-equal", "")
+
+
+def test_a_loss_that_does_not_run_on_text_alone_is_the_tokens_own() -> None:
+    """GIT's begins behind the tokens of an image."""
+    config = tiny_config("git")
+    assert not introspect(config).loss_counts_items
+    result = compare(config, ranges_from_cuts([3], 6))
+    assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
 def test_changed_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,5 +162,6 @@ def test_what_the_model_itself_goes_on_using_is_known() -> None:
 
 
 def test_the_widths_of_several_streams_and_of_added_tokens_are_known() -> None:
-    found = [structure(name) for name in ("llama", "qwen4_exp_text", "cpmant")]
-    assert [(s.width_factor, s.more_tokens) for s in found] == [(1, 0), (4, 0), (1, 32)]
+    names = ("llama", "qwen4_exp_text", "cpmant", "prophetnet")
+    found = [(s.width_factor, s.token_factor, s.more_tokens) for s in map(structure, names)]
+    assert found == [(1, 1, 0), (4, 1, 0), (1, 1, 32), (1, 3, 0)]
