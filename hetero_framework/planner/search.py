@@ -43,14 +43,17 @@ _FINALISTS = 2
 _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
 _QUICK_TASKS = 1_500  # of one quick simulation
-_MOST_TASKS = 50_000  # of all quick simulations
+_MOST_TASKS = 75_000  # of all quick simulations
 _STAGES = 30_000  # that are scored in each other part of the search
-_NODES = 20_000
+_NODES = (20_000, 40_000)  # of the proof, for many devices and for few
+_FEW = 6
 _CHUNKS = (2, 3, 4, 5, 6, 8)
 _MANY = 8  # stages; of more, fewer chunks are tried
 _CHUNKS_OF_MANY = (2, 3)
-_PROOF_STAGES = 60_000  # that are scored in the proof
-_PROOF_TASKS = 60_000
+_PROOF_STAGES = 120_000  # that are scored in the proof for few devices
+_PROOF_TASKS = 200_000
+_TUNED = 60  # times as many tasks are simulated to tune a layout as it has
+_HOPELESS = 1.03  # of the best step: where simple windows take longer no schedule will do
 _MOST_DEVICES = 96
 _MOST_CHAINED = 64  # of a chain
 _SHORTER = 8  # lengths of a chain that are tried
@@ -307,10 +310,12 @@ class Search:
             return math.inf
         profile = self._fleet.pipeline(layout)
         m = min(self._m, max(2 * len(layout), _QUICK_TASKS // (2 * len(layout))))
-        seconds = math.inf
+        seconds, has_chunks = math.inf, _has_chunks(layout)
         for size, policy in _schedules(profile, m):
-            tapered = (-(-size * (len(layout) - k) // len(layout)) for k in range(len(layout)))
-            held = tuple(map(min, tapered, limits))
+            held = limits
+            if policy is not BACKWARD_FIRST and (has_chunks or min(limits[:-1], default=m) < m):
+                tapered = (-(-size * (len(layout) - k) // len(layout)) for k in range(len(layout)))
+                held = tuple(map(min, tapered, limits))
             self._tasks += 2 * len(layout) * m
             taken = simulate(profile, m, size, policy=policy, in_flight_limits=held).seconds
             seconds = min(seconds, taken)
@@ -351,36 +356,43 @@ class Search:
         return found
 
     def _proved(self, best: Evaluated) -> tuple[Evaluated, bool]:
-        """The best of all layouts with one stage per device, where few enough could be better."""
-        most_s = (1 - _EXACTLY) * best.seconds
-        open_layouts = []
-        self._stages_left = _PROOF_STAGES
-        try:
-            for layout in Enumeration(self._rules, most_s, nodes=_NODES).layouts():
-                if self._stages_left <= 0:
-                    return best, False
-                if self._bound(layout) < most_s:
-                    open_layouts.append(layout)
-        except TooMany:
-            return best, False
+        """The best of all layouts with one stage per device, where few enough could be better; else
+        of those that were looked at."""
+        open_layouts, is_all = self._open(best)
         tasks = 0
-        open_layouts.sort(key=self._bound)
-        for layout in open_layouts:
+        for layout in sorted(open_layouts, key=self._bound):
             if self._bound(layout) >= (1 - _EXACTLY) * best.seconds:
                 break
-            tasks += 60 * len(layout) * self._m
+            windows = {len(layout), min(2 * len(layout), self._m), self._m}
+            tasks += 2 * len(windows) * len(layout) * self._m
+            if self._least_of(layout, windows) < _HOPELESS * best.seconds:
+                tasks += _TUNED * len(layout) * self._m
+                best = min(best, self._evaluated(layout), key=lambda one: one.seconds)
             if tasks > _PROOF_TASKS:
-                return self._better(best, open_layouts), False
-            best = min(best, self._evaluated(layout), key=lambda one: one.seconds)
-        return best, True
+                return best, False
+        return best, is_all
 
-    def _better(self, best: Evaluated, layouts: list[Layout]) -> Evaluated:
-        """The best of too many layouts, by quick simulations."""
-        self._tasks = 0
-        for layout in layouts:
-            self._simulate(layout)
-        quickest = self._fastest(_FINALISTS + 1)
-        return min(best, *map(self._evaluated, quickest), key=lambda one: one.seconds)
+    def _open(self, best: Evaluated) -> tuple[list[Layout], bool]:
+        """Layouts with one stage per device that could be better, and whether these are all."""
+        most_s, found = (1 - _EXACTLY) * best.seconds, []
+        few = len(self._rules.devices) <= _FEW
+        self._stages_left = _PROOF_STAGES if few else _STAGES
+        try:
+            for layout in Enumeration(self._rules, most_s, nodes=_NODES[few]).layouts():
+                if self._stages_left <= 0:
+                    return found, False
+                if self._bound(layout) < most_s:
+                    found.append(layout)
+        except TooMany:
+            return found, False
+        return found, True
+
+    def _least_of(self, layout: Layout, windows: Iterable[int]) -> float:
+        """Seconds of a step by the best of these windows, backward first."""
+        limits, profile = self._fleet.memory_limits(layout), self._fleet.pipeline(layout)
+        return min(
+            simulate(profile, self._m, size, in_flight_limits=limits).seconds for size in windows
+        )
 
 
 def _has_chunks(layout: Layout) -> bool:
@@ -392,11 +404,13 @@ def _schedules(profile: Profile, micro_batches: int) -> list[tuple[int, Policy]]
     p = profile.num_stages
     bound = step_bound(profile, micro_batches)
     path = math.ceil(profile.path_s * micro_batches / bound) if bound > 0 else p
-    few, many = max(p, path) * 5 // 4 + 1, 2 * max(p, path)
-    few, many = min(micro_batches, few), min(micro_batches, many)
-    if profile.num_devices == p:
-        return [(few, BACKWARD_FIRST), (many, FORWARDS_AHEAD)]
-    return [(size, policy) for size in sorted({few, many}) for policy in PORTFOLIO[1:3]]
+    if profile.num_devices < p:
+        sizes = {max(p, path) * 5 // 4 + 1, 2 * max(p, path)}
+        sizes = {min(micro_batches, size) for size in sizes}
+        return [(size, policy) for size in sorted(sizes) for policy in PORTFOLIO[1:3]]
+    few, many = (min(micro_batches, times * max(p, path)) for times in (1, 3))
+    found = [(many, BACKWARD_FIRST), (many, FORWARDS_AHEAD)]
+    return [*found, (few, BACKWARD_FIRST)] if p <= _MANY else found
 
 
 def _without_the_weakest(rules: Rules, layouts: Iterable[Layout]) -> Rules:

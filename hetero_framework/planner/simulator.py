@@ -270,15 +270,17 @@ class _Lane:
     """The tensors of one direction of one edge, oldest first, that wait for their NICs.
 
     `turn` says when its last one went, as the number of all tensors before; negative before that.
+    `sharing` are the lanes that use one of its NICs, itself among them.
     """
 
-    __slots__ = ("latency_s", "nics", "seconds", "turn", "waiting")
+    __slots__ = ("latency_s", "nics", "seconds", "sharing", "turn", "waiting")
 
     def __init__(self, nics: tuple[Nic, ...], seconds: float, latency_s: float, turn: int) -> None:
         self.nics = nics
         self.seconds = seconds
         self.latency_s = latency_s
         self.turn = turn
+        self.sharing: list[_Lane] = []
         self.waiting: deque[Task] = deque()
 
 
@@ -294,7 +296,7 @@ class _Nics:
         self._busy: set[Nic] = set()
         self._turn = 0
         self._lanes: dict[tuple[str, int], _Lane] = {}  # by kind and stage of the receiving task
-        self._users: dict[Nic, list[_Lane]] = {}
+        users: dict[Nic, list[_Lane]] = {}
         for k, edge in enumerate(profile.edges):
             ways = ((BACKWARD, k, edge.backward_s), (FORWARD, k + 1, edge.forward_s))
             for kind, receiver, seconds in ways:
@@ -304,7 +306,9 @@ class _Nics:
                     lane = _Lane(nics, seconds, edge.latency_s, first_turn)
                     self._lanes[kind, receiver] = lane
                     for nic in nics:
-                        self._users.setdefault(nic, []).append(lane)
+                        users.setdefault(nic, []).append(lane)
+        for lane in self._lanes.values():
+            lane.sharing = list(dict.fromkeys(user for nic in lane.nics for user in users[nic]))
 
     def lane(self, task: Task) -> _Lane | None:
         """The lane of a task's tensor, None between two stages of one device."""
@@ -323,8 +327,10 @@ class _Nics:
     def release(self, lane: _Lane) -> list[_Lane]:
         """A tensor has crossed: the lanes that may have waited for its NICs, in turn."""
         self._busy.difference_update(lane.nics)
-        waiting = {user for nic in lane.nics for user in self._users[nic] if user.waiting}
-        return sorted(waiting, key=_turn)
+        waiting = [user for user in lane.sharing if user.waiting]
+        if len(waiting) > 1:
+            waiting.sort(key=_turn)
+        return waiting
 
 
 _turn = attrgetter("turn")
@@ -350,10 +356,13 @@ class _Simulator:
         self._readiness = readiness
         self._nics = nics
         self._spread = spread
-        self._last = profile.num_stages - 1
+        self._last = last = profile.num_stages - 1
+        forward_s, backward_s = profile.forward_s, profile.backward_s
+        both_s = (*forward_s[:last], forward_s[last] + backward_s[last])
+        self._seconds = {FORWARD: both_s, BACKWARD: backward_s}
         self._idle = dict.fromkeys(readiness, True)
         self._busy_s = dict.fromkeys(readiness, 0.0)
-        self._events: list[tuple[float, int, Callable[[float, Task], None], Task]] = []
+        self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._serial = self._finished = 0
 
     def run(self) -> Simulation:
@@ -361,15 +370,15 @@ class _Simulator:
         self._admit()
         self._start(now, devices[0])
         while self._finished < self._m:
-            now, _, happens, task = heapq.heappop(self._events)
-            happens(now, task)
+            now, _, happens, what = heapq.heappop(self._events)
+            happens(now, what)
         busy = tuple(busy_s / now if now else 0.0 for busy_s in self._busy_s.values())
         peaks = tuple(self._readiness[d].peak_in_flight(k) for k, d in enumerate(devices))
         return Simulation(now, busy, peaks)
 
-    def _post(self, at: float, happens: Callable[[float, Task], None], task: Task) -> None:
+    def _post(self, at: float, happens: Callable[[float, Any], None], what: Any) -> None:
         self._serial += 1
-        heapq.heappush(self._events, (at, self._serial, happens, task))
+        heapq.heappush(self._events, (at, self._serial, happens, what))
 
     def _admit(self) -> None:
         while (micro_batch := self._admission.next(self._finished)) is not None:
@@ -407,12 +416,11 @@ class _Simulator:
         end = now + lane.seconds * self._factor(task, 1)
         if self._spans is not None:
             self._spans.append(SimulatedSpan(task, now, end, is_transfer=True))
-        self._post(end, self._crossed, task)
+        self._post(end, self._crossed, (lane, task))
 
-    def _crossed(self, now: float, task: Task) -> None:
+    def _crossed(self, now: float, crossing: tuple[_Lane, Task]) -> None:
         """A tensor's last byte has left its NICs."""
-        lane = self._nics.lane(task)
-        assert lane is not None
+        lane, task = crossing
         if lane.latency_s:
             self._post(now + lane.latency_s, self._arrived, task)
         else:
@@ -424,18 +432,17 @@ class _Simulator:
     def _arrived(self, now: float, task: Task) -> None:
         device = self._profile.devices[task.stage]
         self._readiness[device].arrived(task)
-        self._start(now, device)
+        if self._idle[device]:
+            self._start(now, device)
 
     def _start(self, now: float, device: int) -> None:
-        task = self._readiness[device].next() if self._idle[device] else None
+        """An idle device takes its next task, if there is one."""
+        readiness = self._readiness[device]
+        task = readiness.next()
         if task is None:
             return
-        self._readiness[device].start(task, stores=task.kind == FORWARD)
-        stage, profile = task.stage, self._profile
-        cost = profile.backward_s[stage] if task.kind == BACKWARD else profile.forward_s[stage]
-        if task.kind == FORWARD and stage == self._last:
-            cost += profile.backward_s[stage]
-        cost *= self._factor(task, 0)
+        readiness.start(task, stores=task.kind == FORWARD)
+        cost = self._seconds[task.kind][task.stage] * self._factor(task, 0)
         self._busy_s[device] += cost
         if self._spans is not None:
             self._spans.append(SimulatedSpan(task, now, now + cost))
