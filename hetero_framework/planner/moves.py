@@ -143,7 +143,8 @@ def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
 
 
 def closed(rules: Rules, layout: Layout) -> Layout | None:
-    """The coordinator holds the last layers and the head too: half of what it holds now."""
+    """The coordinator holds the last layers and the head too: half of what it holds now. They store
+    one forward, so they need not compute again."""
     if layout[-1].start == layout[-1].end:
         layout = layout[:-1]  # it had the head alone
     counts = [part.end - part.start for part in layout]
@@ -151,7 +152,7 @@ def closed(rules: Rules, layout: Layout) -> Layout | None:
         return None
     half = counts[0] // 2
     way = rules.ways(layout[-1].device, 0, rules.fleet.layers - half)[0]
-    last = Part(0, 0, 0, layout[0].recompute, way[1])
+    last = Part(0, 0, 0, False, way[1])
     return recut((*layout, last), [counts[0] - half, *counts[1:], half])
 
 

@@ -39,6 +39,7 @@ _BEAM = 2_000
 _LEAST_BEAM = 12
 _CLIMB = 40
 _SIMULATED = 24
+_DESCENTS = 3
 _FINALISTS = 2
 _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
@@ -134,11 +135,12 @@ class Search:
             self._simulate(layout)
         self._stages_left = _STAGES
         one_each = self._fastest(1, lambda layout: not _has_chunks(layout))
-        for start in [*one_each, *self._fastest(1, _has_chunks)]:
+        several = self._fastest(_DESCENTS if len(simple[0]) <= _MANY else 1, _has_chunks)
+        for start in [*one_each, *several]:
             self._descend(start)
         largest = max(2 * len(layout) * self._m for layout in self._quick)
         finalists = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // largest))
-        best = min(map(self._evaluated, self._fastest(finalists)), key=lambda one: one.seconds)
+        best = min(map(self._evaluated, self._fastest(finalists)), key=_preference)
         best, proved = self._proved(best)
         bound = least_step(self._all, best.seconds)
         if proved and (not self._rules.chunks or bound >= (1 - _EXACTLY) * best.seconds):
@@ -278,15 +280,19 @@ class Search:
                 else moves.interleaved(self._rules, layout, chunks)
                 for layout in layouts[: 1 + few]
             ]
-            evened = {self._evened(layout) for layout in changed if layout is not None}
-            fit = [layout for layout in evened if self._score(layout) < math.inf]
-            found.update(dict.fromkeys(heapq.nsmallest(2, fit, key=self._score)))
+            whole = [layout for layout in changed if layout is not None]
+            # The bound knows little of what few stored forwards cost: even may be worse.
+            even = [self._evened(layout) for layout in whole]
+            for some in (even, whole) if chunks is None else (even,):
+                fit = {layout for layout in some if self._score(layout) < math.inf}
+                found.update(dict.fromkeys(heapq.nsmallest(2, fit, key=self._score)))
         return list(found)
 
     def _evened(self, layout: Layout) -> Layout:
-        """Layers moved as long as the bound falls."""
+        """Layers moved, and stages made to compute again or not, as long as the bound falls."""
         for _ in range(_CLIMB // 4):
-            better = min(self._shifted(layout), key=self._score, default=layout)
+            near = [*self._shifted(layout), *moves.toggled(self._rules, layout)]
+            better = min(near, key=self._score, default=layout)
             if self._score(better) >= self._score(layout):
                 break
             layout = better
@@ -367,14 +373,15 @@ class Search:
             tasks += 2 * len(windows) * len(layout) * self._m
             if self._least_of(layout, windows) < _HOPELESS * best.seconds:
                 tasks += _TUNED * len(layout) * self._m
-                best = min(best, self._evaluated(layout), key=lambda one: one.seconds)
+                best = min(best, self._evaluated(layout), key=_preference)
             if tasks > _PROOF_TASKS:
                 return best, False
         return best, is_all
 
     def _open(self, best: Evaluated) -> tuple[list[Layout], bool]:
         """Layouts with one stage per device that could be better, and whether these are all."""
-        most_s, found = (1 - _EXACTLY) * best.seconds, []
+        most_s = (1 - _EXACTLY) * best.seconds
+        found: list[Layout] = []
         few = len(self._rules.devices) <= _FEW
         self._stages_left = _PROOF_STAGES if few else _STAGES
         try:
@@ -393,6 +400,11 @@ class Search:
         return min(
             simulate(profile, self._m, size, in_flight_limits=limits).seconds for size in windows
         )
+
+
+def _preference(one: Evaluated) -> float:
+    """The shortest step first, of equal ones that with fewer stages."""
+    return one.seconds * (1 + _EXACTLY * len(one.layout))
 
 
 def _has_chunks(layout: Layout) -> bool:

@@ -72,6 +72,17 @@ def test_memory_makes_stages_recompute_before_it_makes_them_smaller() -> None:
     assert without.predicted_step_s > found.predicted_step_s
 
 
+def test_a_quick_coordinator_short_of_memory_holds_both_ends_and_computes_little_again() -> None:
+    """Of its 15 layers those at the end store one forward each, so they are not computed again."""
+    quick = device("local", memory_bytes=16.2 * GB)
+    slow = device(1, layer_forward_s=0.012, layer_backward_s=0.024)
+    profile = fleet_of(quick, slow, layers=16, micro_batches=16)
+    simple, found = plan(profile, allow=NO_CHUNKS), plan(profile)
+    assert [entry["id"] for entry in found.shard_plan] == ["local", 1, "local"]
+    assert not found.gradient_checkpointing["2"]
+    assert found.predicted_step_s < 0.9 * simple.predicted_step_s
+
+
 def test_boundaries_go_directly_where_that_is_faster() -> None:
     devices = [device(k or "local", layer_forward_s=0.0011 if k else 0.001) for k in range(3)]
     for direct, way in ((True, "direct"), (False, "relay")):
