@@ -21,9 +21,11 @@ PATIENCE_S = 60.0
 
 
 class Harbour:
-    """In place of a lighthouse: a view is made when all that live have asked for it."""
+    """In place of a lighthouse: a view is made when all that live have asked for it, the first one
+    when at least `least` have."""
 
     def __init__(self) -> None:
+        self.least = 1
         self._changed = threading.Condition()
         self._living: dict[Member, int] = {}  # and how many views each has had
         self._asking: set[Member] = set()
@@ -51,7 +53,8 @@ class Harbour:
             return self._views[number]
 
     def _try(self) -> None:
-        if self._asking and self._asking >= self._living.keys():
+        enough = self._views or len(self._asking) >= self.least
+        if self._asking and enough and self._asking >= self._living.keys():
             self._views.append(View.of(list(self._asking)))
             self._asking = set()
             self._changed.notify_all()

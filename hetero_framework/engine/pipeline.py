@@ -141,8 +141,8 @@ class Pipeline:
         self._began = time.perf_counter()
         self._links.expect(info.step, info.attempt)
         for host in self._hosts:
-            if self._snapshot is not None:
-                host.snapshot(self._committed)
+            if self._snapshot is not None:  # begun after the last step or before
+                host.snapshot(self._snapshot[0].step)
             host.begin(info, schedule)
 
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
@@ -468,7 +468,7 @@ class _StateReader:
 
     def __init__(self, kind: StateKind, step: int | None, hosts: Mapping[int, Host]) -> None:
         self._kind = kind
-        self._step = step
+        self.step = step
         self._left = sorted(hosts.items())
         self._number = 0
 
@@ -485,7 +485,7 @@ class _StateReader:
         """None until it has come."""
         stage, host = self._left[0]
         number = self._number
-        part = host.state(stage, self._kind, number, self._step)
+        part = host.state(stage, self._kind, number, self.step)
         if part is None:
             return None
         self._number = 0 if part.last else number + 1

@@ -32,8 +32,9 @@ from hetero_framework.security.door import Door
 
 _log = logging.getLogger(__name__)
 MAX_LINKS = 128
-MAX_LINKS_OF_ONE = 4
-"""An island needs one, and another one until a broken one has been noticed."""
+MAX_LINKS_OF_ONE = 16
+"""An island needs one, another one until a broken one has been noticed, and one for a note; without
+keys all islands of a machine count as one."""
 _DIAL_S = 2.0
 """Who connects tries again by himself; longer, and pauses would grow beyond what islands wait for
 each other at a lighthouse that was started again (`SETTLE_S`)."""

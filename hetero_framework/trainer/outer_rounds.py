@@ -203,7 +203,7 @@ class OuterRounds(SummedSteps):
         if self._sums_gradients:
             return super().metrics()
         said = super().metrics()["island"]
-        del said["samples"]
+        del said["samples"], said["sample_ids"]
         own, self._said = self._said, {}
         return {"island": {**said, **own, "committed": self._ledger.count}}
 
@@ -310,7 +310,7 @@ class OuterRounds(SummedSteps):
         """Take over what all have come to, or, where a member left, begin again with the others."""
         began = time.monotonic()
         try:
-            if not self._open.stay():
+            if not self._stays(state):
                 raise ReplicasChanged("the members change")
             if sending.mean is None or sending.circle is not self._circle:
                 self._begin(sending)
@@ -377,6 +377,9 @@ class OuterRounds(SummedSteps):
         for parts in steps.values():
             self._ledger = self._ledger.commit(parts)
             counted += parts
+        order, ids = self._parts.data.order, self._said.setdefault("sample_ids", {})
+        for number in (k for parts in steps.values() for part in parts for k in range(*part)):
+            ids[number] = [int(k) for batch in order.step_indices(number) for k in batch]
         self._before = list(self._outer)
         self._outer[fragment] = after
         self._compression.committed()

@@ -9,7 +9,8 @@ import secrets
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -45,6 +46,8 @@ _SAME = re.compile(
     "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_grad_norm|optim.*|fp16|bf16|seed"
     "|max_skipped_steps"
 )
+_PATHS = {"name_or_path", "revision", "init_from"}
+"""Where it lies may be another place on each machine; what lies there is told by its bytes."""
 _AGREED = (
     *("sync_steps", "warmup_steps", "method", "fragments", "delay_steps", "mixing", "compression"),
     *("outer_learning_rate", "outer_momentum", "outer_nesterov"),
@@ -71,6 +74,7 @@ class SummedSteps(ReplicaGroup):
         self._sums: _Timed | None = None
         self._under_way: int | None = None  # the step that has begun in the present circle
         self._samples: Mapping[str, int] = {}
+        self._sample_ids: Mapping[str, list[int]] = {}
         self._tokens = 0
         self._seconds: dict[str, float] = {}
         self._step_s: deque[float] = deque(maxlen=20)
@@ -90,10 +94,23 @@ class SummedSteps(ReplicaGroup):
         return self._circle is None or self._circle.me == self._circle.leader
 
     def ready(self, state: TrainState) -> TrainState:
-        group = self._open
-        if self._circle is not None and (self._repeats(state) or group.stay()):
+        if self._circle is not None and (self._repeats(state) or self._stays(state)):
             return state
         return self._joined(state)
+
+    def _stays(self, state: TrainState) -> bool:
+        with self._keeping(state):
+            return self._open.stay()
+
+    @contextmanager
+    def _keeping(self, state: TrainState) -> Iterator[None]:
+        """Where the run is to end while others are waited for, what the stages have is kept."""
+        try:
+            yield
+        except (StopWanted, PeerAwayError):
+            if state.step > 0:
+                self._checkpoints.keep(state)
+            raise
 
     def _stand(self, state: TrainState) -> Position:
         """Where this island is with `state`."""
@@ -124,12 +141,8 @@ class SummedSteps(ReplicaGroup):
         self._circle = None
         self._position = self._stand(state)
         while True:
-            try:
+            with self._keeping(state):
                 joined = self._open.join(self._position)
-            except (StopWanted, PeerAwayError):
-                if state.step > 0:
-                    self._checkpoints.keep(state)
-                raise
             self._note_progress()
             try:
                 state = self._settled(joined, state)
@@ -150,7 +163,10 @@ class SummedSteps(ReplicaGroup):
         circle = self._present
         parts = split_step(data.order, state.step, self._shares.of)
         whole = data.step_batches(state.step)
-        self._samples = {name: sum(map(len, rows)) for name, rows in parts.items()}
+        self._sample_ids = {
+            name: [int(k) for batch in rows for k in batch] for name, rows in parts.items()
+        }
+        self._samples = {name: len(ids) for name, ids in self._sample_ids.items()}
         self._tokens = sum(map(token_count, whole))
         before = sum(n for name, n in self._samples.items() if name < circle.me)
         rows = data.order.training.per_device_train_batch_size
@@ -219,6 +235,7 @@ class SummedSteps(ReplicaGroup):
                 "name": self._island.name,
                 "members": list(self._present.members),
                 "samples": dict(self._samples),
+                "sample_ids": dict(self._sample_ids),
                 "tokens": self._tokens,
                 "bytes_in": self._bytes[0] - moved[0],
                 "bytes_out": self._bytes[1] - moved[1],
@@ -238,7 +255,7 @@ class SummedSteps(ReplicaGroup):
         have missed the last decision, or have come just now."""
         while True:
             try:
-                if self._circle is None or not self._open.stay():
+                if self._circle is None or not self._stays(state):
                     state = self._joined(state)
                 circle = self._present
                 circle.part_together(self._exchange, self._heed_in_step)
@@ -339,8 +356,9 @@ class SummedSteps(ReplicaGroup):
         island = self._island.model_dump(mode="json")
         return {
             **order_facts(data.order, data.fingerprint),
-            **{f"model.{key}": value for key, value in same["model"].items()},
-            "adapter": same["adapter"],
+            **{f"model.{key}": v for key, v in same["model"].items() if key not in _PATHS},
+            "adapter": "none" if same["adapter"] is None else "an adapter",
+            **{f"adapter.{k}": v for k, v in (same["adapter"] or {}).items() if k not in _PATHS},
             "weights of the model": self._cluster.fingerprint,
             **{f"training.{k}": v for k, v in training.items() if _SAME.fullmatch(k)},
             **{f"island.{key}": island[key] for key in _AGREED},

@@ -6,6 +6,7 @@ command; at the end all have the same bits.
 
 from __future__ import annotations
 
+import os
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +18,21 @@ from safetensors.torch import load_file
 
 from benchmarks.islands import Islands
 from benchmarks.machines import Machines
+from benchmarks.replanning import Here
 from hetero_framework.islands.tunnel import Entrance
-from tests.faults.test_islands import Deaths, folder, live_through, raw_of, server, torchft
+from tests.faults.test_islands import (
+    NUM_TEXTS,
+    Deaths,
+    assert_each_sample_once,
+    cut,
+    folder,
+    leave_one_after_the_other,
+    live_through,
+    raw_of,
+    server,
+    torchft,
+    work,
+)
 
 __all__ = ["folder", "server", "torchft"]  # fixtures
 pytestmark = pytest.mark.islands
@@ -52,10 +66,19 @@ def counted(islands: Islands, *names: str) -> set[tuple[int, int]]:
     return {tuple(steps) for line in lines for steps in line.get("counted", [])}
 
 
-def assert_each_once(ranges: set[tuple[int, int]], steps: int) -> None:
-    found = sorted(ranges)
+def assert_each_once(islands: Islands, steps: int, *names: str) -> None:
+    """Of what these islands told of: each step counts by one synchronisation, and in each epoch
+    each sample is in one of them."""
+    found = sorted(counted(islands, *names))
     assert (found[0][0], found[-1][1]) == (0, steps), found
     assert all(before[1] == after[0] for before, after in pairwise(found)), found
+    lines = [line["island"] for name in names for _, line in islands.of[name].steps]
+    ids: dict[int, list[int]] = {}
+    for line in lines:
+        for step, own in line.get("sample_ids", {}).items():
+            if "counted" in line:
+                assert ids.setdefault(int(step), own) == own
+    assert_each_sample_once(ids, steps, -(-NUM_TEXTS // 2))
 
 
 def assert_same_result(raws: dict[str, dict[str, Any]]) -> None:
@@ -97,7 +120,7 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
         islands = Islands(started, raws)
         happened = live_through(islands, POINTS)
     assert len(happened) == len(POINTS)
-    assert_each_once(counted(islands, "a", "b", "c"), 120)
+    assert_each_once(islands, 120, *"abc")
     assert_same_result(raws)
 
 
@@ -125,5 +148,97 @@ def test_others_go_on_while_islands_are_away(
     who = ["".join(line["island"]["members"]) for _, line in islands.of[last].steps]
     assert who[0] == who[-1] == names
     assert last in who
-    assert_each_once(counted(islands, last), 300)
+    assert_each_once(islands, 300, last)
     assert_same_result(raws)
+
+
+def test_islands_join_late_and_leave_in_order_and_return(
+    folder: Path, tmp_path: Path, server: Entrance
+) -> None:
+    raws = raws_of(folder, tmp_path, server.port, "abc", 240, LORA, **STREAMING)
+    with Machines() as started:
+        islands = Islands(started, raws, dict.fromkeys("abc", 0.01))
+        islands.start("b")
+        islands.start("c")
+        islands.until_step(10, "b", "c")
+        islands.start("a")
+        islands.until_step(islands.reached("b") + 1, "a")
+        islands.send("b", signal.SIGTERM)
+        islands.await_end("b")
+        assert "StoppedEarly" in islands.of["b"].said[-1]
+        islands.until_step(islands.reached("a") + 8, "a", "c")
+        islands.start("b")
+        islands.until_done(*"abc")
+    who = {"".join(line["island"]["members"]) for _, line in islands.of["c"].steps}
+    assert {"bc", "abc", "ac"} <= who
+    assert_each_once(islands, 240, "c")
+    assert_same_result(raws)
+
+
+def test_a_worker_that_dies_in_a_round_is_its_islands_business(
+    folder: Path, tmp_path: Path, server: Entrance
+) -> None:
+    raws = raws_of(folder, tmp_path, server.port, "ab", 120, LORA, **STREAMING)
+    half = cut(raws["a"])
+    with Machines() as started:
+        islands = Islands(started, raws, {"b": 0.01})
+        worker = started.start(Here(), work, half)
+        for name in "ab":
+            islands.start(name)
+        for step in (3, 21, 45):
+            islands.until_step(step, *"ab")
+            os.kill(worker.pid, signal.SIGKILL)
+            worker = started.start(Here(), work, half)
+        islands.until_done("a", "b")
+    assert_each_once(islands, 120, "a", "b")
+    assert_same_result(raws)
+
+
+def test_a_run_goes_on_with_fewer_islands_and_other_plans(
+    folder: Path, tmp_path: Path, server: Entrance
+) -> None:
+    raws = raws_of(folder, tmp_path, server.port, "abc", 96, LORA, **STREAMING)
+    with Machines() as started:
+        islands = Islands(started, raws, dict.fromkeys("abc", 0.01))
+        leave_one_after_the_other(islands, 20)
+        started.start(Here(), work, cut(raws["b"]))
+        islands.start("a")
+        islands.start("b")
+        islands.until_done("a", "b")
+    del raws["c"]
+    assert_each_once(islands, 96, *"abc")
+    assert_same_result(raws)
+
+
+WARM: Deaths = [
+    ("c", "island-vote@4"),
+    ("b", "island-vote@6"),
+    ("a", "island-told@8"),
+    # The first rounds.
+    ("b", "island-changes"),
+    ("a", "island-told"),
+    ("c", "island-vote"),
+]
+
+
+def test_deaths_around_the_end_of_the_warm_up_lose_nothing(
+    folder: Path, tmp_path: Path, server: Entrance
+) -> None:
+    """Steps that sum gradients are of all islands; they count as they are done."""
+    section = {**STREAMING, "warmup_steps": 10, "min_islands": 3}
+    raws = raws_of(folder, tmp_path, server.port, "abc", 70, LORA, **section)
+    with Machines() as started:
+        islands = Islands(started, raws)
+        happened = live_through(islands, WARM)
+    assert len(happened) == len(WARM)
+    warm: dict[int, list[int]] = {}
+    for island in islands.of.values():
+        for _, line in island.steps:
+            if "samples" in line["island"]:
+                own = [k for ids in line["island"]["sample_ids"].values() for k in ids]
+                assert warm.setdefault(line["step"] - 1, own) == own
+    assert sorted(warm) == list(range(10))
+    assert_same_result(raws)
+    rounds = sorted(counted(islands, *"abc"))
+    assert (rounds[0][0], rounds[-1][1]) == (10, 70)
+    assert all(before[1] == after[0] for before, after in pairwise(rounds)), rounds

@@ -116,13 +116,27 @@ class Run:
         committed = islands.committed()
         assert sorted(committed) == list(range(1, self.steps + 1))
         for step, line in committed.items():
-            last_of_epoch = step % 4 == 0
-            assert sum(line["island"]["samples"].values()) == SAMPLES - last_of_epoch, step
             assert line["loss"] == pytest.approx(losses[step - 1], rel=1e-5), step
+        ids = {
+            step - 1: [k for own in line["island"]["sample_ids"].values() for k in own]
+            for step, line in committed.items()
+        }
+        assert_each_sample_once(ids, self.steps, 4)
         first, *others = [weights(self.at / name) for name in names]
         for other in others:
             assert first.keys() == other.keys()
             assert all(torch.equal(first[key], other[key]) for key in first)
+
+
+def assert_each_sample_once(ids: dict[int, list[int]], steps: int, of_epoch: int) -> None:
+    """The samples of each committed step, by its number, are those of the data in each epoch; a
+    last epoch that is not whole has none twice. Each epoch has `of_epoch` steps."""
+    assert sorted(ids) == list(range(steps))
+    for first in range(0, steps, of_epoch):
+        trained = [k for step in range(first, min(first + of_epoch, steps)) for k in ids[step]]
+        assert len(trained) == len(set(trained)), first
+        if first + of_epoch <= steps:
+            assert set(trained) == set(range(NUM_TEXTS)), first
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
@@ -173,6 +187,8 @@ POINTS: Deaths = [
     ("c", "commit@8"),
     ("a", "commit-done@9"),
     ("b", "optimizer-half@10"),
+    ("b", "island-meet"),
+    ("a", "island-state"),
     # One gives its state to the island that was away, or one takes it, and dies.
     ("c", "island-vote@11"),
     ("c", "load-state"),
@@ -314,6 +330,80 @@ def last(islands: Islands, name: str) -> str:
     return islands.of[name].said[-1]
 
 
+def test_too_few_islands_keep_what_there_is_and_go_on_another_time(
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
+) -> None:
+    run = Run(folder, tmp_path, server.port, "ab", 10, min_islands=2, wait_s=2.0)
+    for raw in run.raws.values():
+        raw["training"]["save_strategy"] = "steps"
+        raw["training"]["save_steps"] = 1000
+    with Machines() as started:
+        islands = Islands(started, run.raws)
+        islands.start("a")
+        islands.start("b", "coordinator/step@5")
+        assert islands.await_end("b") == -signal.SIGKILL
+        islands.await_end("a")
+        assert "of the 2 islands that this run wants there were 1 island" in last(islands, "a")
+        assert "continue after step 4" in last(islands, "a")
+        for name in "ab":
+            islands.start(name)
+        islands.until_done("a", "b")
+    run.check(islands, alone(10), "a", "b")
+
+
+def test_of_two_living_islands_of_one_name_both_are_told_and_others_go_on(
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
+) -> None:
+    run = Run(folder, tmp_path, server.port, "abc", 30)
+    run.raws["c"]["island"]["name"] = "a"
+    with Machines() as started:
+        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
+        islands.start("a")
+        islands.start("b")
+        islands.until_step(3, "a", "b")
+        islands.start("c")
+        for name in "ac":
+            islands.await_end(name)
+            assert "two living islands are called a" in last(islands, name)
+        islands.until_done("b")
+    run.check(islands, alone(30), "b")
+
+
+def test_a_run_goes_on_with_fewer_islands_and_other_plans(
+    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
+) -> None:
+    run = Run(folder, tmp_path, server.port, "abc", 24)
+    with Machines() as started:
+        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
+        leave_one_after_the_other(islands, 6)
+        work_with = cut(run.raws["b"])
+        started.start(Here(), work, work_with)
+        islands.start("a")
+        islands.start("b")
+        islands.until_done("a", "b")
+    run.check(islands, alone(24), "a", "b")
+
+
+def leave_one_after_the_other(islands: Islands, step: int) -> None:
+    """All train until `step`; the last to leave is the furthest."""
+    names = sorted(islands.of)
+    for name in names:
+        islands.start(name)
+    islands.until_step(step, *names)
+    for name in reversed(names):
+        islands.send(name, signal.SIGTERM)
+        islands.await_end(name)
+        assert "StoppedEarly" in last(islands, name)
+
+
+def cut(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same island, with a worker that has half of the layers."""
+    [port] = free_ports(1)
+    raw["workers"] = [{**raw["coordinator"], "id": 1, "port": port}]
+    raw["shard_plan"] = [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}]
+    return raw
+
+
 def test_a_lighthouse_that_is_started_again_costs_no_step(
     folder: Path, tmp_path: Path, alone: Callable[[int], list[float]]
 ) -> None:
@@ -340,19 +430,16 @@ def test_a_worker_that_dies_is_its_islands_business(
     folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
 ) -> None:
     run = Run(folder, tmp_path, server.port, "ab", 40)
-    cut = run.raws["a"]
-    [port] = free_ports(1)
-    cut["workers"] = [{**cut["coordinator"], "id": 1, "port": port}]
-    cut["shard_plan"] = [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}]
+    half = cut(run.raws["a"])
     with Machines() as started:
         islands = Islands(started, run.raws, {"b": 0.01})
-        worker = started.start(Here(), work, cut)
+        worker = started.start(Here(), work, half)
         for name in "ab":
             islands.start(name)
         for step in (1, 6, 12):
             islands.until_step(step, *"ab")
             os.kill(worker.pid, signal.SIGKILL)
-            worker = started.start(Here(), work, cut)
+            worker = started.start(Here(), work, half)
         islands.until_done("a", "b")
     run.check(islands, alone(40), "a", "b")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from hetero_framework.config import Config
 from hetero_framework.engine.stage_api import GradientPart, StatePart
-from hetero_framework.errors import ProtocolError
+from hetero_framework.errors import ConfigError, PeerAwayError, ProtocolError
 from hetero_framework.islands.group import STATE
 from hetero_framework.islands.sums import SummedGradients
 from hetero_framework.trainer import islands
@@ -20,6 +21,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import Notes, Pool
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.islands import Berth, Harbour, outcomes, train_islands
+from tests.samples import save_llama, save_texts
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -170,6 +172,60 @@ def test_who_says_something_wrong_is_told_and_the_others_go_on(
         assert [line["loss"] for line in own] == pytest.approx(losses, rel=1e-5)
         assert [len(line["island"]["members"]) for line in own] == [3, 2, 2, 2]
     assert_same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "weights of the model": {"model": "other"},
+    "model.dtype": {"model": {"dtype": "bfloat16"}},
+    "adapter.r": {"adapter": {**LORA, "r": 3}},
+    "adapter": {"adapter": None},
+    "data": {"data": "other"},
+    "data_seed": {"training": {"seed": 1}},
+    "training.learning_rate": {"training": {"learning_rate": 0.5}},
+    "samples of a step": {"training": {"gradient_accumulation_steps": 3}},
+    "island.sync_steps": {"island": {"sync_steps": 2}},
+    "island.warmup_steps": {"island": {"warmup_steps": 2}},
+    "island.compression": {"island": {"compression": "int8"}},
+    "kind of island.share": {"island": {"share": 2}},
+}
+
+
+@pytest.mark.islands
+@pytest.mark.parametrize("key", DIFFERENT)
+def test_an_island_that_would_train_something_else_is_told_what(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path, harbour: Harbour, key: str
+) -> None:
+    """It ends, and the other one, which must not train alone, when it has waited. Where the same
+    things lie on another path, that is no difference."""
+    harbour.least = 2
+    same = shutil.copytree(settings["model"]["name_or_path"], tmp_path / "copy")
+    one = island(pool, tmp_path / "a", [], {**settings, "adapter": LORA})
+    other = island(pool, tmp_path / "b", [], {**settings, "adapter": LORA})
+    other["model"] = {**other["model"], "name_or_path": str(same)}
+    for name, raw in (("a", one), ("b", other)):
+        raw["island"] = {
+            **{"name": name, "lighthouse": "127.0.0.1:29510", "min_islands": 2, "wait_s": 0.1},
+        }
+    for section, change in DIFFERENT[key].items():
+        if section == "model" and change == "other":
+            save_llama(tmp_path / "other", seed=1)
+            other["model"]["name_or_path"] = str(tmp_path / "other")
+        elif section == "data":
+            save_texts(tmp_path / "other.jsonl", 21, seed=1)
+            other["data"] = {**other["data"], "train": str(tmp_path / "other.jsonl")}
+        elif change is None:
+            del other[section]
+        else:
+            other[section] = {**other[section], **change}
+    found = outcomes({"a": one, "b": other})
+    assert isinstance(found["b"], ConfigError), found
+    assert f"island b does not train what island a does: {key} is " in str(found["b"])
+    assert isinstance(found["a"], PeerAwayError), found
+    assert "of the 2 islands that this run wants there were 1 island for 0 s: a" in str(found["a"])
+    for name in "ab":
+        assert not (tmp_path / name / "metrics.jsonl").exists() or not lines(
+            tmp_path / name, "step"
+        )
 
 
 # -- rounds ---------------------------------------------------------------------------------------

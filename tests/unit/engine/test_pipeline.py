@@ -24,6 +24,7 @@ from hetero_framework.core.messages import (
     Loss,
     Message,
     StageFigures,
+    StateRequest,
     Step,
 )
 from hetero_framework.core.trace import Recorder
@@ -239,6 +240,18 @@ def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> N
         pipeline.drain_commits()
     worker.confirm(following)
     pipeline.drain_commits()
+
+
+def test_a_snapshot_that_lasts_for_several_steps_is_asked_for_as_it_was_begun() -> None:
+    pipeline, worker, _ = make()
+    step(pipeline, INFO)
+    pipeline.commit(1e-3, 0.5, no_recovery)
+    pipeline.snapshot(lambda *part: None)  # of which nothing comes
+    for number in (1, 2):
+        step(pipeline, replace(INFO, step=number, attempt=number))
+        pipeline.commit(1e-3, 0.5, no_recovery)
+    pipeline.begin(replace(INFO, step=3, attempt=3), SCHEDULE, 3)
+    assert {message.body.step for message in worker.kinds(StateRequest)} == {0}
 
 
 def test_commit_over_a_broken_link_is_repeated_when_it_is_mended() -> None:
