@@ -28,6 +28,7 @@ from hetero_framework import control, versions
 from hetero_framework.cluster import about, link_probe
 from hetero_framework.cluster.roles import Role, decide_role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
+from hetero_framework.commands import island_diagnosis
 from hetero_framework.commands.keys import check as check_keys
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, failpoints, timeouts
@@ -89,7 +90,7 @@ class View:
         self.config = config
         self.role = role
         self.notes: list[str] = []
-        self._options = options
+        self.options = options
         self.port_in_use = threading.Lock()
         """Of the coordinator, where workers call: they are awaited one after the other."""
 
@@ -118,7 +119,7 @@ class View:
     def access(self) -> Access | UserError:
         """What a run here would show on its connections, or why it could not."""
         try:
-            return access_of(self.config, (*self.own, "local")[0], self._options)
+            return access_of(self.config, (*self.own, "local")[0], self.options)
         except UserError as error:
             return error
 
@@ -360,6 +361,11 @@ def clock(view: View) -> Found:
             )
 
 
+def islands(view: View) -> Found:
+    if view.is_coordinator:
+        yield from island_diagnosis.problems(view.config, view.options, _CLOCK_S)
+
+
 def link(view: View) -> Found:
     for id, asked in view.workers.items():
         if (speed := asked.speed) is None:
@@ -528,8 +534,22 @@ def failpoint(view: View) -> Found:
 
 
 CHECKS: tuple[Callable[[View], Found], ...] = (
-    *(version, role, names, own_address, keys, port, reach, clock, link, model, data, memory),
-    *(four_bit, disk, revision, graphviz, directory, failpoint),
+    *(
+        version,
+        role,
+        names,
+        own_address,
+        keys,
+        port,
+        reach,
+        clock,
+        islands,
+        link,
+        model,
+        data,
+        memory,
+    ),
+    *(memory, four_bit, disk, revision, graphviz, directory, failpoint),
 )
 
 

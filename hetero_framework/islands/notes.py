@@ -17,6 +17,8 @@ from hetero_framework.islands.rendezvous import Finished
 
 OPENING = b"hetero-islands "
 """A link that begins so is for the notes."""
+CLOCK = OPENING + b"clock\n"
+"""Asks what time it is there."""
 MAX_BYTES = 8192
 """Of a question or an answer."""
 _MAX_NOTES = 1000
@@ -30,7 +32,9 @@ class Notes:
         self._kept: dict[str, tuple[Finished, float]] = {}  # by run, in the order of their ends
 
     def answer(self, question: bytes) -> bytes:
-        """To a line of `noting` or `looking`; of anything else nothing."""
+        """To a line of `noting`, `looking` or CLOCK; of anything else nothing."""
+        if question == CLOCK:
+            return json.dumps({"clock": time.time()}).encode() + b"\n"
         try:
             said = json.loads(question.removeprefix(OPENING))
             if "note" in said:
@@ -71,6 +75,14 @@ def found(answer: bytes) -> Finished | None:
     try:
         said = json.loads(answer)
         return _finished(said["finished"]) if said["finished"] is not None else None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def clock(answer: bytes) -> float | None:
+    """What a lighthouse answers to CLOCK, in seconds since 1970; None of anything else."""
+    try:
+        return float(json.loads(answer)["clock"])
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
 

@@ -178,24 +178,14 @@ class Tunnel(_Passage):
 
     def ask(self, question: bytes) -> bytes:
         """The lighthouse's answer to a line for its notes; nothing where none comes."""
-        with contextlib.suppress(HeteroError, OSError), closing(self._dial()) as far:
-            _write(far, question, _DIAL_S)
-            return _read_line(far, b"", _DIAL_S)
+        with contextlib.suppress(HeteroError):
+            return ask_lighthouse(self._address, self._access, question, self._closed)
         return b""
-
-    def _dial(self) -> Stream:
-        return connect(
-            *self._address,
-            _DIAL_S,
-            who="the lighthouse",
-            stop=self._closed,
-            secure=lambda plain: self._access.dialled(plain, "local"),
-        )
 
     def _carry(self, stream: Stream, who: str) -> None:
         port = self._address[1]
         try:
-            far = self._dial()
+            far = _dial(self._address, self._access, self._closed)
         except IdentityError as error:
             self._trouble = error
             return
@@ -205,6 +195,29 @@ class Tunnel(_Passage):
             return
         self._trouble = None
         splice(far, stream)
+
+
+def ask_lighthouse(
+    address: tuple[str, int],
+    access: Access,
+    question: bytes,
+    stop: threading.Event | None = None,
+) -> bytes:
+    """The answer of the lighthouse at `address` to a line for its notes; nothing where it is none.
+    Raises NetworkError, and IdentityError where keys are wrong."""
+    with closing(_dial(address, access, stop)) as far:
+        _write(far, question, _DIAL_S)
+        return _read_line(far, b"", _DIAL_S)
+
+
+def _dial(address: tuple[str, int], access: Access, stop: threading.Event | None) -> Stream:
+    return connect(
+        *address,
+        _DIAL_S,
+        who="the lighthouse",
+        stop=stop,
+        secure=lambda plain: access.dialled(plain, "local"),
+    )
 
 
 def splice(

@@ -68,3 +68,11 @@ def test_what_is_no_question_has_no_answer(line: bytes) -> None:
 )
 def test_a_lighthouse_that_keeps_no_notes_knows_nothing(answer: bytes) -> None:
     assert found(answer) is None
+
+
+def test_the_clock_can_be_asked_for() -> None:
+    before = time.time()
+    said = notes.clock(Notes().answer(notes.CLOCK))
+    assert said is not None
+    assert before <= said <= time.time()
+    assert notes.clock(b"") is notes.clock(b"3") is notes.clock(b'{"clock": "late"}') is None

@@ -1,0 +1,53 @@
+"""What would keep this coordinator from the other islands, for `hetero doctor --config`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from hetero_framework.config import Config
+from hetero_framework.core import addresses
+from hetero_framework.errors import UserError
+from hetero_framework.islands import notes
+from hetero_framework.islands.lighthouse import check_torchft
+from hetero_framework.islands.tunnel import ask_lighthouse
+from hetero_framework.security.access import KeyOptions, island_access
+from hetero_framework.units import seconds
+
+
+def problems(
+    config: Config, options: KeyOptions | None, clock_s: float
+) -> Iterator[tuple[str, str]]:
+    """What is wrong, and what to do; a clock may be `clock_s` off. Nothing without islands."""
+    if config.island is None:
+        return
+    try:
+        check_torchft()
+    except UserError as error:
+        yield error.message, error.hint or "install it"
+    where, ip = config.island.lighthouse, config.coordinator.ip
+    if addresses.is_loopback(ip) and not addresses.is_loopback(config.island.lighthouse_address[0]):
+        yield (
+            f"other islands are to reach this one at {ip}, which is this machine for each of them",
+            "give coordinator.ip as its address in the network or VPN of all islands",
+        )
+    began = time.time()
+    try:
+        access = island_access(config, options)
+        answer = ask_lighthouse(config.island.lighthouse_address, access, notes.CLOCK)
+    except UserError as error:
+        yield error.message, error.hint or f"start `hetero lighthouse` at {where}"
+        return
+    trip_s = time.time() - began
+    there = notes.clock(answer)
+    if there is None:
+        yield (
+            f"what answers at {where} is no lighthouse of this version",
+            "start `hetero lighthouse` there, or look what else has its port",
+        )
+    elif abs(off_s := there - began - trip_s / 2) > clock_s:
+        way = "ahead of" if off_s > 0 else "behind"
+        yield (
+            f"the clock of the lighthouse's machine is {seconds(abs(off_s))} {way} this one's",
+            "set both by the network (timedatectl set-ntp true); certificates and logs need it",
+        )
