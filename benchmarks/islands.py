@@ -3,6 +3,8 @@
     python -m benchmarks.islands goodput
     python -m benchmarks.islands speeds
     python -m benchmarks.islands bytes
+    python -m benchmarks.islands hidden
+    python -m benchmarks.islands loss
 
 `goodput`: three islands sum the gradients of every step; one of them, another each time, is killed
 at every `--every` steps and started again with the same command. Printed are the steps per second
@@ -13,7 +15,13 @@ seconds from each kill until the others' next step.
 speed against equal shares: the steps per second once they are tuned.
 
 `bytes`: what an island sends to another one for each step of its own, in rounds of 100 steps, two
-fragments and int8, against the gradients of every step.
+fragments and int8, against the gradients of every step. All rows of the embedding are in use.
+
+`hidden`: two islands on a shaped network (Linux, as root), adapters, rounds of 100 steps: which
+part of the time went by while a synchronisation was waited for.
+
+`loss`: two islands in rounds of 20 steps against two that sum the gradients of every step, both
+with the same tokens; the loss on data that neither has trained.
 
 With `--sleep` a layer sleeps so many seconds for each micro-batch, so that cores do not limit.
 """
@@ -25,12 +33,15 @@ import io
 import json
 import os
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -39,15 +50,20 @@ import torch
 
 from benchmarks import machines
 from benchmarks.codecs import save_texts, save_tokenizer
-from benchmarks.machines import Child, Machines, run_program
+from benchmarks.machines import Child, Machines, Room, run_program
+from benchmarks.network import DelayLine, open_network
 from benchmarks.replanning import LAYERS, Here, save_model
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.config.island import LIGHTHOUSE_PORT
 from hetero_framework.core.devices import Device
+from hetero_framework.core.dial import Listener, connect
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import HeteroError
+from hetero_framework.islands import links, tunnel
 from hetero_framework.islands.lighthouse import Lighthouse
 from hetero_framework.models.remains import Remains
+from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 
@@ -71,17 +87,46 @@ class Tell(Progress):
         self._connection.send(("said", text))
 
 
-def live(connection: Any, raw: dict[str, Any], failpoint: str, sleep_s: float) -> None:
-    """One island's coordinator, until it is killed or the run is over."""
+def live(
+    connection: Any, raw: dict[str, Any], failpoint: str, sleep_s: float, round_trip_s: float
+) -> None:
+    """One island's coordinator, until it is killed or the run is over. What it dials of other
+    islands and the lighthouse is as far away as `round_trip_s` says."""
     if failpoint:
         os.environ["HETERO_FAILPOINT"] = failpoint
+    if round_trip_s:
+        links.connect = tunnel.connect = partial(_dial_from_afar, round_trip_s / 2)
     config = Config.from_dict(raw)
     config.output_dir.mkdir(parents=True, exist_ok=True)
     with (config.output_dir / "stderr.log").open("ab", buffering=0) as said:
         os.dup2(said.fileno(), sys.stderr.fileno())
     build = sleeping(sleep_s) if sleep_s else load_stages
-    train(config, progress=Tell(connection), build=build)
+    train(config, progress=Tell(connection), build=build, islands=Plaintext(everywhere=True))
     connection.send(("done", None))
+
+
+def _dial_from_afar(one_way_s: float, host: str, port: int, timeout_s: float, **more: Any) -> Any:
+    """As `connect`, by a proxy of this process that is slow to pass things on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.create_connection((host, port), timeout_s)
+        far.settimeout(None)
+        stream = connect("127.0.0.1", listener.getsockname()[1], timeout_s, **more)
+        near, _ = listener.accept()
+    for sock in (near, far):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    DelayLine(near, far, one_way_s, 0.0)
+    DelayLine(far, near, one_way_s, 0.0)
+    return stream
+
+
+def light(connection: Any, host: str, port: int) -> None:
+    """A lighthouse as `hetero lighthouse` has it, until it is ended."""
+    with Lighthouse() as server, closing(Listener(host, port)) as listener:
+        entrance = tunnel.Entrance(listener, Plaintext(everywhere=True), server.port)
+        with closing(entrance):
+            connection.send("it shines")
+            while True:
+                entrance.wait(1.0)
 
 
 def sleeping(seconds: float) -> BuildStages:
@@ -131,10 +176,14 @@ class Islands:
         started: Machines,
         raws: Mapping[str, dict[str, Any]],
         sleep_s: Mapping[str, float] | None = None,
+        rooms: Mapping[str, Room] | None = None,
+        round_trip_s: float = 0.0,
     ) -> None:
         machines._PRELOAD += [name for name in NEEDED if name not in machines._PRELOAD]
         self._started = started
         self._sleep_s = dict(sleep_s or {})
+        self._rooms = dict(rooms or {})
+        self._round_trip_s = round_trip_s
         self.of = {name: Island(raw) for name, raw in raws.items()}
         self.ended: dict[str, int] = {}
         """How each one's last process did; minus a signal's number."""
@@ -143,7 +192,10 @@ class Islands:
         """Start the island's coordinator, always with the same configuration."""
         island = self.of[name]
         pause = self._sleep_s.get(name, 0.0)
-        island.child = self._started.start(Here(), live, island.raw, failpoint, pause)
+        room = self._rooms.get(name, Here())
+        island.child = self._started.start(
+            room, live, island.raw, failpoint, pause, self._round_trip_s
+        )
 
     def send(self, name: str, number: int) -> None:
         """A signal to the coordinator."""
@@ -260,11 +312,11 @@ def configuration(
     }
 
 
-def _prepare(folder: Path) -> None:
+def _prepare(folder: Path, *, texts: int = 40 * SAMPLES, **model: int) -> None:
     torch.manual_seed(0)
-    save_model(folder / "model", 64)
+    save_model(folder / "model", 64, **model)
     save_tokenizer(folder / "words")
-    save_texts(folder / "texts.jsonl", 40 * SAMPLES)
+    save_texts(folder / "texts.jsonl", texts)
 
 
 def _rate(island: Island, first: int, last: int) -> float:
@@ -362,10 +414,12 @@ def speeds(steps: int, sleep_s: float) -> dict[str, Any]:
     return found
 
 
+VOCABULARY = 19
+"""All tokens that the texts have: none has a row of the embedding that never changes."""
+
+
 def sent_bytes(sync_steps: int) -> dict[str, Any]:
-    """All weights are trained. The state that is given at the beginning is not counted. Rows of
-    the embedding that no sample uses have not changed and cost nothing in rounds: a quarter of this
-    small model, so a real one gains less."""
+    """All weights are trained. The state that is given at the beginning is not counted."""
     found: dict[str, Any] = {"case": "bytes", "sync_steps": sync_steps}
     streaming = {"sync_steps": sync_steps, "fragments": 2, "compression": "int8"}
     for kind, section, steps, last in (
@@ -375,7 +429,7 @@ def sent_bytes(sync_steps: int) -> dict[str, Any]:
     ):
         with tempfile.TemporaryDirectory() as at, Lighthouse() as lighthouse, Machines() as started:
             folder = Path(at)
-            _prepare(folder)
+            _prepare(folder, vocab_size=VOCABULARY)
             raws = {
                 name: configuration(
                     folder,
@@ -398,6 +452,103 @@ def sent_bytes(sync_steps: int) -> dict[str, Any]:
     return found
 
 
+_HELD = 200
+"""Texts that nobody trains."""
+_FEW = 2
+"""Layers, where a step is to take what its layers sleep."""
+
+
+def hidden(rounds: int, sleep_s: float, delay_steps: int, compression: str) -> dict[str, Any]:
+    """10 Mbit/s each way at each island and at the lighthouse, 50 ms there and back. Sending takes
+    a fortieth of a round, as of an adapter of 40 million values with steps of 12 s."""
+    found: dict[str, Any] = {"case": "hidden", "sync_steps": 100, "delay_steps": delay_steps}
+    found |= {"compression": compression, "sleep": sleep_s}
+    names, steps = ("a", "b"), 200 * rounds
+    with ExitStack() as stack:
+        network = stack.enter_context(open_network("100mbit", 3, ports_bit_s=(1e7, 1e7, 1e7)))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        started = stack.enter_context(Machines())
+        _prepare(folder, vocab_size=VOCABULARY, layers=_FEW)
+        *homes, sea = network.places
+        started.start(sea, light, sea.address, LIGHTHOUSE_PORT).receive(SILENT_S)
+        section = {"sync_steps": 100, "delay_steps": delay_steps, "compression": compression}
+        raws = {}
+        for name, home in zip(names, homes, strict=True):
+            island = {"min_islands": 2, "share": 1, **section}
+            raw = configuration(
+                folder, name, LIGHTHOUSE_PORT, layers=_FEW, max_steps=steps, island=island
+            )
+            raw["training"]["gradient_accumulation_steps"] = 1
+            raw["coordinator"] |= {"hostname": name, "ip": home.address}
+            raw["island"]["lighthouse"] = f"{sea.address}:{LIGHTHOUSE_PORT}"
+            raw["adapter"] = {"r": 160, "target_modules": "all-linear"}
+            raws[name] = raw
+        rooms = dict(zip(names, homes, strict=True))
+        islands = Islands(started, raws, dict.fromkeys(names, sleep_s), rooms, 0.05)
+        for name in names:
+            islands.start(name)
+        islands.until_done(*names)
+    # The last round's fragments cannot be hidden: the run ends with them.
+    shares, sent = [], 0
+    for island in islands.of.values():
+        lines = [line for _, line in island.steps if line["step"] < steps - 200]
+        waited = sum(line["island"].get("waited_s", 0.0) for line in lines)
+        seconds = island.steps[len(lines) - 1][0] - island.steps[0][0]
+        shares.append(waited / seconds)
+        found["step_s"] = round(seconds / len(lines), 4)
+        sent = max(line["island"].get("packed_bytes", 0) for line in lines)
+    found |= {"packed_bytes": sent, "not_hidden": [round(share, 4) for share in shares]}
+    return found
+
+
+def loss(steps: int, sync_steps: int, warmup_steps: int, learning_rate: float) -> dict[str, Any]:
+    """`steps` of each of two islands; those that sum their gradients take twice the samples. Rounds
+    begin after so many `warmup_steps` of each."""
+    found: dict[str, Any] = {"case": "loss", "steps": steps, "sync_steps": sync_steps}
+    found |= {"warmup_steps": warmup_steps, "learning_rate": learning_rate}
+    rounds = {"sync_steps": sync_steps, "warmup_steps": 2 * warmup_steps}
+    for kind, section, accumulation in (("every_step", {}, 2), ("rounds", rounds, 1)):
+        found[kind] = round(_loss_after(section, steps, accumulation, learning_rate), 5)
+    found["ratio"] = round(found["rounds"] / found["every_step"], 4)
+    return found
+
+
+def _loss_after(
+    section: dict[str, Any], steps: int, accumulation: int, learning_rate: float
+) -> float:
+    total = 2 * steps // accumulation
+    with tempfile.TemporaryDirectory() as at, Lighthouse() as lighthouse, Machines() as started:
+        folder = Path(at)
+        _prepare(folder, texts=16 * steps + _HELD, vocab_size=VOCABULARY, layers=_FEW)
+        lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
+        (folder / "texts.jsonl").write_text("".join(lines[_HELD:]))
+        (folder / "held.jsonl").write_text("".join(lines[:_HELD]))
+        raws = {
+            name: configuration(
+                folder,
+                name,
+                lighthouse.port,
+                layers=_FEW,
+                max_steps=total,
+                eval_steps=total,
+                learning_rate=learning_rate,
+                gradient_accumulation_steps=accumulation,
+                per_device_train_batch_size=8,
+                island={"min_islands": 2, "share": 1, **section},
+            )
+            for name in ("a", "b")
+        }
+        for raw in raws.values():
+            raw["data"]["eval"] = str(folder / "held.jsonl")
+        islands = Islands(started, raws)
+        for name in raws:
+            islands.start(name)
+        islands.until_done(*raws)
+        told = (folder / "a" / "metrics.jsonl").read_text().splitlines()
+        [ending] = [line for line in map(json.loads, told) if "eval_loss" in line]
+        return float(ending["eval_loss"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -410,11 +561,25 @@ def main() -> None:
     two.add_argument("--sleep", type=float, default=0.03)
     sent = commands.add_parser("bytes")
     sent.add_argument("--sync-steps", type=int, default=100)
+    slow = commands.add_parser("hidden")
+    slow.add_argument("--rounds", type=int, default=4)
+    slow.add_argument("--sleep", type=float, default=0.05)
+    slow.add_argument("--delay-steps", type=int, default=10)
+    slow.add_argument("--compression", choices=("none", "bf16", "int8"), default="int8")
+    tokens = commands.add_parser("loss")
+    tokens.add_argument("--steps", type=int, default=400)
+    tokens.add_argument("--sync-steps", type=int, default=20)
+    tokens.add_argument("--warmup-steps", type=int, default=100)
+    tokens.add_argument("--learning-rate", type=float, default=3e-3)
     options = parser.parse_args()
     if options.command == "goodput":
         found = goodput(options.steps, options.every, options.sleep)
     elif options.command == "bytes":
         found = sent_bytes(options.sync_steps)
+    elif options.command == "hidden":
+        found = hidden(options.rounds, options.sleep, options.delay_steps, options.compression)
+    elif options.command == "loss":
+        found = loss(options.steps, options.sync_steps, options.warmup_steps, options.learning_rate)
     else:
         found = speeds(options.steps, options.sleep)
     print(json.dumps(found), flush=True)

@@ -64,13 +64,15 @@ CUTS = ((4, 8), (5, 8), (4, 8), (4, 7))
 CHANGES = 7
 
 
-def save_model(folder: Path, hidden_size: int = 640) -> int:
-    """A Llama of `LAYERS` layers with random weights in float32; its bytes."""
+def save_model(
+    folder: Path, hidden_size: int = 640, *, vocab_size: int = 4096, layers: int = LAYERS
+) -> int:
+    """A Llama with random weights in float32; its bytes."""
     settings = LlamaConfig(
-        vocab_size=4096,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=int(2.75 * hidden_size),
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=hidden_size // 64,
         num_key_value_heads=hidden_size // 64,
         tie_word_embeddings=False,

@@ -118,7 +118,7 @@ def test_keys(tmp_path: Path) -> None:
     (line,) = found(diagnosis.keys, far)
     assert "192.0.2.7, where others reach it, and there is no key for that here" in line
     assert "hetero invite" in line
-    far._options = KeyOptions(insecure=True)
+    far.options = KeyOptions(insecure=True)
     del far.__dict__["access"]
     assert found(diagnosis.keys, far) == []
     absent = View(far.config, far.role, KeyOptions(tmp_path / "none"))

@@ -1,0 +1,79 @@
+"""Who is wrong where islands in rounds do not come to the same, and what a decision must say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from hetero_framework.errors import ProtocolError
+from hetero_framework.islands.ledger import Ledger
+from hetero_framework.islands.links import MemberLost
+from hetero_framework.trainer.outer_rounds import _decided, _refuse_other_weights
+
+
+class Circle:
+    """As the one who counts votes sees it."""
+
+    def __init__(self, me: str = "a") -> None:
+        self.me = self.leader = me
+        self.refused: list[str] = []
+
+    def refuse(self, name: str, wrong: ProtocolError) -> None:
+        self.refused.append(name)
+
+    def check(self) -> None:
+        if self.refused:
+            raise MemberLost(self.refused[0], "refused")
+
+
+def refuse(hashes: Mapping[str, Any], me: str = "a") -> list[str]:
+    circle = Circle(me)
+    try:
+        _refuse_other_weights(circle, hashes)  # type: ignore[arg-type]
+    except MemberLost:
+        assert circle.refused
+    return circle.refused
+
+
+@pytest.mark.parametrize(
+    ("hashes", "odd"),
+    [
+        ({"a": "x", "b": "x", "c": "x"}, []),
+        ({"a": "x", "b": "y", "c": "x"}, ["b"]),
+        ({"a": "x", "b": "y"}, ["b"]),  # of equally many the one who counts is right
+        ({"a": "x", "b": None, "c": 3, "d": "y"}, ["b", "c", "d"]),
+        ({"a": "x"}, []),
+    ],
+)
+def test_who_has_other_weights_than_most_is_told(hashes: dict[str, Any], odd: list[str]) -> None:
+    assert refuse(hashes) == odd
+
+
+def test_who_counts_and_is_the_odd_one_ends_itself() -> None:
+    with pytest.raises(ProtocolError, match="it has come to other weights than the others"):
+        refuse({"a": "y", "b": "x", "c": "x"})
+
+
+RIGHT: dict[str, Any] = {"steps": {"a": [[4, 6]], "b": []}, "seconds": {"a": 1, "b": 0.5}}
+
+
+def test_a_decision_says_which_steps_count() -> None:
+    steps, seconds = _decided(RIGHT, Ledger(((0, 4),)), Circle())  # type: ignore[arg-type]
+    assert steps == {"a": ((4, 6),), "b": ()}
+    assert seconds == {"a": 1.0, "b": 0.5}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": None}, {"steps": [1]}, {"steps": {"a": [[4]]}}, {"steps": {"a": [[6, 4]]}},
+        {"steps": {"a": [[3, 5]]}},  # one of them counts already
+        {"steps": {"a": [[4, 6]], "b": [[5, 6]]}},
+        {"seconds": None}, {"seconds": {"a": "quick"}},
+    ],
+)  # fmt: skip
+def test_what_is_no_decision_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="island a sends no decision"):
+        _decided({**RIGHT, **change}, Ledger(((0, 4),)), Circle())  # type: ignore[arg-type]
