@@ -275,7 +275,9 @@ class SleepStage:
 
     input_requires_grad = True
     differentiates = True
+    awaits_sums = False
     fingerprint: ClassVar[dict[str, str]] = {}
+    ties: ClassVar[dict[str, str]] = {}
 
     def __init__(self, spec: StageSpec, load: Load) -> None:
         self.index = spec.index
@@ -319,7 +321,10 @@ class SleepStage:
         self._sleeper.sleep(0.0, self._backward_s * length)
         return () if self.is_first else (self._results[length],)
 
-    def report_gradients(self, tied_gradient: torch.Tensor | None = None) -> GradientReport:
+    def gradients(self) -> Iterator[StatePart]:
+        yield StatePart({}, last=True)
+
+    def report_gradients(self) -> GradientReport:
         return GradientReport(torch.ones(1))
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
@@ -338,14 +343,17 @@ class SleepStage:
     def export(self) -> Iterator[StatePart]:
         yield StatePart({}, last=True)
 
+    def weights(self, names: Sequence[str], number: int) -> StatePart:
+        return StatePart({}, last=True)
+
     def load_state(self, kind: str, part: StatePart) -> None:
         """No state."""
 
-    def tied_weight(self) -> torch.Tensor | None:
-        return None
+    def tied_weights(self) -> Tensors:
+        return {}
 
-    def set_tied_weight(self, weight: torch.Tensor) -> None:
-        """No weight."""
+    def set_tied_weights(self, weights: Tensors) -> None:
+        """No weights."""
 
 
 def _per_stage(times: Sequence[float], devices: int, chunks: int) -> tuple[float, ...]:

@@ -32,12 +32,23 @@ from benchmarks.pipeline import (
     run_case,
 )
 from benchmarks.soak import MemoryWatch, growth
-from benchmarks.stages import Load
+from benchmarks.stages import Load, SleepStage
 from benchmarks.suite import CASES, Case, Goal, judge, obstacle, run_suite, table
 from benchmarks.torch_peers import PEERS, Ranks, devices_for, load_for
+from hetero_framework.config import StageSpec
+from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import UserError
 
 LOAD = Load.of(2, 4, [0.004], [0.008], 20_000)
+
+
+def test_stage_that_sleeps_has_all_that_is_asked_of_a_stage() -> None:
+    asked = {*StageInterface.__annotations__, *vars(StageInterface)}
+    spec = StageSpec(index=0, owner="local", start=0, end=1, is_first=True, is_last=False)
+    stage = SleepStage(spec, LOAD)
+    assert [name for name in asked if name[0] != "_" and not hasattr(stage, name)] == []
+
+
 LIMIT_S = 60.0
 
 
