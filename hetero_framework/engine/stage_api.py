@@ -39,11 +39,12 @@ class Arrival:
 class StepInfo:
     """What every stage must know of a step before its first micro-batch.
 
-    Every loss is divided by `num_items`, the label tokens of the whole global batch, and multiplied
-    by `loss_scale` (fp16) before backward; gradients are divided by that before anybody looks at
-    them. `attempt` tells a repeated step's frames from stale ones. With `summed` other replicas'
-    gradients are added before that; this one's micro-batches draw their random numbers as if
-    `first_micro_batch` of the others' came before them.
+    Every loss is divided by `num_items`, what the objective counts of the whole global batch (its
+    label tokens, for most models), and multiplied by `loss_scale` (fp16) before backward; gradients
+    are divided by that before anybody looks at them. `attempt` tells a repeated step's frames from
+    stale ones. With `summed` other replicas' gradients are added before that; this one's
+    micro-batches draw their random numbers as if `first_micro_batch` of the others' came before
+    them.
     """
 
     step: int

@@ -8,19 +8,20 @@ Shapes: B rows of a micro-batch, S tokens, D hidden size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hetero_framework.config import StageSpec, TrainingConfig
-from hetero_framework.data.batches import MicroBatch, num_items
+from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
 from hetero_framework.models.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.introspect import introspect
-from hetero_framework.models.language import meta_model
+from hetero_framework.models.language import meta_model, model_class
 from hetero_framework.models.shard import Inputs, Shard
 from hetero_framework.models.side import Bundle
 
@@ -55,12 +56,39 @@ class CausalLM:
         running: Callable[[], AbstractContextManager[None]],
         backward: Callable[[torch.Tensor], None] | None,
     ) -> torch.Tensor:
-        """The last shard's loss of a micro-batch divided by `num_items`; 0-d, detached. Outside
-        training without what routers add to it.
+        """The last shard's loss of a micro-batch divided by `num_items`, as `item_counter` counts
+        them; 0-d, detached. Outside training without what routers add to it.
 
         `running` is the context of each forward. `backward` differentiates a loss, scaled as the
         caller likes; None outside training. Gradients are left in parameters and `received`.
         """
+        if backward is None or not averages_means(type(shard.model)):
+            return self._loss(
+                shard, inputs, received, num_items, running=running, backward=backward
+            )
+        differentiate, micro_batches = backward, num_items
+        items = inputs["labels"][..., 1:].ne(IGNORE_INDEX).sum().clamp(min=1)
+        mean = self._loss(
+            shard,
+            inputs,
+            received,
+            items,
+            running=running,
+            backward=lambda loss: differentiate(loss / micro_batches),
+        )
+        return mean / micro_batches
+
+    def _loss(
+        self,
+        shard: Shard,
+        inputs: Inputs,
+        received: Bundle,
+        num_items: torch.Tensor,
+        *,
+        running: Callable[[], AbstractContextManager[None]],
+        backward: Callable[[torch.Tensor], None] | None,
+    ) -> torch.Tensor:
+        """The loss divided by `num_items`, of whatever they are."""
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if chunks := spans(inputs["labels"].shape, limit):
             return chunked_loss(
@@ -80,7 +108,10 @@ class CausalLM:
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
         """For training this model: what the loss of a step's micro-batches is divided by, as in
         transformers' Trainer. That leaves the first label of each row, which nothing predicts, out
-        only where it knows the loss from the class's name, and so not for `GPT2LMHeadModel`."""
+        only where it knows the loss from the class's name, and so not for `GPT2LMHeadModel`. Where
+        it averages means, these are the items."""
+        if averages_means(model_class(config)):
+            return len
         loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
         first_labels = loss is not ForCausalLMLoss and introspect(config).loss_counts_items
         return lambda batches: num_items(batches, first_labels=first_labels)
@@ -101,6 +132,17 @@ class CausalLM:
         if limit is None or tokens <= limit:
             return tokens * int(text.vocab_size) * per_logit
         return limit * int(text.vocab_size) * per_logit + 4 * head_numbers
+
+
+def averages_means(cls: type[PreTrainedModel]) -> bool:
+    """Whether the Trainer averages the losses of a step's micro-batches, each the mean of its own
+    tokens. So it does for classes that take no number of items for their loss, and for those that
+    say so: multimodal ones, most of them."""
+    accepts = getattr(cls, "accepts_loss_kwargs", None)
+    if accepts is None:
+        parameters = inspect.signature(cls.forward).parameters.values()
+        accepts = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return not accepts
 
 
 def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:

@@ -61,3 +61,35 @@ def test_item_counter_counts_first_labels_where_the_trainer_does(
     assert objective.num_predictions([batch, batch]) == 6
     count = objective.item_counter(tiny_config(model_type))
     assert count([batch, batch]) == 6 + 2 * first_labels
+
+
+@pytest.mark.parametrize("limit", [None, 5], ids=["whole", "in chunks"])
+def test_of_classes_that_take_no_items_means_are_averaged_as_the_trainer_does(
+    limit: int | None,
+) -> None:
+    config = tiny_config("Qwen2_5_VLForConditionalGeneration")
+    layers = introspect(config).num_layers
+    shard = build_shard(config, None, ShardRange(0, layers, True, True), dtype=torch.float32)
+    shard.train(False)
+    batch = probe_inputs(config)
+    objective = CausalLM(limit)
+    micro_batches = objective.item_counter(config)([batch, batch, batch])
+    assert micro_batches == 3
+    expected = shard.model(**batch).loss / micro_batches  # of a class without a number: the mean
+    (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
+    loss = objective.loss(
+        shard,
+        batch,
+        (),
+        torch.tensor(float(micro_batches)),
+        running=nullcontext,
+        backward=torch.Tensor.backward,
+    )
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(next(shard.model.parameters()).grad, gradient)
+    # An evaluation adds up the tokens' losses, whatever the class.
+    total = objective.loss(
+        shard, batch, (), torch.tensor(1.0), running=torch.no_grad, backward=None
+    )
+    tokens = objective.num_predictions([batch])
+    torch.testing.assert_close(total / tokens, 3 * expected.detach())
