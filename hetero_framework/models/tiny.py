@@ -106,6 +106,7 @@ _MULTIPLIERS = {
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Rotary positions of three axes; published configurations say how many frequencies each has.
 _AXES = {"text_config": {"rope_parameters": {**_PLAIN_ROPE, "mrope_section": [16, 24, 24]}}}
+_LAST_AXIS = {"text_config": {"rope_parameters": {**_PLAIN_ROPE, "mrope_section": [22, 22, 20]}}}
 _HALF_AXES = {
     "text_config": {
         "rope_parameters": {
@@ -115,8 +116,11 @@ _HALF_AXES = {
         }
     }
 }
+_EACH_KIND = {"rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}}
+_PICTURE_TOKEN = {"vocabulary_map": {"<image>": 5}}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"), _AXES),
+    "ernie4_5_vl_moe": _LAST_AXIS,
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"), _HALF_AXES),
     # Sizes that the class leaves open.
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -126,9 +130,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "ministral": {"head_dim": HEAD_DIM},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}
-    },
+    "cohere_compass_text": _EACH_KIND,
+    "cohere_compass": {"text_config": {"model_type": "cohere_compass_text", **_EACH_KIND}},
+    "step3p7": {"text_config": {"sliding_window": WINDOW}},
+    # Tokens that published configurations name.
+    **dict.fromkeys(("chameleon", "emu3"), _PICTURE_TOKEN),
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 7, **_AXES},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 7},
     # Patterns written out for the default number of layers.
     "gpt_neo": {
         "num_layers": TINY_LAYERS,
@@ -348,9 +356,13 @@ def _rotary(fields: dict[str, Any]) -> dict[str, Any]:
     frequencies = int(HEAD_DIM * fields.get("partial_rotary_factor", 1.0)) // 2
     factors = fields.keys() & {"short_factor", "long_factor"}
     changes: dict[str, Any] = {name: [1.0] * frequencies for name in factors}
-    if isinstance(fields.get("mrope_section"), list):
-        third = frequencies // 3
-        changes["mrope_section"] = [frequencies - 2 * third, third, third]
+    sections = fields.get("mrope_section")
+    if isinstance(sections, list):
+        # One of them takes what does not divide, that which differs already.
+        odd = next((i for i, size in enumerate(sections) if sections.count(size) == 1), 0)
+        narrow = [frequencies // len(sections)] * len(sections)
+        narrow[odd] = frequencies - sum(narrow) + narrow[odd]
+        changes["mrope_section"] = narrow
     return changes
 
 

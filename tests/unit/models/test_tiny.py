@@ -13,6 +13,7 @@ from transformers import (
 
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.tiny import (
+    architecture_names,
     causal_lm_types,
     probe_inputs,
     shrink,
@@ -94,6 +95,25 @@ def test_scaled_rotary_embeddings_shrink(config: PretrainedConfig) -> None:
     model = stock_class(tiny)._from_config(tiny)
     inputs = probe_inputs(tiny)
     assert torch.isfinite(model(**inputs, use_cache=False).loss)
+
+
+@pytest.mark.parametrize(
+    ("sections", "narrow"),
+    [([16, 24, 24], [4, 2, 2]), ([22, 22, 20], [2, 2, 4]), ([4, 4, 4, 4], [2, 2, 2, 2])],
+)
+def test_rotary_sections_shrink_with_the_same_one_apart(sections, narrow) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    assert shrink(LlamaConfig(rope_parameters=rope)).rope_parameters["mrope_section"] == narrow
+
+
+def test_classes_have_names_of_their_own_beside_the_types() -> None:
+    names = architecture_names()
+    assert len(names) == len(set(names))
+    assert {"llama4", "Llama4ForConditionalGeneration"} <= set(names)
+    assert "Gemma3ForConditionalGeneration" not in names  # what the type gemma3 stands for
+    config = tiny_config("Llama4ForConditionalGeneration")
+    assert stock_class(config).__name__ == "Llama4ForConditionalGeneration"
+    assert config.get_text_config().hidden_size < 100
 
 
 def test_shrink_is_idempotent_and_leaves_its_argument_alone() -> None:
