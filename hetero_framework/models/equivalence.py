@@ -607,6 +607,7 @@ _TABLE = """\
 
 Each architecture, tiny and random, was trained for {steps} steps in one piece and in three \
 shards; loss, every gradient and every weight were compared.
+A name of a class (`...ForConditionalGeneration`) is a multimodal model trained on text.
 {found}
 
 ## Passed, bit-equal
