@@ -246,14 +246,19 @@ class Pipeline:
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
         weights: api.Tensors = {}
-        # The first host is this process: what is tied to its new weights goes out with the order.
-        for host in self._hosts:
+        here, *others = self._hosts
+        own = here.commit(order, weights)
+        # New weights of this process go out with the order, unless they are too large for a frame.
+        if next(in_parts((name, weight, {}) for name, weight in own.items())).last:
+            weights = own
+        for host in others:
             try:
-                weights |= host.commit(order, weights)
+                host.commit(order, weights)
             except LinkLost as lost:
                 recover(lost)
         self._committed = info.step
-        self._untold = {k for k in self._ties.holders if self._host_of[k] is not self._hosts[0]}
+        told = [here] if weights else []
+        self._untold = {k for k in self._ties.holders if self._host_of[k] not in told}
 
     def repeat_commit(self, worker: WorkerId) -> None:
         """Over a new link: tell a worker again what it has not confirmed."""

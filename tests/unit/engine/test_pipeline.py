@@ -21,14 +21,16 @@ from hetero_framework.core.messages import (
     Commit,
     Committed,
     Inputs,
+    LoadState,
     Loss,
     Message,
     StageFigures,
+    StateLoaded,
     StateRequest,
     Step,
 )
 from hetero_framework.core.trace import Recorder
-from hetero_framework.engine import messages
+from hetero_framework.engine import messages, state_snapshot
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import Event, LinkLost, Stalled, StepResults
 from hetero_framework.engine.pipeline import Pipeline
@@ -110,6 +112,8 @@ class Worker:
         elif isinstance(message.body, Inputs):
             under_way = len(self.kinds(Inputs)) - self.results.num_finished
             self.most_under_way = max(self.most_under_way, under_way)
+        elif isinstance(message.body, LoadState):
+            self.tell(Message(StateLoaded(message.body.stage, message.body.part)))
         elif isinstance(message.body, Abort):
             self.tell(Message(Aborted(message.body.step, message.body.attempt)))
 
@@ -148,10 +152,14 @@ class Worker:
         return [message for message in self.sent if type(message.body) is kind]
 
 
-def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
+def make(
+    step_timeout_s: float = 60.0, tied: dict[str, str] | None = None
+) -> tuple[Pipeline, Worker, FakeStage]:
+    """`tied` are the last stage's targets of weights of the first one."""
+    tied = tied or {}
     worker, stage = Worker(), FakeStage(0, first=True)
     host = StageHost([stage], CONFIG, open_device("cpu"), ArrivalMeter(Recorder(0)), worker)
-    remote = RemoteHost(7, [1], worker, worker.results, host.data, targets=[{}])
+    remote = RemoteHost(7, [1], worker, worker.results, host.data, targets=[tied])
     pipeline = Pipeline(
         STAGES,
         [host, remote],
@@ -160,7 +168,7 @@ def make(step_timeout_s: float = 60.0) -> tuple[Pipeline, Worker, FakeStage]:
         objective=CausalLM(None),
         step_timeout_s=step_timeout_s,
         trained={0: ["first"], 1: ["last"]},
-        ties=Ties({}, {}),
+        ties=Ties({1: tied}, {0: list(tied.values())}),
     )
     return pipeline, worker, stage
 
@@ -226,6 +234,27 @@ def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:
     pipeline.drain_commits()  # nothing is open
     pipeline.repeat_commit(7)
     assert len(worker.kinds(Commit)) == 1
+
+
+@pytest.mark.parametrize(("limit", "in_parts"), [(8, False), (7, True)])
+def test_new_weights_that_are_too_many_for_a_frame_go_before_the_next_step(
+    limit: int, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_snapshot, "STATE_PART_BYTES", limit)
+    pipeline, worker, stage = make(tied={"x": "a", "y": "b"})
+    weights = {"a": torch.ones(1), "b": torch.ones(1)}
+    monkeypatch.setattr(stage, "tied_weights", lambda: weights)
+    pipeline.begin(INFO, SCHEDULE, 1)
+    pipeline.commit(1e-3, 0.5, no_recovery)
+    [commit] = worker.kinds(Commit)
+    assert commit.body.names == (() if in_parts else ("a", "b"))
+    pipeline.begin(replace(INFO, step=1), SCHEDULE, 1)
+    loaded = [message.body for message in worker.kinds(LoadState)]
+    assert [(body.kind, body.names) for body in loaded] == (
+        [("tied weights", ("a",)), ("tied weights", ("b",))] if in_parts else []
+    )
+    pipeline.begin(replace(INFO, step=2), SCHEDULE, 1)
+    assert len(worker.kinds(LoadState)) == len(loaded)  # once
 
 
 def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> None:
