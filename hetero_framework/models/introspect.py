@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.language import WeightUses, model_class, no_tiny_copy
+from hetero_framework.models.language import WeightUses, model_class, no_tiny_copy, run_on_text
 from hetero_framework.models.library import LIBRARY_ERRORS
 from hetero_framework.models.lineage import IDS, Lineage
 from hetero_framework.models.quiet import quiet_library
@@ -217,7 +217,7 @@ def _watched(
     """What one forward of the model did."""
     watch = _Watch(model, blocks, inputs["input_ids"])
     with torch.enable_grad(), watch.lineage, watch:
-        model(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False)
+        run_on_text(model, {k: v for k, v in inputs.items() if k != "labels"})
     return watch
 
 

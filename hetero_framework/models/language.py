@@ -32,6 +32,8 @@ PLAIN = (str, int, float, bool)
 # Asking a weight for its shape or type is no use of the weight.
 _QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size"}
 
+_LISTED = "docs/architectures.md lists the architectures that can be cut"
+
 _found: dict[str, tuple[str, ...]] = {}  # by the tiny configurations that this process has met
 
 
@@ -85,7 +87,7 @@ def tower_lines(config: PretrainedConfig) -> list[str]:
 def no_tiny_copy(config: PretrainedConfig, error: BaseException) -> ArchitectureError:
     """The refusal of a model of which nothing can be learned."""
     on_text = " on text alone" if config.sub_configs else ""
-    hint = "docs/architectures.md lists the architectures that can be cut"
+    hint = _LISTED
     if isinstance(error, ImportError):
         hint = "install on every machine what its class asks for"
     elif on_text:
@@ -95,6 +97,19 @@ def no_tiny_copy(config: PretrainedConfig, error: BaseException) -> Architecture
         f" verified: {one_line(error)}",
         hint=hint,
     )
+
+
+def run_on_text(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
+    """A forward of a tiny model without labels. Raises ArchitectureError where text will not do."""
+    try:
+        model(**inputs, use_cache=False)
+    except LIBRARY_ERRORS as error:
+        raise ArchitectureError(
+            f"a {model.config.model_type} model does not run on text alone: what else it takes"
+            " would have to come with the data and go to the stages that read it"
+            f" ({one_line(error)})",
+            hint=f"its class has to run without pictures and sound; {_LISTED}",
+        ) from error
 
 
 def lies_in(name: str, modules: tuple[str, ...]) -> bool:
@@ -142,9 +157,9 @@ def _unused(model: PreTrainedModel, config: PretrainedConfig) -> Iterator[str]:
     with torch.no_grad(), watch:
         try:
             model(**inputs, use_cache=False)
-        except ValueError:  # its own loss does not run on text; see `loss_counts_items`
+        except LIBRARY_ERRORS:  # its own loss may not run on text; see `loss_counts_items`
             del inputs["labels"]
-            model(**inputs, use_cache=False)
+            run_on_text(model, inputs)
     yield from _unused_in("", model, watch.used, called)
 
 

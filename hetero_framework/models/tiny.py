@@ -146,6 +146,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": TINY_LAYERS,
         "layer_types": ["conv", "full_attention"] * (TINY_LAYERS // 2),
     },
+    # What it asks of its text's part.
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     # One layer with attention would share its transformer with no other.
     "zamba": {
         "num_hidden_layers": TINY_LAYERS,
@@ -207,7 +211,7 @@ def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     # The text part of a composite type is listed under the composite's name.
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         composite = CONFIG_MAPPING[model_type]
-        if composite.sub_configs.get("text_config") is type(config):
+        if type(config) in composite.sub_configs.values():
             cls = causal[composite]
             if cls.config_class is type(config):
                 return cls
@@ -218,11 +222,13 @@ def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
-    """`config`, or its text part where AutoModelForCausalLM takes that of a composite one."""
-    text_class = config.sub_configs.get("text_config")
-    if text_class is None or stock_class(config).config_class is not text_class:
+    """`config`, or the part of a composite one that AutoModelForCausalLM takes: its text, or what
+    it calls its decoder."""
+    wanted = stock_class(config).config_class if config.sub_configs else None
+    part = next((name for name, cls in config.sub_configs.items() if cls is wanted), None)
+    if part is None:
         return config
-    text = config.get_text_config()
+    text = getattr(config, part)
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     return text

@@ -3,12 +3,35 @@ bit as in one."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from hetero_framework.config import Config
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import Pool, read_metrics
 from tests.integration.test_parity import assert_same, weights
+from tests.integration.test_resume import stop_after
 from tests.samples import save_tiny
 
 LORA = {"r": 4, "target_modules": "all-linear"}
+SHORT = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {},
+    "gemma3n_text": {},
+    "gemma4_text": {},
+    "mixtral": {"router_aux_loss_coef": 0.1},
+    "qwen4_exp_text": {},
+    "zamba2": {},
+}
+INTERLEAVED = [
+    {"id": "local", "start": 0, "end": 1},
+    {"id": 1, "start": 1, "end": 3, "gradient_checkpointing": True},
+    {"id": 2, "start": 3, "end": 4},
+    {"id": 1, "start": 4, "end": 5},
+    {"id": "local", "start": 5, "end": 6, "is_last": True},
+]
 
 
 @pytest.mark.parametrize(
@@ -60,3 +83,33 @@ def test_the_loss_of_routers_crosses_processes_that_hold_several_stages(
     assert losses([], "cut", shard_plan=plan, links=links, **sections) == whole
     assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
     assert losses([2, 4], "three", **sections) == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model_type", "adapter"),
+    [
+        *((model_type, None) for model_type in SETTINGS),
+        # Gemma 3n's own code does not run over 4 bits.
+        *((model_type, "nf4") for model_type in SETTINGS if model_type != "gemma3n_text"),
+    ],
+)
+def test_runs_that_go_on_under_another_cut_and_over_other_links_equal_one_process(
+    model_type: str, adapter: str | None, pool: Pool, texts: Path, tmp_path: Path
+) -> None:
+    model = {"name_or_path": str(save_tiny(model_type, tmp_path / "model"))}
+    sections: dict[str, Any] = {
+        "model": {**model, **SETTINGS[model_type], "quantization": adapter},
+        "adapter": adapter and {"r": 4, "target_modules": r".*\.(q_proj|q_b_proj|o_proj)"},
+        "data": {"train": str(texts), "max_length": 64},
+        "training": SHORT,
+    }
+
+    def config(name: str, cuts: list[int], **more: Any) -> Config:
+        return Config.from_dict(pool.config(tmp_path / name, cuts, **sections, **more))
+
+    train(config("whole", []))
+    stop_after(config("parts", [], shard_plan=INTERLEAVED, links="relay"), 3)
+    train(config("parts", [2, 4], links="direct"), resume=2)
+    assert read_metrics(tmp_path / "parts") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))

@@ -12,6 +12,7 @@ from transformers import Gemma3Config, Llama4Config, LlamaConfig, LlamaForCausal
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models import language
 from hetero_framework.models.equivalence import compare, ranges_from_cuts
+from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import lies_in, meta_model, model_class, pattern, towers
 from hetero_framework.models.tiny import stock_class, tiny_config
 from hetero_framework.models.weights import Checkpoint
@@ -125,3 +126,21 @@ def test_a_class_that_does_not_run_on_text_is_refused_with_what_it_would_take() 
     assert "without pictures and sound" in str(refused.value.hint)
     missing = language.no_tiny_copy(tiny_config("llama"), ImportError("needs timm"))
     assert "install" in str(missing.hint)
+
+
+@pytest.mark.parametrize("model_type", ["musicgen", "musicgen_melody"])
+def test_a_model_of_other_inputs_than_text_says_so(model_type: str) -> None:
+    """Its decoder takes codes of sound, several for each place."""
+    config = tiny_config(model_type)
+    assert config.model_type == f"{model_type}_decoder"
+    with pytest.raises(ArchitectureError, match="does not run on text alone"):
+        introspect(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("reformer", "the model's own code goes backward"), ("blt", "no one hidden size")],
+)
+def test_a_model_of_other_blocks_says_what_they_are(model_type: str, reason: str) -> None:
+    with pytest.raises(ArchitectureError, match=reason):
+        introspect(tiny_config(model_type))
