@@ -131,6 +131,27 @@ def test_two_islands_of_any_plans_are_one_training(
         torch.testing.assert_close(a[key], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.long
+def test_islands_sum_a_weight_of_several_stages_place_by_place(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
+    tied = {**settings, "model": {"name_or_path": str(model)}}
+    for name, a_cuts, b_cuts in (("one", [], []), ("cut", [2, 4], [3])):
+        own, folder = {"accumulation": 3}, tmp_path / name
+        a, b = {"name": "a", "share": 1}, {"name": "b", "share": 1}
+        train_islands(
+            {
+                "a": island(pool, folder / "a", a_cuts, tied, section=a, **own),
+                "b": island(pool, folder / "b", b_cuts, tied, section=b, first_worker=3, **own),
+            }
+        )
+        assert_same(weights(folder / "a"), weights(folder / "b"))
+    found = [lines(tmp_path / name / "a", "loss", "grad_norm") for name in ("one", "cut")]
+    assert found[0] == found[1]
+    assert_same(weights(tmp_path / "one" / "a"), weights(tmp_path / "cut" / "a"))
+
+
 def test_an_island_by_itself_trains_as_without_islands(
     pool: Pool, settings: dict[str, Any], tmp_path: Path
 ) -> None:
