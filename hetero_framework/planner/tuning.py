@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache
 
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 from hetero_framework.planner.simulator import (
@@ -46,25 +46,49 @@ class TunedSchedule:
     def forecast(self) -> Simulation:
         """The step, simulated whole; never less than its bound, as sums rounded in another order
         may be."""
-        simulated = self._simulated(None)
+        simulated = _simulated(
+            self.profile,
+            self.micro_batches,
+            self.max_in_flight,
+            self.policy,
+            self.in_flight_limits,
+            0.0,
+        )
         bound = step_bound(self.profile, self.micro_batches, self.in_flight_limits)
         return replace(simulated, seconds=max(simulated.seconds, bound))
 
     def spans(self) -> list[SimulatedSpan]:
         """What the simulated step does when."""
         found: list[SimulatedSpan] = []
-        self._simulated(found)
-        return found
-
-    def _simulated(self, spans: list[SimulatedSpan] | None) -> Simulation:
-        return simulate(
+        simulate(
             self.profile,
             self.micro_batches,
             self.max_in_flight,
             policy=self.policy,
             in_flight_limits=self.in_flight_limits,
-            spans=spans,
+            spans=found,
         )
+        return found
+
+
+@lru_cache(maxsize=256)
+def _simulated(
+    profile: Profile,
+    micro_batches: int,
+    max_in_flight: int,
+    policy: Policy,
+    in_flight_limits: tuple[int, ...],
+    spread: float,
+) -> Simulation:
+    """Who tunes a profile with a window that was tuned before asks the same again."""
+    return simulate(
+        profile,
+        micro_batches,
+        max_in_flight,
+        policy=policy,
+        in_flight_limits=in_flight_limits,
+        spread=spread,
+    )
 
 
 _GOOD_ENOUGH = 1.005
@@ -112,9 +136,9 @@ def tune(
             shapes = [tuple(map(min, shape, in_flight_limits)) for shape in shapes]
         for limits in dict.fromkeys(shapes):
             for policy in policies:
-                run = partial(simulate, policy=policy, in_flight_limits=limits)
-                simulated.append((run(profile, m, size).seconds, size, limits, policy, run))
-    first = min(seconds for seconds, *_, policy, _ in simulated if policy is BACKWARD_FIRST)
+                seconds = _simulated(profile, m, size, policy, limits, 0.0).seconds
+                simulated.append((seconds, size, limits, policy))
+    first = min(seconds for seconds, *_, policy in simulated if policy is BACKWARD_FIRST)
     simulated = [
         entry
         for entry in simulated
@@ -122,9 +146,12 @@ def tune(
     ]
     as_given = _GOOD_ENOUGH * min(seconds for seconds, *_ in simulated)
     fast = []
-    for seconds, size, limits, policy, run in simulated:
+    for seconds, size, limits, policy in simulated:
         if seconds <= as_given:
-            others = [run(case, m, size, spread=spread).seconds for case, spread in cases[1:]]
+            others = [
+                _simulated(case, m, size, policy, limits, spread).seconds
+                for case, spread in cases[1:]
+            ]
             fast.append(([seconds, *others], size, limits, policy))
     best = _GOOD_ENOUGH * min(sum(seconds) for seconds, *_ in fast)
     good = sorted(
