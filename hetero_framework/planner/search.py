@@ -44,7 +44,7 @@ _FINALISTS = 2
 _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
 _QUICK_TASKS = 1_500  # of one quick simulation
-_MOST_TASKS = 75_000  # of all quick simulations
+_MOST_TASKS = 100_000  # of all quick simulations
 _STAGES = 30_000  # that are scored in each other part of the search
 _NODES = (20_000, 40_000)  # of the proof, for many devices and for few
 _FEW = 6
@@ -379,7 +379,8 @@ class Search:
         return best, is_all
 
     def _open(self, best: Evaluated) -> tuple[list[Layout], bool]:
-        """Layouts with one stage per device that could be better, and whether these are all."""
+        """Layouts with one stage per device that could be better, and whether these are all; of
+        many devices all or none, since a few say nothing."""
         most_s = (1 - _EXACTLY) * best.seconds
         found: list[Layout] = []
         few = len(self._rules.devices) <= _FEW
@@ -387,11 +388,11 @@ class Search:
         try:
             for layout in Enumeration(self._rules, most_s, nodes=_NODES[few]).layouts():
                 if self._stages_left <= 0:
-                    return found, False
+                    raise TooMany
                 if self._bound(layout) < most_s:
                     found.append(layout)
         except TooMany:
-            return found, False
+            return (found if few else []), False
         return found, True
 
     def _least_of(self, layout: Layout, windows: Iterable[int]) -> float:
