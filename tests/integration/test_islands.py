@@ -15,9 +15,11 @@ from hetero_framework.config import Config
 from hetero_framework.engine.stage_api import GradientPart, StatePart
 from hetero_framework.errors import ConfigError, PeerAwayError, ProtocolError
 from hetero_framework.islands.group import STATE
+from hetero_framework.islands.outer import OuterFragment
 from hetero_framework.islands.sums import SummedGradients
 from hetero_framework.trainer import islands
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.outer_rounds import OuterRounds
 from tests.integration.conftest import Notes, Pool
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.islands import Berth, Harbour, outcomes, train_islands
@@ -329,3 +331,41 @@ def test_rounds_do_not_depend_on_the_islands_plans(
     assert all(sum(samples.values()) in (12, 9) for samples in summed)
     steps = [line["island"]["data_step"] for at in (a, b) for line in lines(at, "island")[first:]]
     assert sorted(steps) == list(range(first, 8))  # each once
+
+
+@pytest.mark.islands
+def test_who_comes_to_other_weights_is_told_and_its_steps_are_dealt_again(
+    pool: Pool,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    harbour: Harbour,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harbour.least = 2
+    right = OuterRounds._agreed
+
+    def agreed(self: OuterRounds, after: OuterFragment) -> Any:
+        if self._island.name == "b" and self._syncs == 1:
+            after.weights = {name: tensor + 1 for name, tensor in after.weights.items()}
+        return right(self, after)
+
+    monkeypatch.setattr(OuterRounds, "_agreed", agreed)
+    found = outcomes(
+        {
+            name: island(
+                pool,
+                tmp_path / name,
+                [],
+                settings,
+                section={**ROUNDS, "name": name, "min_islands": 1},
+                training={"max_steps": 12},
+            )
+            for name in "ab"
+        }
+    )
+    assert isinstance(found["b"], ProtocolError), found
+    assert "island a does not take what this island says: it has come to other" in str(found["b"])
+    told = [line["island"] for line in lines(tmp_path / "a", "island")]
+    counted = sorted(tuple(part) for line in told for part in line.get("counted", []))
+    assert [k for first, after in counted for k in range(first, after)] == list(range(12))
+    assert told[-1]["members"] == ["a"]
