@@ -645,10 +645,10 @@ def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tied_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last three layers have one transformer in common."""
-    kinds = ["linear_attention", *["hybrid"] * 3]
+    """All layers have one transformer in common."""
+    kinds = ["hybrid"] * LAYERS
     changes = {"num_hidden_layers": LAYERS, "layers_block_type": kinds}
-    changes["hybrid_layer_ids"] = [1, 2, 3]
+    changes["hybrid_layer_ids"] = list(range(LAYERS))
     return save_tiny("zamba2", tmp_path_factory.mktemp("tied blocks"), **changes)
 
 
