@@ -349,13 +349,11 @@ def goodput(steps: int, every: int, sleep_s: float) -> dict[str, Any]:
                 islands.start(name)
             gaps = [] if calm else _with_kills(islands, names, total, every)
             islands.until_done(*names)
-            survivor = next(name for name in names if len(islands.of[name].steps) >= total - FIRST)
             rate = _rate(_merged(islands), FIRST, total)
             found["calm" if calm else "disturbed"] = round(rate, 3)
             if not calm:
                 found["kills"], found["gaps_s"] = len(gaps), [round(gap, 2) for gap in gaps]
                 found["median_gap_s"] = round(statistics.median(gaps), 2) if gaps else None
-                found["longest"] = survivor
     found["goodput"] = round(found["disturbed"] / found["calm"], 3)
     return found
 
