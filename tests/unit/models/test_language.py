@@ -13,7 +13,14 @@ from hetero_framework.errors import ArchitectureError
 from hetero_framework.models import language
 from hetero_framework.models.equivalence import compare, ranges_from_cuts
 from hetero_framework.models.introspect import introspect
-from hetero_framework.models.language import lies_in, meta_model, model_class, pattern, towers
+from hetero_framework.models.language import (
+    lies_in,
+    meta_model,
+    model_class,
+    pattern,
+    tower_lines,
+    towers,
+)
 from hetero_framework.models.tiny import stock_class, tiny_config
 from hetero_framework.models.weights import Checkpoint
 from tests.samples import save_multimodal
@@ -110,6 +117,13 @@ def test_unused_members_of_a_list_are_no_towers() -> None:
     assert sorted(found) == ["picture", "scale"]
     found = language._unused_in("", model, {"scale"}, {model.picture})
     assert sorted(found) == ["experts", "picture.0"]
+
+
+def test_it_is_said_what_stays_on_disk() -> None:
+    (line,) = tower_lines(tiny_config("LlavaForConditionalGeneration"))
+    assert "model.vision_tower, model.multi_modal_projector" in line
+    assert "neither loaded nor sent" in line
+    assert tower_lines(tiny_config("llama")) == []
 
 
 def test_names_in_towers() -> None:
