@@ -1,4 +1,4 @@
-"""What crosses the boundaries of a plan beside the hidden state, in words and bytes."""
+"""What crosses between the stages of a plan beside the hidden state, in words and bytes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from hetero_framework.models.introspect import (
     ModelStructure,
     introspect,
 )
+from hetero_framework.models.language import meta_model
 from hetero_framework.models.memory import Shapes
+from hetero_framework.models.partition import ShardRange, Skeleton
 from hetero_framework.models.side import Side
-from hetero_framework.units import size
+from hetero_framework.units import plural, size
 
 _LARGE = 2.0
 """Side tensors of so many times the hidden state are warned of."""
@@ -31,7 +33,8 @@ _LARGE = 2.0
 
 def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list[str]:
     """A line for each boundary of the plan that carries more than the hidden state, for rows of so
-    many tokens; it begins with "warning: " where that is much more. None for most models."""
+    many tokens; it begins with "warning: " where that is much more. And one for each weight that is
+    trained in several processes. None for most models."""
     lines = []
     for layer in dict.fromkeys(spec.start for spec in config.plan.stages if not spec.is_first):
         sides = introspect(model).sides_at(layer)
@@ -47,7 +50,35 @@ def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list
         factor = sum(others) / hidden
         said += f"; that is {factor:.1f} times as much" if factor > _LARGE else ""
         lines.append(f"warning: {said}" if factor > _LARGE else said)
+    return lines + _tied_lines(config, model)
+
+
+def _tied_lines(config: Config, model: PretrainedConfig) -> list[str]:
+    """Of weights that lie in several processes, see `engine/ties.py`. An adapter trains none."""
+    if config.adapter is not None:
+        return []
+    whole, lines = Skeleton(model, introspect(model)), []
+    for source in dict.fromkeys(whole.ties.values()):
+        targets = [target for target, other in whole.ties.items() if other == source]
+        home, *owners = (_owner(config, whole, name) for name in (source, *targets))
+        away = [owner for owner in owners if owner != home]
+        if not away:
+            continue
+        itemsize = _setting(config, model, 1).dtype.itemsize
+        nbytes = itemsize * meta_model(model).get_parameter(source).numel()
+        lines.append(
+            f"{source} and {', '.join(targets)} are one weight in"
+            f" {plural(len({home, *away}), 'process')}: each step sends"
+            f" {size(nbytes * len(away))} of gradients and {size(nbytes * len(set(away)))} of new"
+            " weights for it"
+        )
     return lines
+
+
+def _owner(config: Config, whole: Skeleton, name: str) -> int | str:
+    """The process that holds a place of a weight."""
+    holds = (s.owner for s in config.plan.stages if whole.holds(name, ShardRange.of(s)))
+    return next(holds)
 
 
 def check_codec(

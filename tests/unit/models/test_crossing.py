@@ -17,8 +17,10 @@ from hetero_framework.models.crossing import (
     tiny_crossing,
 )
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import meta_model
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.models.tiny import tiny_config
+from hetero_framework.units import size
 
 TOKENS = 16
 
@@ -48,7 +50,9 @@ def test_nothing_is_said_of_a_model_without_side_tensors() -> None:
 
 
 def test_bytes_of_side_tensors_are_said_for_each_boundary() -> None:
-    config, model = configured("gemma3n_text", hidden_size_per_layer_input=32)
+    config, model = configured(
+        "gemma3n_text", hidden_size_per_layer_input=32, tie_word_embeddings=False
+    )
     [line] = crossing_lines(config, model, TOKENS)
     # In bfloat16: 2 x 32 inputs of layers, keys and values of 2 heads of 16 in two layers; four
     # streams of 64.
@@ -63,7 +67,9 @@ def test_bytes_of_side_tensors_are_said_for_each_boundary() -> None:
 
 
 def test_side_tensors_of_many_times_the_hidden_state_are_warned_of() -> None:
-    config, model = configured("gemma3n_text", hidden_size_per_layer_input=512)
+    config, model = configured(
+        "gemma3n_text", hidden_size_per_layer_input=512, tie_word_embeddings=False
+    )
     [line] = crossing_lines(config, model, TOKENS)
     assert line.startswith("warning: in front of layer 4, 2.25 KiB of side tensors per token")
     assert line.endswith("; that is 4.5 times as much")
@@ -107,3 +113,35 @@ def test_a_codec_that_takes_not_all_gradients_of_a_boundary_is_refused() -> None
 )
 def test_a_tiny_copy_says_what_crosses(model_type: str, said: str) -> None:
     assert tiny_crossing(introspect(tiny_config(model_type)), [2, 5]) == said
+
+
+TIED = "model.embed_tokens.weight and lm_head.weight are one weight in 2 processes: each step sends"
+
+
+def test_weight_that_is_trained_in_two_processes_is_said_with_its_bytes() -> None:
+    config, model = configured("llama", tie_word_embeddings=True, vocab_size=512)
+    # In bfloat16: 512 x 64 numbers each way.
+    assert crossing_lines(config, model, TOKENS) == [
+        f"{TIED} 64.0 KiB of gradients and 64.0 KiB of new weights for it"
+    ]
+    adapted = with_changes(config, adapter={"r": 4, "target_modules": ["q_proj"]})
+    assert crossing_lines(adapted, model, TOKENS) == []
+    both_ends = [("local", 0, 2), (1, 2, 4), ("local", 4, 6)]
+    entries = [{"id": id, "start": start, "end": end} for id, start, end in both_ends]
+    assert crossing_lines(with_changes(config, shard_plan=entries), model, TOKENS) == []
+
+
+def test_each_place_of_a_weight_sends_its_gradient() -> None:
+    kinds = ["hybrid"] * 6
+    config, model = configured(
+        "zamba2", layers_block_type=kinds, hybrid_layer_ids=[*range(6)], num_mem_blocks=1
+    )
+    lines = crossing_lines(config, model, TOKENS)
+    [line] = [line for line in lines if "q_proj.weight and" in line]
+    nbytes = meta_model(model).get_parameter(line.partition(" and ")[0]).numel() * 2
+    # Layers 4 and 5 are on worker 1.
+    assert f"sends {size(2 * nbytes)} of gradients and {size(nbytes)} of new weights" in line
+
+
+def with_changes(config: Config, **changes: Any) -> Config:
+    return Config.from_dict({**config.to_dict(), **changes})
