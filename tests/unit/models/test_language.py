@@ -153,7 +153,10 @@ def test_a_model_of_other_inputs_than_text_says_so(model_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("reformer", "the model's own code goes backward"), ("blt", "no one hidden size")],
+    [
+        ("reformer", "the model's own code goes backward"),
+        pytest.param("blt", "no one hidden size", marks=pytest.mark.long),
+    ],
 )
 def test_a_model_of_other_blocks_says_what_they_are(model_type: str, reason: str) -> None:
     with pytest.raises(ArchitectureError, match=reason):
