@@ -22,6 +22,8 @@ CLOCK = OPENING + b"clock\n"
 MAX_BYTES = 8192
 """Of a question or an answer."""
 _MAX_NOTES = 1000
+# What reading a line of somebody else's may come to; infinity, which JSON has here, is no integer.
+_NOT_SUCH = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 
 class Notes:
@@ -42,7 +44,7 @@ class Notes:
                 return _line(None)
             found = self._find(str(said["run"]), str(said["facts"]), float(said["since_s"]))
             return _line(found)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        except (*_NOT_SUCH, AttributeError):
             return b""
 
     def _keep(self, finished: Finished) -> None:
@@ -75,7 +77,7 @@ def found(answer: bytes) -> Finished | None:
     try:
         said = json.loads(answer)
         return _finished(said["finished"]) if said["finished"] is not None else None
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except _NOT_SUCH:
         return None
 
 
@@ -83,7 +85,7 @@ def clock(answer: bytes) -> float | None:
     """What a lighthouse answers to CLOCK, in seconds since 1970; None of anything else."""
     try:
         return float(json.loads(answer)["clock"])
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except _NOT_SUCH:
         return None
 
 

@@ -62,43 +62,22 @@ class CausalLM:
         `running` is the context of each forward. `backward` differentiates a loss, scaled as the
         caller likes; None outside training. Gradients are left in parameters and `received`.
         """
-        if backward is None or not averages_means(type(shard.model)):
-            return self._loss(
-                shard, inputs, received, num_items, running=running, backward=backward
-            )
-        differentiate, micro_batches = backward, num_items
-        items = inputs["labels"][..., 1:].ne(IGNORE_INDEX).sum().clamp(min=1)
-        mean = self._loss(
-            shard,
-            inputs,
-            received,
-            items,
-            running=running,
-            backward=lambda loss: differentiate(loss / micro_batches),
-        )
-        return mean / micro_batches
-
-    def _loss(
-        self,
-        shard: Shard,
-        inputs: Inputs,
-        received: Bundle,
-        num_items: torch.Tensor,
-        *,
-        running: Callable[[], AbstractContextManager[None]],
-        backward: Callable[[torch.Tensor], None] | None,
-    ) -> torch.Tensor:
-        """The loss divided by `num_items`, of whatever they are."""
+        divisor, differentiate = num_items, backward
+        if backward is not None and averages_means(type(shard.model)):
+            divisor = inputs["labels"][..., 1:].ne(IGNORE_INDEX).sum().clamp(min=1)
+            differentiate = _divided(backward, num_items)
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if chunks := spans(inputs["labels"].shape, limit):
-            return chunked_loss(
-                shard, inputs, received, num_items, chunks, running=running, backward=backward
+            loss = chunked_loss(
+                shard, inputs, received, divisor, chunks, running=running, backward=differentiate
             )
-        with running():
-            loss = shard.loss(inputs, received, num_items, tokens_only=backward is None)
-        if backward is not None:
-            backward(loss)
-        return loss.detach()
+        else:
+            with running():
+                loss = shard.loss(inputs, received, divisor, tokens_only=backward is None)
+            if differentiate is not None:
+                differentiate(loss)
+            loss = loss.detach()
+        return loss if divisor is num_items else loss / num_items
 
     def num_chunks(self, config: PretrainedConfig, rows: int, tokens: int) -> int:
         """How many pieces the loss of a micro-batch is computed in."""
@@ -132,6 +111,13 @@ class CausalLM:
         if limit is None or tokens <= limit:
             return tokens * int(text.vocab_size) * per_logit
         return limit * int(text.vocab_size) * per_logit + 4 * head_numbers
+
+
+def _divided(
+    backward: Callable[[torch.Tensor], None], num_items: torch.Tensor
+) -> Callable[[torch.Tensor], None]:
+    """`backward` of a loss that has not been divided yet."""
+    return lambda loss: backward(loss / num_items)
 
 
 def averages_means(cls: type[PreTrainedModel]) -> bool:

@@ -57,6 +57,8 @@ def test_the_first_note_of_a_run_counts_and_old_ones_are_forgotten(
         b'hetero-islands {"note": 3}\n', b'hetero-islands {"note": {"run": "x"}}\n',
         b'hetero-islands {"run": "x"}\n', b"hetero-islands " + b"[" * 8000, b"\xff\n",
         b'hetero-islands {"run": "x", "facts": "y", "since_s": "soon"}\n',
+        b'hetero-islands {"run": "x", "facts": "y", "since_s": 1' + b"0" * 400 + b"}\n",
+        b'hetero-islands {"note": {"run": "x", "facts": "y", "step": Infinity, "islands": []}}\n',
     ],
 )  # fmt: skip
 def test_what_is_no_question_has_no_answer(line: bytes) -> None:
