@@ -22,11 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
-from peft.tuners.lora import LoraModel
-from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
-from peft.utils import ModulesToSaveWrapper
-from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PretrainedConfig
@@ -42,8 +37,16 @@ from hetero_framework.models.adapter_plan import (
 )
 from hetero_framework.models.introspect import tied_names
 from hetero_framework.models.language import meta_model, towers
+from hetero_framework.models.library import compiled_at_first_call
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.seeds import derive_seed
+
+with compiled_at_first_call():
+    from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
+    from peft.tuners.lora import LoraModel
+    from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+    from peft.utils import ModulesToSaveWrapper
+    from peft.utils.constants import DUMMY_TARGET_MODULES
 
 if TYPE_CHECKING:
     from hetero_framework.config import AdapterConfig
