@@ -15,7 +15,7 @@ import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -78,9 +78,10 @@ class ModelStructure:
     `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`; it has
     `token_factor` tokens for each one of the text (ProphetNet predicts several), and `more_tokens`
     that the model adds to each row (a prompt of CPM-Ant's).
-    `reaches_into_blocks` tells whether the model uses weights of its blocks (to rescale them)
-    before it runs them, `loss_counts_items` whether its own loss is the sum over tokens divided by
-    `num_items_in_batch`, and what else it adds.
+    `takes_embeddings` tells whether blocks receive all but the hidden state alike where the model
+    gets embeddings in place of token ids, `reaches_into_blocks` whether the model uses weights of
+    its blocks (to rescale them) before it runs them, `loss_counts_items` whether its own loss is
+    the sum over tokens divided by `num_items_in_batch`, and what else it adds.
     """
 
     model_class: type[PreTrainedModel]
@@ -97,6 +98,7 @@ class ModelStructure:
     tiny_width: int
     token_factor: int
     more_tokens: int
+    takes_embeddings: bool
     reaches_into_blocks: bool
     loss_counts_items: bool
 
@@ -175,6 +177,7 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
         tiny_width=int(width),
         token_factor=factor,
         more_tokens=more,
+        takes_embeddings=_takes_embeddings(model, blocks, watch, inputs),
         reaches_into_blocks=any(
             min(phases) < 0 for n, phases in watch.phases.items() if n.startswith(f"{blocks}.")
         ),
@@ -216,8 +219,9 @@ def _watched(
 ) -> _Watch:
     """What one forward of the model did."""
     watch = _Watch(model, blocks, inputs["input_ids"])
+    left_out = {"labels"} | ({"input_ids"} if "inputs_embeds" in inputs else set())
     with torch.enable_grad(), watch.lineage, watch:
-        run_on_text(model, {k: v for k, v in inputs.items() if k != "labels"})
+        run_on_text(model, {k: v for k, v in inputs.items() if k not in left_out})
     return watch
 
 
@@ -233,6 +237,25 @@ def _tokens_of(
     least, tokens = _tokens(_watched(model, modules, fewer)), fewer["input_ids"].shape[1]
     factor = (most - least) // (PROBE_TOKENS - tokens)
     return factor, most - factor * PROBE_TOKENS
+
+
+def _takes_embeddings(
+    model: PreTrainedModel, blocks: str, watch: _Watch, inputs: dict[str, torch.Tensor]
+) -> bool:
+    """See `ModelStructure.takes_embeddings`; `watch` saw the `inputs`."""
+    if watch.sides() or watch.id_readers:
+        return False  # what is made of ids beside the embedding cannot be made of its output
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        return False
+    width = cast(Any, model.get_input_embeddings()).weight.shape[-1]
+    zeros = torch.zeros(*inputs["input_ids"].shape, width, dtype=model.dtype)
+    modules: Any = model.get_submodule(blocks)
+    try:
+        other = _watched(model, modules, {**inputs, "inputs_embeds": zeros}).independent
+    except ArchitectureError:
+        return False
+    alike = (torch.equal(t, other[at]) for at, t in watch.independent.items() if at in other)
+    return watch.independent.keys() <= other.keys() and all(alike)
 
 
 def _tokens(watch: _Watch) -> int:
@@ -326,6 +349,16 @@ class _Watch(WeightUses):
         forms = self.forms()
         calls = zip(self.order, self.calls, strict=True)
         return [forms[block].hidden(*call) for block, call in calls]
+
+    @property
+    def independent(self) -> dict[tuple[int, Way], torch.Tensor]:
+        """By block and place, what blocks receive that is of neither token ids nor weights."""
+        return {
+            (block, path): tensor
+            for block, received in zip(self.order, self._received, strict=True)
+            for path, tensor, _ in received
+            if self.lineage.level(tensor) is None
+        }
 
     @functools.cached_property
     def _besides(self) -> list[tuple[int, Way, torch.Tensor, Any, int]]:

@@ -286,7 +286,6 @@ class Shard:
         self._captured: dict[int, Tensor] = {}  # by place in the bundle
         self._part: _Part = "whole"
         self._chunk = 0
-        self._parameters_of_forward = inspect.signature(model.forward).parameters
         own = (k for k in structure.running if rng.start <= k < rng.end)
         self._entry = next(own, None)  # the first block here, of those that run
         self._last_running = structure.running[-1]
@@ -456,10 +455,7 @@ class Shard:
         # A hidden state may have other axes in front of them.
         shaped = inputs.get("attention_mask", inputs.get("position_ids", hidden_BSD))
         rows, tokens = shaped.shape[:2]
-        structure = self._whole.structure
-        by_ids = "inputs_embeds" not in self._parameters_of_forward
-        # What is made of ids beside the embedding cannot be made of its output.
-        if by_ids or structure.sides or structure.id_readers:
+        if not self._whole.structure.takes_embeddings:
             zeros = torch.zeros(rows, tokens, dtype=torch.int64, device=hidden_BSD.device)
             return {"input_ids": zeros}
         width = self.model.get_input_embeddings().weight.shape[-1]

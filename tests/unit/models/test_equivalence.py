@@ -119,6 +119,17 @@ def test_a_loss_that_does_not_run_on_text_alone_is_the_tokens_own() -> None:
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
+@pytest.mark.long
+def test_positions_of_padding_that_embeddings_would_change_are_those_of_ids() -> None:
+    """Without token ids this class gives padding other positions. No loss shows that, but the sizes
+    of an expert's products do, and with them how their sums are rounded."""
+    config = tiny_config("Qwen3OmniMoeThinkerForConditionalGeneration")
+    assert not introspect(config).takes_embeddings
+    assert introspect(tiny_config("llama")).takes_embeddings
+    result = compare(config, ranges_from_cuts([2, 5], 6))
+    assert (result.verdict, result.reason) == ("bit-equal", "")
+
+
 def test_changed_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Shard.forward
 
@@ -139,6 +150,21 @@ def test_last_bit_is_noticed_but_tolerated(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Shard, "forward", rounded)
     result = verify_model(model_type="llama")
+    assert result.verdict == "within tolerance"
+    assert 0 < result.gradient_difference < 1e-4
+
+
+def test_gradients_of_later_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = Shard.forward, []
+
+    def rounded(self: Shard, *args: Any) -> Bundle:
+        calls.append(self.range)
+        factor = 1 + 1e-7 * (len(calls) > 4)  # of three steps with two boundaries the last
+        return tuple(tensor * factor for tensor in forward(self, *args))
+
+    monkeypatch.setattr(Shard, "forward", rounded)
+    result = compare(tiny_config("llama"), ranges_from_cuts([2, 5], 6))
+    assert len(calls) == 6
     assert result.verdict == "within tolerance"
     assert 0 < result.gradient_difference < 1e-4
 
