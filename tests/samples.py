@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from hetero_framework.core.messages import Boundary, Coded, Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.models.language import towers
 from hetero_framework.models.tiny import tiny_config
 
 TEXT = "the a model trains on many small machines and every layer keeps its own weights"
@@ -116,6 +117,7 @@ def save_multimodal(directory: Path, name: str, **changes: Any) -> Path:
     `changes` are those of `save_pretrained`."""
     tokenizer = save_tokenizer(directory)
     config = tiny_config(name)
+    towers(config)  # has parts stood in for whose package is not here
     special = ("pad_token_id", "bos_token_id", "eos_token_id")
     media = sorted(f for f in config.to_dict() if f.endswith(("token_id", "token_index")))
     text = config.get_text_config()

@@ -277,6 +277,7 @@ def _build(
     config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None
 ) -> tuple[Any, list[Shard]]:
     """The stock model and the shards, from one checkpoint."""
+    towers(config)  # has what this machine cannot build of it stood in for
     stock = stock_class(config)
     with quiet_library(), tempfile.TemporaryDirectory() as directory:
         if checkpoint is None:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.absent import AbsentPart, Placed, stand_in
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.side import tensors_at
@@ -69,10 +70,23 @@ def towers(config: PretrainedConfig) -> tuple[str, ...]:
         key = json.dumps([cls.__name__, tiny.to_dict()], sort_keys=True, default=str)
         if key not in _found:
             with quiet_library(), torch.random.fork_rng(devices=[]):
-                _found[key] = tuple(_unused(cls._from_config(tiny), tiny))
+                _found[key] = tuple(_unused(_tiny_model(cls, tiny), tiny))
         return _found[key]
     except LIBRARY_ERRORS as error:
         raise no_tiny_copy(config, error) from error
+
+
+def _tiny_model(cls: Any, tiny: PretrainedConfig) -> PreTrainedModel:
+    """Raises ArchitectureError where the library cannot build it."""
+    try:
+        try:
+            return cls._from_config(tiny)
+        except ImportError:
+            if not stand_in(tiny):
+                raise
+            return cls._from_config(tiny)
+    except LIBRARY_ERRORS as error:
+        raise no_tiny_copy(tiny, error, built=False) from error
 
 
 def tower_lines(config: PretrainedConfig) -> list[str]:
@@ -84,18 +98,21 @@ def tower_lines(config: PretrainedConfig) -> list[str]:
     ]
 
 
-def no_tiny_copy(config: PretrainedConfig, error: BaseException) -> ArchitectureError:
+def no_tiny_copy(
+    config: PretrainedConfig, error: BaseException, *, built: bool = True
+) -> ArchitectureError:
     """The refusal of a model of which nothing can be learned."""
     on_text = " on text alone" if config.sub_configs else ""
-    hint = _LISTED
-    if isinstance(error, ImportError):
-        hint = "install on every machine what its class asks for"
+    said, hint = f"no tiny copy of a {config.model_type} model runs{on_text}", _LISTED
+    if not built:
+        said = f"the installed transformers builds no tiny copy of a {config.model_type} model"
+        hint = f"its config.json, or another version of transformers, has to let it be; {_LISTED}"
     elif on_text:
         hint = "its class has to run without pictures and sound; " + hint
+    if isinstance(error, ImportError):
+        hint = "install on every machine what its class asks for"
     return ArchitectureError(
-        f"no tiny copy of a {config.model_type} model runs{on_text}, so that its cut cannot be"
-        f" verified: {one_line(error)}",
-        hint=hint,
+        f"{said}, so that its cut cannot be verified: {one_line(error)}", hint=hint
     )
 
 
@@ -176,26 +193,18 @@ def _unused_in(
         own = {f"{prefix}{name}.{inner}" for inner, _ in child.named_parameters()}
         if own & used or child in called:
             yield from _unused_in(prefix + name, child, used, called)
-        elif own:
+        elif own or isinstance(child, AbsentPart):
             yield prefix + name
 
 
-class _Tower(nn.Module):
+class _Tower(Placed):
     """Stands for a tower. What models read of it stays: its plain attributes, and where it is."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
         copy_plain_attributes(tower, self)
         if isinstance(tower, PreTrainedModel):
-            self.register_buffer("_place", torch.empty(0, dtype=tower.dtype), persistent=False)
-
-    @property
-    def device(self) -> torch.device:
-        return self.get_buffer("_place").device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.get_buffer("_place").dtype
+            self.place(tower.dtype)
 
 
 def copy_plain_attributes(source: nn.Module, target: Any) -> None:

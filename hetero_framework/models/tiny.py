@@ -133,6 +133,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": _EACH_KIND,
     "cohere_compass": {"text_config": {"model_type": "cohere_compass_text", **_EACH_KIND}},
     "step3p7": {"text_config": {"sliding_window": WINDOW}},
+    "perception_lm": {"vision_config": {"model_args": {"embed_dim": HIDDEN}}},
     # Tokens that published configurations name.
     **dict.fromkeys(("chameleon", "emu3"), _PICTURE_TOKEN),
     "qwen2_5_omni_thinker": {"vision_start_token_id": 7, **_AXES},
@@ -148,7 +149,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     # What it asks of its text's part.
     "gemma4_assistant": {
-        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+        "text_config": {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_hidden_layers": TINY_LAYERS,
+            "num_kv_shared_layers": TINY_LAYERS,
+        }
     },
     # One layer with attention would share its transformer with no other.
     "zamba": {
@@ -262,8 +268,16 @@ def tiny_config(name: str) -> PretrainedConfig:
     text = causal_lm_config(default)
     if text is not default and text.model_type in CONFIG_MAPPING:
         return tiny_config(text.model_type)
+    settings = _merged(_settings_of_parts(default), extra)
     counts = _layer_counts(default.to_dict())
-    return causal_lm_config(shrink(cls(**_merged(counts, extra))))
+    return causal_lm_config(shrink(cls(**_merged(counts, settings))))
+
+
+def _settings_of_parts(config: PretrainedConfig) -> dict[str, Any]:
+    """What the table has of the configurations inside."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    types = {name: part.model_type for name, part in parts.items() if part is not None}
+    return {name: _DEFAULTS[kind] for name, kind in types.items() if kind in _DEFAULTS}
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -303,8 +317,8 @@ def _layer_counts(fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, int) and name in _LAYER_COUNTS:
             changes[name] = TINY_LAYERS
-        elif isinstance(value, dict) and "model_type" in value:
-            changes[name] = _layer_counts(value)
+        elif isinstance(value, dict) and "model_type" in value and (own := _layer_counts(value)):
+            changes[name] = own
     return changes
 
 

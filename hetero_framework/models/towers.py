@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework import repository
 from hetero_framework.errors import ModelError
+from hetero_framework.models.absent import AbsentPart
 from hetero_framework.models.export import checkpoint_form
 from hetero_framework.models.language import lies_in, on_meta, towers
 from hetero_framework.models.tiny import stock_class
@@ -30,8 +31,8 @@ class TowerWeights:
         self._of_processor = (checkpoint.source, checkpoint.revision, repository.PROCESSORS)
         hint = "take that entry out of the file"
         repository.refuse_code(*self._of_processor, ModelError, hint)
-        self._shapes, self._sources = _placed(config, checkpoint)
-        if missing := sorted(self._shapes.keys() - self._sources.keys()):
+        self._shapes, self._sources, missing = _placed(config, checkpoint)
+        if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ModelError(
                 f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that text does"
@@ -44,7 +45,7 @@ class TowerWeights:
         for key, source in sorted(self._sources.items()):
             with self._checkpoint.slices(source.__eq__) as found:
                 shape = found[source].get_shape()
-                if tuple(shape) != self._shapes[key]:
+                if tuple(shape) != self._shapes.get(key, tuple(shape)):
                     raise ModelError(
                         f"{source} of the checkpoint {self._checkpoint.source!r} has the shape"
                         f" {shape}; its config.json says {list(self._shapes[key])}",
@@ -78,10 +79,13 @@ def tower_weights(
 
 def _placed(
     config: PretrainedConfig, checkpoint: Checkpoint
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """By key of a checkpoint of the class: shapes, and the keys in `checkpoint`."""
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[str]]:
+    """By key of a checkpoint of the class: shapes, and the keys in `checkpoint`; and what is not
+    there. What stands for a part that this machine cannot build tells no names and shapes: its
+    tensors keep those of the file."""
     model: Any = on_meta(stock_class(config), config)
     gone = towers(config)
+    absent = [name for name, part in model.named_modules() if isinstance(part, AbsentPart)]
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     state = {
         name: tensor
@@ -90,11 +94,14 @@ def _placed(
     }
     shapes = {key: tuple(t.shape) for key, t in checkpoint_form(model, state).items()}
     rename = renaming(model, dict.fromkeys(model.state_dict(), True))
-    sources = {}
+    sources, empty = {}, set(absent)
     for source in checkpoint.files:
-        keys = {source}
-        if source not in shapes:  # another version's names
+        keys = {source} & shapes.keys()
+        if not keys:
             name = rename(source)
-            keys = set(checkpoint_form(model, {name: state[name]}) if name in state else ())
-        sources.update(dict.fromkeys(keys & shapes.keys(), source))
-    return shapes, sources
+            if name in state:  # another version's names
+                keys = checkpoint_form(model, {name: state[name]}).keys() & shapes.keys()
+            elif own := {part for part in absent if lies_in(name, (part,))}:
+                keys, empty = {source}, empty - own
+        sources.update(dict.fromkeys(keys, source))
+    return shapes, sources, sorted({*shapes.keys() - sources.keys(), *empty})

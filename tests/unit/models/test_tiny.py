@@ -116,6 +116,13 @@ def test_classes_have_names_of_their_own_beside_the_types() -> None:
     assert config.get_text_config().hidden_size < 100
 
 
+def test_parts_of_a_composite_have_their_own_settings() -> None:
+    text = tiny_config("Qwen4ExpForConditionalGeneration").text_config
+    assert (text.num_hidden_layers, text.ple_layer_ids) == (6, [2, 5])
+    # No setting of a part goes for want of another.
+    assert tiny_config("FastVlmForConditionalGeneration").vision_config.hidden_size
+
+
 def test_shrink_is_idempotent_and_leaves_its_argument_alone() -> None:
     config = LlamaConfig()
     before = config.to_dict()
