@@ -4,6 +4,7 @@
     python -m benchmarks.islands speeds
     python -m benchmarks.islands bytes
     python -m benchmarks.islands hidden
+    python -m benchmarks.islands overlap
     python -m benchmarks.islands loss
 
 `goodput`: three islands sum the gradients of every step; one of them, another each time, is killed
@@ -19,6 +20,10 @@ fragments and int8, against the gradients of every step. All rows of the embeddi
 
 `hidden`: two islands on a shaped network (Linux, as root), adapters, rounds of 100 steps: which
 part of the time went by while a synchronisation was waited for.
+
+`overlap`: two islands on a shaped network (Linux, as root) sum all gradients in every step: which
+part of the time that these need on the link goes by while layers still compute. Each island is one
+process (`--stages 1`), or has so many, a stage each.
 
 `loss`: two islands in rounds of 20 steps against two that sum the gradients of every step, both
 with the same tokens; the loss on data that neither has trained.
@@ -51,8 +56,9 @@ import torch
 from benchmarks import machines
 from benchmarks.codecs import save_texts, save_tokenizer
 from benchmarks.machines import Child, Machines, Room, run_program
-from benchmarks.network import DelayLine, open_network
+from benchmarks.network import DATA_SHARE, DelayLine, open_network
 from benchmarks.replanning import LAYERS, Here, save_model
+from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.config.island import LIGHTHOUSE_PORT
 from hetero_framework.core.devices import Device
@@ -129,28 +135,30 @@ def light(connection: Any, host: str, port: int) -> None:
                 entrance.wait(1.0)
 
 
+def work(connection: Any, raw: dict[str, Any], worker: int, sleep_s: float) -> None:
+    """A worker of an island."""
+    serve(Config.from_dict(raw), worker, build=sleeping(sleep_s), keep=True)
+
+
 def sleeping(seconds: float) -> BuildStages:
-    """Makes real stages that also sleep so long for each layer and micro-batch."""
+    """Makes real stages in which each layer sleeps so long in each of its backwards."""
 
     def build(
         config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
     ) -> list[Stage]:
         stages = load_stages(config, specs, device, remains)
-        for spec, stage in zip(specs, stages, strict=True):
-            _slow_down(stage, (spec.end - spec.start) * seconds)
+        for stage in stages:
+            for block in stage._shard._blocks:
+                block.register_forward_hook(partial(_sleep_behind, seconds))
         return stages
 
     return build
 
 
-def _slow_down(stage: Any, seconds: float) -> None:
-    own = stage.forward_backward
-
-    def slowed(*args: Any) -> Any:
-        time.sleep(seconds)
-        return own(*args)
-
-    stage.forward_backward = slowed
+def _sleep_behind(seconds: float, block: Any, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: time.sleep(seconds))
+    return hidden
 
 
 @dataclass
@@ -499,6 +507,79 @@ def hidden(rounds: int, sleep_s: float, delay_steps: int, compression: str) -> d
     return found
 
 
+_MICRO_BATCHES = 2
+_TAKES_S = 1.5
+"""What the gradients of a step need at the slow link's rate."""
+
+
+def overlap(stages: int, steps: int, sleep_s: float) -> dict[str, Any]:
+    """`not_hidden_s` is how much longer a step takes than where its gradients need no time. Of the
+    last micro-batch's backward alone can go by meanwhile: what all layers sleep once."""
+    found: dict[str, Any] = {"case": "overlap", "stages": stages, "steps": steps, "sleep": sleep_s}
+    rate = 0.0
+    for kind in ("fast", "slow"):
+        lines = _summing(stages, steps, sleep_s, rate or 1e9)
+        seconds = statistics.median(line["step_seconds"] for line in lines)
+        sent = statistics.median(line["island"]["bytes_out"] for line in lines)
+        found[f"{kind}_step_s"], found["bytes"] = round(seconds, 3), sent
+        rate = sent * 8 / DATA_SHARE / _TAKES_S
+    found["link_s"] = _TAKES_S
+    found["not_hidden_s"] = round(found["slow_step_s"] - found["fast_step_s"], 3)
+    found["hidden"] = round(1 - found["not_hidden_s"] / _TAKES_S, 3)
+    return found
+
+
+def _summing(stages: int, steps: int, sleep_s: float, rate: float) -> list[dict[str, Any]]:
+    """The lines of the steps of one of two islands, after the first ones."""
+    names = ("a", "b")
+    with ExitStack() as stack:
+        ports = (rate, rate, 1e9)
+        network = stack.enter_context(open_network("100mbit", 3, ports_bit_s=ports))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        started = stack.enter_context(Machines())
+        _prepare(folder, vocab_size=VOCABULARY)
+        *homes, sea = network.places
+        started.start(sea, light, sea.address, LIGHTHOUSE_PORT).receive(SILENT_S)
+        raws = {}
+        for name, home in zip(names, homes, strict=True):
+            raw = configuration(
+                folder,
+                name,
+                LIGHTHOUSE_PORT,
+                max_steps=steps,
+                gradient_accumulation_steps=2 * _MICRO_BATCHES,
+                island={"min_islands": 2, "share": 1},
+            )
+            raw["coordinator"] |= {"hostname": name, "ip": home.address}
+            raw["island"]["lighthouse"] = f"{sea.address}:{LIGHTHOUSE_PORT}"
+            _cut(raw, stages)
+            for worker in range(1, stages):
+                started.start(home, work, raw, worker, sleep_s)
+            raws[name] = raw
+        rooms = dict(zip(names, homes, strict=True))
+        islands = Islands(started, raws, dict.fromkeys(names, sleep_s), rooms)
+        for name in names:
+            islands.start(name)
+        islands.until_done(*names)
+    return [line for _, line in islands.of["a"].steps[_UNCOUNTED:]]
+
+
+_UNCOUNTED = 2
+
+
+def _cut(raw: dict[str, Any], stages: int) -> None:
+    """Into equal stages, one for each process of the island's machine."""
+    layers = LAYERS // stages
+    own = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    raw["workers"] = [{**own, "id": k, "port": _WORKER_PORT + k} for k in range(1, stages)]
+    raw["shard_plan"] = [
+        {"id": k or "local", "start": k * layers, "end": (k + 1) * layers} for k in range(stages)
+    ]
+
+
+_WORKER_PORT = 29600
+
+
 def loss(steps: int, sync_steps: int, warmup_steps: int, learning_rate: float) -> dict[str, Any]:
     """`steps` of each of two islands; those that sum their gradients take twice the samples. Rounds
     begin after so many `warmup_steps` of each."""
@@ -564,6 +645,10 @@ def main() -> None:
     slow.add_argument("--sleep", type=float, default=0.05)
     slow.add_argument("--delay-steps", type=int, default=10)
     slow.add_argument("--compression", choices=("none", "bf16", "int8"), default="int8")
+    while_computing = commands.add_parser("overlap")
+    while_computing.add_argument("--stages", type=int, default=1)
+    while_computing.add_argument("--steps", type=int, default=10)
+    while_computing.add_argument("--sleep", type=float, default=0.1)
     tokens = commands.add_parser("loss")
     tokens.add_argument("--steps", type=int, default=400)
     tokens.add_argument("--sync-steps", type=int, default=20)
@@ -576,6 +661,8 @@ def main() -> None:
         found = sent_bytes(options.sync_steps)
     elif options.command == "hidden":
         found = hidden(options.rounds, options.sleep, options.delay_steps, options.compression)
+    elif options.command == "overlap":
+        found = overlap(options.stages, options.steps, options.sleep)
     elif options.command == "loss":
         found = loss(options.steps, options.sync_steps, options.warmup_steps, options.learning_rate)
     else:

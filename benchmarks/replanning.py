@@ -153,10 +153,10 @@ def paced(slow_from: float) -> BuildStages:
 def _slow_down(stage: Any, layers: int, slow_from: float) -> None:
     step = 0
 
-    def begin(info: StepInfo, own: Callable[..., Any] = stage.begin) -> None:
+    def begin(info: StepInfo, take: Any, own: Callable[..., Any] = stage.begin) -> None:
         nonlocal step
         step = info.step
-        own(info)
+        own(info, take)
 
     def after(own: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slowed(*args: Any) -> Any:

@@ -295,7 +295,7 @@ class SleepStage:
     def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
         """Any size will do."""
 
-    def begin(self, info: StepInfo) -> None:
+    def begin(self, info: StepInfo, take: Any = None) -> None:
         """Nothing to prepare."""
 
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:

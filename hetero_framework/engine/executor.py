@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from hetero_framework.core import failpoints, trace
@@ -79,7 +80,9 @@ class Executor:
     def stage(self, index: int) -> api.StageInterface:
         return self._lanes[index].stage
 
-    def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
+    def begin(
+        self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
+    ) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
         limits = {index: schedule.in_flight_limits[index] for index in self._lanes}
@@ -88,7 +91,8 @@ class Executor:
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
         for lane in self._lanes.values():
             self._drop(lane)
-            lane.stage.begin(info)
+            early = None if take is None else partial(_hand_on, take, lane.stage.index)
+            lane.stage.begin(info, early)
             lane.queue_peak = 0
 
     def abort(self) -> None:
@@ -293,6 +297,10 @@ class Executor:
                 arrival.release()
             waiting.clear()
         lane.inputs.clear()
+
+
+def _hand_on(take: api.TakeEarly, stage: int, gradients: api.Tensors) -> None:
+    take(api.GradientPart(stage, 0, api.StatePart(gradients)))
 
 
 def _own(results: Bundle, arrival: api.Arrival) -> Bundle:

@@ -105,8 +105,11 @@ class Host(Protocol):
     id: WorkerId
     indexes: list[int]
 
-    def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
-        """A step begins, or begins again: whatever belongs to an earlier attempt is forgotten."""
+    def begin(
+        self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
+    ) -> None:
+        """A step begins, or begins again: whatever belongs to an earlier attempt is forgotten. In
+        one that is summed a host may give `take` gradients before their stage is done."""
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
         """Give a stage those tensors of a micro-batch that it needs."""

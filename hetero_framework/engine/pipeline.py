@@ -96,7 +96,7 @@ class Pipeline:
         self._ties = ties
         self._tied = TiedGradients(ties)
         self._untold: set[int] = set()  # stages whose new weights others have not taken over yet
-        self._summing: tuple[Summing, api.GradientSum] | None = None
+        self._summing: Summing | None = None
         self._max_in_flight = 1
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._absent: set[WorkerId] = set()
@@ -135,7 +135,11 @@ class Pipeline:
         gradients of one that is summed go to `group`."""
         self._share_weights(self._untold)
         self._info, self._tied = info, TiedGradients(self._ties)
-        self._summing = (Summing(self._trained), group) if group is not None else None
+        self._summing, take = None, None
+        if group is not None:
+            found = partial(self._tied.take, last=True)
+            self._summing = Summing(self._trained, self._host_of, group, found)
+            take = self._summing.take_early
         self._max_in_flight = max_in_flight
         self._results.begin()
         self._began = time.perf_counter()
@@ -143,7 +147,7 @@ class Pipeline:
         for host in self._hosts:
             if self._snapshot is not None:  # begun after the last step or before
                 host.snapshot(self._snapshot[0].step)
-            host.begin(info, schedule)
+            host.begin(info, schedule, take)
 
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
         """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
@@ -170,35 +174,37 @@ class Pipeline:
                 self._read_snapshot()
             elif entering is not None:
                 admit(entering)
-            elif not (self._give_gradients() or self._read_snapshot()):
+            elif not (self._give_gradients() or self._load_sums() or self._read_snapshot()):
                 self._wait(lambda: f"losses of micro-batches {self._results.open(len(batches))}")
         return self._results.losses()
 
     def _give_gradients(self) -> bool:
         """Hand on those of stages that are done; whether there were any."""
         if self._summing is not None:
-            summing, group = self._summing
-            return summing.hand_over(self._hosts, group)
+            return self._summing.give()
         found = [part for host in self._hosts for part in host.gradients()]
         for given in found:
             self._tied.take(given.stage, given.part.tensors, last=given.part.last)
             given.part.release()
         return bool(found)
 
+    def _load_sums(self) -> bool:
+        """Have stages that are done take over the sums of all replicas, as far as they are there;
+        whether anything was taken."""
+        return self._summing is not None and self._summing.load()
+
     def sum_gradients(self) -> None:
         """After `run`, in a step that is summed: wait until every stage has the sums. Raises what
         the group does, LinkLost and Stalled."""
         if self._summing is None:
             return
-        summing, group = self._summing
         self._last_progress = time.monotonic()
-        while summing.waiting:
-            if (found := summing.next_sums(group)) is not None:
-                stage, sums = found
-                self._tied.take(stage, sums, last=True)
-                parts = in_parts((name, total, {}) for name, total in sums.items())
-                self.load_state(stage, "gradients", parts)
-            elif not self._give_gradients():
+        while not self._summing.is_done:
+            if self._give_gradients() or self._load_sums():
+                self._last_progress = time.monotonic()
+            elif (host := self._summing.loading) is not None:
+                self._wait(partial("{} to take over sums of gradients".format, _name(host)))
+            else:  # other replicas, of which no event tells
                 self.check()
                 if self._receive(_SUMS_POLL_S):
                     self._last_progress = time.monotonic()

@@ -58,7 +58,10 @@ class RemoteHost(Host):
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
+    def begin(
+        self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
+    ) -> None:
+        """A worker's gradients come stage by stage: what it computes would wait behind them."""
         self._info, self._norms = info, None
         self._drop_gradients()
         self._links.ping(self.id)

@@ -18,6 +18,7 @@ from torch import Tensor
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
+from hetero_framework.engine.early_gradients import EarlyGradients, Take
 from hetero_framework.engine.expectation import rows_and_tokens
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
@@ -77,6 +78,7 @@ class Stage:
         # They cross the wire in every step, and may be a gigabyte each.
         self._tied_copies: dict[str, HostCopy] = defaultdict(lambda: HostCopy(device))
         self._names = {p: name for name, p in self._parameters}
+        self._early = EarlyGradients(self._parameters, device.to_host)
         trained = list(self._names)
         self._optimizer = build_optimizer(training, shard.model, trained) if trained else None
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
@@ -91,6 +93,7 @@ class Stage:
         """The stage is used no more: its range, and what of the shard another one can take. All
         else is freed, whoever still holds the stage."""
         self.abort()
+        self._early.close()
         self._parameters, self._names, self._optimizer = [], {}, None
         self._targets, self._sources = {}, {}
         return self._shard.range, self._shard.dissolve()
@@ -102,9 +105,12 @@ class Stage:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def begin(self, info: StepInfo) -> None:
+    def begin(self, info: StepInfo, take: Take | None = None) -> None:
+        """In a step that is summed, `take` gets gradients as soon as they are final, while their
+        backward still runs, in its thread; `gradients` has the rest."""
         self.abort()
         self._info = info
+        self._early.begin(take if info.summed else None)
         self._shard.train(info.train)
 
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
@@ -124,7 +130,10 @@ class Stage:
         """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
         gradients of what came in."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
-        loss = self._loss(micro_batch, inputs, received, float(self._info.num_items))
+        rows, tokens = inputs["labels"].shape
+        chunks = self._objective.num_chunks(self._shard.config, rows, tokens)
+        with self._last_backward(micro_batch, is_one=chunks == 1):
+            loss = self._loss(micro_batch, inputs, received, float(self._info.num_items))
         failpoints.spoil("output", loss)
         self._note_finite(micro_batch, loss)
         return loss, gradients_of(received)
@@ -164,17 +173,32 @@ class Stage:
                 f"{shown(*gradients)}, expected {wanted}"
             )
         self._current_micro_batch = micro_batch
-        differentiate(left, gradients)
+        with self._last_backward(micro_batch):
+            differentiate(left, gradients)
         return gradients_of(received)
+
+    def _last_backward(
+        self, micro_batch: int, *, is_one: bool = True
+    ) -> AbstractContextManager[None]:
+        """Around the backward of a micro-batch, or around several of which only one is through
+        blocks: gradients are final within if it is the step's last."""
+        if micro_batch < self._info.micro_batches - 1:
+            return nullcontext()
+        outside = [] if is_one else [id(p) for p in self._shard.parameters_outside_blocks()]
+        late = [name for name, p in self._parameters if id(p) in outside]
+        return self._early.last_backward(late=late)
 
     # -- the decision ---------------------------------------------------------------------------
 
     def gradients(self) -> Iterator[StatePart]:
         """What others sum, by parameter, in parts: in a step that is summed all of this replica's
-        gradients, of a tied weight those of each place; else of `ties` alone. They are valid until
-        `load_state` brings those of all replicas, which may have other names."""
+        gradients that were not taken early, of a tied weight those of each place; else of `ties`
+        alone. They are valid until `load_state` brings those of all replicas, which may have other
+        names."""
         if self._info.summed:
-            shares = [*self._parameters, *self._targets.items()]
+            given = self._early.given
+            own = [(name, p) for name, p in self._parameters if name not in given]
+            shares = [*own, *self._targets.items()]
         else:
             shares = [(name, self._targets[name]) for name in self.ties]
         found = ((name, p.grad) for name, p in shares if p.grad is not None)
@@ -257,6 +281,7 @@ class Stage:
         self._sums_elsewhere = {}
         self._saved.clear()
         self._finite.clear()
+        self._early.begin(None)
 
     # -- state ----------------------------------------------------------------------------------
 

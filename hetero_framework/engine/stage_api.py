@@ -109,6 +109,10 @@ class GradientPart:
     part: StatePart
 
 
+TakeEarly = Callable[[GradientPart], None]
+"""What gets gradients while their stage still computes; must raise nothing."""
+
+
 class GradientSum(Protocol):
     """The gradients of one step of all replicas. Both raise what ends the step here."""
 
@@ -170,7 +174,7 @@ class StageInterface(Protocol):
         """What is wrong, as far as headers tell, with the tensors that came for a micro-batch of
         this size; None where nothing is. Called in any thread."""
 
-    def begin(self, info: StepInfo) -> None: ...
+    def begin(self, info: StepInfo, take: Callable[[Tensors], None] | None = None) -> None: ...
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle: ...
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, received: Bundle

@@ -85,14 +85,16 @@ class StageHost(Host):
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def begin(self, info: api.StepInfo, schedule: api.StepSchedule) -> None:
+    def begin(
+        self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
+    ) -> None:
         with explaining("begin of a step", self._device, (info.step, info.attempt)):
             failpoints.hit("step")
             self._device.reset_peak_memory()
             self.expectation.begin(info.attempt, info.micro_batches)
             self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
             self._given, self._summed, self._tied_sums = set(), set(), set()
-            self._executor.begin(info, schedule)
+            self._executor.begin(info, schedule, take)
         if self._began == (info.step, info.train):
             self._device.empty_cache()  # done again, maybe for a lack of memory in some process
         self._began = info.step, info.train

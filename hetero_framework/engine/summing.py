@@ -2,47 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from hetero_framework.engine import stage_api as api
-from hetero_framework.engine.hosts import Host
+from hetero_framework.engine.hosts import Host, ReplicasChanged
+from hetero_framework.engine.state_snapshot import in_parts
+from hetero_framework.errors import ProtocolError
 
 
 class Summing:
-    """What of one attempt has been given to the group, and which stages have their sums.
+    """What of one attempt has been given to the group, and which stages have their sums. Both go on
+    while other stages compute: nothing here waits. Raises what the group does, and LinkLost.
 
     `trained` are the parameters of each stage by name. A tied head, which is none of them, is known
-    from what is given.
+    from what is given. `hosts` are by stage. `found(stage, sums)` gets those of each stage, once.
     """
 
-    def __init__(self, trained: Mapping[int, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        trained: Mapping[int, Sequence[str]],
+        hosts: Mapping[int, Host],
+        group: api.GradientSum,
+        found: Callable[[int, api.Tensors], None],
+    ) -> None:
         self._names = {stage: dict.fromkeys(names) for stage, names in trained.items()}
+        self._hosts = hosts
+        self._group = group
+        self._found = found
         self._given: set[int] = set()
         self._left = sorted(trained, reverse=True)  # the last stage is the first to be done
+        self._loading: deque[tuple[int, int, api.StatePart]] = deque()  # stage, number, part
+        self._ended: Exception | None = None
 
     @property
-    def waiting(self) -> tuple[int, ...]:
-        """The stages that do not have their sums yet."""
-        return tuple(self._left)
+    def is_done(self) -> bool:
+        """Whether all stages have their sums."""
+        return not (self._left or self._loading)
 
-    def hand_over(self, hosts: Iterable[Host], group: api.GradientSum) -> bool:
-        """Give the group what stages are done with; whether there was anything."""
+    @property
+    def loading(self) -> Host | None:
+        """Who has not confirmed the sums that it was sent."""
+        return self._hosts[self._loading[0][0]] if self._loading else None
+
+    def take_early(self, found: api.GradientPart) -> None:
+        """Of a stage that still computes; may be called in another thread. `give` raises what ends
+        the step: nothing may in the middle of a task."""
+        try:
+            self._group.give(found)
+        except (ReplicasChanged, ProtocolError) as ended:
+            self._ended = ended
+
+    def give(self) -> bool:
+        """Hand on what stages are done with; whether there was anything."""
+        if self._ended is not None:
+            raise self._ended
+        hosts = dict.fromkeys(self._hosts.values())
         found = [part for host in hosts for part in host.gradients()]
         for part in found:
-            group.give(part)
+            self._group.give(part)
             self._names[part.stage].update(dict.fromkeys(part.part.tensors))
             if part.part.last:
                 self._given.add(part.stage)
             part.part.release()
         if found and len(self._given) == len(self._names):
-            group.end()
+            self._group.end()
         return bool(found)
 
-    def next_sums(self, group: api.GradientSum) -> tuple[int, api.Tensors] | None:
-        """A stage and all its sums, once; None while none has come."""
+    def load(self) -> bool:
+        """Go on with having stages take over their sums; whether one has taken a part."""
+        if not self._loading and not self._next_sums():
+            return False
+        stage, number, part = self._loading[0]
+        taken = self._hosts[stage].load_state(stage, "gradients", number, part)
+        if taken:
+            self._loading.popleft()
+        return taken
+
+    def _next_sums(self) -> bool:
+        """Have those of one more stage loaded, if they are there."""
         for stage in self._left:
-            sums = group.sums(tuple(self._names[stage])) if stage in self._given else None
+            sums = self._group.sums(tuple(self._names[stage])) if stage in self._given else None
             if sums is not None:
                 self._left.remove(stage)
-                return stage, sums
-        return None
+                self._found(stage, sums)
+                parts = in_parts((name, total, {}) for name, total in sums.items())
+                self._loading.extend((stage, number, part) for number, part in enumerate(parts))
+                return True
+        return False

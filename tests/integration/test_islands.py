@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hetero_framework.config import Config
+from hetero_framework.engine import early_gradients
 from hetero_framework.engine.stage_api import GradientPart, StatePart
 from hetero_framework.errors import ConfigError, PeerAwayError, ProtocolError
 from hetero_framework.islands.group import STATE
@@ -88,9 +89,11 @@ def lines(output: Path, *keys: str) -> list[dict[str, Any]]:
 
 
 def test_two_islands_of_any_plans_are_one_training(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path
+    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uneven micro-batches of uneven lengths: 9 samples of a step by fours, 3 by twos."""
+    """Uneven micro-batches of uneven lengths: 9 samples of a step by fours, 3 by twos. Gradients
+    leave the coordinators' stages one by one."""
+    monkeypatch.setattr(early_gradients, "EARLY_PART_BYTES", 1)
     whole = island(pool, tmp_path / "whole", [], settings, rows=4, accumulation=3)
     train(Config.from_dict(whole), progress=Notes())
     for name, a_cuts, b_cuts in (("one", [], []), ("cut", [2, 4], [3])):

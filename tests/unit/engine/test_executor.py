@@ -57,7 +57,7 @@ class FakeStage:
     def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
         return None
 
-    def begin(self, info: StepInfo) -> None:
+    def begin(self, info: StepInfo, take: Any = None) -> None:
         self.calls.append(("begin", info.step))
 
     def abort(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +36,10 @@ from hetero_framework.engine.hosts import Event, LinkLost, Stalled, StepResults
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import (
+    GradientPart,
     GradientReport,
     HostReport,
+    StatePart,
     StepInfo,
     StepSchedule,
     Tensors,
@@ -219,6 +221,71 @@ def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
     assert (statistics[1].arrive_forward_s, statistics[1].queue_peak) == (0.25, 2)
     assert statistics[0].forward_s > 0
     assert pipeline.direct_bytes == {"local": 0, 7: 5}
+
+
+class Sums:
+    """A group of this replica alone."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def give(self, found: GradientPart) -> None:
+        self.given += found.part.tensors
+
+    def end(self) -> None:
+        self.given.append("end")
+
+    def sums(self, names: Sequence[str]) -> Tensors:
+        return {name: torch.ones(1) for name in names}
+
+
+def test_sums_of_the_last_stage_are_taken_over_before_the_first_ones_last_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its worker has no gradient for the first stage before it has the sums."""
+    pipeline, worker, stage = make(step_timeout_s=1.0)
+    post, send, held = worker.post, worker.send, []
+
+    def post_all_but_last(message: Message, done: Any = None) -> None:
+        if message.body.micro_batch < INFO.micro_batches - 1:
+            post(message)
+            return
+        held.append(message)
+        part = GradientPart(1, 0, StatePart({"last": torch.ones(1)}, last=True))
+        worker.tell(messages.gradients_message(worker.info, part))
+
+    def send_and_go_on(worker_id: int, message: Message) -> None:
+        send(worker_id, message)
+        if isinstance(message.body, LoadState):
+            assert message.body.names == ("last",)
+            post(held.pop())
+
+    monkeypatch.setattr(worker, "post", post_all_but_last)
+    monkeypatch.setattr(worker, "send", send_and_go_on)
+    group = Sums()
+    pipeline.begin(replace(INFO, summed=True), SCHEDULE, 3, group)
+    pipeline.run(BATCHES)
+    assert ("backward", INFO.micro_batches - 1) in stage.calls
+    pipeline.sum_gradients()
+    assert group.given == ["last", "w0", "end"]
+    assert stage.calls[-1] == ("load_state", "gradients")
+
+
+def test_a_worker_that_does_not_take_over_its_sums_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline, worker, _ = make(step_timeout_s=0.1)
+    monkeypatch.setattr(worker, "answers", False)
+    pipeline.begin(replace(INFO, micro_batches=0, summed=True), SCHEDULE, 3, Sums())
+    part = GradientPart(1, 0, StatePart({"last": torch.ones(1)}, last=True))
+    worker.tell(messages.gradients_message(worker.info, part))
+    pipeline.run([])
+    send = worker.send
+    monkeypatch.setattr(
+        worker, "send", lambda k, message: isinstance(message.body, LoadState) or send(k, message)
+    )
+    with pytest.raises(Stalled, match="worker 7 to take over sums of gradients"):
+        pipeline.sum_gradients()
 
 
 def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:

@@ -44,7 +44,7 @@ from hetero_framework.core.messages import (
     StateRequest,
 )
 from hetero_framework.core.tensors import from_wire
-from hetero_framework.engine import messages, state_snapshot
+from hetero_framework.engine import early_gradients, messages, state_snapshot
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.engine.stage_api import (
@@ -984,6 +984,46 @@ def test_both_ends_of_a_tied_weight_are_summed_by_themselves(
     found = {name: p.grad for stage in chain.stages for name, p in stage._parameters}
     assert found.keys() == alone.keys()
     assert all(torch.equal(found[name], 2 * gradient) for name, gradient in alone.items())
+
+
+EARLY: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "chunks": {"training": {"loss_chunk_tokens": 5}},
+    "chunks, bfloat16": {"training": {"loss_chunk_tokens": 5}, "model": {"dtype": "bfloat16"}},
+    "adapter": {"adapter": LORA, "again": True},
+}
+
+
+@pytest.mark.parametrize("way", EARLY)
+@pytest.mark.parametrize("bounds", [[(0, 4)], [(0, 2), (2, 4)]])
+def test_gradients_that_are_given_early_are_those_of_the_step(
+    checkpoint: Path, bounds: list[tuple[int, int]], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, early or at the end; final when it is given."""
+    monkeypatch.setattr(early_gradients, "EARLY_PART_BYTES", 1)
+    chain = Chain(checkpoint, bounds, EARLY[way])
+    _, alone = chain.step()
+    found: Tensors = {}
+
+    def take(gradients: Tensors) -> None:
+        assert not found.keys() & gradients.keys()
+        found.update({name: gradient.clone() for name, gradient in gradients.items()})
+
+    for stage in chain.stages:
+        stage.begin(info(summed=True), take)
+    chain._micro_batch(0, True)
+    assert not found
+    chain._micro_batch(1, True)
+    early = set(found)
+    outside = {n for n in alone if ".layers." not in n}
+    assert early >= alone.keys() - outside
+    assert early >= outside or "chunks" in way
+    assert "model.norm.weight" not in early or "chunks" not in way
+    for stage in chain.stages:
+        for part in stage.gradients():
+            take(part.tensors)
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in alone.items())
 
 
 @pytest.mark.parametrize("kind", ["gradients", "weights"])

@@ -1,0 +1,73 @@
+"""Gradients that are final while the backward that makes them still runs: those of the last layers
+are, long before those of the first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from hetero_framework.engine.stage_api import Tensors
+from hetero_framework.models.shard import weakly
+
+EARLY_PART_BYTES = 1 << 18
+"""At least so much is given at once: each part costs a frame, and a wait for the device."""
+Take = Callable[[Tensors], None]
+
+
+class EarlyGradients:
+    """Of the parameters of one stage. `to_host` brings a gradient into CPU memory."""
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, Parameter]], to_host: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._parameters = list(parameters)
+        self._to_host = to_host
+        self._hooks: list[Any] = []  # none before a first step in which somebody takes them
+        self._take: Take | None = None
+        self._late: frozenset[str] | None = None  # None: not in a last backward
+        self._waiting: Tensors = {}
+        self.given: set[str] = set()
+        """The parameters whose gradients of this step have been taken."""
+
+    def begin(self, take: Take | None) -> None:
+        """A step begins in which `take` gets what `last_backward` finds, or in which nobody does.
+        What is taken may lie in the memory of the gradient, which lasts until the step's end."""
+        self._take, self._late = take, None
+        self._waiting, self.given = {}, set()
+        if take is not None and not self._hooks:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(weakly(self._note_final, name))
+                for name, parameter in self._parameters
+            ]
+
+    @contextmanager
+    def last_backward(self, late: Iterable[str] = ()) -> Iterator[None]:
+        """Within, a gradient is final once it has been added to, but for those that are `late`.
+        `take` is called in the thread that differentiates. What fills no part is not given."""
+        self._late = frozenset(late)
+        try:
+            yield
+        finally:
+            self._late, self._waiting = None, {}
+
+    def close(self) -> None:
+        """Look after the parameters no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._parameters, self._hooks, self._waiting = [], [], {}
+
+    def _note_final(self, name: str, parameter: Tensor) -> None:
+        if self._take is None or self._late is None or name in self._late:
+            return
+        assert parameter.grad is not None
+        self._waiting[name] = parameter.grad
+        if sum(gradient.nbytes for gradient in self._waiting.values()) < EARLY_PART_BYTES:
+            return
+        found, self._waiting = self._waiting, {}
+        self.given.update(found)
+        self._take({name: self._to_host(gradient) for name, gradient in found.items()})

@@ -1,0 +1,128 @@
+"""Gradients that are given while their backward runs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hetero_framework.engine import early_gradients
+from hetero_framework.engine.early_gradients import EarlyGradients
+from hetero_framework.engine.stage_api import Tensors
+
+
+class Model:
+    """Three layers; `happened` is what was given, and when the backward came to the first layer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+        self.early = EarlyGradients(
+            [(name[0], p) for name, p in self.layers.named_parameters()], torch.Tensor.cpu
+        )
+        self.happened: list[object] = []
+        self.given: Tensors = {}
+
+    def backward(self) -> None:
+        hidden = self.layers[0](torch.randn(2, 4))
+        hidden.register_hook(lambda gradient: self.happened.append("first layer"))
+        self.layers[1:](hidden).sum().backward()
+
+    def take(self, found: Tensors) -> None:
+        self.happened.append(list(found))
+        self.given |= {name: gradient.clone() for name, gradient in found.items()}
+
+    def gradients(self) -> Tensors:
+        return {name[0]: p.grad for name, p in self.layers.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    monkeypatch.setattr(early_gradients, "EARLY_PART_BYTES", 1)
+    return Model()
+
+
+def test_those_of_the_last_layers_are_given_before_the_first_one_is_differentiated(
+    model: Model,
+) -> None:
+    model.early.begin(model.take)
+    model.backward()
+    assert model.happened == ["first layer"]  # more is to come
+    with model.early.last_backward():
+        model.backward()
+    assert model.happened[1:] == [["2"], ["1"], "first layer", ["0"]]
+    assert model.early.given == {"0", "1", "2"}
+    found = model.gradients()
+    assert all(torch.equal(model.given[name], found[name]) for name in "012")
+    model.backward()  # of the next step
+    assert len(model.happened) == 6
+
+
+def test_small_ones_are_given_together_and_what_fills_no_part_is_left(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_gradients, "EARLY_PART_BYTES", 2 * 4 * 4 * 4)
+    for _ in range(2):
+        model.early.begin(model.take)
+        assert model.early.given == set()
+        with model.early.last_backward():
+            model.backward()
+        assert model.early.given == {"1", "2"}
+    assert model.happened == [["2", "1"], "first layer"] * 2
+
+
+def test_what_is_late_is_not_given(model: Model) -> None:
+    model.early.begin(model.take)
+    with model.early.last_backward(late=["2"]):
+        model.backward()
+        model.backward()
+    assert "2" not in model.given
+
+
+def test_nobody_has_to_take_them(model: Model) -> None:
+    model.early.begin(None)
+    with model.early.last_backward():
+        model.backward()
+    assert model.early.given == set()
+    assert not any(p._post_accumulate_grad_hooks for p in model.layers.parameters())
+
+
+def test_a_backward_that_fails_leaves_nothing_behind(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    model.early.begin(model.take)
+    hook = model.layers[0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"), model.early.last_backward():
+        model.backward()
+    hook.remove()
+    assert model.happened == [["2"], ["1"], "first layer"]
+    model.backward()
+    model.early.begin(model.take)
+    with model.early.last_backward():
+        model.backward()
+    assert model.happened[4:] == [["2"], ["1"], "first layer", ["0"]]
+
+
+def test_the_parameters_are_left_alone_when_it_is_closed(model: Model) -> None:
+    model.early.begin(model.take)
+    model.early.close()
+    with model.early.last_backward():
+        model.backward()
+    assert model.given == {}
+
+
+def test_hooks_keep_nothing_alive(model: Model) -> None:
+    gc.disable()
+    try:
+        model.early.begin(lambda found: None)
+        gone = weakref.ref(model.early)
+        del model.early
+        assert gone() is None
+    finally:
+        gc.enable()
