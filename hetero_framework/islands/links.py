@@ -77,7 +77,10 @@ class Circle:
         self._changed = threading.Condition()
         self._lost: MemberLost | None = None
         self._gone: set[str] = set()
-        self._wrong: ProtocolError | None = None
+        self.wrong: ProtocolError | None = None
+        """Why a member does not take what this island says; also known once the circle is over."""
+        self.refused: dict[str, ProtocolError] = {}
+        """What members were told, or should have been, that they have said wrong."""
         self._done = -1
 
     @property
@@ -158,6 +161,7 @@ class Circle:
 
     def refuse(self, name: str, wrong: ProtocolError) -> None:
         """This member is told what it has said wrong, and lost."""
+        self.refused[name] = wrong
         with suppress(HeteroError):
             error = m.Error("ProtocolError", wrong.message, wrong.hint)
             self._links[name].send(Message(error))
@@ -173,7 +177,7 @@ class Circle:
                 left = [n for n in self.others if not self._said[number, "vote", n].is_whole]
                 if not left:
                     return
-                if self._wrong is not None or self._gone.intersection([self.me, *left]):
+                if self.wrong is not None or self._gone.intersection([self.me, *left]):
                     self.check()
                 self._changed.wait(timeouts.ANSWER_TICK_S)
             if time.monotonic() > deadline:
@@ -197,8 +201,8 @@ class Circle:
         return self._lost is not None
 
     def check(self) -> None:
-        if self._wrong is not None:
-            raise self._wrong
+        if self.wrong is not None:
+            raise self.wrong
         if self._lost is not None:
             raise self._lost
 
@@ -251,7 +255,7 @@ class Circle:
         text = f"island {name} does not take what this island says: {error.message}"
         hint = error.hint or SAME_VERSION
         with self._changed:
-            self._wrong = self._wrong or ProtocolError(text, hint=hint)
+            self.wrong = self.wrong or ProtocolError(text, hint=hint)
         self.lose(name, error.message)
 
     def lose(self, name: str, reason: str) -> None:
@@ -304,6 +308,8 @@ class IslandLinks:
         self._lock = threading.Lock()
         self._came: dict[tuple[str, str, str], Connection] = {}  # by name, process, view
         self._circle: Circle | None = None
+        self._wrong: ProtocolError | None = None  # as a circle that is over has it
+        self._refused: dict[tuple[str, str], ProtocolError] = {}  # by name, process
         self._of: dict[Connection, tuple[Circle, str]] = {}
         self._listener = Listener(host, port)
         self._door = Door(access, self._greet)
@@ -313,8 +319,12 @@ class IslandLinks:
 
     def meet(self, view: View, timeout_s: float, check: Check) -> Circle:
         """New links to all other members, which do the same. Raises MemberLost for one that cannot
-        be reached in time, or knows other members."""
+        be reached in time, knows other members, or has said something wrong in an earlier circle:
+        it is told once more, since it may not have heard it. Raises ProtocolError where that is
+        this island."""
         self.part("the members change")
+        if self._wrong is not None:
+            raise self._wrong
         circle = Circle(self._name, view)
         with self._lock:
             self._circle = circle
@@ -344,6 +354,10 @@ class IslandLinks:
                 circle.wait_for_more(timeouts.ANSWER_TICK_S)
         finally:
             stop.set()
+        for member in view.members:
+            if (wrong := self._refused.get((member.name, member.process))) is not None:
+                circle.refuse(member.name, wrong)
+                circle.check()
         return circle
 
     @property
@@ -357,8 +371,13 @@ class IslandLinks:
         with self._lock:
             circle, self._circle = self._circle, None
             self._of = {}
-        if circle is not None:
-            circle.close(reason)
+        if circle is None:
+            return
+        circle.close(reason)
+        self._wrong = self._wrong or circle.wrong
+        processes = {member.name: member.process for member in circle.view.members}
+        for name, wrong in circle.refused.items():
+            self._refused[name, processes[name]] = wrong
 
     def close(self, reason: str) -> None:
         self.part(reason)

@@ -22,10 +22,12 @@ from benchmarks.replanning import Here
 from hetero_framework.islands.tunnel import Entrance
 from tests.faults.test_islands import (
     NUM_TEXTS,
+    OTHERS,
     Deaths,
     assert_each_sample_once,
     cut,
     folder,
+    go_on_in_other_plans,
     leave_one_after_the_other,
     live_through,
     raw_of,
@@ -194,20 +196,17 @@ def test_a_worker_that_dies_in_a_round_is_its_islands_business(
     assert_same_result(raws)
 
 
-def test_a_run_goes_on_with_fewer_islands_and_other_plans(
-    folder: Path, tmp_path: Path, server: Entrance
+@OTHERS
+def test_a_run_goes_on_with_other_islands_and_plans(
+    folder: Path, tmp_path: Path, server: Entrance, before: str, after: str
 ) -> None:
     raws = raws_of(folder, tmp_path, server.port, "abc", 96, LORA, **STREAMING)
     with Machines() as started:
         islands = Islands(started, raws, dict.fromkeys("abc", 0.01))
-        leave_one_after_the_other(islands, 20)
-        started.start(Here(), work, cut(raws["b"]))
-        islands.start("a")
-        islands.start("b")
-        islands.until_done("a", "b")
-    del raws["c"]
+        leave_one_after_the_other(islands, 20, before)
+        go_on_in_other_plans(started, islands, after)
     assert_each_once(islands, 96, *"abc")
-    assert_same_result(raws)
+    assert_same_result({name: raws[name] for name in after})
 
 
 WARM: Deaths = [

@@ -369,24 +369,42 @@ def test_of_two_living_islands_of_one_name_both_are_told_and_others_go_on(
     run.check(islands, alone(30), "b")
 
 
-def test_a_run_goes_on_with_fewer_islands_and_other_plans(
-    folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
+OTHERS = pytest.mark.parametrize(
+    ("before", "after"), [("abc", "ab"), ("ab", "abc")], ids=["fewer", "more"]
+)
+"""Who trains, and who goes on."""
+
+
+@OTHERS
+def test_a_run_goes_on_with_other_islands_and_plans(
+    folder: Path,
+    tmp_path: Path,
+    server: Entrance,
+    alone: Callable[[int], list[float]],
+    before: str,
+    after: str,
 ) -> None:
+    """Who is new waits for those that have the run's checkpoint, which `min_islands` is for."""
     run = Run(folder, tmp_path, server.port, "abc", 24)
     with Machines() as started:
         islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
-        leave_one_after_the_other(islands, 6)
-        work_with = cut(run.raws["b"])
-        started.start(Here(), work, work_with)
-        islands.start("a")
-        islands.start("b")
-        islands.until_done("a", "b")
-    run.check(islands, alone(24), "a", "b")
+        leave_one_after_the_other(islands, 6, before)
+        go_on_in_other_plans(started, islands, after)
+    run.check(islands, alone(24), *after)
+    assert members(islands)[24] == after
 
 
-def leave_one_after_the_other(islands: Islands, step: int) -> None:
-    """All train until `step`; the last to leave is the furthest."""
-    names = sorted(islands.of)
+def go_on_in_other_plans(started: Machines, islands: Islands, names: str) -> None:
+    """By themselves, and done with the run."""
+    started.start(Here(), work, cut(islands.of["b"].raw))
+    for name in names:
+        islands.of[name].raw["island"]["min_islands"] = len(names)
+        islands.start(name)
+    islands.until_done(*names)
+
+
+def leave_one_after_the_other(islands: Islands, step: int, names: str) -> None:
+    """They train until `step`; the last to leave is the furthest."""
     for name in names:
         islands.start(name)
     islands.until_step(step, *names)

@@ -206,6 +206,45 @@ def test_who_is_refused_learns_why_and_the_others_lose_it(coast: Coast) -> None:
     assert lost(c).name == "b"
 
 
+def heard_wrong(circle: Circle) -> None:
+    """Once this island has been told."""
+    while circle.wrong is None:
+        circle.wait_for_more(0.01)
+
+
+def test_who_is_refused_after_its_circle_has_ended_learns_it_at_the_next_meeting(
+    coast: Coast,
+) -> None:
+    links = [coast.open(name) for name in "abc"]
+    a, b, _ = together(*links)
+    links[2].part("it goes")
+    assert lost(b).name == "c"
+    a.refuse("b", ProtocolError("island b says 3"))
+    heard_wrong(b)
+    with pytest.raises(ProtocolError, match=r"island a does not take .*: island b says 3"):
+        links[1].meet(view_of(*links), WAIT_S, nothing)
+
+
+def test_who_has_not_heard_that_it_is_refused_is_told_at_the_next_meeting(coast: Coast) -> None:
+    """Its link was gone before. One that was started since then is another one."""
+    links = [coast.open(name) for name in "ab"]
+    a, _ = together(*links)
+    links[1].part("it has lost another one")
+    lost(a)
+    a.refuse("b", ProtocolError("island b says 3"))
+    told = meeting(links[0], view_of(*links))
+
+    def meet_and_hear() -> None:
+        hear(links[1].meet(view_of(*links), WAIT_S, nothing), "a")
+
+    with pytest.raises(ProtocolError, match=r"island a does not take .*: island b says 3"):
+        meet_and_hear()
+    with pytest.raises(MemberLost, match="island b: island b says 3"):
+        told.result(WAIT_S)
+    links[1].close("it ends")
+    together(links[0], coast.open("b", "2"))
+
+
 def test_nobody_leaves_before_all_have_come_to_the_end(coast: Coast) -> None:
     a, b, c = together(*map(coast.open, "abc"))
     parting = [in_background(partial(one.part_together, 2, nothing), "end") for one in (a, b)]
