@@ -48,12 +48,11 @@ RATES_BIT_S: dict[str, float | None] = {"loopback": None, "1gbit": 1e9, "100mbit
 
 # A full frame carries 1448 bytes of data in 1514 that tbf counts (IPv4, TCP time stamps).
 DATA_SHARE = 1448 / 1514
-# The kernel splits a segment that is larger than the burst in software: with 64 KiB that cost so
-# much CPU that a 1 Gbit/s network of four machines carried half of it (docs/decisions.md).
-_BURST_BYTES = 256 * 1024
-# What a slower port passes at once after a pause, as the above does at 1 Gbit/s.
-_BURST_S = 8 * _BURST_BYTES / 1e9
-_LEAST_BURST_BYTES = 16 * 1024
+# What a port passes at once after a pause: seconds, 256 KiB at 1 Gbit/s, and
+_BURST_S = 8 * 256 * 1024 / 1e9
+# the least bytes, however slow it is: the kernel splits a segment that is larger than the burst in
+# software, and with 64 KiB a port of 250 Mbit/s carried half of its rate (docs/decisions.md).
+_LEAST_BURST_BYTES = 128 * 1024
 _QUEUE_BYTES = 1024 * 1024
 _SUBNET = "10.77.0"
 _FIRST_PORT = 5001
@@ -231,7 +230,7 @@ def _bridged(rates_bit_s: Sequence[float]) -> Iterator[tuple[Place, ...]]:
     with _namespaces(len(rates_bit_s) + 1) as (switch, *pids):
         _batch(switch, ["link add bridge type bridge", "link set bridge up"])
         for k, (pid, rate_bit_s) in enumerate(zip(pids, rates_bit_s, strict=True)):
-            burst = max(_LEAST_BURST_BYTES, min(_BURST_BYTES, round(rate_bit_s / 8 * _BURST_S)))
+            burst = burst_bytes(rate_bit_s)
             # Both ends are made inside the switch, so that no name is ever seen outside.
             _batch(
                 switch,
@@ -253,6 +252,11 @@ def _bridged(rates_bit_s: Sequence[float]) -> Iterator[tuple[Place, ...]]:
         yield tuple(
             Place(f"{_SUBNET}.{k + 1}", _FIRST_PORT + k, "eth0", pid) for k, pid in enumerate(pids)
         )
+
+
+def burst_bytes(rate_bit_s: float) -> int:
+    """What a shaped port passes at once."""
+    return max(_LEAST_BURST_BYTES, round(rate_bit_s / 8 * _BURST_S))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 from benchmarks import replanning, replication
 from benchmarks.network import (
     Network,
+    burst_bytes,
     can_make_namespaces,
     carried,
     flows_of,
@@ -168,6 +169,12 @@ def test_flows_are_those_of_the_links() -> None:
 
 def test_an_unlimited_network_has_no_rate_to_carry(network: Network) -> None:
     assert carried(network, flows_of("relay", 2)) is None
+
+
+@pytest.mark.parametrize("rate_bit_s", [1e7, 1e8, 2e8, 4e8, 1e9, 1e10])
+def test_no_port_splits_the_segments_that_the_kernel_sends(rate_bit_s: float) -> None:
+    largest = 65536 + 44 * 66  # and the headers that tbf counts, of a TCP segment before it is cut
+    assert burst_bytes(rate_bit_s) >= largest
 
 
 @needs_root
