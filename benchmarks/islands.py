@@ -521,7 +521,9 @@ def overlap(stages: int, steps: int, sleep_s: float) -> dict[str, Any]:
         lines = _summing(stages, steps, sleep_s, rate or 1e9)
         seconds = statistics.median(line["step_seconds"] for line in lines)
         sent = statistics.median(line["island"]["bytes_out"] for line in lines)
+        waited = statistics.median(line["island"]["waited_s"] for line in lines)
         found[f"{kind}_step_s"], found["bytes"] = round(seconds, 3), sent
+        found[f"{kind}_waited_s"] = round(waited, 3)
         rate = sent * 8 / DATA_SHARE / _TAKES_S
     found["link_s"] = _TAKES_S
     found["not_hidden_s"] = round(found["slow_step_s"] - found["fast_step_s"], 3)

@@ -15,7 +15,7 @@ from hetero_framework.units import plural, seconds, share, size
 @dataclass(frozen=True)
 class BetweenIslands:
     """Sums over all steps of this island: seconds in them, and of these seconds in which averages
-    were waited for; with gradients that are summed in every step nothing is counted there."""
+    were waited for, or sums of gradients and the decision on the step."""
 
     members: tuple[str, ...]
     steps: int
@@ -34,11 +34,12 @@ class BetweenIslands:
             f"islands {names}: {plural(self.steps, 'step')} here sent {size(self.bytes_out)} to the"
             f" others, and got {size(self.bytes_in)}"
         ]
-        if self.synchronised:
+        if self.synchronised or self.waited_s:
             part = self.waited_s / self.step_s if self.step_s else 0.0
+            outer = plural(self.synchronised, "outer synchronisation")
             lines.append(
-                f"{plural(self.synchronised, 'outer synchronisation')}: {seconds(self.waited_s)} of"
-                f" {seconds(self.step_s)} were not hidden behind steps ({share(part)})"
+                f"{outer if self.synchronised else 'sums of gradients'}: {seconds(self.waited_s)}"
+                f" of {seconds(self.step_s)} were not hidden behind computing ({share(part)})"
             )
         return lines
 

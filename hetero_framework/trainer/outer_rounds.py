@@ -203,7 +203,7 @@ class OuterRounds(SummedSteps):
         if self._sums_gradients:
             return super().metrics()
         said = super().metrics()["island"]
-        del said["samples"], said["sample_ids"]
+        del said["samples"], said["sample_ids"], said["waited_s"]
         own, self._said = self._said, {}
         return {"island": {**said, **own, "committed": self._ledger.count}}
 

@@ -76,6 +76,7 @@ class SummedSteps(ReplicaGroup):
         self._samples: Mapping[str, int] = {}
         self._sample_ids: Mapping[str, list[int]] = {}
         self._tokens = 0
+        self._waited_s = 0.0
         self._seconds: dict[str, float] = {}
         self._step_s: deque[float] = deque(maxlen=20)
         self._began_at = 0.0
@@ -214,6 +215,7 @@ class SummedSteps(ReplicaGroup):
             with circle.judging(circle.leader):
                 decision, norm = _decision(said, circle)
         self._seconds = decision["seconds"]
+        self._waited_s = self._sums.since_end_s
         return decision["commit"], norm
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
@@ -237,6 +239,7 @@ class SummedSteps(ReplicaGroup):
                 "samples": dict(self._samples),
                 "sample_ids": dict(self._sample_ids),
                 "tokens": self._tokens,
+                "waited_s": round(self._waited_s, 4),
                 "bytes_in": self._bytes[0] - moved[0],
                 "bytes_out": self._bytes[1] - moved[1],
             }
@@ -437,6 +440,11 @@ class _Timed(SummedGradients):
     def end(self) -> None:
         self._ended_at = self._ended_at or time.monotonic()
         super().end()
+
+    @property
+    def since_end_s(self) -> float:
+        """Since then: what is not hidden behind computing."""
+        return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
 
     def seconds_per(self, samples: int) -> float:
         """Of a sample, waiting for others left out; 0 where it had none."""

@@ -130,6 +130,8 @@ def test_two_islands_of_any_plans_are_one_training(
     theirs = lines(tmp_path / "whole", "loss")
     for one, other in zip(ours, theirs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    for one in lines(tmp_path / "cut" / "a", "step_seconds", "island"):
+        assert 0 < one["island"]["waited_s"] < one["step_seconds"]
     assert [one["island"]["samples"] for one in ours[:2]] == [{"a": 9, "b": 3}, {"a": 7, "b": 2}]
     a, whole_weights = weights(tmp_path / "cut" / "a"), weights(tmp_path / "whole")
     for key, tensor in whole_weights.items():

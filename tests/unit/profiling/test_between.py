@@ -29,6 +29,14 @@ def test_what_islands_sent_and_waited_is_summed(tmp_path: Path) -> None:
     assert second.startswith("1 outer synchronisation: 500 ms of 6.00 s were not")
 
 
+def test_what_sums_of_gradients_were_waited_for_is_said(tmp_path: Path) -> None:
+    step = {"members": ["a", "b"], "bytes_in": 1, "bytes_out": 1, "waited_s": 0.5}
+    write(tmp_path, step, step)
+    found = read_between(tmp_path)
+    assert found is not None
+    assert found.text()[1].startswith("sums of gradients: 1.00 s of 4.00 s were not hidden")
+
+
 def test_a_run_without_islands_has_nothing_between(tmp_path: Path) -> None:
     assert read_between(tmp_path) is None
     write(tmp_path, None, None)
