@@ -991,9 +991,11 @@ EARLY: dict[str, dict[str, Any]] = {
     "chunks": {"training": {"loss_chunk_tokens": 5}},
     "chunks, bfloat16": {"training": {"loss_chunk_tokens": 5}, "model": {"dtype": "bfloat16"}},
     "adapter": {"adapter": LORA, "again": True},
+    "compiled": {"training": {"torch_compile_backend": "eager"}, "again": True},
 }
 
 
+@quiet_compiler
 @pytest.mark.parametrize("way", EARLY)
 @pytest.mark.parametrize("bounds", [[(0, 4)], [(0, 2), (2, 4)]])
 def test_gradients_that_are_given_early_are_those_of_the_step(
