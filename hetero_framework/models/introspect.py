@@ -195,6 +195,7 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
     ]
     candidates.sort(key=lambda c: -c[0])
     reasons: list[str] = []
+    again = False  # whether some run more than once
     in_part: list[tuple[str, _Watch]] = []
     for _, name, module in candidates:
         if any(name.startswith(f"{other}.") for other in reasons):
@@ -204,12 +205,14 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
             return name, watch
         if watch.order and watch.order == sorted(set(watch.order)):
             in_part.append((name, watch))
+        again |= len(watch.order) > len(set(watch.order))
         reasons.append(name)
     if in_part:
         return in_part[0]
     raise ArchitectureError(
         f"{type(model).__name__} has no list of blocks that run once each, in order"
-        + (f" (looked at {', '.join(reasons)})" if reasons else ""),
+        + (f" (looked at {', '.join(reasons)})" if reasons else "")
+        + ("; a micro-batch would have to go through a stage several times" if again else ""),
         hint="only models whose layers form one chain can be cut",
     )
 

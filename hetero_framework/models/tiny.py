@@ -40,7 +40,7 @@ _WIDTHS: dict[str, int] = {
     **_all("hidden_size n_embd d_model emb_dim embed_dim embedding_dim embedding_size", HIDDEN),
     **_all("word_embed_proj_dim input_embedding_size output_embedding_size lru_width", HIDDEN),
     **_all("backbone_hidden_size ple_embed_dim out_hidden_size text_hidden_size", HIDDEN),
-    **_all("hidden_size_global", HIDDEN),
+    **_all("hidden_size_global audio_hidden_size", HIDDEN),
     **_all("num_attention_heads n_head n_heads num_heads attention_heads", HEADS),
     **_all("encoder_attention_heads decoder_attention_heads swa_num_attention_heads", HEADS),
     **_all("num_encoder_attention_heads num_decoder_attention_heads linear_num_heads", HEADS),
@@ -70,7 +70,7 @@ _WIDTHS: dict[str, int] = {
     **_all("window_size chunk_size mamba_chunk_size attention_chunk_size block_size", WINDOW),
     **_all("keep_window_size rel_extent block_multiple_of", WINDOW),
     **_all("index_topk index_block_size indexer_budget", 4),
-    **_all("index_topk_blocks", 2),
+    **_all("index_topk_blocks index_kpool", 2),
     **_all("max_position_embeddings n_positions n_ctx max_seq_len model_max_length", POSITIONS),
     **_all("context_length max_target_positions max_source_positions", POSITIONS),
     **_all("original_max_position_embeddings", POSITIONS // 2),
@@ -134,11 +134,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere_compass": {"text_config": {"model_type": "cohere_compass_text", **_EACH_KIND}},
     "step3p7": {"text_config": {"sliding_window": WINDOW}},
     "perception_lm": {"vision_config": {"model_args": {"embed_dim": HIDDEN}}},
+    "hunyuan_vl": {
+        "text_config": {
+            "head_dim": HEAD_DIM,
+            "rope_parameters": {**_PLAIN_ROPE, "mrope_section": [2, 2, 2, 2]},
+        }
+    },
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "granite4_vision": {"deepstack_layer_map": [], "downsample_rate": "4/8"},
     # Tokens that published configurations name.
     **dict.fromkeys(("chameleon", "emu3"), _PICTURE_TOKEN),
     "qwen2_5_omni_thinker": {"vision_start_token_id": 7, **_AXES},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 7},
     # Patterns written out for the default number of layers.
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", *["sparse"] * (TINY_LAYERS - 1)],
+            "num_experts_per_tok": 2,
+        }
+    },
+    "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1]}},
     "gpt_neo": {
         "num_layers": TINY_LAYERS,
         "attention_types": [[["global", "local"], TINY_LAYERS // 2]],
@@ -318,7 +334,7 @@ def _layer_counts(fields: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, int) and name in _LAYER_COUNTS:
             changes[name] = TINY_LAYERS
         elif isinstance(value, dict) and "model_type" in value and (own := _layer_counts(value)):
-            changes[name] = own
+            changes[name] = {"model_type": value["model_type"], **own}
     return changes
 
 

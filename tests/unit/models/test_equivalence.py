@@ -88,6 +88,7 @@ def test_architecture_whose_blocks_run_in_turns_is_refused() -> None:
     (result,) = verify_all(model_types=["hrm_text"])
     assert result.verdict == "refused"
     assert "no list of blocks" in result.reason
+    assert result.reason.endswith("would have to go through a stage several times")
 
 
 @pytest.mark.parametrize("cuts", [[3, 4], [2, 3]])

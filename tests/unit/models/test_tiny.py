@@ -119,7 +119,8 @@ def test_classes_have_names_of_their_own_beside_the_types() -> None:
 def test_parts_of_a_composite_have_their_own_settings() -> None:
     text = tiny_config("Qwen4ExpForConditionalGeneration").text_config
     assert (text.num_hidden_layers, text.ple_layer_ids) == (6, [2, 5])
-    # No setting of a part goes for want of another.
+    # No setting of a part goes for want of another, nor its type.
+    assert tiny_config("Exaone4_5_ForConditionalGeneration").text_config.num_hidden_layers == 6
     assert tiny_config("FastVlmForConditionalGeneration").vision_config.hidden_size
 
 
