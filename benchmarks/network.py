@@ -54,6 +54,8 @@ _BURST_S = 8 * 256 * 1024 / 1e9
 # software, and with 64 KiB a port of 250 Mbit/s carried half of its rate (docs/decisions.md).
 _LEAST_BURST_BYTES = 128 * 1024
 _QUEUE_BYTES = 1024 * 1024
+# What Linux, macOS and Windows have by default, whatever this machine is set to.
+_CONGESTION_CONTROL = "cubic"
 _SUBNET = "10.77.0"
 _FIRST_PORT = 5001
 _SO_MAX_PACING_RATE = 47
@@ -170,7 +172,7 @@ def open_network(
             assert rate is not None or ports_bit_s
             rates = ports_bit_s or [rate or 0.0] * machines
             places = stack.enter_context(_bridged(rates))
-            how = "namespaces on a bridge, each port shaped by tbf both ways"
+            how = "namespaces on a bridge, each port shaped by tbf both ways, cubic"
         else:
             if rate is not None and sys.platform != "linux":
                 raise UserError(f"the network {name} needs Linux", hint="use --network loopback")
@@ -239,9 +241,15 @@ def _bridged(rates_bit_s: Sequence[float]) -> Iterator[tuple[Place, ...]]:
                     f"link set port{k} master bridge up",
                 ],
             )
+            own = f"{_SUBNET}.{k + 1}"
             _batch(
                 pid,
-                ["link set lo up", f"addr add {_SUBNET}.{k + 1}/24 dev eth0", "link set eth0 up"],
+                [
+                    "link set lo up",
+                    f"addr add {own}/24 dev eth0",
+                    "link set eth0 up",
+                    f"route change {_SUBNET}.0/24 dev eth0 src {own} congctl {_CONGESTION_CONTROL}",
+                ],
             )
             for holder, interface in ((pid, "eth0"), (switch, f"port{k}")):
                 shape = (

@@ -8,11 +8,13 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from benchmarks import replanning, replication
+from benchmarks.machines import Machines
 from benchmarks.network import (
     Network,
     burst_bytes,
@@ -213,6 +215,29 @@ def test_a_shaped_port_is_as_slow_as_it_says_and_counts_its_bytes() -> None:
     assert slow["transfer_s"] >= 0.9 * slow["expected_s"] > 8 * fast["expected_s"]
     for found in figures:
         assert 2_000_000 <= found["interface_bytes"] <= 1.1 * 2_000_000
+
+
+def _congestion_control(connection: Connection, address: str, port: int, dials: bool) -> None:
+    """One end of a connection: says which congestion control the kernel gave it."""
+    if dials:
+        sock = socket.create_connection((address, port), timeout=LIMIT_S)
+    else:
+        with socket.create_server((address, port)) as listener:
+            connection.send("listening")
+            sock, _ = listener.accept()
+    with sock:
+        said = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    connection.send(said.rstrip(b"\0").decode())
+
+
+@needs_root
+def test_both_ends_of_a_shaped_connection_have_the_usual_congestion_control() -> None:
+    with open_network("1gbit", 2) as shaped, Machines() as machines:
+        to = (shaped.places[1].address, shaped.places[1].port)
+        listens = machines.start(shaped.places[1], _congestion_control, *to, False)
+        assert listens.receive(LIMIT_S) == "listening"
+        dials = machines.start(shaped.places[0], _congestion_control, *to, True)
+        assert [dials.receive(LIMIT_S), listens.receive(LIMIT_S)] == ["cubic", "cubic"]
 
 
 @needs_root
