@@ -142,8 +142,10 @@ class Search:
         finalists = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // largest))
         best = min(map(self._evaluated, self._fastest(finalists)), key=_preference)
         best, proved = self._proved(best)
+        if proved and not self._rules.chunks:
+            return Found(best, best.seconds, True)
         bound = least_step(self._all, best.seconds)
-        if proved and (not self._rules.chunks or bound >= (1 - _EXACTLY) * best.seconds):
+        if proved and bound >= (1 - _EXACTLY) * best.seconds:
             return Found(best, best.seconds, True)
         return Found(best, bound, False)
 
