@@ -38,7 +38,7 @@ TRAINING = {
     "save_strategy": "no",
     "report_to": "none",
     "visualize": False,
-    "connect_timeout_s": 60.0,
+    "connect_timeout_s": 180.0,  # starting takes a minute where much else runs
 }
 
 
