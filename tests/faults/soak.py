@@ -224,6 +224,13 @@ class Soak:
             time.sleep(POLL_S)  # nothing announces what another process writes
 
 
+def told(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines that were written whole: a full disk and a kill may each cut one off."""
+    for line in file.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
 def tail(file: Path, nbytes: int) -> bytes:
     with file.open("rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - nbytes))
@@ -333,10 +340,8 @@ def soak(steps: int, counts: dict[str, int], seed: int, sleep_s: float, at: Path
         seconds = time.monotonic() - began
         while not calm.is_over():
             time.sleep(POLL_S)  # as above
-        lines = (at / "cut" / "metrics.jsonl").read_text().splitlines()
-        step_s = [json.loads(line)["step_seconds"] for line in lines]
-        events = (at / "cut" / "events.jsonl").read_text().splitlines()
-        happened = Counter(json.loads(line)["what"] for line in events)
+        step_s = [line["step_seconds"] for line in told(at / "cut" / "metrics.jsonl")]
+        happened = Counter(event["what"] for event in told(at / "cut" / "events.jsonl"))
         return {
             "differences": final_state.differences(at / "cut", at / "whole"),
             "steps": run.step(),
