@@ -78,8 +78,16 @@ def test_what_is_late_is_not_given(model: Model) -> None:
     model.early.begin(model.take)
     with model.early.last_backward(late=["2"]):
         model.backward()
+        model.layers[2](torch.randn(2, 4)).sum().backward()  # as chunks of the loss do
+    assert model.given.keys() == {"0", "1"}
+
+
+def test_a_gradient_that_grows_after_it_was_given_ends_the_step(model: Model) -> None:
+    model.early.begin(model.take)
+    with model.early.last_backward():
         model.backward()
-    assert "2" not in model.given
+        with pytest.raises(AssertionError, match="the gradient of 2 grows after others have it"):
+            model.backward()
 
 
 def test_nobody_has_to_take_them(model: Model) -> None:
