@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import is_timm_available
 
 from hetero_framework.trainer.coordinator import train
 from tests.integration.oracles import (
@@ -99,6 +100,13 @@ def test_training_agrees_with_trainer_over_the_class_itself(
     run = tmp_path / "run"
     found = weights(run) if adapted else original(run / "model").state_dict()
     assert_close(found, trained)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(is_timm_available(), reason="timm is there")
+def test_a_class_whose_tower_cannot_be_built_agrees_with_trainer(losses, texts, tmp_path) -> None:
+    name = "Gemma3nForConditionalGeneration"
+    test_training_agrees_with_trainer_over_the_class_itself(name, True, losses, texts, tmp_path)
 
 
 def test_a_resumed_run_ends_with_the_same_checkpoint(pool, texts, tmp_path) -> None:
