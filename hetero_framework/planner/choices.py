@@ -32,19 +32,16 @@ class Boundary(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Devices, of which `members` are one of each kind: their boundaries from the coordinator and
-    from others, and least seconds of an activation out of them and of the gradient that answers."""
+    """Devices, so many, of which `members` are one of each kind: their boundaries from the
+    coordinator and from others, and least seconds of an activation out of them and of the gradient
+    that answers."""
 
-    devices: tuple[int, ...]
+    size: int
     members: tuple[int, ...]
     first: Boundary
     between: tuple[Boundary, ...]
     out_s: float
     answer_s: float
-
-    @property
-    def size(self) -> int:
-        return len(self.devices)
 
 
 class Choice(NamedTuple):
@@ -169,7 +166,7 @@ def groups_of(rules: Rules, chunks: bool) -> list[Group]:
         out = [links.out(d) for d in devices]
         found.append(
             Group(
-                tuple(devices),
+                len(devices),
                 tuple(kind[0] for kind in kinds[k : k + size]),
                 _best([links.first(d) for d in devices]),
                 _best_ways([links.between(d) for d in devices]),

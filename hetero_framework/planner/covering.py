@@ -61,10 +61,6 @@ class Programme:
             self._follow(int(self._behind_first[row, column]), values, ends, cost, used)
         return float(total[row, column]), used
 
-    def behind(self, prices: Floats) -> Floats:
-        """The most of what comes behind each row, less what it costs."""
-        return self._values(prices @ self._stages.uses)[0][self._pad :]
-
     def _values(self, cost: Floats) -> tuple[Floats, Floats]:
         """The best of what comes behind for each row, after a margin of minus infinity; and of what
         ends there."""

@@ -19,9 +19,6 @@ What a stage has to hold in flight depends on how long a micro-batch is under wa
 question is asked for ranges of that path. Where a device has several stages, those behind the first
 only add to its work, and who comes behind that waits for one of its layers at least; but its NICs
 carry a boundary into each of them, and one out of each but the last of all.
-
-With one stage per device only, a step that prices do not rule out is asked about once more, with
-each device there once and the pace of those in front (`prefixes`).
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ from hetero_framework.planner.choices import (
 from hetero_framework.planner.covering import Floats, Integers, Programme, Stages
 from hetero_framework.planner.layout import Part
 from hetero_framework.planner.partition import Rules
-from hetero_framework.planner.prefixes import MOST_DEVICES, Front, Prefixes, Question, idle_s
 
 _PRECISION = 3e-3
 _PARTS = 1_000  # of a step
@@ -51,10 +47,6 @@ _WIDE_ROUNDS, _ROUNDS = 6, 20  # of prices, for each question
 _SEVERAL_ROUNDS = 10
 _AIM = 0.3  # layers less than needed, that prices aim at
 _EXACTLY = 1e-9
-_RANGE = 0.04  # of a step: of paths for which prefixes are looked at
-_FRONTS, _TRIES = 24_000, 3  # prefixes that are kept in all, and steps that are tried
-_ROUGHLY = 0.01  # how near prices alone look where prefixes are looked at behind them
-_NOTHING = Front(0.0, 0.0, 0.0)
 # What has a price besides devices: the last stage where a device has several, and what the
 # coordinator relays, its seconds and how often.
 _LAST, _RELAYED_S, _RELAYED = -3, -2, -1
@@ -65,7 +57,7 @@ def least_step(rules: Rules, most_s: float) -> float:
     to reach."""
     least = min(most_s, _alone_s(rules))
     if len(rules.devices) > 1 and least > 0:
-        for relaxation in (_OneEach, _Several) if rules.chunks else (_InOrder,):
+        for relaxation in (_OneEach, _Several) if rules.chunks else (_OneEach,):
             least = relaxation(rules, least).least()
     return least
 
@@ -83,7 +75,7 @@ def _alone_s(rules: Rules) -> float:
 class _Relaxation(ABC):
     """The question whether a step may be shorter than `most_s`, for the coordinator and others."""
 
-    _precision, _narrow, _rounds = _PRECISION, _NARROW, _ROUNDS
+    _narrow, _rounds = _NARROW, _ROUNDS
 
     def __init__(self, rules: Rules, most_s: float, *, chunks: bool) -> None:
         self._rules, self._fleet, self._most_s = rules, rules.fleet, most_s
@@ -94,7 +86,7 @@ class _Relaxation(ABC):
         local = rules.fleet.costs[0].device
         self._embedding = (local.embedding_forward_s, local.embedding_backward_s)
         # One for each group, and those below.
-        self._prices = self._best_prices = np.zeros(len(self._groups) + 3)
+        self._prices = np.zeros(len(self._groups) + 3)
         relayed = [way.relayed_s for group in self._groups for way in group.between]
         self._least_relayed_s = min((s for s in relayed if s > 0), default=0.0)
         self._found = (0.0, 1.0)
@@ -104,7 +96,7 @@ class _Relaxation(ABC):
         if not self._possible((1 - _EXACTLY) * self._most_s):
             return self._most_s
         low, high = 0.0, self._most_s
-        while high - low > self._precision * high:
+        while high - low > _PRECISION * high:
             # Most bounds are near the known step.
             middle = max((low + high) / 2, 0.9 * high)
             if self._possible(middle):
@@ -116,24 +108,18 @@ class _Relaxation(ABC):
     def _possible(self, step_s: float) -> bool:
         """Whether a step of so many seconds is, for any path; ranges are in parts of a step, and
         first comes that where it was possible last."""
-        ranges = list(dict.fromkeys([(0.0, 1.0), self._found]))
+        ranges = [(0.0, 1.0), self._found]
         while ranges:
             low, high = ranges.pop()
             narrow = high - low <= self._narrow
             if not self._covers(step_s, low * step_s, high * step_s, narrow):
                 continue
             if narrow:
-                if not self._may(step_s, low * step_s, high * step_s):
-                    continue
                 self._found = (low, high)
                 return True
             middle = (low + high) / 2
             ranges += [(middle, high), (low, middle)]
         return False
-
-    def _may(self, step_s: float, low: float, high: float) -> bool:
-        """Whether it is possible for paths in this range, which prices do not rule out."""
-        return True
 
     def _covers(self, step_s: float, low: float, high: float, narrow: bool) -> bool:
         """Whether layouts in which a micro-batch is under way from `low` to `high` seconds could
@@ -152,16 +138,13 @@ class _Relaxation(ABC):
             self._stages(left_s[rows], step_s, low, high, first=True),
             self._most_stages,
         )
-        there_are = self._there_are(step_s)
+        there_are = np.array([*(group.size for group in self._groups), 1, *self._relays(step_s)])
         needed = self._needed(step_s) * (1 - _EXACTLY)
-        least_bound = math.inf
         for _ in range(self._rounds if narrow else _WIDE_ROUNDS):
             covered, used = programme.best(self._prices)
             bound = covered + float(self._prices @ there_are)
             if bound < needed:
                 return False
-            if bound < least_bound:
-                least_bound, self._best_prices = bound, self._prices
             excess = used - there_are
             excess[(excess < 0) & (self._prices <= 0)] = 0.0
             norm = float(excess @ excess)
@@ -170,10 +153,6 @@ class _Relaxation(ABC):
             step = (bound - needed + _AIM) / norm
             self._prices = np.maximum(0.0, self._prices + step * excess)
         return True
-
-    def _there_are(self, step_s: float) -> Floats:
-        """How much there is of what has a price."""
-        return np.array([*(group.size for group in self._groups), 1, *self._relays(step_s)])
 
     def _relays(self, step_s: float) -> tuple[float, float]:
         """The share of a step that the coordinator's NIC can relay beside what it sends itself, and
@@ -195,17 +174,10 @@ class _Relaxation(ABC):
 
     @abstractmethod
     def _stages(
-        self,
-        left_s: Floats,
-        step_s: float,
-        low: float,
-        high: float,
-        *,
-        first: bool,
-        front: Front = _NOTHING,
+        self, left_s: Floats, step_s: float, low: float, high: float, *, first: bool
     ) -> Stages:
         """What may come where `left_s` seconds are left behind the stage before, which is the
-        coordinator's if it comes `first`; of what is in front no more is known than `front`."""
+        coordinator's if it comes `first`."""
 
     def _uses(self, group: Integers, relayed_s: Floats, step_s: float) -> Floats:
         uses = np.zeros((len(self._prices), len(group)))
@@ -242,9 +214,8 @@ class _OneEach(_Relaxation):
                 count = self._held(Part(0, 0, end, recompute))
                 if not count or low * (1 + (m - 1) // count) > most_s:
                     continue
-                times_s = forward_s, backward_s
-                waits_s = float(idle_s(times_s, (0.0, 0.0), np.array(low), count, m))
-                if m * (forward_s + backward_s) + waits_s <= most_s:
+                idle_s = float(_idle_s(forward_s, backward_s, np.array(low), count, m))
+                if m * (forward_s + backward_s) + idle_s <= most_s:
                     left = _PARTS - int(self._parts(np.array(forward_s + backward_s), step_s))
                     found[left] = max(found.get(left, 0.0), float(self._work[end]))
         return found
@@ -258,26 +229,16 @@ class _OneEach(_Relaxation):
         return held(room, self._fleet.activation_bytes(part), self._m)
 
     def _stages(
-        self,
-        left_s: Floats,
-        step_s: float,
-        low: float,
-        high: float,
-        *,
-        first: bool,
-        front: Front = _NOTHING,
+        self, left_s: Floats, step_s: float, low: float, high: float, *, first: bool
     ) -> Stages:
         one, m = self._first if first else self._between, self._m
         here_s = left_s[:, None] - one.path_s + _EXACTLY * step_s
         # What is left may be a part too much for each stage before.
-        rounded_s = front.late_s + step_s / _PARTS * self._most_stages
+        rounded_s = step_s / _PARTS * self._most_stages
         round_s = np.maximum(0.0, here_s - rounded_s - (step_s - low))
-        waits_s = idle_s(
-            (one.forward_s, one.backward_s), (front.forward_s, front.backward_s),
-            round_s, one.held, m,
-        )  # fmt: skip
+        idle_s = _idle_s(one.forward_s, one.backward_s, round_s, one.held, m)
         may = (one.held > 0) & (one.work > 0) & (here_s >= one.wire_s)
-        may &= here_s >= m * one.seconds + waits_s
+        may &= here_s >= m * one.seconds + idle_s
         ways = (m - 1) // np.maximum(1, one.held)
         may &= low + ways * round_s <= step_s * (1 + _EXACTLY)
         behind_s = np.maximum(one.last_wire_s, step_s - high)
@@ -290,62 +251,17 @@ class _OneEach(_Relaxation):
         )
 
 
-class _InOrder(_OneEach):
-    """Where prices rule out no more, what can be laid out one stage after the other may."""
-
-    def __init__(self, rules: Rules, most_s: float) -> None:
-        super().__init__(rules, most_s)
-        self._prefixes: Prefixes | None = None
-        self._are_few = max(rules.devices) < MOST_DEVICES
-        self._precision = _ROUGHLY if self._are_few else _PRECISION
-
-    def least(self) -> float:
-        low, high = super().least(), self._most_s
-        if not self._are_few:
-            return low
-        self._prefixes = Prefixes(self._rules, _FRONTS)
-        self._narrow, self._found = _RANGE, (0.0, 1.0)
-        for _ in range(_TRIES if low < high else 0):
-            # The nearer to the known step, the more prefixes there are.
-            middle = low + (high - low) / 4
-            if self._possible(middle):
-                high = middle
-            else:
-                low = middle
-        return low
-
-    def _may(self, step_s: float, low: float, high: float) -> bool:
-        if self._prefixes is None:
-            return True
-        least = int((1 - high / step_s) * _PARTS * (1 - _EXACTLY))
-        left_s = np.arange(least, _PARTS + 1, dtype=np.float64) * (step_s / _PARTS)
-        prices, there_are = self._best_prices, self._there_are(step_s)
-        none = np.zeros(0, np.int64)
-
-        def behind(front: Front) -> Floats:
-            stages = self._stages(left_s, step_s, low, high, first=False, front=front)
-            first = stages._replace(middle=stages.middle[none], last=stages.last[none])
-            return Programme(stages, np.zeros(0), none, first, self._most_stages).behind(prices)
-
-        of_devices = np.zeros(len(self._fleet.costs))
-        for number, group in enumerate(self._groups):
-            of_devices[list(group.devices)] = prices[number]
-        return self._prefixes.may(
-            Question(
-                step_s=step_s,
-                most_s=step_s * (1 + _EXACTLY),
-                low=low,
-                high=high * (1 + _EXACTLY),
-                relays_s=there_are[_RELAYED_S] * step_s,
-                needed=self._needed(step_s) * (1 - _EXACTLY),
-                prices=of_devices,
-                relay_price=self._m / step_s * prices[_RELAYED_S],
-                others=float(prices[_LAST:] @ there_are[_LAST:]),
-                behind=behind,
-                least_parts=least,
-                parts=_PARTS,
-            )
-        )
+def _idle_s(
+    forward_s: Floats | float,
+    backward_s: Floats | float,
+    round_s: Floats,
+    held: Integers | int,
+    m: int,
+) -> Floats:
+    """As in `step_bound`: how long a stage that holds so many forwards has nothing to do."""
+    before = np.maximum(0.0, round_s - backward_s - held * forward_s)
+    after = np.maximum(0.0, round_s - forward_s - held * backward_s)
+    return np.where(held < m, before + after, np.maximum(before, after))
 
 
 class _Several(_OneEach):
@@ -390,14 +306,7 @@ class _Several(_OneEach):
         return found
 
     def _stages(
-        self,
-        left_s: Floats,
-        step_s: float,
-        low: float,
-        high: float,
-        *,
-        first: bool,
-        front: Front = _NOTHING,
+        self, left_s: Floats, step_s: float, low: float, high: float, *, first: bool
     ) -> Stages:
         single = super()._stages(left_s, step_s, low, high, first=first)
         one = self._shares[first]
