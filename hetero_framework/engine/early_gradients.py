@@ -62,9 +62,9 @@ class EarlyGradients:
         self._parameters, self._hooks, self._waiting = [], [], {}
 
     def _note_final(self, name: str, parameter: Tensor) -> None:
+        assert name not in self.given, f"the gradient of {name} grows after others have it"
         if self._take is None or self._late is None or name in self._late:
             return
-        assert name not in self.given, f"the gradient of {name} grows after others have it"
         assert parameter.grad is not None
         self._waiting[name] = parameter.grad
         if sum(gradient.nbytes for gradient in self._waiting.values()) < EARLY_PART_BYTES:

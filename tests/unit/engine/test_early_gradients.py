@@ -57,6 +57,7 @@ def test_those_of_the_last_layers_are_given_before_the_first_one_is_differentiat
     assert model.early.given == {"0", "1", "2"}
     found = model.gradients()
     assert all(torch.equal(model.given[name], found[name]) for name in "012")
+    model.early.begin(None)
     model.backward()  # of the next step
     assert len(model.happened) == 6
 
@@ -86,8 +87,8 @@ def test_a_gradient_that_grows_after_it_was_given_ends_the_step(model: Model) ->
     model.early.begin(model.take)
     with model.early.last_backward():
         model.backward()
-        with pytest.raises(AssertionError, match="the gradient of 2 grows after others have it"):
-            model.backward()
+    with pytest.raises(AssertionError, match="the gradient of 2 grows after others have it"):
+        model.backward()  # of an earlier micro-batch
 
 
 def test_nobody_has_to_take_them(model: Model) -> None:
@@ -110,8 +111,9 @@ def test_a_backward_that_fails_leaves_nothing_behind(
         model.backward()
     hook.remove()
     assert model.happened == [["2"], ["1"], "first layer"]
-    model.backward()
     model.early.begin(model.take)
+    model.backward()
+    assert model.happened[3:] == ["first layer"]
     with model.early.last_backward():
         model.backward()
     assert model.happened[4:] == [["2"], ["1"], "first layer", ["0"]]
