@@ -48,7 +48,13 @@ from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.loading import BuildStages, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.stage_api import Loss, StageInterface, StepInfo, StepSchedule
+from hetero_framework.engine.stage_api import (
+    GradientPart,
+    Loss,
+    StageInterface,
+    StepInfo,
+    StepSchedule,
+)
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import (
     ConfigError,
@@ -713,7 +719,7 @@ class Worker:
         log.set_step(info.step + 1)
         _log.debug("step %d, attempt %d", info.step + 1, info.attempt)
         self.peers.ping()
-        self._host.begin(info, schedule)
+        self._host.begin(info, schedule, self)
         self._tell_missing_links(schedule)
 
     def _tell_missing_links(self, schedule: StepSchedule) -> None:
@@ -728,8 +734,21 @@ class Worker:
     def _give_gradients(self, host: StageHost) -> None:
         """A stage is done: what others sum of its gradients goes to the coordinator."""
         for found in host.gradients():
-            assert host.info is not None
-            self._send(messages.gradients_message(host.info, found))
+            self._give(found)
+
+    def _give(self, found: GradientPart) -> None:
+        assert self._host.info is not None
+        self._send(messages.gradients_message(self._host.info, found))
+
+    def has_room(self) -> bool:
+        """Whether nothing waits on the link: a BACKWARD, which the stage before waits for, would
+        stand behind it."""
+        return self._connection is not None and self._connection.link.idle
+
+    def take(self, found: GradientPart) -> None:
+        """Gradients of a stage that still computes."""
+        with suppress(LinkGone):  # its reader reports the same
+            self._give(found)
 
     def _report_when_done(self, host: StageHost) -> None:
         """All micro-batches are through: the norms go to the coordinator, unasked."""

@@ -177,6 +177,12 @@ class Link:
         """Whether the link takes no more messages."""
         return self._closing or self._dead
 
+    @property
+    def idle(self) -> bool:
+        """Whether all that was sent is written."""
+        with self._lock:
+            return not self._queue
+
     def ping(self) -> None:
         """Ask for the peer's clock; `clock` has the answer later. Does nothing on a closed link."""
         now = time.perf_counter()

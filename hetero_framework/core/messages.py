@@ -402,7 +402,8 @@ class Gradients(OfStep):
     """Worker to coordinator, once all backwards of a stage are done: part `part` of its gradients,
     one tensor for each name; parameters that have none are left out. `last` marks the last part. In
     a step that is `summed` it is all of them, and LOAD_STATE of the kind `gradients` answers when
-    the sums are there; else those of its `ties`, and the stages of their sources get the sums."""
+    the sums are there; what is final before the last backward is done may come then, also as part
+    0. Else it is those of its `ties`, and the stages of their sources get the sums."""
 
     stage: int
     part: int

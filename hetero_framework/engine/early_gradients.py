@@ -11,30 +11,33 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from hetero_framework.engine.stage_api import Tensors
+from hetero_framework.engine.stage_api import GradientPart, StatePart, TakeEarly, Tensors
 from hetero_framework.models.shard import weakly
 
 EARLY_PART_BYTES = 1 << 18
 """At least so much is given at once: each part costs a frame, and a wait for the device."""
-Take = Callable[[Tensors], None]
 
 
 class EarlyGradients:
     """Of the parameters of one stage. `to_host` brings a gradient into CPU memory."""
 
     def __init__(
-        self, parameters: Iterable[tuple[str, Parameter]], to_host: Callable[[Tensor], Tensor]
+        self,
+        stage: int,
+        parameters: Iterable[tuple[str, Parameter]],
+        to_host: Callable[[Tensor], Tensor],
     ) -> None:
+        self._stage = stage
         self._parameters = list(parameters)
         self._to_host = to_host
         self._hooks: list[Any] = []  # none before a first step in which somebody takes them
-        self._take: Take | None = None
+        self._take: TakeEarly | None = None
         self._late: frozenset[str] | None = None  # None: not in a last backward
         self._waiting: Tensors = {}
         self.given: set[str] = set()
         """The parameters whose gradients of this step have been taken."""
 
-    def begin(self, take: Take | None) -> None:
+    def begin(self, take: TakeEarly | None) -> None:
         """A step begins in which `take` gets what `last_backward` finds, or in which nobody does.
         What is taken may lie in the memory of the gradient, which lasts until the step's end."""
         self._take, self._late = take, None
@@ -48,7 +51,7 @@ class EarlyGradients:
     @contextmanager
     def last_backward(self, late: Iterable[str] = ()) -> Iterator[None]:
         """Within, a gradient is final once it has been added to, but for those that are `late`.
-        `take` is called in the thread that differentiates. What fills no part is not given."""
+        What fills no part, or finds no room, is not given."""
         self._late = frozenset(late)
         try:
             yield
@@ -67,8 +70,10 @@ class EarlyGradients:
             return
         assert parameter.grad is not None
         self._waiting[name] = parameter.grad
-        if sum(gradient.nbytes for gradient in self._waiting.values()) < EARLY_PART_BYTES:
+        nbytes = sum(gradient.nbytes for gradient in self._waiting.values())
+        if nbytes < EARLY_PART_BYTES or not self._take.has_room():
             return
         found, self._waiting = self._waiting, {}
         self.given.update(found)
-        self._take({name: self._to_host(gradient) for name, gradient in found.items()})
+        here = {name: self._to_host(gradient) for name, gradient in found.items()}
+        self._take.take(GradientPart(self._stage, 0, StatePart(here)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from hetero_framework.core import failpoints, trace
@@ -91,8 +90,7 @@ class Executor:
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
         for lane in self._lanes.values():
             self._drop(lane)
-            early = None if take is None else partial(_hand_on, take, lane.stage.index)
-            lane.stage.begin(info, early)
+            lane.stage.begin(info, take)
             lane.queue_peak = 0
 
     def abort(self) -> None:
@@ -297,10 +295,6 @@ class Executor:
                 arrival.release()
             waiting.clear()
         lane.inputs.clear()
-
-
-def _hand_on(take: api.TakeEarly, stage: int, gradients: api.Tensors) -> None:
-    take(api.GradientPart(stage, 0, api.StatePart(gradients)))
 
 
 def _own(results: Bundle, arrival: api.Arrival) -> Bundle:

@@ -135,11 +135,10 @@ class Pipeline:
         gradients of one that is summed go to `group`."""
         self._share_weights(self._untold)
         self._info, self._tied = info, TiedGradients(self._ties)
-        self._summing, take = None, None
+        self._summing = None
         if group is not None:
             found = partial(self._tied.take, last=True)
             self._summing = Summing(self._trained, self._host_of, group, found)
-            take = self._summing.take_early
         self._max_in_flight = max_in_flight
         self._results.begin()
         self._began = time.perf_counter()
@@ -147,7 +146,7 @@ class Pipeline:
         for host in self._hosts:
             if self._snapshot is not None:  # begun after the last step or before
                 host.snapshot(self._snapshot[0].step)
-            host.begin(info, schedule, take)
+            host.begin(info, schedule, self._summing)
 
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
         """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost

@@ -61,7 +61,7 @@ class RemoteHost(Host):
     def begin(
         self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
-        """A worker's gradients come stage by stage: what it computes would wait behind them."""
+        """A worker takes what comes early by itself: `gradients` has it."""
         self._info, self._norms = info, None
         self._drop_gradients()
         self._links.ping(self.id)
@@ -72,7 +72,7 @@ class RemoteHost(Host):
         self._links.send(self.id, messages.inputs_message(self._info, stage, micro_batch, needed))
 
     def gradients(self) -> list[api.GradientPart]:
-        """Workers send theirs by themselves, stage by stage."""
+        """Workers send theirs by themselves, some while the stage still computes."""
         found, self._gradients = self._gradients, []
         return found
 

@@ -18,10 +18,16 @@ from torch import Tensor
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
-from hetero_framework.engine.early_gradients import EarlyGradients, Take
+from hetero_framework.engine.early_gradients import EarlyGradients
 from hetero_framework.engine.expectation import rows_and_tokens
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
-from hetero_framework.engine.stage_api import GradientReport, StatePart, StepInfo, Tensors
+from hetero_framework.engine.stage_api import (
+    GradientReport,
+    StatePart,
+    StepInfo,
+    TakeEarly,
+    Tensors,
+)
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError, ProtocolError
 from hetero_framework.models.arrivals import Arrivals
@@ -78,7 +84,7 @@ class Stage:
         # They cross the wire in every step, and may be a gigabyte each.
         self._tied_copies: dict[str, HostCopy] = defaultdict(lambda: HostCopy(device))
         self._names = {p: name for name, p in self._parameters}
-        self._early = EarlyGradients(self._parameters, device.to_host)
+        self._early = EarlyGradients(self.index, self._parameters, device.to_host)
         trained = list(self._names)
         self._optimizer = build_optimizer(training, shard.model, trained) if trained else None
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
@@ -105,7 +111,7 @@ class Stage:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def begin(self, info: StepInfo, take: Take | None = None) -> None:
+    def begin(self, info: StepInfo, take: TakeEarly | None = None) -> None:
         """In a step that is summed, `take` gets gradients as soon as they are final, while their
         backward still runs, in its thread; `gradients` has the rest."""
         self.abort()

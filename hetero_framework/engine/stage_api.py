@@ -109,8 +109,14 @@ class GradientPart:
     part: StatePart
 
 
-TakeEarly = Callable[[GradientPart], None]
-"""What gets gradients while their stage still computes; must raise nothing."""
+class TakeEarly(Protocol):
+    """Gets gradients while their stage still computes, in the thread that differentiates. Raises
+    nothing."""
+
+    def has_room(self) -> bool:
+        """Whether more would go out at once. Else they wait for that, or for their stage's end."""
+
+    def take(self, found: GradientPart) -> None: ...
 
 
 class GradientSum(Protocol):
@@ -174,7 +180,7 @@ class StageInterface(Protocol):
         """What is wrong, as far as headers tell, with the tensors that came for a micro-batch of
         this size; None where nothing is. Called in any thread."""
 
-    def begin(self, info: StepInfo, take: Callable[[Tensors], None] | None = None) -> None: ...
+    def begin(self, info: StepInfo, take: TakeEarly | None = None) -> None: ...
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle: ...
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, received: Bundle

@@ -45,7 +45,11 @@ class Summing:
         """Who has not confirmed the sums that it was sent."""
         return self._hosts[self._loading[0][0]] if self._loading else None
 
-    def take_early(self, found: api.GradientPart) -> None:
+    def has_room(self) -> bool:
+        """The links between islands carry nothing else meanwhile."""
+        return True
+
+    def take(self, found: api.GradientPart) -> None:
         """Of a stage that still computes; may be called in another thread. `give` raises what ends
         the step: nothing may in the middle of a task."""
         try:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from hetero_framework.config import Config
+from hetero_framework.core.messages import Gradients
 from hetero_framework.engine import early_gradients
+from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import GradientPart, StatePart
 from hetero_framework.errors import ConfigError, PeerAwayError, ProtocolError
 from hetero_framework.islands.group import STATE
@@ -92,8 +94,18 @@ def test_two_islands_of_any_plans_are_one_training(
     pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uneven micro-batches of uneven lengths: 9 samples of a step by fours, 3 by twos. Gradients
-    leave the coordinators' stages one by one."""
+    leave the coordinators' stages one by one, and workers' while they compute."""
     monkeypatch.setattr(early_gradients, "EARLY_PART_BYTES", 1)
+    wide = save_llama(tmp_path / "model", hidden_size=96, intermediate_size=192)
+    settings = {**settings, "model": {"name_or_path": str(wide)}}
+    came: dict[int, list[bool]] = {}
+    take = RemoteHost._take_gradients
+
+    def note(host: RemoteHost, message: Any, body: Gradients) -> None:
+        came.setdefault(body.stage, []).append(body.last)
+        take(host, message, body)
+
+    monkeypatch.setattr(RemoteHost, "_take_gradients", note)
     whole = island(pool, tmp_path / "whole", [], settings, rows=4, accumulation=3)
     train(Config.from_dict(whole), progress=Notes())
     for name, a_cuts, b_cuts in (("one", [], []), ("cut", [2, 4], [3])):
@@ -118,6 +130,7 @@ def test_two_islands_of_any_plans_are_one_training(
                 ),
             }
         )
+    assert all(lasts.count(False) >= lasts.count(True) for lasts in came.values()), came
     for name in ("one", "cut"):
         a, b = (tmp_path / name / key for key in "ab")
         assert lines(a, "step", "loss", "grad_norm") == lines(b, "step", "loss", "grad_norm")

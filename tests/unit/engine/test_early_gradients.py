@@ -11,7 +11,7 @@ from torch import nn
 
 from hetero_framework.engine import early_gradients
 from hetero_framework.engine.early_gradients import EarlyGradients
-from hetero_framework.engine.stage_api import Tensors
+from hetero_framework.engine.stage_api import GradientPart, Tensors
 
 
 class Model:
@@ -21,9 +21,10 @@ class Model:
         torch.manual_seed(0)
         self.layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
         self.early = EarlyGradients(
-            [(name[0], p) for name, p in self.layers.named_parameters()], torch.Tensor.cpu
+            3, [(name[0], p) for name, p in self.layers.named_parameters()], torch.Tensor.cpu
         )
         self.happened: list[object] = []
+        self.room = True
         self.given: Tensors = {}
 
     def backward(self) -> None:
@@ -31,9 +32,13 @@ class Model:
         hidden.register_hook(lambda gradient: self.happened.append("first layer"))
         self.layers[1:](hidden).sum().backward()
 
-    def take(self, found: Tensors) -> None:
-        self.happened.append(list(found))
-        self.given |= {name: gradient.clone() for name, gradient in found.items()}
+    def has_room(self) -> bool:
+        return self.room
+
+    def take(self, found: GradientPart) -> None:
+        assert (found.stage, found.number, found.part.last) == (3, 0, False)
+        self.happened.append(list(found.part.tensors))
+        self.given |= {name: gradient.clone() for name, gradient in found.part.tensors.items()}
 
     def gradients(self) -> Tensors:
         return {name[0]: p.grad for name, p in self.layers.named_parameters() if p.grad is not None}
@@ -48,7 +53,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
 def test_those_of_the_last_layers_are_given_before_the_first_one_is_differentiated(
     model: Model,
 ) -> None:
-    model.early.begin(model.take)
+    model.early.begin(model)
     model.backward()
     assert model.happened == ["first layer"]  # more is to come
     with model.early.last_backward():
@@ -67,7 +72,7 @@ def test_small_ones_are_given_together_and_what_fills_no_part_is_left(
 ) -> None:
     monkeypatch.setattr(early_gradients, "EARLY_PART_BYTES", 2 * 4 * 4 * 4)
     for _ in range(2):
-        model.early.begin(model.take)
+        model.early.begin(model)
         assert model.early.given == set()
         with model.early.last_backward():
             model.backward()
@@ -75,8 +80,23 @@ def test_small_ones_are_given_together_and_what_fills_no_part_is_left(
     assert model.happened == [["2", "1"], "first layer"] * 2
 
 
+def test_they_wait_for_room_and_are_given_together_then(model: Model) -> None:
+    model.room = False
+    found = model.layers[0].weight.register_hook(lambda gradient: setattr(model, "room", True))
+    model.early.begin(model)
+    with model.early.last_backward():
+        model.backward()
+    assert model.happened == ["first layer", ["2", "1", "0"]]
+    found.remove()
+    model.room = False
+    model.early.begin(model)
+    with model.early.last_backward():
+        model.backward()
+    assert model.early.given == set()  # they are left for the stage's end
+
+
 def test_what_is_late_is_not_given(model: Model) -> None:
-    model.early.begin(model.take)
+    model.early.begin(model)
     with model.early.last_backward(late=["2"]):
         model.backward()
         model.layers[2](torch.randn(2, 4)).sum().backward()  # as chunks of the loss do
@@ -84,7 +104,7 @@ def test_what_is_late_is_not_given(model: Model) -> None:
 
 
 def test_a_gradient_that_grows_after_it_was_given_ends_the_step(model: Model) -> None:
-    model.early.begin(model.take)
+    model.early.begin(model)
     with model.early.last_backward():
         model.backward()
     with pytest.raises(AssertionError, match="the gradient of 2 grows after others have it"):
@@ -105,13 +125,13 @@ def test_a_backward_that_fails_leaves_nothing_behind(
     def fail(gradient: torch.Tensor) -> None:
         raise RuntimeError("out of memory")
 
-    model.early.begin(model.take)
+    model.early.begin(model)
     hook = model.layers[0].weight.register_hook(fail)
     with pytest.raises(RuntimeError, match="out of memory"), model.early.last_backward():
         model.backward()
     hook.remove()
     assert model.happened == [["2"], ["1"], "first layer"]
-    model.early.begin(model.take)
+    model.early.begin(model)
     model.backward()
     assert model.happened[3:] == ["first layer"]
     with model.early.last_backward():
@@ -120,7 +140,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(
 
 
 def test_the_parameters_are_left_alone_when_it_is_closed(model: Model) -> None:
-    model.early.begin(model.take)
+    model.early.begin(model)
     model.early.close()
     with model.early.last_backward():
         model.backward()
@@ -130,7 +150,7 @@ def test_the_parameters_are_left_alone_when_it_is_closed(model: Model) -> None:
 def test_hooks_keep_nothing_alive(model: Model) -> None:
     gc.disable()
     try:
-        model.early.begin(lambda found: None)
+        model.early.begin(Model())
         gone = weakref.ref(model.early)
         del model.early
         assert gone() is None

@@ -48,6 +48,7 @@ from hetero_framework.engine import early_gradients, messages, state_snapshot
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.engine.stage_api import (
+    GradientPart,
     GradientReport,
     StatePart,
     StepInfo,
@@ -1007,12 +1008,17 @@ def test_gradients_that_are_given_early_are_those_of_the_step(
     _, alone = chain.step()
     found: Tensors = {}
 
-    def take(gradients: Tensors) -> None:
-        assert not found.keys() & gradients.keys()
-        found.update({name: gradient.clone() for name, gradient in gradients.items()})
+    class Taker:
+        def has_room(self) -> bool:
+            return True
+
+        def take(self, given: GradientPart) -> None:
+            gradients = given.part.tensors
+            assert not found.keys() & gradients.keys()
+            found.update({name: gradient.clone() for name, gradient in gradients.items()})
 
     for stage in chain.stages:
-        stage.begin(info(summed=True), take)
+        stage.begin(info(summed=True), Taker())
     chain._micro_batch(0, True)
     assert not found
     chain._micro_batch(1, True)
@@ -1023,7 +1029,7 @@ def test_gradients_that_are_given_early_are_those_of_the_step(
     assert "model.norm.weight" not in early or "chunks" not in way
     for stage in chain.stages:
         for part in stage.gradients():
-            take(part.tensors)
+            Taker().take(GradientPart(stage.index, 0, part))
     assert found.keys() == alone.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in alone.items())
 

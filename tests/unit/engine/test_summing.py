@@ -132,7 +132,7 @@ def test_sums_are_taken_over_when_the_host_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_a_stage_that_has_not_given_all_of_its_own_is_not_asked_for() -> None:
     case = Case({0: ["a", "b"]}, "a", "b")
-    case.summing.take_early(part(0, "a", last=False))
+    case.summing.take(part(0, "a", last=False))
     case.give(part(0, last=False))
     assert not case.summing.load()
     assert case.group.asked == []
@@ -145,7 +145,7 @@ def test_a_stage_that_has_not_given_all_of_its_own_is_not_asked_for() -> None:
 def test_what_ends_the_step_in_the_middle_of_a_task_is_raised_after_it(ended: Exception) -> None:
     case = Case({0: ["a", "b"]})
     case.group.fails = ended
-    case.summing.take_early(part(0, "a", last=False))
+    case.summing.take(part(0, "a", last=False))
     case.group.fails = None
     with pytest.raises(type(ended), match=str(ended)):
         case.summing.give()
