@@ -8,9 +8,9 @@
     python -m benchmarks.islands loss
 
 `goodput`: three islands sum the gradients of every step; one of them, another each time, is killed
-at every `--every` steps and started again with the same command. Printed are the steps per second
-against those of the same islands undisturbed, from the first common step to the last, and the
-seconds from each kill until the others' next step.
+at every `--every` steps and started again with the same command. Printed are the steps per second,
+against those of the steps that all three took one after the other without a kill, and the seconds
+from each kill until the others' next step.
 
 `speeds`: two islands, one twice as fast as the other (layers that sleep), with shares by measured
 speed against equal shares: the steps per second once they are tuned.
@@ -43,10 +43,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -126,13 +127,24 @@ def _dial_from_afar(one_way_s: float, host: str, port: int, timeout_s: float, **
 
 
 def light(connection: Any, host: str, port: int) -> None:
-    """A lighthouse as `hetero lighthouse` has it, until it is ended."""
-    with Lighthouse() as server, closing(Listener(host, port)) as listener:
-        entrance = tunnel.Entrance(listener, Plaintext(everywhere=True), server.port)
-        with closing(entrance):
-            connection.send("it shines")
-            while True:
-                entrance.wait(1.0)
+    """A lighthouse for others, until it is ended."""
+    with lighthouse(host, port) as entrance:
+        connection.send("it shines")
+        while True:
+            entrance.wait(1.0)
+
+
+@contextmanager
+def lighthouse(host: str = "127.0.0.1", port: int = 0) -> Iterator[tunnel.Entrance]:
+    """As `hetero lighthouse` has it."""
+    with (
+        Lighthouse() as server,
+        closing(Listener(host, port)) as listener,
+        closing(
+            tunnel.Entrance(listener, Plaintext(everywhere=True), server.port, server.beat)
+        ) as entrance,
+    ):
+        yield entrance
 
 
 def work(connection: Any, raw: dict[str, Any], worker: int, sleep_s: float) -> None:
@@ -339,31 +351,41 @@ FIRST, TUNED = 5, 24
 
 def goodput(steps: int, every: int, sleep_s: float) -> dict[str, Any]:
     names = ("a", "b", "c")
-    found: dict[str, Any] = {"case": "goodput", "steps": steps, "every": every, "sleep": sleep_s}
-    for calm in (True, False):
-        total = min(steps, 100) if calm else steps
-        with tempfile.TemporaryDirectory() as at, Lighthouse() as lighthouse, Machines() as started:
-            folder = Path(at)
-            _prepare(folder)
-            section = {"island": {"min_islands": 1}, "adapter": {"r": 4}}
-            raws = {
-                name: configuration(folder, name, lighthouse.port, max_steps=total, **section)
-                for name in names
-            }
-            for raw in raws.values():
-                raw["adapter"] = raw["training"].pop("adapter")
-            islands = Islands(started, raws, dict.fromkeys(names, sleep_s))
-            for name in names:
-                islands.start(name)
-            gaps = [] if calm else _with_kills(islands, names, total, every)
-            islands.until_done(*names)
-            rate = _rate(_merged(islands), FIRST, total)
-            found["calm" if calm else "disturbed"] = round(rate, 3)
-            if not calm:
-                found["kills"], found["gaps_s"] = len(gaps), [round(gap, 2) for gap in gaps]
-                found["median_gap_s"] = round(statistics.median(gaps), 2) if gaps else None
-    found["goodput"] = round(found["disturbed"] / found["calm"], 3)
-    return found
+    with tempfile.TemporaryDirectory() as at, lighthouse() as light_here, Machines() as started:
+        folder = Path(at)
+        _prepare(folder)
+        raws = {
+            name: configuration(
+                folder, name, light_here.port, max_steps=steps, island={"min_islands": 1}
+            )
+            for name in names
+        }
+        for raw in raws.values():
+            raw["adapter"] = {"r": 4}
+        islands = Islands(started, raws, dict.fromkeys(names, sleep_s))
+        for name in names:
+            islands.start(name)
+        killed_at, gaps = _with_kills(islands, names, steps, every)
+        islands.until_done(*names)
+    merged = _merged(islands)
+    calm_s = statistics.fmean(_calm_s(merged, len(names), killed_at))
+    return {
+        **{"case": "goodput", "steps": steps, "every": every, "sleep": sleep_s},
+        **{"calm_step_s": round(calm_s, 3), "kills": len(gaps)},
+        **{"gaps_s": [round(gap, 2) for gap in gaps], "median_gap_s": statistics.median(gaps)},
+        "goodput": round(_rate(merged, FIRST, steps) * calm_s, 3),
+    }
+
+
+def _calm_s(merged: Island, islands: int, killed_at: Sequence[float]) -> list[float]:
+    """The seconds of each step that all took, as the one before it, and nobody was killed in."""
+    counted = [one for one in merged.steps if one[1]["step"] >= FIRST]
+    return [
+        when - before
+        for (before, last), (when, line) in pairwise(counted)
+        if len(last["island"]["members"]) == len(line["island"]["members"]) == islands
+        and not any(before <= killed <= when for killed in killed_at)
+    ]
 
 
 def _merged(islands: Islands) -> Island:
@@ -378,33 +400,35 @@ def _merged(islands: Islands) -> Island:
     return merged
 
 
-def _with_kills(islands: Islands, names: Sequence[str], total: int, every: int) -> list[float]:
-    """Kill one after the other; the seconds until the others' next step."""
-    gaps = []
+def _with_kills(
+    islands: Islands, names: Sequence[str], total: int, every: int
+) -> tuple[list[float], list[float]]:
+    """Kill one after the other: when, and the seconds until the others' next step."""
+    kills, gaps = [], []
     for number, step in enumerate(range(every, total - FIRST, every)):
         victim = names[number % len(names)]
         others = [name for name in names if name != victim]
         islands.until_step(step, *names)
         islands.kill(victim)
-        killed_at = time.monotonic()
+        kills.append(time.monotonic())
         islands.start(victim)
         before = max(islands.reached(name) for name in others)
         islands.until_step(before + 1, *others)
-        gaps.append(time.monotonic() - killed_at)
-    return gaps
+        gaps.append(time.monotonic() - kills[-1])
+    return kills, gaps
 
 
 def speeds(steps: int, sleep_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {"case": "speeds", "steps": steps, "sleep": sleep_s}
     for kind, share in (("equal", 1), ("auto", "auto")):
-        with tempfile.TemporaryDirectory() as at, Lighthouse() as lighthouse, Machines() as started:
+        with tempfile.TemporaryDirectory() as at, lighthouse() as light_here, Machines() as started:
             folder = Path(at)
             _prepare(folder)
             raws = {
                 name: configuration(
                     folder,
                     name,
-                    lighthouse.port,
+                    light_here.port,
                     max_steps=steps,
                     island={"min_islands": 2, "share": share},
                 )
@@ -433,14 +457,14 @@ def sent_bytes(sync_steps: int) -> dict[str, Any]:
         # In the run's last round one fragment goes out twice.
         ("rounds", streaming, 4 * sync_steps, 2 * sync_steps),
     ):
-        with tempfile.TemporaryDirectory() as at, Lighthouse() as lighthouse, Machines() as started:
+        with tempfile.TemporaryDirectory() as at, lighthouse() as light_here, Machines() as started:
             folder = Path(at)
             _prepare(folder, vocab_size=VOCABULARY)
             raws = {
                 name: configuration(
                     folder,
                     name,
-                    lighthouse.port,
+                    light_here.port,
                     max_steps=steps,
                     gradient_accumulation_steps=2,
                     island={"min_islands": 2, "share": 1, **section},
@@ -598,7 +622,7 @@ def _loss_after(
     section: dict[str, Any], steps: int, accumulation: int, learning_rate: float
 ) -> float:
     total = 2 * steps // accumulation
-    with tempfile.TemporaryDirectory() as at, Lighthouse() as lighthouse, Machines() as started:
+    with tempfile.TemporaryDirectory() as at, lighthouse() as light_here, Machines() as started:
         folder = Path(at)
         _prepare(folder, texts=16 * steps + _HELD, vocab_size=VOCABULARY, layers=_FEW)
         lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
@@ -608,7 +632,7 @@ def _loss_after(
             name: configuration(
                 folder,
                 name,
-                lighthouse.port,
+                light_here.port,
                 layers=_FEW,
                 max_steps=total,
                 eval_steps=total,

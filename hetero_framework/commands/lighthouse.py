@@ -33,7 +33,7 @@ def serve(
     with StopRequest() as stop:
         try:
             with closing(Listener(host, port)) as listener, Lighthouse(min_islands) as server:
-                entrance = Entrance(listener, access, server.port)
+                entrance = Entrance(listener, access, server.port, server.beat)
                 with closing(entrance):
                     say(_welcome(host_and_port(host, port), access.encrypts))
                     while True:

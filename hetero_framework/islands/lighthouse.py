@@ -34,14 +34,12 @@ from hetero_framework.errors import (
     UserError,
 )
 from hetero_framework.islands import notes
+from hetero_framework.islands.presence import FORGET_S
 from hetero_framework.islands.rendezvous import Finished, Member, Rendezvous, View
 from hetero_framework.islands.tunnel import Tunnel
 from hetero_framework.security.access import Access
 
 HEARTBEAT_S = 0.4
-HEARTBEAT_TIMEOUT_S = 3.0
-"""An island that was silent for so long is not waited for any more. One that was only slow loses
-nothing: it comes back by the next view, a second or two later."""
 SETTLE_S = 1.5
 """Who has just reached the lighthouse waits so long before it asks: one that was started anew knows
 nobody yet, and would make a view of whoever asks first."""
@@ -60,17 +58,27 @@ _MAX_ADDRESS = 300
 
 class Lighthouse:
     """torchft's server on a free port of the loopback. It asks nobody who he is, and its web page
-    has a button that kills members: only `tunnel.py` is to lead to it."""
+    has a button that kills members: only `tunnel.py` is to lead to it. An island for which nobody
+    has beaten for `presence.FORGET_S` is not waited for any more. One that was only slow loses
+    nothing: it comes back by the next view, a second or two later."""
 
     def __init__(self, min_islands: int = 1) -> None:
-        self._server = _torchft().LighthouseServer(
+        torchft = _torchft()
+        self._server = torchft.LighthouseServer(
             bind="127.0.0.1:0",
             min_replicas=min_islands,
             join_timeout_ms=int(_JOIN_TIMEOUT_S * 1000),
-            heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT_S * 1000),
+            heartbeat_timeout_ms=int(FORGET_S * 1000),
         )
         # Its address has this machine's host name in it, which need not be known to anybody.
         self.port = int(self._server.address().rpartition(":")[2])
+        url, patience = f"http://127.0.0.1:{self.port}", timedelta(seconds=_RPC_S)
+        self._client = torchft.LighthouseClient(url, connect_timeout=patience)
+
+    def beat(self, id: str) -> None:
+        """For the island that is called so here."""
+        with contextlib.suppress(*_FAILED):  # it is ending
+            self._client.heartbeat(id, timedelta(seconds=_RPC_S))
 
     def __enter__(self) -> Lighthouse:
         return self
@@ -104,7 +112,7 @@ class TorchftRendezvous:
         self._lively, self._trouble, self._end = lively, trouble, end
         self._ask_notes = ask
         self._reach_s, self._settle_s = reach_s, settle_s
-        self._id = f"{member.name}:{member.process}"
+        self._id = _id_of(member)
         self._contact = _Contact()
         self._client: Any = None  # opens its connection again by itself
         self._asking = False
@@ -232,7 +240,7 @@ def rendezvous_at(
     """With the islands that `hetero lighthouse` at `address` knows. Raises UserError without
     torchft."""
     _torchft()
-    tunnel = Tunnel(address, access)
+    tunnel = Tunnel(address, access, _id_of(member))
     return TorchftRendezvous(
         tunnel.url,
         member,
@@ -242,6 +250,11 @@ def rendezvous_at(
         ask=tunnel.ask,
         where=tunnel.where,
     )
+
+
+def _id_of(member: Member) -> str:
+    """What `_ID` reads."""
+    return f"{member.name}:{member.process}"
 
 
 class _Contact:

@@ -19,6 +19,8 @@ OPENING = b"hetero-islands "
 """A link that begins so is for the notes."""
 CLOCK = OPENING + b"clock\n"
 """Asks what time it is there."""
+OF_ISLAND = OPENING + b"of "
+"""So begins a line before the bytes of torchft's client: whose link it is."""
 MAX_BYTES = 8192
 """Of a question or an answer."""
 _MAX_NOTES = 1000

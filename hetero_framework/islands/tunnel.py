@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 
 from hetero_framework.config import host_and_port
 from hetero_framework.core import timeouts
@@ -27,6 +28,7 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.errors import HeteroError, IdentityError, NetworkError
 from hetero_framework.islands import notes
 from hetero_framework.islands.notes import Notes
+from hetero_framework.islands.presence import Presence
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
 from hetero_framework.security.door import Door
 
@@ -39,6 +41,10 @@ _DIAL_S = 2.0
 """Who connects tries again by himself; longer, and pauses would grow beyond what islands wait for
 each other at a lighthouse that was started again (`SETTLE_S`)."""
 _CHUNK_BYTES = 1 << 16
+
+
+def _nothing() -> None:
+    return
 
 
 class _Passage(ABC):
@@ -128,17 +134,37 @@ class _Passage(ABC):
 
 
 class Entrance(_Passage):
-    """On the lighthouse's machine: the links of islands lead to its `port` of the loopback. Those
-    that ask for notes are answered here."""
+    """On the lighthouse's machine: the links of islands lead to its `port` of the loopback, and
+    while they live `beat(id)` is called for each island. Those that ask for notes are answered
+    here."""
 
-    def __init__(self, listener: Listener, access: Access, port: int) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        access: Access,
+        port: int,
+        beat: Callable[[str], None] = lambda id: None,
+    ) -> None:
         self._port = port
         self._notes = Notes()
+        self._presence = Presence(beat)
         super().__init__(listener, access, MAX_LINKS_OF_ONE)
+
+    def close(self) -> None:
+        super().close()
+        self._presence.close()
 
     def _carry(self, stream: Stream, who: str) -> None:
         first = _read_line(stream, notes.OPENING, timeouts.LIVENESS_S)
-        if first.startswith(notes.OPENING):
+        heard = _nothing
+        if first.startswith(notes.OF_ISLAND):
+            line, _, first = first.removeprefix(notes.OF_ISLAND).partition(b"\n")
+            id = line.decode(errors="replace")
+            if who.startswith("island ") and who != f"island {id.partition(':')[0]}":
+                _log.warning("refused %s: it says that it is %r", who, id[:80])
+                return
+            heard = partial(self._presence.heard, stream, id)
+        elif first.startswith(notes.OPENING):
             _write(stream, self._notes.answer(first), _DIAL_S)
             return
         try:
@@ -146,7 +172,10 @@ class Entrance(_Passage):
         except HeteroError as error:
             _log.warning("%s", error.message)
             return
-        splice(stream, local, first)
+        try:
+            splice(stream, local, first, heard=heard)
+        finally:
+            self._presence.gone(stream)
 
     def _came(self, who: str, peer: str) -> None:
         _log.info("%s is here, from %s", who, peer)
@@ -157,10 +186,11 @@ class Entrance(_Passage):
 
 class Tunnel(_Passage):
     """On an island's coordinator: a port of the loopback that leads to the lighthouse at `address`.
-    Whatever connects to it is a link of its own."""
+    Whatever connects to it is a link of its own, of the island `id` if that is given."""
 
-    def __init__(self, address: tuple[str, int], access: Access) -> None:
+    def __init__(self, address: tuple[str, int], access: Access, id: str = "") -> None:
         self._address, self._access = address, access
+        self._first = notes.OF_ISLAND + id.encode() + b"\n" if id else b""
         self._trouble: HeteroError | None = None
         super().__init__(Listener("127.0.0.1", 0), LOOPBACK_ONLY, MAX_LINKS)
 
@@ -194,6 +224,7 @@ class Tunnel(_Passage):
             self._trouble = NetworkError(error.message, hint=hint)
             return
         self._trouble = None
+        _write(far, self._first, _DIAL_S)
         splice(far, stream)
 
 
@@ -221,11 +252,15 @@ def _dial(address: tuple[str, int], access: Access, stop: threading.Event | None
 
 
 def splice(
-    network: Stream, local: Stream, first: bytes = b"", patience_s: float = timeouts.LIVENESS_S
+    network: Stream,
+    local: Stream,
+    first: bytes = b"",
+    patience_s: float = timeouts.LIVENESS_S,
+    heard: Callable[[], None] = _nothing,
 ) -> None:
     """Hand on `first`, and what comes on either until one of them ends, or nothing came from the
-    network for `patience_s` seconds: who is there beats. `network` is closed then, and both have
-    ended."""
+    network for `patience_s` seconds: who is there beats; `heard` is called when something does.
+    `network` is closed then, and both have ended."""
 
     def end() -> None:
         network.stop()
@@ -234,7 +269,7 @@ def splice(
     back = in_background(lambda: _copy(local, network, float("inf"), end), "tunnel, other way")
     try:
         if _write(local, first, patience_s):
-            _copy(network, local, patience_s, end)
+            _copy(network, local, patience_s, end, heard)
     finally:
         end()
         wait_for([back], timeouts.EXIT_S)
@@ -243,16 +278,23 @@ def splice(
     back.result()
 
 
-def _copy(source: Stream, sink: Stream, patience_s: float, end: Callable[[], None]) -> None:
+def _copy(
+    source: Stream,
+    sink: Stream,
+    patience_s: float,
+    end: Callable[[], None],
+    heard: Callable[[], None] = _nothing,
+) -> None:
     room = memoryview(bytearray(_CHUNK_BYTES))
-    heard = time.monotonic()
+    heard_at = time.monotonic()
     try:
         while (count := source.read(room)) != 0:
             if count is None:
-                if time.monotonic() - heard > patience_s:
+                if time.monotonic() - heard_at > patience_s:
                     return
                 continue
-            heard = time.monotonic()
+            heard_at = time.monotonic()
+            heard()
             if not _write(sink, room[:count], patience_s):
                 return
     except OSError:

@@ -10,7 +10,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.islands import Islands, configuration
+from benchmarks.islands import Islands, configuration, lighthouse
 from benchmarks.machines import Machines
 from benchmarks.replanning import Here
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
-from hetero_framework.core.dial import Listener
 from hetero_framework.engine.loading import load_stages
-from hetero_framework.islands import lighthouse
-from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.islands.lighthouse import _quiet
 from hetero_framework.islands.tunnel import Entrance
-from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import Notes
@@ -43,7 +40,7 @@ NUM_TEXTS = 4 * SAMPLES - 1  # an epoch's last step is short
 
 @pytest.fixture(scope="module", autouse=True)
 def torchft() -> None:
-    with lighthouse._quiet():
+    with _quiet():
         pytest.importorskip("torchft.coordination")
 
 
@@ -93,11 +90,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[i
 @pytest.fixture
 def server() -> Iterator[Entrance]:
     """What `hetero lighthouse` opens."""
-    with (
-        Lighthouse() as started,
-        closing(Listener("127.0.0.1", 0)) as listener,
-        closing(Entrance(listener, LOOPBACK_ONLY, started.port)) as entrance,
-    ):
+    with lighthouse() as entrance:
         yield entrance
 
 
@@ -425,8 +418,8 @@ def cut(raw: dict[str, Any]) -> dict[str, Any]:
 def test_a_lighthouse_that_is_started_again_costs_no_step(
     folder: Path, tmp_path: Path, alone: Callable[[int], list[float]]
 ) -> None:
-    with Lighthouse() as second, Machines() as started, ExitStack() as first:
-        before = first.enter_context(Lighthouse())
+    with lighthouse() as second, Machines() as started, ExitStack() as first:
+        before = first.enter_context(lighthouse())
         at = ("127.0.0.1", before.port)
         proxy = first.enter_context(FaultProxy(at, follows_frames=False))
         run = Run(folder, tmp_path, proxy.port, "ab", 80)

@@ -29,11 +29,11 @@ from hetero_framework.errors import (
     PeerAwayError,
     UserError,
 )
-from hetero_framework.islands import lighthouse
+from hetero_framework.islands import lighthouse, presence
 from hetero_framework.islands.lighthouse import Lighthouse, TorchftRendezvous, rendezvous_at
 from hetero_framework.islands.rendezvous import Member, View
 from hetero_framework.islands.tunnel import Entrance
-from hetero_framework.security.access import Keyed
+from hetero_framework.security.access import LOOPBACK_ONLY, Keyed
 from tests.certificates import keys_of
 
 WAIT_S = 30.0
@@ -66,7 +66,6 @@ class Islands:
 def islands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Islands]:
     need_torchft()
     monkeypatch.setattr(lighthouse, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(lighthouse, "HEARTBEAT_TIMEOUT_S", 1.0)
     with Lighthouse() as server, closing(Islands(server.port)) as opened:
         yield opened
 
@@ -246,7 +245,7 @@ def test_islands_meet_through_their_tunnels_and_nothing_is_left(tmp_path: Path) 
         return Keyed(keys_of(tmp_path / process, process, kind=ISLANDS), process, None)
 
     with Lighthouse() as server, ExitStack() as stack:
-        entrance = Entrance(Listener("127.0.0.1", 0), keyed("local"), server.port)
+        entrance = Entrance(Listener("127.0.0.1", 0), keyed("local"), server.port, server.beat)
         stack.callback(entrance.close)
         before = threading.active_count()
         opened: list[TorchftRendezvous] = []
@@ -268,6 +267,36 @@ def test_islands_meet_through_their_tunnels_and_nothing_is_left(tmp_path: Path) 
         while threading.active_count() > before:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_an_island_is_waited_for_while_its_link_lives_and_not_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though it does not beat by itself any more."""
+    need_torchft()
+    monkeypatch.setattr(lighthouse, "FORGET_S", 0.6)
+    monkeypatch.setattr(presence, "SILENT_S", 2 * WAIT_S)
+    quiet = threading.Event()
+    with Lighthouse() as server, ExitStack() as stack:
+        listener = Listener("127.0.0.1", 0)
+        entrance = Entrance(listener, LOOPBACK_ONLY, server.port, server.beat)
+        stack.callback(entrance.close)
+        address = ("127.0.0.1", entrance.port)
+        opened = []
+        for name, lively in (("a", lambda: True), ("b", lambda: not quiet.is_set())):
+            member = Member(name, "1", f"{name}.invalid:1")
+            made = rendezvous_at(address, LOOPBACK_ONLY, member, lively)
+            assert isinstance(made, TorchftRendezvous)
+            stack.callback(made.close)
+            opened.append(made)
+        a, b = opened
+        meet(a, b)
+        quiet.set()
+        asked = asks(a)
+        with pytest.raises(TimeoutError):
+            asked.result(1.8)
+        b._end()  # its tunnel
+        assert names(asked.result(WAIT_S)) == ["a"]
 
 
 def unreachable(port: int, **more: Any) -> TorchftRendezvous:

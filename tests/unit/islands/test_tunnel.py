@@ -84,11 +84,11 @@ def keyed(tmp_path: Path) -> Callable[..., Keyed]:
 class Way:
     """From an island to the echo server."""
 
-    def __init__(self, echo: EchoServer, lighthouse: Access, island: Access) -> None:
+    def __init__(self, echo: EchoServer, lighthouse: Access, island: Access, id: str = "") -> None:
         listener = Listener("127.0.0.1", 0)
         self.port = listener.port
         self.entrance = Entrance(listener, lighthouse, echo.port)
-        self.tunnel = Tunnel(("127.0.0.1", self.port), island)
+        self.tunnel = Tunnel(("127.0.0.1", self.port), island, id)
 
     def dial(self) -> socket.socket:
         port = int(self.tunnel.url.rpartition(":")[2])
@@ -181,6 +181,20 @@ def test_tunnel_finds_a_lighthouse_that_was_started_again(
         way.entrance = Entrance(Listener("127.0.0.1", way.port), keyed("local"), echo.port)
         assert way.echoes()
         assert way.tunnel.trouble() is None
+
+
+def test_island_is_here_while_its_link_is_and_by_its_own_name_alone(
+    echo: EchoServer, keyed: Callable[..., Keyed]
+) -> None:
+    with closing(Way(echo, keyed("local"), keyed("garage"), "garage:1")) as way:
+        here = way.entrance._presence.here
+        with way.dial() as connection:
+            assert said(connection, b"x") == b"x"
+            assert here() == {"garage:1"}
+        wait_until(lambda: here() == set())
+    with closing(Way(echo, keyed("local"), keyed("garage"), "attic:1")) as way:
+        assert not way.echoes()
+        assert way.entrance._presence.here() == set()
 
 
 def refused(echo: EchoServer, lighthouse: Access, island: Access) -> IdentityError:
