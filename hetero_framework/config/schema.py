@@ -459,7 +459,7 @@ class TrainingConfig(Section):
     links, within each device's memory."""
     verify_architecture: bool = True
     """Before training, cut a tiny random model of the same architecture as the plan does, compare
-    it with the whole, and refuse when they differ."""
+    it with the whole, and refuse when they differ; and run one with the adapter."""
 
     @model_validator(mode="before")
     @classmethod

@@ -209,8 +209,7 @@ def token_count(batch: MicroBatch) -> int:
     return batch["input_ids"].numel() if mask is None else int(mask.sum())
 
 
-def num_items(batches: Iterable[MicroBatch], *, first_labels: bool = False) -> int:
-    """Tokens that the loss of a step is divided by, as the Trainer counts them. The first label of
-    a row has no prediction and counts only with `first_labels`."""
-    start = 0 if first_labels else 1
-    return sum(int(batch["labels"][..., start:].ne(IGNORE_INDEX).sum()) for batch in batches)
+def num_items(batches: Iterable[MicroBatch], *, first: int = 1) -> int:
+    """Tokens that the loss of a step is divided by, as the Trainer counts them: the labels of each
+    row from the `first` on. The very first has no prediction."""
+    return sum(int(batch["labels"][..., first:].ne(IGNORE_INDEX).sum()) for batch in batches)

@@ -213,7 +213,12 @@ def _lora_config(adapter: AdapterConfig) -> LoraConfig:
     }
     settings["lora_alpha"] = _integer(adapter.lora_alpha)
     settings["alpha_pattern"] = {k: _integer(v) for k, v in adapter.alpha_pattern.items()}
-    config = LoraConfig(task_type="CAUSAL_LM", **settings)
+    try:
+        config = LoraConfig(task_type="CAUSAL_LM", **settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"adapter: {error}", hint="change one of these settings: they contradict each other"
+        ) from error
     _check_supported(config)
     return config
 
@@ -232,14 +237,19 @@ def _check_supported(config: LoraConfig) -> None:
             hint='use true, false, "gaussian", "orthogonal", "pissa" or "olora"',
         )
     if init in REWRITING_INITS and config.target_parameters:
-        raise ConfigError(
-            f"adapter.init_lora_weights={init!r} is not supported with target_parameters: PEFT"
-            " decomposes the weights of modules only",
-            hint='use true, or name modules in "adapter.target_modules"',
-        )
+        raise _decomposes_no_parameters(init)
     for name in _UNSUPPORTED_FIELDS:
         if getattr(config, name, None):
             raise ConfigError(f"the adapter uses {name}, which is not supported here")
+
+
+def _decomposes_no_parameters(init: object) -> ConfigError:
+    return ConfigError(
+        f"adapter.init_lora_weights={init!r} is not supported with target_parameters: PEFT"
+        " decomposes the weights of modules only",
+        hint='use true, or name modules in "adapter.target_modules" ("all-linear" also means'
+        " experts that are parameters)",
+    )
 
 
 def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConfig, Path]:
@@ -299,6 +309,10 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         tuner = _inject(model, config, seed=0)
     except ValueError as error:
         raise ConfigError(f"adapter: {error}", hint=_refusal_hint(model, str(error))) from error
+    except AttributeError as error:  # PEFT looked for the weight of a module
+        if config.init_lora_weights not in REWRITING_INITS:
+            raise
+        raise _decomposes_no_parameters(config.init_lora_weights) from error
     if config.init_lora_weights in REWRITING_INITS:
         _check_rewriting(model_config, model, tuner)
     kept = asked & set(config.target_modules or ()) if asked else set()
@@ -359,11 +373,12 @@ def _check_each_matches(setting: str, asked: set[str], names: list[str], model: 
 
 def _refusal_hint(model: nn.Module, refusal: str) -> str:
     """The hint for settings that PEFT rejects for this model."""
-    if "lora_dropout" in refusal:
-        return (
-            'set "adapter.lora_dropout": 0 (experts whose weights are one parameter take no '
-            'dropout), or name the attention projections alone in "adapter.target_modules"'
-        )
+    for setting, none in (("lora_dropout", "0"), ("use_dora", "false")):
+        if setting in refusal:
+            return (
+                f'set "adapter.{setting}": {none} (experts whose weights are one parameter take'
+                ' none), or name the attention projections alone in "adapter.target_modules"'
+            )
     if "Mamba" in refusal:
         return (
             'set "adapter.exclude_modules": ["out_proj", "conv1d"] (the state-space layers use '

@@ -31,8 +31,9 @@ from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.batches import collate, num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
-from hetero_framework.errors import ArchitectureError
+from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.chunked_loss import chunked_loss, spans
+from hetero_framework.models.codebooks import for_model
 from hetero_framework.models.crossing import tiny_crossing
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import meta_model, towers
@@ -49,11 +50,13 @@ from hetero_framework.models.tiny import (
     stock_class,
     tiny_config,
 )
+from hetero_framework.models.trainable import attach_adapter
 from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
 from hetero_framework.models.weights import Checkpoint, resolve_model_path
 
 if TYPE_CHECKING:
     from hetero_framework.config import Config
+    from hetero_framework.models.adapter_plan import AdapterPlan
 
 STEPS = 3
 LEARNING_RATE = 1e-3
@@ -113,7 +116,8 @@ def ranges_from_cuts(cuts: Sequence[int], layers: int) -> tuple[ShardRange, ...]
     Raises ArchitectureError for cuts that are out of order or outside the model.
     """
     bounds = [0, *cuts, layers]
-    if bounds != sorted(bounds):
+    # Only the ends may be without layers: they have embedding and head.
+    if bounds != sorted(bounds) or len(set(cuts)) < len(cuts):
         raise ArchitectureError(
             f"cuts {', '.join(map(str, cuts))} do not fit a model of {layers} layers",
             hint=f"give ascending layer numbers between 0 and {layers}",
@@ -208,6 +212,47 @@ def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str
     return packing.attention
 
 
+def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
+    """Run a tiny copy with the adapter, or remember that it ran. Raises ConfigError where it does
+    not: PEFT tells by its class what a module takes and gives, which some routers do not hold to.
+    """
+    question = _question(f"adapter {_settings(plan)}", config, ())
+    if recall("verdicts", question):
+        return
+    tiny = shrink(config)
+    whole = ranges_between([0, introspect(tiny).num_layers])[0]
+    inputs, entered = _probe_inputs(tiny), ["the model"]
+    with quiet_library():
+        shard = build_shard(tiny, None, whole, dtype=torch.float32)
+        attach_adapter(shard, _fresh(plan), 0)
+        for name in plan.modules:
+            shard.model.get_submodule(name).register_forward_pre_hook(
+                lambda *_, name=name: entered.append(name)
+            )
+        try:
+            shard.loss(inputs, (), torch.tensor(num_items([inputs])))
+        except LIBRARY_ERRORS as error:
+            raise ConfigError(
+                f"a {config.model_type} model does not run with this adapter: {entered[-1]} fails"
+                f" ({one_line(error)})",
+                hint=f'set "adapter.exclude_modules": ["{entered[-1].rpartition(".")[2]}"]',
+            ) from error
+    remember("verdicts", question, True)
+
+
+def _settings(plan: AdapterPlan) -> str:
+    """What decides how an adapter's modules run."""
+    config = plan.lora_config
+    return repr((plan.modules, plan.parameters, plan.saved_modules, config.use_dora, config.bias))
+
+
+def _fresh(plan: AdapterPlan) -> AdapterPlan:
+    """The same with nothing to read or to decompose."""
+    config = copy.deepcopy(plan.lora_config)
+    config.init_lora_weights = True
+    return replace(plan, lora_config=config, weights=None)
+
+
 def _question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
     """Everything that an answer about a tiny copy depends on, this package's own code included."""
     settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
@@ -240,7 +285,12 @@ def verify_all(
         except ArchitectureError as error:
             result = Result(model_type, "refused", error.message)
         except LIBRARY_ERRORS as error:
-            result = Result(model_type, "refused", f"no tiny copy runs: {one_line(error)}")
+            result = Result(
+                model_type,
+                "refused",
+                f"no tiny copy of its default configuration runs: {one_line(error)}; `hetero verify"
+                " --config` tries one of the model that a configuration names",
+            )
         results.append(result)
         if progress is not None:
             progress(result)
@@ -318,7 +368,7 @@ def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig, found: Resu
 
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
-        inputs = probe_inputs(config, seed=step)
+        inputs = _probe_inputs(config, seed=step)
         items = torch.tensor(num_items([inputs]))
         optimizer.zero_grad()
         loss = _whole_step(whole, inputs, items, config)
@@ -351,6 +401,10 @@ def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig, found: Resu
     return replace(found, reason=f"training diverges, most in {worst}")
 
 
+def _probe_inputs(config: PretrainedConfig, seed: int = 0) -> Inputs:
+    return probe_inputs(config, seed, ids_per_token=introspect(config).ids_per_token)
+
+
 def why_not_chunked(config: PretrainedConfig) -> str | None:
     """Why the loss of this architecture cannot be computed in chunks; None where it can. A tiny
     copy computes it both ways. Raises ArchitectureError when none runs."""
@@ -361,7 +415,7 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
     with quiet_library():
         shard = build_shard(tiny, None, whole, dtype=torch.float32)
         shard.train(False)
-        inputs = probe_inputs(tiny)
+        inputs = _probe_inputs(tiny)
         items = torch.tensor(num_items([inputs]))
         try:
             loss = shard.loss(inputs, (), items)
@@ -489,8 +543,10 @@ def largest_difference(
 
 def _whole_step(whole: Any, inputs: Inputs, items: torch.Tensor, config: PretrainedConfig) -> float:
     """The loss of the model in one piece; gradients are left in its parameters."""
+    structure = introspect(config)
+    inputs = for_model(inputs, structure.ids_per_token)
     with quiet_library():
-        if introspect(config).loss_counts_items:
+        if structure.loss_counts_items:
             loss = whole(**inputs, num_items_in_batch=items, use_cache=False).loss
         else:
             without = {name: value for name, value in inputs.items() if name != "labels"}

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.codebooks import for_model, ids_per_token
 from hetero_framework.models.language import WeightUses, model_class, no_tiny_copy, run_on_text
 from hetero_framework.models.library import LIBRARY_ERRORS
 from hetero_framework.models.lineage import IDS, Lineage
@@ -77,7 +79,8 @@ class ModelStructure:
     `running` are the blocks that run; those that text alone does not reach stay as they are.
     `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`; it has
     `token_factor` tokens for each one of the text (ProphetNet predicts several), and `more_tokens`
-    that the model adds to each row (a prompt of CPM-Ant's).
+    that the model adds to each row (a prompt of CPM-Ant's). A token of the text has
+    `ids_per_token` ids (`codebooks.py`).
     `takes_embeddings` tells whether blocks receive all but the hidden state alike where the model
     gets embeddings in place of token ids, `reaches_into_blocks` whether the model uses weights of
     its blocks (to rescale them) before it runs them, `loss_counts_items` whether its own loss is
@@ -98,6 +101,7 @@ class ModelStructure:
     tiny_width: int
     token_factor: int
     more_tokens: int
+    ids_per_token: int
     takes_embeddings: bool
     reaches_into_blocks: bool
     loss_counts_items: bool
@@ -118,12 +122,12 @@ class ModelStructure:
     @property
     def streams(self) -> int:
         """How many hidden sizes a token has in the tiny copy's hidden state."""
-        tokens = PROBE_ROWS * self.hidden_tokens(PROBE_TOKENS)
+        tokens = PROBE_ROWS * self.hidden_tokens(PROBE_TOKENS * self.ids_per_token)
         return max(1, math.prod(self.hidden_shape) // (tokens * self.tiny_width))
 
-    def hidden_tokens(self, tokens: int) -> int:
-        """How many tokens a hidden state has, of a micro-batch of so many."""
-        return self.token_factor * tokens + self.more_tokens
+    def hidden_tokens(self, ids: int) -> int:
+        """How many tokens a hidden state has, of a micro-batch with so many ids a row."""
+        return self.token_factor * math.ceil(ids / self.ids_per_token) + self.more_tokens
 
     def sides_at(self, boundary: int) -> tuple[Side, ...]:
         """What crosses beside the hidden state at the entry of block `boundary`, in order."""
@@ -154,14 +158,18 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
     model = cls._from_config(config)
     model.train(False)
     constant = {name for name, p in model.named_parameters() if not p.requires_grad}
-    inputs = probe_inputs(config)
+    count = ids_per_token(model)
+    inputs, fewer = (
+        for_model(probe_inputs(config, tokens=tokens, ids_per_token=count), count)
+        for tokens in (PROBE_TOKENS, PROBE_TOKENS - 2)
+    )
     blocks, watch = _find_blocks(model, inputs)
     if (width := getattr(config.get_text_config(), "hidden_size", None)) is None:
         raise ArchitectureError(
             f"a {config.model_type} model has no one hidden size: its blocks ({blocks}) do not work"
             " on the text's tokens, and what they work on would have to be described"
         )
-    factor, more = _tokens_of(model, blocks, watch, probe_inputs(config, tokens=PROBE_TOKENS - 2))
+    factor, more = _tokens_of(model, blocks, watch, fewer)
     return ModelStructure(
         model_class=cls,
         blocks=blocks,
@@ -177,11 +185,13 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
         tiny_width=int(width),
         token_factor=factor,
         more_tokens=more,
+        ids_per_token=count,
         takes_embeddings=_takes_embeddings(model, blocks, watch, inputs),
         reaches_into_blocks=any(
             min(phases) < 0 for n, phases in watch.phases.items() if n.startswith(f"{blocks}.")
         ),
-        loss_counts_items=_loss_counts_items(model, inputs),
+        # That of several codebooks takes labels of another layout, and of tokens that are next.
+        loss_counts_items=count == 1 and _loss_counts_items(model, inputs),
     )
 
 
@@ -246,7 +256,7 @@ def _takes_embeddings(
     model: PreTrainedModel, blocks: str, watch: _Watch, inputs: dict[str, torch.Tensor]
 ) -> bool:
     """See `ModelStructure.takes_embeddings`; `watch` saw the `inputs`."""
-    if watch.sides() or watch.id_readers:
+    if watch.sides() or watch.id_readers or ids_per_token(model) > 1:
         return False  # what is made of ids beside the embedding cannot be made of its output
     if "inputs_embeds" not in inspect.signature(model.forward).parameters:
         return False
@@ -263,7 +273,7 @@ def _takes_embeddings(
 
 def _tokens(watch: _Watch) -> int:
     """Tokens of a row of the hidden state, beside which the rows stand."""
-    pairs = [pair for pair in pairwise(watch.hidden_shape[:-1]) if PROBE_ROWS in pair]
+    pairs = [pair for pair in itertools.pairwise(watch.hidden_shape[:-1]) if PROBE_ROWS in pair]
     return max(max(pair) for pair in pairs) if pairs else PROBE_TOKENS
 
 
@@ -315,6 +325,8 @@ class _Watch(WeightUses):
         self.lineage.phase = 2 * index
         self.order.append(index)
         self.calls.append((args, kwargs))
+        for _, hidden_BSD in itertools.islice(_followed(args, kwargs), 1):
+            self.lineage.received(hidden_BSD, index)
         found = tensors_at((args, kwargs))
         self._received.append([(path, tensor, tensor.grad_fn) for path, tensor in found])
 
@@ -452,11 +464,19 @@ def _argument_name(block: nn.Module, path: Way) -> str:
 
 
 def _entry(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    for name, _ in _followed(args, kwargs):
+        return name
+    raise ArchitectureError(f"block {index} receives no hidden state as an argument")
+
+
+def _followed(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[int | str, torch.Tensor]]:
+    """Arguments that autograd follows, by position or keyword: the hidden state is the first."""
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for name, value in named:
         if isinstance(value, torch.Tensor) and value.requires_grad:
-            return name
-    raise ArchitectureError(f"block {index} receives no hidden state as an argument")
+            yield name, value
 
 
 def _exit(index: int, output: Any) -> tuple[int | None, int]:

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.absent import AbsentPart, Placed, stand_in
+from hetero_framework.models.codebooks import for_model, ids_per_token
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.side import tensors_at
@@ -103,16 +104,16 @@ def no_tiny_copy(
 ) -> ArchitectureError:
     """The refusal of a model of which nothing can be learned."""
     on_text = " on text alone" if config.sub_configs else ""
-    said, hint = f"no tiny copy of a {config.model_type} model runs{on_text}", _LISTED
+    said, hint, more = f"no tiny copy of a {config.model_type} model runs{on_text}", _LISTED, ""
     if not built:
         said = f"the installed transformers builds no tiny copy of a {config.model_type} model"
-        hint = f"its config.json, or another version of transformers, has to let it be; {_LISTED}"
+        more = "; its config.json, or another version of transformers, would have to let it be"
     elif on_text:
         hint = "its class has to run without pictures and sound; " + hint
     if isinstance(error, ImportError):
         hint = "install on every machine what its class asks for"
     return ArchitectureError(
-        f"{said}, so that its cut cannot be verified: {one_line(error)}", hint=hint
+        f"{said}, so that its cut cannot be verified: {one_line(error)}{more}", hint=hint
     )
 
 
@@ -170,7 +171,8 @@ def _unused(model: PreTrainedModel, config: PretrainedConfig) -> Iterator[str]:
     called: set[nn.Module] = set()
     for module in model.modules():
         module.register_forward_pre_hook(lambda module, _: called.add(module))
-    inputs = probe_inputs(config)
+    count = ids_per_token(model)
+    inputs = for_model(probe_inputs(config, ids_per_token=count), count)
     with torch.no_grad(), watch:
         try:
             model(**inputs, use_cache=False)

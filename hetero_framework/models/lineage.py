@@ -38,6 +38,7 @@ class Lineage(TorchDispatchMode):
     blocks, i block i; None is what follows from neither ids nor trained weights. `phase` is where
     the forward stands: 2 i while block i runs, 2 i + 1 after it and before the next, -1 before the
     first. What block i makes has the level i, even of a mask: only who has the block can make it.
+    So has what the model makes behind it of the hidden state that it `received`.
     """
 
     def __init__(self, ids: torch.Tensor, weights: Iterable[torch.Tensor]) -> None:
@@ -46,7 +47,12 @@ class Lineage(TorchDispatchMode):
         self._weights = {_storage(weight) for weight in weights}
         self._levels = {_storage(ids): IDS}
         self._read: dict[int, set[int]] = {}
+        self._received: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # a storage's address may not be used again
+
+    def received(self, hidden_BSD: torch.Tensor, block: int) -> None:
+        """A block begins, with this hidden state."""
+        self._received[_storage(hidden_BSD)] = block
 
     def level(self, tensor: torch.Tensor) -> int | None:
         """See the class."""
@@ -98,7 +104,10 @@ class Lineage(TorchDispatchMode):
 
     def _of(self, storage: int) -> int | None:
         # A weight between the blocks belongs to the block before it; see `ModelStructure.owner`.
-        return self.phase // 2 if storage in self._weights else self._levels.get(storage)
+        if storage in self._weights:
+            return self.phase // 2
+        level = self._levels.get(storage)
+        return level if level is None else max(level, self._received.get(storage, level))
 
     @staticmethod
     def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

@@ -64,7 +64,8 @@ class CausalLM:
         """
         divisor, differentiate = num_items, backward
         if backward is not None and averages_means(type(shard.model)):
-            divisor = inputs["labels"][..., 1:].ne(IGNORE_INDEX).sum().clamp(min=1)
+            predicted = inputs["labels"][..., shard.ids_per_token :]
+            divisor = predicted.ne(IGNORE_INDEX).sum().clamp(min=1)
             differentiate = _divided(backward, num_items)
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if chunks := spans(inputs["labels"].shape, limit):
@@ -92,12 +93,14 @@ class CausalLM:
         if averages_means(model_class(config)):
             return len
         loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
-        first_labels = loss is not ForCausalLMLoss and introspect(config).loss_counts_items
-        return lambda batches: num_items(batches, first_labels=first_labels)
+        if loss is not ForCausalLMLoss and introspect(config).loss_counts_items:
+            return lambda batches: num_items(batches, first=0)
+        return self.prediction_counter(config)
 
-    def num_predictions(self, batches: Sequence[MicroBatch]) -> int:
-        """The divisor of an evaluation's loss."""
-        return num_items(batches)
+    def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """Counts what an evaluation's loss is divided by."""
+        first = introspect(config).ids_per_token
+        return lambda batches: num_items(batches, first=first)
 
     def loss_bytes(
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int

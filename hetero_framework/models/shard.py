@@ -35,6 +35,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import partition
+from hetero_framework.models.codebooks import for_model
 from hetero_framework.models.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import lies_in
@@ -302,9 +303,14 @@ class Shard:
         """The last size of a hidden state that crosses a boundary."""
         return int(self.config.get_text_config().hidden_size) * self._whole.structure.width_factor
 
-    def hidden_tokens(self, tokens: int) -> int:
-        """How many tokens a hidden state has, of a micro-batch of so many."""
-        return self._whole.structure.hidden_tokens(tokens)
+    @property
+    def ids_per_token(self) -> int:
+        """See `ModelStructure.ids_per_token`."""
+        return self._whole.structure.ids_per_token
+
+    def hidden_tokens(self, ids: int) -> int:
+        """How many tokens a hidden state has, of a micro-batch with so many ids a row."""
+        return self._whole.structure.hidden_tokens(ids)
 
     @property
     def is_quantized(self) -> bool:
@@ -387,7 +393,7 @@ class Shard:
             return received
         try:
             with suppress(Captured), self._doing("blocks"):
-                self._run(inputs, received)
+                self._run(for_model(inputs, self.ids_per_token), received)
             for place, side in enumerate(self._leaving_sides, 1):
                 if side in self.entering:
                     passed = received[1 + self.entering.index(side)]
@@ -415,6 +421,7 @@ class Shard:
     ) -> Tensor:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items`; unless
         `tokens_only`, with what the model adds for the routers of all layers."""
+        inputs = for_model(inputs, self.ids_per_token)
         labels = inputs["labels"]
         structure = self._whole.structure
         if structure.loss_counts_items and not (tokens_only and structure.reports):
@@ -423,6 +430,7 @@ class Shard:
         return token_loss(self.model, logits, labels, num_items)
 
     def _run(self, inputs: Inputs, received: Bundle, **extra: Any) -> Any:
+        """The model's forward on what `for_model` gives."""
         arguments: Inputs = {
             name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
         }
@@ -456,8 +464,8 @@ class Shard:
         shaped = inputs.get("attention_mask", inputs.get("position_ids", hidden_BSD))
         rows, tokens = shaped.shape[:2]
         if not self._whole.structure.takes_embeddings:
-            zeros = torch.zeros(rows, tokens, dtype=torch.int64, device=hidden_BSD.device)
-            return {"input_ids": zeros}
+            ids = (rows * self.ids_per_token, tokens)
+            return {"input_ids": torch.zeros(ids, dtype=torch.int64, device=hidden_BSD.device)}
         width = self.model.get_input_embeddings().weight.shape[-1]
         zeros = torch.zeros(rows, tokens, width, dtype=self.dtype, device=hidden_BSD.device)
         return {"inputs_embeds": zeros}

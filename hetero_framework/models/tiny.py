@@ -315,14 +315,15 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def probe_inputs(
-    config: PretrainedConfig, seed: int = 0, tokens: int = PROBE_TOKENS
+    config: PretrainedConfig, seed: int = 0, tokens: int = PROBE_TOKENS, ids_per_token: int = 1
 ) -> dict[str, torch.Tensor]:
     """A deterministic batch for a tiny model: the second row is padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary, (PROBE_ROWS, tokens), generator=generator)
+    shape = (PROBE_ROWS, tokens * ids_per_token)
+    ids = torch.randint(3, vocabulary, shape, generator=generator)
     mask = torch.ones_like(ids)
-    mask[1, 3 * tokens // 4 :] = 0
+    mask[1, 3 * tokens // 4 * ids_per_token :] = 0
     labels = ids.masked_fill(mask == 0, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 

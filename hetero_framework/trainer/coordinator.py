@@ -223,6 +223,7 @@ class Coordinator:
         self._schedule = Schedule(config.training, self._data.total_steps)
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(parts.model_config)
+        self._count_predictions = self._objective.prediction_counter(parts.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
         self._losses: list[tuple[int, float]] = []  # and the steps
@@ -599,7 +600,7 @@ class Coordinator:
 
         def batch(index: int) -> MicroBatch:
             made = batches[index]
-            items[index] = self._objective.num_predictions([made])
+            items[index] = self._count_predictions([made])
             return made
 
         def losses() -> list[float]:

@@ -21,7 +21,12 @@ from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.chunked_loss import chunk_tokens
 from hetero_framework.models.crossing import check_codec, crossing_lines, largest_sides
-from hetero_framework.models.equivalence import admit, admit_packing, why_not_chunked
+from hetero_framework.models.equivalence import (
+    admit,
+    admit_adapter,
+    admit_packing,
+    why_not_chunked,
+)
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import meta_model, tower_lines
 from hetero_framework.models.memory import (
@@ -102,6 +107,8 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
         if explicit != config.adapter:
             said = f"adapter: the settings are those of {config.adapter.init_from}"
             resolved = resolved.decide("adapter", explicit, said)
+        if config.training.verify_architecture:
+            admit_adapter(model_config, adapter_plan)
     _admit_cut(config, model_config)
     if data.settings.padding_free:
         resolved = without_padding(resolved, model_config)

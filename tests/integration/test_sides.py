@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
+from hetero_framework.models.tiny import tiny_config
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import Pool, read_metrics
 from tests.integration.test_parity import assert_same, weights
 from tests.integration.test_resume import stop_after
-from tests.samples import save_tiny
+from tests.samples import save_tiny, save_tokenizer
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 SHORT = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 0}
@@ -60,6 +61,25 @@ def test_token_ids_go_to_the_stages_whose_layers_read_them(losses, tmp_path) -> 
     whole = losses([], "whole", **sections)
     assert losses([1, 4], "cut", **sections) == whole
     assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("model_type", ["musicgen", "musicgen_melody"])
+def test_tokens_of_several_codebooks_equal_one_process(
+    model_type, adapter, losses, tmp_path
+) -> None:
+    save_tokenizer(tmp_path / "tokenizer")
+    parts = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
+    decoder = {**tiny_config(model_type).to_dict(), "vocab_size": 320}
+    fields = {"model_type": model_type, "decoder": decoder, **parts}
+    model = {"from_config": fields, "tokenizer": str(tmp_path / "tokenizer")}
+    sections = {"model": model, "adapter": adapter}
+    whole = losses([], "whole", **sections)
+    checkpointing = {"gradient_checkpointing": True}
+    for name, cuts, training in (("two", [3], {}), ("three", [2, 4], checkpointing)):
+        assert losses(cuts, name, training=training, **sections) == whole
+        assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
 
 
 @pytest.mark.long

@@ -273,6 +273,7 @@ def test_target_that_matches_nothing_is_an_error_that_lists_modules(
     ("model_type", "settings", "advised"),
     [
         ("olmoe", {"lora_dropout": 0.1}, {"lora_dropout": 0}),
+        ("olmoe", {"use_dora": True}, {"use_dora": False}),
         ("falcon_h1", {}, {"exclude_modules": ("out_proj", "conv1d")}),
     ],
 )
@@ -285,6 +286,12 @@ def test_what_peft_refuses_for_an_architecture_comes_with_a_way_out(
         plan_adapter(config, AdapterConfig(**settings))
     assert json.dumps(advised)[1:-1] in str(caught.value.hint).replace("adapter.", "")
     assert plan_adapter(config, AdapterConfig(**{**settings, **advised})).modules
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    adapter = AdapterConfig(target_modules="all-linear", layers_to_transform=(0,))
+    with pytest.raises(ConfigError, match="cannot be used when `target_modules` is a str"):
+        plan_adapter(tiny_config("llama"), adapter)
 
 
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(modules_to_save=("lm_head",))])
@@ -475,6 +482,9 @@ def test_rewriting_a_quantised_base_or_tied_ends_is_refused() -> None:
     parameters = AdapterConfig(init_lora_weights="pissa", target_parameters=("mlp.gate.weight",))
     with pytest.raises(ConfigError, match="not supported with target_parameters"):
         plan_adapter(tiny_config("mixtral"), parameters)
+    experts = AdapterConfig(init_lora_weights="olora", target_modules="all-linear")
+    with pytest.raises(ConfigError, match=r"not supported with target_parameters.*\n.*all-linear"):
+        plan_adapter(tiny_config("mixtral"), experts)
     embedding = AdapterConfig(init_lora_weights="pissa", target_modules=("embed_tokens",))
     assert plan_adapter(tiny_config("llama"), embedding).modules == ("model.embed_tokens",)
     config = tiny_config("llama")

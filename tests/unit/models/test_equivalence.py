@@ -7,14 +7,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from hetero_framework.config import Config
+from hetero_framework.config import AdapterConfig, Config
 from hetero_framework.core.cache import cache_directory
-from hetero_framework.errors import ArchitectureError
+from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models import equivalence, partition
+from hetero_framework.models.adapters import plan_adapter
 from hetero_framework.models.equivalence import (
     Packing,
     Result,
     admit,
+    admit_adapter,
     admit_packing,
     compare,
     ranges_from_cuts,
@@ -131,6 +133,14 @@ def test_positions_of_padding_that_embeddings_would_change_are_those_of_ids() ->
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
+@pytest.mark.parametrize("cuts", [[0], pytest.param([0, 1, 4], marks=pytest.mark.long)])
+def test_what_a_model_makes_between_its_blocks_of_a_hidden_state_is_made_where_that_is(
+    cuts: list[int],
+) -> None:
+    """Else its gradient would come back apart from that of the hidden state."""
+    assert verify_model(model_type="inkling2_text", cuts=cuts).verdict == "bit-equal"
+
+
 def test_changed_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Shard.forward
 
@@ -186,6 +196,24 @@ def test_blocks_that_share_weights_in_turn_are_equal_under_any_cut() -> None:
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "module"),
+    [("llama4_text", "router"), pytest.param("deepseek_v4", "o_a_proj", marks=pytest.mark.long)],
+)
+def test_an_adapter_of_a_module_that_is_no_linear_layer_is_refused_with_a_way_out(
+    model_type: str, module: str
+) -> None:
+    """Their classes are linear layers to PEFT; what they take or return is another thing."""
+    config, settings = tiny_config(model_type), {"target_modules": "all-linear"}
+    with pytest.raises(
+        ConfigError, match=rf"does not run with this adapter: .*{module} fails"
+    ) as e:
+        admit_adapter(config, plan_adapter(config, AdapterConfig(**settings)))
+    assert e.value.hint == f'set "adapter.exclude_modules": ["{module}"]'
+    advised = AdapterConfig(exclude_modules=(module,), **settings)
+    admit_adapter(config, plan_adapter(config, advised))
+
+
 def test_admit_takes_any_plan_of_a_large_model() -> None:
     config = LlamaConfig(num_hidden_layers=10, tie_word_embeddings=True)
     plan = [
@@ -226,6 +254,9 @@ def test_cuts_that_do_not_fit_are_refused() -> None:
         ranges_from_cuts([4, 2], 6)
     with pytest.raises(ArchitectureError, match="6 layers"):
         ranges_from_cuts([7], 6)
+    with pytest.raises(ArchitectureError, match="6 layers"):
+        ranges_from_cuts([3, 3], 6)
+    assert [rng.end for rng in ranges_from_cuts([0, 6], 6)] == [0, 6, 6]
 
 
 def test_compare_reads_what_it_wrote_and_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:

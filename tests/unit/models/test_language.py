@@ -147,16 +147,7 @@ def test_a_class_that_the_library_cannot_build_says_so(model_type: str) -> None:
     """All its layers share the keys of another model, and 5.23 asks for one that makes them."""
     with pytest.raises(ArchitectureError, match="transformers builds no tiny copy") as refused:
         introspect(tiny_config(model_type))
-    assert "another version of transformers" in str(refused.value.hint)
-
-
-@pytest.mark.parametrize("model_type", ["musicgen", "musicgen_melody"])
-def test_a_model_of_other_inputs_than_text_says_so(model_type: str) -> None:
-    """Its decoder takes codes of sound, several for each place."""
-    config = tiny_config(model_type)
-    assert config.model_type == f"{model_type}_decoder"
-    with pytest.raises(ArchitectureError, match="does not run on text alone"):
-        introspect(config)
+    assert "another version of transformers" in refused.value.message
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,18 @@ def test_levels_are_those_of_the_last_part_that_had_a_hand_in_it(
     assert found == [IDS, None, -1, None, 0, 0, 0, 0]
 
 
+def test_what_is_made_of_a_hidden_state_behind_its_block_is_that_blocks(
+    ids: torch.Tensor, weight: torch.Tensor
+) -> None:
+    lineage = Lineage(ids, [weight])
+    with lineage:
+        hidden, other = weight[ids], weight * 2
+        lineage.received(hidden, 0)
+        lineage.phase = 1
+        kept, apart = hidden[None] * 1, other * 1
+    assert [lineage.level(t) for t in (hidden, kept, apart)] == [-1, 0, -1]
+
+
 def test_writes_in_place_reach_all_views(ids: torch.Tensor, weight: torch.Tensor) -> None:
     lineage = Lineage(ids, [weight])
     with lineage:

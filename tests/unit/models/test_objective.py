@@ -61,7 +61,7 @@ def test_item_counter_counts_first_labels_where_the_trainer_does(
     """The Trainer knows the loss of LlamaForCausalLM by its name, and not GPT2LMHeadModel's."""
     batch = {"labels": torch.tensor([[1, 2, -100], [3, 4, 5]])}
     objective = objective_of(TrainingConfig())
-    assert objective.num_predictions([batch, batch]) == 6
+    assert objective.prediction_counter(tiny_config(model_type))([batch, batch]) == 6
     count = objective.item_counter(tiny_config(model_type))
     assert count([batch, batch]) == 6 + 2 * first_labels
 
@@ -94,7 +94,7 @@ def test_of_classes_that_take_no_items_means_are_averaged_as_the_trainer_does(
     total = objective.loss(
         shard, batch, (), torch.tensor(1.0), running=torch.no_grad, backward=None
     )
-    tokens = objective.num_predictions([batch])
+    tokens = objective.prediction_counter(config)([batch])
     torch.testing.assert_close(total / tokens, 3 * expected.detach())
 
 
