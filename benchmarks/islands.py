@@ -19,7 +19,7 @@ speed against equal shares: the steps per second once they are tuned.
 fragments and int8, against the gradients of every step. All rows of the embedding are in use.
 
 `hidden`: two islands on a shaped network (Linux, as root), adapters, rounds of 100 steps: which
-part of the time went by while a synchronisation was waited for.
+part of the time went by while a synchronisation was waited for, and while the slower island was.
 
 `overlap`: two islands on a shaped network (Linux, as root) sum all gradients in every step: which
 part of the time that these need on the link goes by while layers still compute. Each island is one
@@ -47,6 +47,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -54,7 +55,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machines
+from benchmarks import environment, machines
 from benchmarks.codecs import save_texts, save_tokenizer
 from benchmarks.machines import Child, Machines, Room, run_program
 from benchmarks.network import DATA_SHARE, DelayLine, open_network
@@ -519,15 +520,15 @@ def hidden(rounds: int, sleep_s: float, delay_steps: int, compression: str) -> d
             islands.start(name)
         islands.until_done(*names)
     # The last round's fragments cannot be hidden: the run ends with them.
-    shares, sent = [], 0
-    for island in islands.of.values():
+    for name, island in islands.of.items():
         lines = [line for _, line in island.steps if line["step"] < steps - 200]
-        waited = sum(line["island"].get("waited_s", 0.0) for line in lines)
         seconds = island.steps[len(lines) - 1][0] - island.steps[0][0]
-        shares.append(waited / seconds)
-        found["step_s"] = round(seconds / len(lines), 4)
-        sent = max(line["island"].get("packed_bytes", 0) for line in lines)
-    found |= {"packed_bytes": sent, "not_hidden": [round(share, 4) for share in shares]}
+        waits = {
+            what: round(sum(line["island"].get(key, 0.0) for line in lines) / seconds, 4)
+            for what, key in (("not_hidden", "waited_s"), ("for_others", "for_others_s"))
+        }
+        found[name] = {"step_s": round(seconds / len(lines), 4), **waits}
+        found["packed_bytes"] = max(line["island"].get("packed_bytes", 0) for line in lines)
     return found
 
 
@@ -656,6 +657,7 @@ def _loss_after(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--save", metavar="NAME", help="also write results/islands-NAME-DATE.json")
     commands = parser.add_subparsers(dest="command", required=True)
     kills = commands.add_parser("goodput")
     kills.add_argument("--steps", type=int, default=600)
@@ -694,6 +696,10 @@ def main() -> None:
     else:
         found = speeds(options.steps, options.sleep)
     print(json.dumps(found), flush=True)
+    if options.save:
+        found["environment"] = environment.describe()
+        found["environment"]["packages"]["torchft-nightly"] = metadata.version("torchft-nightly")
+        print(f"saved {environment.save(f'islands-{options.save}', found)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

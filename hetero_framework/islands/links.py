@@ -54,11 +54,13 @@ class MemberLost(ReplicasChanged):
 
 @dataclass
 class Said:
-    """What a member has said so far of one kind in one exchange, in memory of its own."""
+    """What a member has said so far of one kind in one exchange, in memory of its own, and the
+    time.monotonic() at which the last of it came."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     is_whole: bool = False
+    came: float = 0.0
 
 
 class Circle:
@@ -248,6 +250,7 @@ class Circle:
             found.tensors.update(tensors)
             found.info.update(body.info)
             found.is_whole = found.is_whole or body.last
+            found.came = time.monotonic()
             self._changed.notify_all()
 
     def accuse(self, name: str, error: m.Error) -> None:

@@ -15,13 +15,15 @@ from hetero_framework.units import plural, seconds, share, size
 @dataclass(frozen=True)
 class BetweenIslands:
     """Sums over all steps of this island: seconds in them, and of these seconds in which averages
-    were waited for, or sums of gradients and the decision on the step."""
+    were waited for, or sums of gradients and the decision on the step; beside these, those in which
+    slower islands were."""
 
     members: tuple[str, ...]
     steps: int
     synchronised: int
     step_s: float
     waited_s: float
+    for_others_s: float
     bytes_in: int
     bytes_out: int
 
@@ -39,7 +41,8 @@ class BetweenIslands:
             outer = plural(self.synchronised, "outer synchronisation")
             lines.append(
                 f"{outer if self.synchronised else 'sums of gradients'}: {seconds(self.waited_s)}"
-                f" of {seconds(self.step_s)} were not hidden behind computing ({share(part)})"
+                f" of {seconds(self.step_s)} were not hidden behind computing ({share(part)});"
+                f" {seconds(self.for_others_s)} more were waited for slower islands"
             )
         return lines
 
@@ -65,6 +68,7 @@ def _sums(lines: list[Mapping[str, Any]]) -> BetweenIslands:
         synchronised=sum("synchronised" in island for island in islands),
         step_s=sum(line["step_seconds"] for line in lines),
         waited_s=sum(island.get("waited_s", 0.0) for island in islands),
+        for_others_s=sum(island.get("for_others_s", 0.0) for island in islands),
         bytes_in=sum(island["bytes_in"] for island in islands),
         bytes_out=sum(island["bytes_out"] for island in islands),
     )

@@ -36,8 +36,9 @@ from hetero_framework.islands.ledger import Ledger, Steps, count_steps, first_st
 from hetero_framework.islands.links import SAME_VERSION, Circle
 from hetero_framework.islands.outer import OuterFragment, weighted_mean
 from hetero_framework.islands.shares import round_steps
+from hetero_framework.islands.waiting import for_others
 from hetero_framework.trainer.replica_group import CountItems, StepPart
-from hetero_framework.trainer.summed_steps import SummedSteps
+from hetero_framework.trainer.summed_steps import SummedSteps, seconds_in, seconds_of_all
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -203,7 +204,8 @@ class OuterRounds(SummedSteps):
         if self._sums_gradients:
             return super().metrics()
         said = super().metrics()["island"]
-        del said["samples"], said["sample_ids"], said["waited_s"]
+        for key in ("samples", "sample_ids", "waited_s", "for_others_s"):
+            del said[key]
         own, self._said = self._said, {}
         return {"island": {**said, **own, "committed": self._ledger.count}}
 
@@ -321,15 +323,16 @@ class OuterRounds(SummedSteps):
             mean = sending.mean.result()
             after = self._outer[sending.at.fragment].copy()
             after.step(mean)
-            steps = self._agreed(after)
+            steps = self._agreed(after, began)
         except ReplicasChanged as changed:
             _log.info("%s; looking who is there", changed)
             return self._joined(state)
-        return self._commit(sending, after, steps, state, time.monotonic() - began)
+        self._waited_s = max(0.0, time.monotonic() - began - self._others_s)
+        return self._commit(sending, after, steps, state)
 
-    def _agreed(self, after: OuterFragment) -> dict[str, Steps]:
+    def _agreed(self, after: OuterFragment, began: float) -> dict[str, Steps]:
         """The steps of each island that are committed now, once all say that they have the same
-        weights. Raises MemberLost."""
+        weights; this one has taken no step since `began`. Raises MemberLost."""
         circle, number, round_ = self._present, self._exchange, self._round
         assert round_ is not None
         done = first_steps(_after(self._own, round_.committed), round_.done - round_.committed)
@@ -337,16 +340,21 @@ class OuterRounds(SummedSteps):
             "hash": _hash(after),
             "steps": [list(part) for part in done],
             "seconds": self._busy_s / self._counted if self._counted else 0.0,
+            "idle_s": time.monotonic() - began,
         }
         if circle.me == circle.leader:
-            votes = {circle.me: vote}
+            votes, idle_since = {circle.me: vote}, {circle.me: began}
             for name in circle.others:
-                votes[name] = circle.hear(number, "vote", name, self._heed_in_step).info
+                said = circle.hear(number, "vote", name, self._heed_in_step)
+                votes[name] = said.info
+                with circle.judging(name):
+                    idle_since[name] = said.came - seconds_in(said.info, "idle_s", name)
             _refuse_other_weights(circle, {name: v.get("hash") for name, v in votes.items()})
             decision: dict[str, Any] = {
                 "hash": vote["hash"],
                 "steps": {name: v.get("steps", []) for name, v in votes.items()},
                 "seconds": {name: v.get("seconds", 0.0) for name, v in votes.items()},
+                "for_others": for_others(idle_since),
             }
             failpoints.hit("island-decision")
             for name in circle.others:
@@ -360,6 +368,7 @@ class OuterRounds(SummedSteps):
             if decision.get("hash") != vote["hash"]:
                 raise ProtocolError(f"island {circle.leader} has other weights: {decision!r:.200}")
             steps, self._seconds = _decided(decision, self._ledger, circle)
+            self._others_s = seconds_of_all(decision, "for_others", circle)[circle.me]
         self._said["hash"] = vote["hash"]
         return steps
 
@@ -369,7 +378,6 @@ class OuterRounds(SummedSteps):
         after: OuterFragment,
         steps: Mapping[str, Steps],
         state: TrainState,
-        waited_s: float,
     ) -> TrainState:
         circle, round_, fragment = self._present, self._round, sending.at.fragment
         assert round_ is not None
@@ -400,7 +408,8 @@ class OuterRounds(SummedSteps):
         state = replace(state, step=step, committed_steps=step - skipped)
         state = replace(state, group=self._remembered())
         self._checkpoints.synchronised(state)
-        self._said |= {"synchronised": fragment, "waited_s": round(waited_s, 4)}
+        waits = {"waited_s": self._waited_s, "for_others_s": self._others_s}
+        self._said |= {"synchronised": fragment} | {k: round(s, 4) for k, s in waits.items()}
         _log.debug("fragment %d is synchronised", fragment)
         return state
 

@@ -29,6 +29,7 @@ from hetero_framework.islands.group import STATE, Group, Joined, Position
 from hetero_framework.islands.ledger import order_facts, split_step
 from hetero_framework.islands.links import Circle, MemberLost, Said
 from hetero_framework.islands.sums import SummedGradients
+from hetero_framework.islands.waiting import for_others
 from hetero_framework.log import event
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints, identity
@@ -76,7 +77,7 @@ class SummedSteps(ReplicaGroup):
         self._samples: Mapping[str, int] = {}
         self._sample_ids: Mapping[str, list[int]] = {}
         self._tokens = 0
-        self._waited_s = 0.0
+        self._waited_s = self._others_s = 0.0
         self._seconds: dict[str, float] = {}
         self._step_s: deque[float] = deque(maxlen=20)
         self._began_at = 0.0
@@ -192,16 +193,24 @@ class SummedSteps(ReplicaGroup):
         """The leader counts the votes: all have the sums, or nobody changes a weight."""
         circle, number = self._present, self._number
         assert self._sums is not None
-        vote = {"finite": finite, "seconds": self._sums.seconds_per(self._samples[circle.me])}
+        vote = {
+            "finite": finite,
+            "seconds": self._sums.seconds_per(self._samples[circle.me]),
+            "idle_s": self._sums.since_end_s,
+        }
         if circle.me == circle.leader:
             votes, seconds = {circle.me: vote}, {circle.me: vote["seconds"]}
+            idle_since = {circle.me: time.monotonic() - vote["idle_s"]}
             for name in circle.others:
-                votes[name] = circle.hear(number, "vote", name, self._heed_in_step).info
+                said = circle.hear(number, "vote", name, self._heed_in_step)
+                votes[name] = said.info
                 with circle.judging(name):
-                    seconds[name] = _seconds(votes[name], name)
+                    seconds[name] = seconds_in(said.info, "seconds", name)
+                    idle_since[name] = said.came - seconds_in(said.info, "idle_s", name)
             decision: dict[str, Any] = {
                 "commit": all(v.get("finite") is True for v in votes.values()),
                 "seconds": seconds,
+                "for_others": for_others(idle_since),
             }
             norm = norm.detach().to("cpu", torch.float32).clone()
             failpoints.hit("island-decision")
@@ -215,7 +224,8 @@ class SummedSteps(ReplicaGroup):
             with circle.judging(circle.leader):
                 decision, norm = _decision(said, circle)
         self._seconds = decision["seconds"]
-        self._waited_s = self._sums.since_end_s
+        self._others_s = decision["for_others"][circle.me]
+        self._waited_s = max(0.0, self._sums.since_end_s - self._others_s)
         return decision["commit"], norm
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
@@ -240,6 +250,7 @@ class SummedSteps(ReplicaGroup):
                 "sample_ids": dict(self._sample_ids),
                 "tokens": self._tokens,
                 "waited_s": round(self._waited_s, 4),
+                "for_others_s": round(self._others_s, 4),
                 "bytes_in": self._bytes[0] - moved[0],
                 "bytes_out": self._bytes[1] - moved[1],
             }
@@ -443,7 +454,7 @@ class _Timed(SummedGradients):
 
     @property
     def since_end_s(self) -> float:
-        """Since then: what is not hidden behind computing."""
+        """Since then: what is not hidden behind computing, or is waited for slower islands."""
         return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
 
     def seconds_per(self, samples: int) -> float:
@@ -459,19 +470,24 @@ def _shares_in(group: Mapping[str, Any]) -> Shares:
 
 def _decision(said: Said, circle: Circle) -> tuple[dict[str, Any], Tensor]:
     """The leader's, with the seconds of all, and its norm. Raises ProtocolError."""
-    norm, measured = said.tensors.get("norm"), said.info.get("seconds")
-    commit = said.info.get("commit")
-    decided = norm is not None and not norm.dim() and isinstance(commit, bool)
-    if not decided or not isinstance(measured, dict) or measured.keys() != set(circle.members):
+    norm, commit = said.tensors.get("norm"), said.info.get("commit")
+    if norm is None or norm.dim() or not isinstance(commit, bool):
         raise ProtocolError(f"island {circle.leader} sends no decision")
-    seconds = {name: _seconds({"seconds": s}, name) for name, s in measured.items()}
-    assert norm is not None
-    return {"commit": commit, "seconds": seconds}, norm
+    found = {key: seconds_of_all(said.info, key, circle) for key in ("seconds", "for_others")}
+    return {"commit": commit, **found}, norm
 
 
-def _seconds(said: Mapping[str, Any], name: str) -> float:
-    """What an island needs for a sample. Raises ProtocolError."""
-    seconds = said.get("seconds")
+def seconds_of_all(info: Mapping[str, Any], key: str, circle: Circle) -> dict[str, float]:
+    """What the leader says of each member. Raises ProtocolError."""
+    of_each = info.get(key)
+    if not isinstance(of_each, dict) or of_each.keys() != set(circle.members):
+        raise ProtocolError(f"island {circle.leader} sends no decision")
+    return {name: seconds_in(of_each, name, name) for name in of_each}
+
+
+def seconds_in(said: Mapping[str, Any], key: str, name: str) -> float:
+    """Of island `name`. Raises ProtocolError."""
+    seconds = said.get(key)
     if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
         raise ProtocolError(f"island {name} has been measured at {seconds!r}")
     return seconds

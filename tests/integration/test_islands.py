@@ -143,12 +143,20 @@ def test_two_islands_of_any_plans_are_one_training(
     theirs = lines(tmp_path / "whole", "loss")
     for one, other in zip(ours, theirs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    for one in lines(tmp_path / "cut" / "a", "step_seconds", "island"):
-        assert 0 < one["island"]["waited_s"] < one["step_seconds"]
+    assert_waits(*(lines(tmp_path / "cut" / key, "step_seconds", "island") for key in "ab"))
     assert [one["island"]["samples"] for one in ours[:2]] == [{"a": 9, "b": 3}, {"a": 7, "b": 2}]
     a, whole_weights = weights(tmp_path / "cut" / "a"), weights(tmp_path / "whole")
     for key, tensor in whole_weights.items():
         torch.testing.assert_close(a[key], tensor, rtol=1e-3, atol=1e-5)
+
+
+def assert_waits(*islands: list[dict[str, Any]]) -> None:
+    """In each step everybody waits for the network, and the last one for nobody."""
+    for steps in zip(*islands, strict=True):
+        assert min(step["island"]["for_others_s"] for step in steps) == 0
+        for step in steps:
+            own, others = (step["island"][key] for key in ("waited_s", "for_others_s"))
+            assert 0 < own < own + others + 1e-9 < step["step_seconds"]
 
 
 @pytest.mark.long
@@ -341,6 +349,8 @@ def test_rounds_do_not_depend_on_the_islands_plans(
         [line["island"]["hash"] for line in lines(at, "island") if "hash" in line["island"]]
         for at in (a, b)
     ]
+    synced = [line["island"] for line in lines(a, "island") if "hash" in line["island"]]
+    assert all(one["for_others_s"] >= 0 <= one["waited_s"] for one in synced)
     common = min(map(len, hashes))  # who has no step in a round has no line for its hash
     assert hashes[0][:common] == hashes[1][:common]
     assert common >= 1
@@ -362,10 +372,10 @@ def test_who_comes_to_other_weights_is_told_and_its_steps_are_dealt_again(
     harbour.least = 2
     right = OuterRounds._agreed
 
-    def agreed(self: OuterRounds, after: OuterFragment) -> Any:
+    def agreed(self: OuterRounds, after: OuterFragment, began: float) -> Any:
         if self._island.name == "b" and self._syncs == 1:
             after.weights = {name: tensor + 1 for name, tensor in after.weights.items()}
-        return right(self, after)
+        return right(self, after, began)
 
     monkeypatch.setattr(OuterRounds, "_agreed", agreed)
     found = outcomes(

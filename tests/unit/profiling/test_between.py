@@ -20,13 +20,15 @@ def write(folder: Path, *islands: dict[str, object] | None) -> None:
 
 def test_what_islands_sent_and_waited_is_summed(tmp_path: Path) -> None:
     moved = {"members": ["a", "b"], "bytes_in": 1 << 10, "bytes_out": 1 << 20}
-    write(tmp_path, moved, {**moved, "synchronised": 0, "waited_s": 0.5}, {**moved, "data_step": 7})
+    waits = {"synchronised": 0, "waited_s": 0.5, "for_others_s": 0.2}
+    write(tmp_path, moved, moved | waits, {**moved, "data_step": 7})
     found = read_between(tmp_path)
     assert found is not None
     assert (found.steps, found.synchronised, found.step_s, found.waited_s) == (3, 1, 6.0, 0.5)
     first, second = found.text()
     assert first == "islands a, b: 3 steps here sent 3.00 MiB to the others, and got 3.00 KiB"
     assert second.startswith("1 outer synchronisation: 500 ms of 6.00 s were not")
+    assert second.endswith("; 200 ms more were waited for slower islands")
 
 
 def test_what_sums_of_gradients_were_waited_for_is_said(tmp_path: Path) -> None:

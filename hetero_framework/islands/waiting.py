@@ -1,0 +1,13 @@
+"""Whom islands wait for before a decision: slower ones, or the network. Pure: no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def for_others(idle_since: Mapping[str, float]) -> dict[str, float]:
+    """The seconds that each island waited until the last one had nothing left to do either; by one
+    clock, each has been idle since `idle_since`. What it waited after that was for the network. The
+    clock is the leader's: of the others the time that a vote takes counts as work."""
+    last = max(idle_since.values())
+    return {name: last - since for name, since in idle_since.items()}
