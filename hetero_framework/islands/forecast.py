@@ -8,6 +8,10 @@ from hetero_framework.units import plural, size
 FEW_ROUNDS = 10
 """With fewer synchronisations DiLoCo's outer optimizer hardly gets going, and a run loses to one
 that sums its gradients."""
+STEEP_ROUNDS = 50
+"""A run of fewer is for a good part where the loss falls steeply, which averages do not replace."""
+_WARM_UP = 10
+"""A tenth of such a run, in steps that sum gradients, made up for it (docs/decisions.md)."""
 _BYTES = {"none": 4.0, "bf16": 2.0, "int8": 0.95}  # of a value, int8 as normally distributed ones
 
 
@@ -33,12 +37,24 @@ def island_lines(island: IslandConfig, trained: int, steps: int | None = None) -
 
 
 def short_run(island: IslandConfig, steps: int, islands: int) -> str | None:
-    """Why this run would rather have `sync_steps` 1, if so; `steps` are those of the data."""
+    """Why this run would rather have `sync_steps` 1, or a warm-up, if so; `steps` are those of the
+    data."""
     rounds = steps // (island.sync_steps * islands)
-    if island.sync_steps == 1 or rounds >= FEW_ROUNDS:
+    warm_up = steps // _WARM_UP
+    if island.sync_steps == 1 or rounds >= STEEP_ROUNDS:
+        return None
+    are = (
+        f"{plural(steps, 'step')} are {plural(rounds, 'round')} of {plural(islands, 'island')} with"
+        f" sync_steps {island.sync_steps}"
+    )
+    if rounds < FEW_ROUNDS:
+        return (
+            f"{are}: too few for an average to help; a run so short would rather have sync_steps 1"
+            " or a smaller one"
+        )
+    if island.warmup_steps >= warm_up:
         return None
     return (
-        f"{plural(steps, 'step')} are {plural(rounds, 'round')} of {plural(islands, 'island')} with"
-        f" sync_steps {island.sync_steps}: too few for an average to help; a run so short would"
-        " rather have sync_steps 1 or a smaller one"
+        f"{are}, for a good part where the loss falls steeply, which averages do not replace:"
+        f" island.warmup_steps {warm_up} would do better"
     )

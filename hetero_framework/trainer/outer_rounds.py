@@ -447,7 +447,7 @@ class OuterRounds(SummedSteps):
         state = super()._joined(state)
         self._syncs_before = self._syncs
         total, members = self._parts.data.total_steps, len(self._present.members)
-        if (hint := short_run(self._island, total - state.step, members)) and not self._hinted:
+        if not (state.step or self._hinted) and (hint := short_run(self._island, total, members)):
             self._hinted = True
             _log.warning("%s", hint)
         return state
