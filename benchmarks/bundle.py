@@ -1,6 +1,6 @@
 """What bundles cost a boundary that carries the hidden state alone, as nearly all do.
 
-    python -m benchmarks.bundle
+    python -m benchmarks.bundle --save
 
 One process trains a small Llama of two shards. What crosses between them goes into a frame and
 comes out of it, forward and back, in turn as the product does it and as it would be done for one
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from benchmarks.environment import describe, save
 from benchmarks.machines import run_program
 from benchmarks.stages import Llama
 from hetero_framework.config import WireConfig
@@ -178,10 +179,16 @@ def measure(llama: Llama, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--save", action="store_true", help="keep the result as a file")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    cases = []
     for name, llama in CASES.items():
-        print(json.dumps({"case": name, **measure(llama, options.rounds)}), flush=True)
+        cases.append({"case": name, **measure(llama, options.rounds)})
+        print(json.dumps(cases[-1]), flush=True)
+    if options.save:
+        result = {"benchmark": "bundle", "rounds": options.rounds, "cases": cases}
+        print(save("bundle", {**result, "environment": describe()}))
 
 
 if __name__ == "__main__":

@@ -79,8 +79,11 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
         return None
     parts = [from_wire(tensor) for tensor in message.tensors]
     sides = [SideForm(False, body.coded), *(body.sides or ())]
+    # Nothing is to be divided where one tensor travels as it is, as most do.
+    whole = len(parts) == len(sides) == 1 and body.coded is None
+    counts = [1] if whole else [count for _, count in incoming_forms(body, message.shapes)]
     found = []
-    for side, (_, count) in zip(sides, incoming_forms(body, message.shapes), strict=True):
+    for side, count in zip(sides, counts, strict=True):
         own, parts = parts[:count], parts[count:]
         tensor = own[0] if side.coded is None else _decoded(side.coded, own, device)
         if side.coded is None and device.is_async:
