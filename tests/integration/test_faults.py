@@ -44,7 +44,7 @@ from tests.framed import framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
-from tests.samples import free_ports
+from tests.samples import free_ports, save_tiny
 
 LONG = pytest.mark.long
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -205,6 +205,22 @@ def test_a_link_cut_at_any_frame_changes_nothing(
     assert list(proxies[worker].cuts) == []
     assert proxies[worker].connections == len(cuts) + 1
     assert_equal_runs(tmp_path / "cut", whole("lora"))
+
+
+@LONG
+@pytest.mark.parametrize("model_type", ["gemma4_text", "zamba2", "deepseek_v4"])
+def test_a_link_cut_at_any_frame_of_a_model_with_side_tensors_changes_nothing(
+    model_type, make, proxies, tmp_path, monkeypatch
+) -> None:
+    """Shared keys, original hidden states and a transformer in two stages, token ids."""
+    monkeypatch.setattr(membership, "MAX_RECOVERIES", 50)
+    model = {"name_or_path": str(save_tiny(model_type, tmp_path / "model"))}
+    train(make("whole", [], model=model, adapter=None), progress=Notes())
+    cuts = every_cut(reset=False, first=True)
+    proxies[1].cuts.extend(cuts)
+    train(make("cut", [2, 4], proxies, model=model, adapter=None), progress=Notes())
+    assert list(proxies[1].cuts) == []
+    assert_equal_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.long

@@ -72,6 +72,8 @@ WITH_SIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {},
     "gemma4_text": {"vocab_size_per_layer_input": 320},
     "qwen4_exp_text": {},
+    # One transformer in two layers.
+    "zamba2": {},
 }
 
 
