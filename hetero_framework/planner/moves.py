@@ -24,18 +24,21 @@ def recut(layout: Layout, counts: Sequence[int]) -> Layout:
 
 
 def shifted(
-    layout: Layout, sources: Sequence[int] | None = None, targets: Sequence[int] | None = None
+    layout: Layout,
+    sources: Sequence[int] | None = None,
+    targets: Sequence[int] | None = None,
+    count: int = 1,
 ) -> Iterator[Layout]:
-    """One layer moved from a stage (one of `sources`, or any) to another (of `targets`)."""
+    """So many layers moved from a stage (one of `sources`, or any) to another (of `targets`)."""
     counts = [part.end - part.start for part in layout]
     last = len(layout) - 1
     every = range(len(layout))
     pairs = product(every if sources is None else sources, every if targets is None else targets)
     for source, target in pairs:
-        if source != target and counts[source] > (source not in (0, last)):
+        if source != target and counts[source] >= count + (source not in (0, last)):
             moved = list(counts)
-            moved[source] -= 1
-            moved[target] += 1
+            moved[source] -= count
+            moved[target] += count
             yield recut(layout, moved)
 
 
@@ -124,21 +127,55 @@ def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
     counts = [part.end - part.start for part in layout]
     if max(counts) < chunks:
         return None
-    parts: list[Part] = []
+    stages: list[tuple[Part, int]] = []
     given = [0] * len(layout)
-    start = 0
     for turn in range(1, chunks + 1):
         for k, part in enumerate(layout):
             # As even as whole layers allow, and those left over in different rounds.
             upto = (counts[k] * turn + k % chunks) // chunks if turn < chunks else counts[k]
             own, given[k] = upto - given[k], upto
             if own or (turn == 1 and k == 0):
-                ways = (
-                    rules.ways(parts[-1].device, part.device, start) if parts else [(None, False)]
-                )
-                changed = part._replace(start=start, end=start + own, direct=ways[0][1])
-                parts.append(changed)
-                start += own
+                stages.append((part, own))
+    return _built(rules, stages)
+
+
+def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
+    """Some layers of a stage as a stage of their own elsewhere; all of them only of the first one,
+    which keeps the embedding."""
+    stages = [(part, part.end - part.start) for part in layout]
+    for k, (part, count) in enumerate(stages):
+        moved = {1, count // 4, count // 2, count if k == 0 else 0}
+        for own, place in product(sorted(moved), range(1, len(layout) + 1)):
+            beside = {one.device for one in layout[place - 1 : place + 1]}
+            if 0 < own < count + (k == 0) and part.device not in beside:
+                rest = [*stages[:k], (part, count - own), *stages[k + 1 :]]
+                for again in {False, part.recompute}:
+                    new = (part._replace(recompute=again), own)
+                    yield _built(rules, [*rest[:place], new, *rest[place:]])
+
+
+def joined(rules: Rules, layout: Layout) -> Iterator[Layout]:
+    """One stage less: its layers go to another one of its device, or to a neighbour."""
+    stages = [(part, part.end - part.start) for part in layout]
+    for k, (part, count) in enumerate(stages):
+        for other, (taker, own) in enumerate(stages):
+            if k and (other in (k - 1, k + 1) or (taker.device == part.device and other != k)):
+                rest = [*stages[:other], (taker, own + count), *stages[other + 1 :]]
+                yield _built(rules, [*rest[:k], *rest[k + 1 :]])
+
+
+def _built(rules: Rules, stages: Sequence[tuple[Part, int]]) -> Layout:
+    """Stages of so many layers one behind the other, by the quickest ways; between the first and
+    the last one none without layers."""
+    parts: list[Part] = []
+    start = 0
+    for k, (part, count) in enumerate(stages):
+        if not count and 0 < k < len(stages) - 1:
+            continue
+        direct = bool(parts) and rules.ways(parts[-1].device, part.device, start)[0][1]
+        again = part.recompute and count > 0
+        parts.append(part._replace(start=start, end=start + count, recompute=again, direct=direct))
+        start += count
     return merged(parts)
 
 

@@ -27,7 +27,13 @@ from hetero_framework.planner.partition import Partition, Rules, step_range
 from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
 from hetero_framework.planner.relaxation import least_step
 from hetero_framework.planner.simulator import Profile, occupations, simulate, step_bound
-from hetero_framework.planner.tuning import FORWARDS_AHEAD, PORTFOLIO, TunedSchedule, tune
+from hetero_framework.planner.tuning import (
+    BY_DEPTH,
+    FORWARDS_AHEAD,
+    IN_GROUPS,
+    TunedSchedule,
+    tune,
+)
 
 _DEPTHS = (1.0, 0.4)
 _LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)
@@ -39,12 +45,13 @@ _BEAM = 2_000
 _LEAST_BEAM = 12
 _CLIMB = 40
 _SIMULATED = 24
-_DESCENTS = 3
+_DESCENTS = 4
 _FINALISTS = 2
 _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
+_NO_FASTER = 1.005  # times as long: no schedule will make it faster
 _QUICK_TASKS = 1_500  # of one quick simulation
-_MOST_TASKS = 100_000  # of all quick simulations
+_MOST_TASKS = 150_000  # of all quick simulations
 _STAGES = 30_000  # that are scored in each other part of the search
 _NODES = (20_000, 40_000)  # of the proof, for many devices and for few
 _FEW = 6
@@ -117,6 +124,7 @@ class Search:
         self._scores: dict[Layout, float] = {}
         self._bounds: dict[Layout, float] = {}
         self._quick: dict[Layout, float] = {}
+        self._by: dict[Layout, int] = {}  # which of the schedules took that
         self._tasks = self._orders = 0
         self._stages_left = _STAGES
         chained = self._along_chains()
@@ -132,15 +140,20 @@ class Search:
         self._stages_left = _STAGES
         candidates = [*simple, *self._interleaved(simple)]
         for layout in candidates:
-            self._simulate(layout)
+            quickest = None if _has_chunks(layout) else next(iter(self._fastest(1)), None)
+            self._simulate(layout, quickest)
         self._stages_left = _STAGES
         one_each = self._fastest(1, lambda layout: not _has_chunks(layout))
-        several = self._fastest(_DESCENTS if len(simple[0]) <= _MANY else 1, _has_chunks)
-        for start in [*one_each, *several]:
-            self._descend(start)
+        several = self._starts(_DESCENTS if len(simple[0]) <= _MANY else 1)
+        ends = [self._descend(start, _MOST_TASKS // 2) for start in one_each]
+        spare = _MOST_TASKS - self._tasks
+        for k, start in enumerate(several, start=1):
+            most = _MOST_TASKS - spare * (len(several) - k) // len(several)
+            ends.append(self._descend(start, most))
         largest = max(2 * len(layout) * self._m for layout in self._quick)
         finalists = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // largest))
-        best = min(map(self._evaluated, self._fastest(finalists)), key=_preference)
+        last = dict.fromkeys([*self._fastest(finalists), *(ends if finalists > _FINALISTS else ())])
+        best = min(map(self._evaluated, last), key=_preference)
         best, proved = self._proved(best)
         if proved and not self._rules.chunks:
             return Found(best, best.seconds, True)
@@ -158,7 +171,8 @@ class Search:
             partition = self._partition(depth)
             if depth < 1 and not partition.is_short_of_memory:
                 break
-            least = self._least(partition, low, high)
+            # What fits with more micro-batches in flight fits with fewer.
+            high = least = self._least(partition, low, high)
             for factor in _LONGER:
                 self._note(partition.layouts(least * factor))
         return heapq.nsmallest(_SEEDS, self._scores, key=self._score)
@@ -308,8 +322,10 @@ class Search:
 
     # -- simulation -------------------------------------------------------------------------------
 
-    def _simulate(self, layout: Layout) -> float:
-        """Seconds of a step by the better of a few schedules; long steps by a part of theirs."""
+    def _simulate(self, layout: Layout, like: Layout | None = None) -> float:
+        """Seconds of a step by the better of a few schedules; long steps by a part of theirs. Where
+        the schedule that is the best one of a layout `like` it is no faster, others are not tried.
+        """
         if layout in self._quick:
             return self._quick[layout]
         limits = self._fleet.memory_limits(layout)
@@ -318,43 +334,77 @@ class Search:
             return math.inf
         profile = self._fleet.pipeline(layout)
         m = min(self._m, max(2 * len(layout), _QUICK_TASKS // (2 * len(layout))))
-        seconds, has_chunks = math.inf, _has_chunks(layout)
-        for size, policy in _schedules(profile, m):
+        rest_s = 0.0
+        if m < self._m:
+            rest_s = step_bound(profile, self._m, limits) - step_bound(profile, m, limits)
+        schedules = list(enumerate(_schedules(profile, m)))
+        if like is not None:
+            schedules.sort(key=lambda entry: entry[0] != self._by[like])
+        found = []
+        for number, (size, policy) in schedules:
             held = limits
-            if policy is not BACKWARD_FIRST and (has_chunks or min(limits[:-1], default=m) < m):
+            if policy is not BACKWARD_FIRST and (
+                _has_chunks(layout) or min(limits[:-1], default=m) < m
+            ):
                 tapered = (-(-size * (len(layout) - k) // len(layout)) for k in range(len(layout)))
                 held = tuple(map(min, tapered, limits))
             self._tasks += 2 * len(layout) * m
             taken = simulate(profile, m, size, policy=policy, in_flight_limits=held).seconds
-            seconds = min(seconds, taken)
-        if m < self._m:
-            seconds += step_bound(profile, self._m, limits) - step_bound(profile, m, limits)
-        self._quick[layout] = seconds
-        return seconds
+            found.append((taken + rest_s, number))
+            if like is not None and taken + rest_s > _NO_FASTER * self._quick[like]:
+                break
+        self._quick[layout], self._by[layout] = min(found)
+        return self._quick[layout]
 
     def _fastest(
         self, count: int, where: Callable[[Layout], bool] = lambda layout: True
     ) -> list[Layout]:
         return heapq.nsmallest(count, filter(where, self._quick), key=self._quick.__getitem__)
 
-    def _descend(self, layout: Layout) -> None:
-        """To the fastest neighbour, as long as there is a faster one."""
+    def _starts(self, count: int) -> list[Layout]:
+        """The fastest interleaved layouts, each of another number of stages."""
+        found: dict[int, Layout] = {}
+        for layout in self._fastest(len(self._quick), _has_chunks):
+            found.setdefault(len(layout), layout)
+        return list(found.values())[:count]
+
+    def _descend(self, layout: Layout, most_tasks: int) -> Layout:
+        """To the fastest neighbour, as long as there is a faster one; further neighbours only where
+        there is none among the near."""
         partition = self._partition()
-        while self._tasks < _MOST_TASKS:
-            near = {
-                *self._shifted(layout),
-                *moves.toggled(self._rules, layout),
-                *self._reordered(partition, layout),
-            }
-            now = self._quick[layout]
-            promising = [x for x in near if x not in self._quick and self._bound(x) < now]
-            for other in heapq.nsmallest(_NEIGHBOURS, promising, key=self._score):
-                self._simulate(other)
-            known = [x for x in near if x in self._quick]
-            better = min(known, key=self._quick.__getitem__, default=layout)
-            if self._quick[better] >= now:
-                return
+
+        def near() -> Iterator[Layout]:
+            yield from self._shifted(layout)
+            yield from moves.toggled(self._rules, layout)
+            yield from self._reordered(partition, layout)
+
+        def further() -> Iterator[Layout]:
+            if self._rules.chunks and not self._rules.pins and len(self._rules.devices) <= _FEW:
+                yield from moves.shifted(layout, count=2)
+                yield from moves.shifted(layout, count=3)
+                yield from moves.split(self._rules, layout)
+                yield from moves.joined(self._rules, layout)
+
+        better: Layout | None = layout
+        while better is not None:
             layout = better
+            better = self._fastest_of(set(near()), layout, most_tasks)
+            if better is None:
+                better = self._fastest_of(set(further()), layout, most_tasks)
+        return layout
+
+    def _fastest_of(self, near: set[Layout], layout: Layout, most_tasks: int) -> Layout | None:
+        """The fastest of some neighbours, those simulated that promise most; None if none is faster
+        than the layout."""
+        now = self._quick[layout]
+        promising = [x for x in near if x not in self._quick and self._bound(x) < now]
+        for other in heapq.nsmallest(_NEIGHBOURS, promising, key=self._score):
+            if self._tasks > most_tasks:
+                break
+            self._simulate(other, layout)
+        known = [x for x in near if x in self._quick]
+        better = min(known, key=self._quick.__getitem__, default=layout)
+        return better if self._quick[better] < now else None
 
     # -- proof ------------------------------------------------------------------------------------
 
@@ -420,9 +470,11 @@ def _schedules(profile: Profile, micro_batches: int) -> list[tuple[int, Policy]]
     bound = step_bound(profile, micro_batches)
     path = math.ceil(profile.path_s * micro_batches / bound) if bound > 0 else p
     if profile.num_devices < p:
-        sizes = {max(p, path) * 5 // 4 + 1, 2 * max(p, path)}
-        sizes = {min(micro_batches, size) for size in sizes}
-        return [(size, policy) for size in sorted(sizes) for policy in PORTFOLIO[1:3]]
+        least = max(p, path)
+        sizes = {
+            min(micro_batches, size) for size in (least * 5 // 4 + 1, 2 * least, 2 * least + p)
+        }
+        return [(size, policy) for size in sorted(sizes) for policy in (IN_GROUPS, BY_DEPTH)]
     few, many = (min(micro_batches, times * max(p, path)) for times in (1, 3))
     found = [(many, BACKWARD_FIRST), (many, FORWARDS_AHEAD)]
     return [*found, (few, BACKWARD_FIRST)] if p <= _MANY else found

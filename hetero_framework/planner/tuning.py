@@ -20,16 +20,18 @@ FORWARDS_AHEAD = Policy(0.0, 1.5, 0.0, 1.0, 0.0)
 """A forward passes a backward that is not 2/3 as far. Where later stages have less work, as in
 plans of many devices (they begin late), backward first would starve them."""
 
-PORTFOLIO = (
-    BACKWARD_FIRST,
-    Policy(1.29, 0.70, -0.39, 0.26, -0.61, grouped=True),
-    Policy(3.45, 1.46, 0.57, 0.84, -1.47),
-    Policy(3.0, 1.5, 0.0, 0.75, -1.5),
-    FORWARDS_AHEAD,
-)
+IN_GROUPS = Policy(1.29, 0.70, -0.39, 0.26, -0.61, grouped=True)
+"""For several stages on a device: deep stages first, and forwards pass backwards that are not
+urgent. It stores few forwards."""
+
+BY_DEPTH = Policy(0.0, 0.6, -2.0, 0.05, 0.05)
+"""For several stages on a device: a micro-batch's backward passes forwards in the stages from about
+0.3 times its number on, so that early stages feed those behind them first. It stores many forwards.
+"""
+
+PORTFOLIO = (BACKWARD_FIRST, IN_GROUPS, BY_DEPTH, FORWARDS_AHEAD)
 """What `tune` tries: all but the last with several stages on a device, else the first and the last.
-The middle ones advance deep stages first and let forwards pass backwards that are not urgent. All
-but the first were found by random search over simulated pipelines (docs/decisions.md)."""
+All but the first were found by random search over simulated pipelines (docs/decisions.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.planner import FleetProfile
 from hetero_framework.planner.enumeration import Enumeration
 from hetero_framework.planner.layout import Part
-from hetero_framework.planner.moves import closed, interleaved, shifted, toggled
+from hetero_framework.planner.moves import closed, interleaved, joined, shifted, split, toggled
 from tests.unit.planner.fleets import GB, device, fleet_of, profiles_of_fleets, rules_of
 
 
@@ -18,10 +20,13 @@ def test_whatever_is_made_of_a_layout_holds_all_layers_and_only_its_ends_may_hol
     rules = rules_of(profile, chunks=True)
     for layout in Enumeration(rules, 1e9, nodes=10**6).layouts():
         made = [interleaved(rules, layout, chunks), closed(rules, layout), *shifted(layout)]
+        made += [*shifted(layout, count=2), *split(rules, layout), *joined(rules, layout)]
         for found in filter(None, made):
             assert [part.start for part in found] == [0, *(part.end for part in found[:-1])]
             assert found[-1].end == profile.layers
             assert all(part.start < part.end for part in found[1:-1]), (layout, found)
+            assert found[0].device == 0
+            assert all(one.device != other.device for one, other in pairwise(found))
 
 
 def test_whoever_held_the_head_alone_is_left_out_when_the_coordinator_takes_it() -> None:
@@ -48,3 +53,20 @@ def test_all_in_front_compute_again_at_once_where_memory_is_short() -> None:
         rules = rules_of(fleet_of(*(device(k or "local", **memory) for k in range(3)), **few))
         again = [sum(part.recompute for part in found) for found in toggled(rules, layout)]
         assert max(again, default=0) == longest
+
+
+def test_a_stage_is_split_to_every_place_that_is_not_beside_it_and_joined_again() -> None:
+    rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
+    layout = (Part(0, 0, 2), Part(1, 2, 4, False), Part(2, 4, 6, False, True))
+    made = {tuple((p.device, p.end - p.start) for p in found) for found in split(rules, layout)}
+    assert made == {
+        ((0, 1), (1, 2), (0, 1), (2, 2)),
+        ((0, 1), (1, 2), (2, 2), (0, 1)),
+        ((0, 0), (1, 2), (0, 2), (2, 2)),
+        ((0, 0), (1, 2), (2, 2), (0, 2)),
+        ((0, 2), (1, 1), (2, 2), (1, 1)),
+        ((0, 2), (2, 1), (1, 2), (2, 1)),
+    }
+    for found in split(rules, layout):
+        together = [tuple(p.end - p.start for p in one) for one in joined(rules, found)]
+        assert (2, 2, 2) in together
