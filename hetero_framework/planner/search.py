@@ -4,7 +4,8 @@
    where many pairs of workers have no link, also along chains of those that have.
 2. They are improved one move at a time by `step_bound` with their memory's in-flight limits, and
    interleaved.
-3. The simulator decides between the best few dozen, and between the neighbours of the best.
+3. The simulator decides between the best few dozen. From the best of these it goes on to faster
+   neighbours: with layers moved, devices exchanged, and on few devices stages split or joined.
 4. Where few enough layouts could be better still, `Enumeration` has them all simulated: then the
    plan is proved. Else `least_step` says how much better any could be.
 
