@@ -3,7 +3,7 @@
 # make demo-islands  two coordinators train one model together (Linux x86-64: it installs torchft)
 # make test    lint, types and the whole suite
 # make faults  what breaks, with its figures
-# make long    all other tests that take longer
+# make long    all other tests that take longer, and where torchft is more of those of islands
 # make islands real islands with torchft's lighthouse: kills at every point (Linux x86-64)
 # make bench   the benchmarks, 10 minutes; results under benchmarks/results
 
@@ -60,7 +60,7 @@ long: setup
 	$(BIN)/python -m pytest -n 4 --dist loadgroup -m long $(PYTEST_ARGS)
 
 islands: $(ISLANDS)
-	$(BIN)/python -m pytest -m islands $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "islands and not long" $(PYTEST_ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.suite

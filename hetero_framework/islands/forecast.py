@@ -8,7 +8,7 @@ from hetero_framework.units import plural, size
 FEW_ROUNDS = 10
 """With fewer synchronisations DiLoCo's outer optimizer hardly gets going, and a run loses to one
 that sums its gradients."""
-STEEP_ROUNDS = 50
+STEEP_ROUNDS = 100
 """A run of fewer is for a good part where the loss falls steeply, which averages do not replace."""
 _WARM_UP = 10
 """A tenth of such a run, in steps that sum gradients, made up for it (docs/decisions.md)."""

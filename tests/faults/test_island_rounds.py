@@ -21,8 +21,9 @@ from benchmarks.machines import Machines
 from benchmarks.replanning import Here
 from hetero_framework.islands.tunnel import Entrance
 from tests.faults.test_islands import (
+    DEATHS,
+    NAMES,
     NUM_TEXTS,
-    OTHERS,
     Deaths,
     assert_each_sample_once,
     cut,
@@ -112,7 +113,11 @@ POINTS: Deaths = [
 ]
 
 
-@pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
+@DEATHS
+@pytest.mark.parametrize(
+    "adapter",
+    [pytest.param(LORA, id="lora"), pytest.param(None, id="full", marks=pytest.mark.long)],
+)
 def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
     folder: Path, tmp_path: Path, server: Entrance, adapter: dict[str, Any] | None
 ) -> None:
@@ -126,16 +131,16 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
     assert_same_result(raws)
 
 
-@pytest.mark.parametrize("names", ["ab", "abc"])
+@NAMES
 def test_others_go_on_while_islands_are_away(
     folder: Path, tmp_path: Path, server: Entrance, names: str
 ) -> None:
     """All but the last die, at once, in the middle of a round, and come back when rounds were made
     without them."""
     *dying, last = names
-    raws = raws_of(folder, tmp_path, server.port, names, 300, LORA, **STREAMING)
+    raws = raws_of(folder, tmp_path, server.port, names, 150, LORA, **STREAMING)
     with Machines() as started:
-        islands = Islands(started, raws, dict.fromkeys(names, 0.01))
+        islands = Islands(started, raws, dict.fromkeys(names, 0.02))
         for name in names:
             islands.start(name)
         islands.until_step(10, *names)
@@ -150,7 +155,7 @@ def test_others_go_on_while_islands_are_away(
     who = ["".join(line["island"]["members"]) for _, line in islands.of[last].steps]
     assert who[0] == who[-1] == names
     assert last in who
-    assert_each_once(islands, 300, last)
+    assert_each_once(islands, 150, last)
     assert_same_result(raws)
 
 
@@ -196,7 +201,13 @@ def test_a_worker_that_dies_in_a_round_is_its_islands_business(
     assert_same_result(raws)
 
 
-@OTHERS
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("abc", "ab", id="fewer"),
+        pytest.param("ab", "abc", id="more", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_goes_on_with_other_islands_and_plans(
     folder: Path, tmp_path: Path, server: Entrance, before: str, after: str
 ) -> None:
@@ -220,6 +231,7 @@ WARM: Deaths = [
 ]
 
 
+@DEATHS
 def test_deaths_around_the_end_of_the_warm_up_lose_nothing(
     folder: Path, tmp_path: Path, server: Entrance
 ) -> None:

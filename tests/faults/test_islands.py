@@ -170,6 +170,9 @@ def live_through(islands: Islands, deaths: Deaths) -> list[str]:
     return happened
 
 
+DEATHS = pytest.mark.timeout(900)
+"""Of tests in which one island after the other is started again; twice what they need beside much
+other work."""
 POINTS: Deaths = [
     ("b", "step@2"),
     ("c", "forward@3"),
@@ -193,6 +196,7 @@ POINTS: Deaths = [
 ]
 
 
+@DEATHS
 def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
     folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
 ) -> None:
@@ -206,7 +210,10 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
     assert set(members(islands).values()) == {"abc"}
 
 
-@pytest.mark.parametrize("names", ["ab", "abc"])
+NAMES = pytest.mark.parametrize("names", [pytest.param("ab", marks=pytest.mark.long), "abc"])
+
+
+@NAMES
 def test_others_go_on_while_islands_are_away(
     folder: Path,
     tmp_path: Path,
@@ -217,9 +224,9 @@ def test_others_go_on_while_islands_are_away(
     """All but the last die, one after the other or at once, and come back when steps were made
     without them."""
     *dying, last = names
-    run = Run(folder, tmp_path, server.port, names, 60)
+    run = Run(folder, tmp_path, server.port, names, 30)
     with Machines() as started:
-        islands = Islands(started, run.raws, dict.fromkeys(names, 0.01))
+        islands = Islands(started, run.raws, dict.fromkeys(names, 0.02))
         for name in names:
             islands.start(name)
         islands.until_step(3, *names)
@@ -231,18 +238,18 @@ def test_others_go_on_while_islands_are_away(
         for name in dying:
             islands.start(name)
         islands.until_done(*names)
-    run.check(islands, alone(60), *names)
+    run.check(islands, alone(30), *names)
     who = members(islands)
-    assert who[3] == who[60] == names
+    assert who[3] == who[30] == names
     assert last in who.values()
 
 
 def test_islands_join_late_leave_in_order_and_return(
     folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
 ) -> None:
-    run = Run(folder, tmp_path, server.port, "abc", 90)
+    run = Run(folder, tmp_path, server.port, "abc", 45)
     with Machines() as started:
-        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
+        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.02))
         islands.start("b")
         islands.start("c")
         islands.until_step(3, "b", "c")
@@ -254,20 +261,20 @@ def test_islands_join_late_leave_in_order_and_return(
         islands.until_step(islands.reached("a") + 2, "a", "c")
         islands.start("b")
         islands.until_done("a", "b", "c")
-    run.check(islands, alone(90), "a", "b", "c")
+    run.check(islands, alone(45), "a", "b", "c")
     who = members(islands)
     assert {"bc", "abc", "ac"} <= set(who.values())
-    assert who[90] == "abc"
+    assert who[45] == "abc"
 
 
 def test_a_frozen_island_holds_the_others_up_for_a_while_only(
     folder: Path, tmp_path: Path, server: Entrance, alone: Callable[[int], list[float]]
 ) -> None:
-    run = Run(folder, tmp_path, server.port, "abc", 90)
+    run = Run(folder, tmp_path, server.port, "abc", 40)
     for raw in run.raws.values():
         raw["training"]["liveness_timeout_s"] = 3.0
     with Machines() as started:
-        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
+        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.025))
         for name in "abc":
             islands.start(name)
         islands.until_step(3, *"abc")
@@ -275,8 +282,8 @@ def test_a_frozen_island_holds_the_others_up_for_a_while_only(
         islands.until_step(islands.reached("a") + 4, "a", "c")
         islands.send("b", signal.SIGCONT)
         islands.until_done("a", "b", "c")
-    run.check(islands, alone(90), "a", "b", "c")
-    assert members(islands)[90] == "abc"
+    run.check(islands, alone(40), "a", "b", "c")
+    assert members(islands)[40] == "abc"
 
 
 def test_who_comes_when_the_others_have_finished_says_so_and_trains_nothing(
@@ -362,13 +369,13 @@ def test_of_two_living_islands_of_one_name_both_are_told_and_others_go_on(
     run.check(islands, alone(30), "b")
 
 
-OTHERS = pytest.mark.parametrize(
-    ("before", "after"), [("abc", "ab"), ("ab", "abc")], ids=["fewer", "more"]
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("abc", "ab", id="fewer", marks=pytest.mark.long),
+        pytest.param("ab", "abc", id="more"),
+    ],
 )
-"""Who trains, and who goes on."""
-
-
-@OTHERS
 def test_a_run_goes_on_with_other_islands_and_plans(
     folder: Path,
     tmp_path: Path,
@@ -377,7 +384,8 @@ def test_a_run_goes_on_with_other_islands_and_plans(
     before: str,
     after: str,
 ) -> None:
-    """Who is new waits for those that have the run's checkpoint, which `min_islands` is for."""
+    """Those of `before` train and those of `after` go on. Who is new waits for those that have the
+    run's checkpoint, which `min_islands` is for."""
     run = Run(folder, tmp_path, server.port, "abc", 24)
     with Machines() as started:
         islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
@@ -422,8 +430,8 @@ def test_a_lighthouse_that_is_started_again_costs_no_step(
         before = first.enter_context(lighthouse())
         at = ("127.0.0.1", before.port)
         proxy = first.enter_context(FaultProxy(at, follows_frames=False))
-        run = Run(folder, tmp_path, proxy.port, "ab", 80)
-        islands = Islands(started, run.raws, dict.fromkeys("ab", 0.01))
+        run = Run(folder, tmp_path, proxy.port, "ab", 40)
+        islands = Islands(started, run.raws, dict.fromkeys("ab", 0.02))
         for name in "ab":
             islands.start(name)
         islands.until_step(3, *"ab")
@@ -433,8 +441,8 @@ def test_a_lighthouse_that_is_started_again_costs_no_step(
         islands.kill("b")
         islands.start("b")
         islands.until_done("a", "b")
-    run.check(islands, alone(80), "a", "b")
-    assert members(islands)[80] == "ab"
+    run.check(islands, alone(40), "a", "b")
+    assert members(islands)[40] == "ab"
 
 
 def test_a_worker_that_dies_is_its_islands_business(

@@ -20,7 +20,7 @@ def test_what_an_island_sends_is_said_before_it_does() -> None:
 
 def test_a_run_too_short_for_averages_is_told_so() -> None:
     rounds = island(sync_steps=20)
-    assert short_run(rounds, 2000, 2) is None
+    assert short_run(rounds, 4000, 2) is None
     assert "399 steps are 9 rounds of 2 islands" in (short_run(rounds, 399, 2) or "")
     assert short_run(island(), 10, 2) is None
     assert "island.warmup_steps 80 would do better" in (short_run(rounds, 800, 2) or "")
