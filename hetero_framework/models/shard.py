@@ -259,9 +259,10 @@ def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int)
 class Shard:
     """A runnable layer range of a model.
 
-    `on_enter`, the place to set the random state, is called with "embedding" when a first shard
-    starts a forward, with i before block i (in its recomputation too) and with "head" after the
-    last block ("head n" for loss chunk n > 0).
+    `on_enter`, the place to set the random state, is called with "embedding" when a forward starts
+    (what all shards make before the blocks may have dropout, as XLNet's positions do), with i
+    before block i (in its recomputation too) and with "head" after the last block ("head n" for
+    loss chunk n > 0).
     """
 
     def __init__(
@@ -434,10 +435,10 @@ class Shard:
         arguments: Inputs = {
             name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
         }
+        if self._part != "head" and self.on_enter is not None:
+            self.on_enter("embedding")
         if self._part != "head" and self.range.is_first:
             arguments["input_ids"] = inputs["input_ids"]
-            if self.on_enter is not None:
-                self.on_enter("embedding")
         else:
             arguments.update(self._placeholder(inputs, received[0]))
         self._injected = received

@@ -146,7 +146,7 @@ def test_each_piece_draws_its_own_random_numbers() -> None:
     last.on_enter = seen.append
     inputs = probe_inputs(config_of("llama"))
     in_pieces(last, inputs, crossing(first.forward(inputs, ())), 13)
-    assert seen == [4, 5, "head", "head 1"]
+    assert seen == ["embedding", 4, 5, "head", "head 1"]
 
 
 def test_after_pieces_the_shard_works_as_before() -> None:
