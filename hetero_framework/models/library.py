@@ -19,6 +19,7 @@ LIBRARY_ERRORS = (
     LookupError,
     OSError,
     RuntimeError,
+    StopIteration,  # the type of a part of a model that has no weights
     StrictDataclassError,
     TypeError,
     ValueError,

@@ -249,6 +249,12 @@ def test_verify_uses_the_plan_of_a_configuration(tmp_path: Path) -> None:
     ]
 
 
+def test_a_stage_without_the_weights_that_a_model_asks_for_is_refused() -> None:
+    """XLNet asks the part that has its layers for the type of its weights."""
+    result = verify_model(model_type="xlnet", cuts=[6])
+    assert "a shard does not run alone" in result.reason
+
+
 def test_cuts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArchitectureError, match="6 layers"):
         ranges_from_cuts([4, 2], 6)
