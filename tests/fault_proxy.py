@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import msgpack
 
 from hetero_framework.core.checksum import CHECKSUM_BYTES
-from hetero_framework.core.frames import PREFIX_BYTES
+from hetero_framework.core.frames import INSIDE, PIECE_BYTES, PREFIX_BYTES, marks_in
 from hetero_framework.core.messages import Body
 
 _SEGMENT_BYTES = 65_536
@@ -61,7 +61,9 @@ class _Frames:
     """Where in a stream of frames its next byte is."""
 
     head: bytearray = field(default_factory=bytearray)
-    rest: int = 0
+    rest: int = 0  # bytes to the next mark, or to the end of the frame
+    behind: int = 0  # tensor bytes behind that mark
+    inside: bool = False  # a frame inside of another one comes
 
     def scan(self, data: bytes, wanted: int, where: str) -> int | None:
         """How many bytes of `data` may pass before the cut; None when it is not in there."""
@@ -72,6 +74,12 @@ class _Frames:
                 self.rest -= step
                 at += step
                 continue
+            if self.behind and not self.inside:
+                self.inside = data[at : at + 1] == INSIDE
+                at += 1
+                if not self.inside:
+                    self._begin_piece(self.behind)
+                continue
             self.head.append(data[at])
             at += 1
             if len(self.head) < PREFIX_BYTES:
@@ -80,14 +88,23 @@ class _Frames:
             if len(self.head) < PREFIX_BYTES + header:
                 continue
             kind = msgpack.unpackb(self.head[PREFIX_BYTES:], raw=False)["t"]
-            size, got = 8 + total + CHECKSUM_BYTES, len(self.head)
+            payload, got = total - 4 - header, len(self.head)
+            size = got + payload + marks_in(payload) + CHECKSUM_BYTES
             self.head.clear()
-            self.rest = size - got
+            if self.inside:
+                self.inside, self.rest = False, CHECKSUM_BYTES
+                continue
+            self._begin_piece(payload)
             if kind == wanted:
                 offset = {"before": 0, "middle": size // 2, "after": size}[where]
                 # The frame's first bytes may have passed with the piece before.
                 return max(0, at - got + offset)
         return None
+
+    def _begin_piece(self, left: int) -> None:
+        piece = min(left, PIECE_BYTES)
+        self.behind = left - piece
+        self.rest = piece if self.behind else piece + CHECKSUM_BYTES
 
 
 class FaultProxy:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hetero_framework.core.checksum import Hasher, digest
+from hetero_framework.core.frames import GOES_ON, PIECE_BYTES
 from hetero_framework.core.messages import Message, encode
 
 
 def framed(message: Message) -> bytes:
-    buffers = encode(message)
-    return b"".join(buffers) + checksum(buffers)
+    head, *payload = encode(message)
+    return marked(bytes(head), b"".join(payload))
+
+
+def marked(head: bytes, payload: bytes, end: bytes | None = None) -> bytes:
+    """A frame as it lies on the wire, with its marks and its checksum, or another end."""
+    starts = range(0, max(1, len(payload)), PIECE_BYTES)
+    pieces = [payload[start : start + PIECE_BYTES] for start in starts]
+    return head + GOES_ON.join(pieces) + (end or checksum([head, payload]))
 
 
 def checksum(buffers: Iterable[bytes | memoryview]) -> bytes:

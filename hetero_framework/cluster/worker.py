@@ -44,6 +44,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.trace import Recorder
+from hetero_framework.core.turns import Interface
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.loading import BuildStages, take_apart
@@ -218,6 +219,7 @@ class Worker:
     ) -> None:
         self._config = config
         self._entry = config.worker(worker_id)
+        self._interface = Interface()
         access = access or access_of(config, worker_id)
         self._door = Door(access, self._greet)
         call = m.Call(self._entry.id, secrets.token_hex(8))
@@ -508,6 +510,7 @@ class Worker:
             liveness_s=self._config.training.liveness_timeout_s,
             handshake_s=timeouts.STRANGER_S,
             pool=self._device.buffers(),
+            interface=self._interface,
         )
         connection.identity = identity
         connection.start()

@@ -36,6 +36,7 @@ from hetero_framework.core.link import Clock, Link, LinkStats, OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
+from hetero_framework.core.turns import Interface
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.hosts import (
     DirectLost,
@@ -124,6 +125,7 @@ class WorkerLinks:
         self._run_id = run_id
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
+        self._interface = Interface()
         self._local = local or LocalWorkers(config, ())
         self._unpack = unpack
         self._watch = watch
@@ -442,6 +444,7 @@ class WorkerLinks:
             handshake_s=handshake_s,
             send_s=self._config.training.step_timeout_s,
             pool=self._buffers(),
+            interface=self._interface,
         )
 
     # -- links between workers ------------------------------------------------------------------

@@ -5,7 +5,7 @@ A frame on the wire (all integers of the prefix big-endian, tensor bytes little-
     u64  length of the rest of the frame (4 + header + tensor bytes)
     u32  length of the header
     ...  msgpack header {"t": message type, "m": fields, "x": [[dtype code, shape], ...]}
-    ...  the raw bytes of the tensors, back to back, nothing between them
+    ...  the raw bytes of the tensors, back to back; a large frame has marks between pieces of them
 
 What the fields of a message are, `messages.py` knows; docs/protocol.md is the specification byte by
 byte. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.
@@ -24,7 +24,7 @@ import msgpack
 
 from hetero_framework.errors import ProtocolError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 PREFIX = struct.Struct(">QI")
 PREFIX_BYTES = PREFIX.size
@@ -37,6 +37,10 @@ HANDSHAKE_MAX_FRAME_BYTES = 64 * 1024
 """Largest frame from a peer that has not finished the handshake: it carries no tensors."""
 DEFAULT_MAX_FRAME_BYTES = 1 << 30
 """Largest frame a coordinator proposes in HELLO unless told otherwise."""
+PIECE_BYTES = 1 << 17
+"""Behind so many tensor bytes of a frame stands a mark, if more of them follow: GOES_ON, or INSIDE
+and a HEARTBEAT, and then a mark again. The length of a frame does not count them."""
+GOES_ON, INSIDE = b"\x00", b"\x01"
 IMPOSSIBLE_FRAME_BYTES = 1 << 40
 """No frame is that long, so a prefix that says so was not written by this protocol."""
 MAX_TENSORS = 65_536
@@ -142,6 +146,11 @@ def _tensor_bytes(dtype: DType, shape: Any) -> int:
 
 
 # ---------------------------------------------------------------------------------------- frames
+
+
+def marks_in(payload_bytes: int) -> int:
+    """How many marks stand in a frame with so many tensor bytes."""
+    return max(0, payload_bytes - 1) // PIECE_BYTES
 
 
 def pack_header(name: str, number: int, fields: dict[str, Any], shapes: list[Any]) -> bytes:

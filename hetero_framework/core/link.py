@@ -13,18 +13,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_framework import errors
 from hetero_framework.core import failpoints, frames, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
-from hetero_framework.core.frames import PREFIX_BYTES
+from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, PREFIX_BYTES
 from hetero_framework.core.messages import Heartbeat, Message
 from hetero_framework.core.relay import Relay, SegmentPace
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
+from hetero_framework.core.turns import Interface
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -47,6 +48,10 @@ _HASHED_BYTES = 1 << 18
 _RESERVE_BYTES = 1024
 """Of a relayed frame so much is held back, to be sent byte by byte as signs of life."""
 _CLOCK_SAMPLES = 16
+_ASKS_S = 0.010
+_ASKS_TRIPS = 10
+"""A frame asks for its turn if it takes at least so long, and so many round trips: that is what
+asking takes."""
 
 
 @dataclass
@@ -85,8 +90,9 @@ class Link:
     of it, the frame is void; its receiver hears that after on_close, and drops it. When the other
     one ends, the rest is read and dropped. What `route` raises closes this link.
 
-    The times are as in timeouts.py. `pool` has the receive buffers. `stats` goes on counting where
-    the link before this one ended. `max_frame_bytes` is set anew when the peers have agreed on it.
+    Large frames take turns with those of the other links of `interface`. The times are as in
+    timeouts.py. `pool` has the receive buffers. `stats` goes on counting where the link before
+    this one ended. `max_frame_bytes` is set anew when the peers have agreed on it.
     `opening` has the numbers of the messages that may come first; others are not even decoded.
 
     `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
@@ -111,6 +117,7 @@ class Link:
         handshake_s: float = timeouts.HANDSHAKE_S,
         send_s: float = timeouts.SEND_S,
         pool: BufferPool | None = None,
+        interface: Interface | None = None,
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
         stats: LinkStats | None = None,
     ) -> None:
@@ -139,7 +146,13 @@ class Link:
         self._ahead_from = self._ahead_to = 0
         self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
         self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
-        self._relay: Relay | None = None  # the reader's own
+        interface = interface or Interface()
+        self._way_in = interface.into.passage(self._give_turn)
+        self._way_out = interface.out.passage(self._go_on)
+        # The reader's own: tensor bytes in front of the next mark, and whether theirs is the turn.
+        self._piece_left = 0
+        self._in_turn = False
+        self._relay: Relay | None = None
         self._pace = SegmentPace()
 
         # Guarded by _lock: the queue, and how far the link has come in its life. A frame that its
@@ -149,6 +162,9 @@ class Link:
         self._room = threading.Condition(self._lock)  # for those whose frame does not fit the queue
         self._queue = SendQueue()
         self._pong: Outgoing | None = None  # the last answer to a ping
+        self._asked_until: float | None = None  # a large frame waits for its turn
+        self._asked_bytes = 0
+        self._has_turn = False
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
@@ -185,9 +201,12 @@ class Link:
 
     def ping(self) -> None:
         """Ask for the peer's clock; `clock` has the answer later. Does nothing on a closed link."""
+        self._beat(self._new_ping())
+
+    def _new_ping(self) -> Heartbeat:
         now = time.perf_counter()
         self._pings.append(now)
-        self._beat(Heartbeat(ping=now))
+        return Heartbeat(ping=now)
 
     def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
@@ -244,7 +263,8 @@ class Link:
         then needs no writer. Whether that was all of it. `_lock` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
-        if idle and not (failpoints.is_on() and self._fail_half_way(outgoing)):
+        may_go = idle and self._may_go(outgoing)
+        if may_go and not (failpoints.is_on() and self._fail_half_way(outgoing)):
             self._write_now(outgoing, _AT_ONCE_BYTES)
         complete = self._remove_if_complete(outgoing)
         if not complete:
@@ -268,16 +288,19 @@ class Link:
         if self._dead:
             return True
         began = time.perf_counter()
-        segment = outgoing.take(_RESERVE_BYTES, room)
-        if segment:
+        goes_on = True
+        while goes_on and (segment := outgoing.take(_RESERVE_BYTES, room)):
             sent = self._stream.try_write(segment, room)
             drop_sent(segment, sent)
+            goes_on = not segment
             outgoing.put_back(segment)
             outgoing.left -= sent
+            room -= sent
             if sent:
                 self._queue.begin(outgoing, began)
+            goes_on = goes_on and room > 0 and self._queue.next() is outgoing
         self.stats.write_s += time.perf_counter() - began
-        return not segment
+        return goes_on
 
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
@@ -295,16 +318,61 @@ class Link:
     def _beat(self, body: Heartbeat) -> None:
         """Send a HEARTBEAT, next after the frame that is being written. It never waits for room,
         for the reader answers pings; a peer that does not read gets one answer at a time."""
-        beat = Outgoing(m.encode(Message(body)))
         with self._lock:
-            if self.closed or (body.pong is not None and self._pong in self._queue):
-                return
-            if not self._queue_or_write(beat, urgent=True) and body.pong is not None:
-                self._pong = beat
+            self._say(body)
+
+    def _say(self, body: Heartbeat) -> None:
+        """`_beat`; `_lock` is held."""
+        if self.closed or (body.pong is not None and self._pong in self._queue):
+            return
+        beat = Outgoing(m.encode(Message(body)))
+        if not self._queue_or_write(beat, urgent=True) and body.pong is not None:
+            self._pong = beat
+
+    def _may_go(self, outgoing: Outgoing) -> bool:
+        """Whether a frame may begin or go on: a large one asks for its turn. `_lock` is held."""
+        if not outgoing.takes_turns or self._has_turn or self._closing:
+            return True
+        if outgoing.began is not None:
+            return True
+        trip_s = self.clock.round_trip_s
+        lasts_s = self._way_out.lasts_s(outgoing.nbytes)
+        if trip_s is not None and lasts_s > max(_ASKS_S, _ASKS_TRIPS * trip_s):
+            now = time.monotonic()
+            if self._asked_until is None and not self._way_out.awaits_room():
+                self._asked_until, self._asked_bytes = now + timeouts.TURN_S, outgoing.nbytes
+                self._say(replace(self._new_ping(), ask=outgoing.nbytes))
+            if self._asked_until is None or now < self._asked_until:
+                return False
+        elif lasts_s > _ASKS_S:
+            self._say(self._new_ping())  # the next one may know better
+        self._asked_until = None
+        self._has_turn = self._way_out.begin(outgoing.nbytes, waits=False)
+        return True
+
+    def _go_on(self) -> None:
+        """There is room for our large frame."""
+        with self._lock:
+            self._work.notify()
+
+    def _heard_turn(self, turn: bool) -> None:
+        """The peer's answer to `ask`, or to our own."""
+        if not turn:
+            self._way_in.end()
+            return
+        with self._lock:
+            asked, self._asked_until = self._asked_until, None
+            if asked is not None and self._way_out.begin(self._asked_bytes):
+                self._has_turn = True
+            else:
+                self._say(Heartbeat(turn=False))
+            self._work.notify()
 
     def _tell(self, outgoing: Outgoing) -> None:
         """After the last byte of a frame."""
         ended = time.perf_counter()
+        if outgoing.takes_turns:
+            self._way_out.end()
         if outgoing.done is not None:
             outgoing.done()
         if self.on_moved is not None and outgoing.message is not None and outgoing.began:
@@ -339,6 +407,9 @@ class Link:
         with self._lock:
             while not self._dead:
                 outgoing = self._queue.next()
+                if outgoing is not None and not self._may_go(outgoing):
+                    asking = self._queue.next()
+                    outgoing = None if asking is outgoing else asking
                 if self._closing:
                     if outgoing is not None and outgoing.began is not None:
                         outgoing.pad()
@@ -360,9 +431,8 @@ class Link:
         return None
 
     def _write_segment(self, outgoing: Outgoing, segment: deque[memoryview]) -> None:
-        """Write all of it, unless the link dies meanwhile, and the rest of a frame of our own,
-        which nobody else touches. Raises PeerLostError when the peer takes nothing for `send_s`:
-        its reader may hang while its writer says that it is alive."""
+        """Write all of it, unless the link dies meanwhile. Raises PeerLostError when the peer takes
+        nothing for `send_s`: its reader may hang while its writer says that it is alive."""
         started = time.perf_counter()
         since = time.monotonic()
         while segment and not self._dead:
@@ -372,8 +442,8 @@ class Link:
             now = time.monotonic()
             if sent:
                 since = now
-                if not segment and not outgoing.relayed:
-                    segment = outgoing.take()
+                if outgoing.takes_turns:
+                    self._way_out.moved(sent)
             elif now - since > self._send_s:
                 raise PeerLostError(
                     f"{self.name} is alive, but has read nothing for {self._send_s:.0f} s",
@@ -386,6 +456,7 @@ class Link:
         if outgoing.left:
             return False
         self._queue.remove(outgoing)
+        self._has_turn = self._has_turn and not outgoing.takes_turns
         self.stats.bytes_out += outgoing.nbytes
         self._room.notify_all()
         return True
@@ -402,12 +473,15 @@ class Link:
         with self._lock:
             for part in parts:
                 outgoing.feed(part)
-            if outgoing.busy or self._queue.next() is not outgoing:
+            if outgoing.busy or self._queue.next() is not outgoing or not self._may_go(outgoing):
                 return
+            left = outgoing.left
             written = self._write_now(outgoing, MAX_CALL_BYTES)
             complete = self._remove_if_complete(outgoing)
             if not written or (complete and self._queue):
                 self._work.notify()
+        if outgoing.takes_turns:
+            self._way_out.moved(left - outgoing.left)
         if complete:
             self._tell(outgoing)
 
@@ -431,7 +505,9 @@ class Link:
         except Exception as error:
             reason = self._unexpected("the handler of a message", error)
         self._fail(reason)
+        self._way_in.end()
         self._writer.join()  # it ends: no call of a stream is longer than a tick, nor is a `done`
+        self._way_out.end()
         self._stream.close()
         self._pool.clear()
         self._drop_queue()
@@ -453,14 +529,13 @@ class Link:
 
     def _read_frames(self) -> None:
         while (prefix := self._take(PREFIX_BYTES, at_start=True)) is not None:
-            header_bytes, payload_bytes = frames.parse_prefix(prefix, self.max_frame_bytes)
-            header = self._take(header_bytes)
-            if header is None:
+            frame = self._read_header(prefix)
+            if frame is None:
                 return
-            most = self.max_frame_bytes
-            frame = m.read_header(prefix, header, payload_bytes, most, self._opening)
             message = self._receive(frame)
+            payload_bytes = frame.payload_bytes
             self.stats.bytes_in += len(frame.raw) + payload_bytes + CHECKSUM_BYTES
+            self.stats.bytes_in += frames.marks_in(payload_bytes)
             if message is None:
                 continue
             if isinstance(message.body, Heartbeat):
@@ -472,8 +547,30 @@ class Link:
             else:
                 self._on_message(message)
 
+    def _read_header(self, prefix: bytes) -> m.FrameHeader | None:
+        """None when the link was closed on our side."""
+        header_bytes, payload_bytes = frames.parse_prefix(prefix, self.max_frame_bytes)
+        header = self._take(header_bytes)
+        if header is None:
+            return None
+        return m.read_header(prefix, header, payload_bytes, self.max_frame_bytes, self._opening)
+
     def _receive(self, frame: m.FrameHeader) -> Message | None:
         """The message with its tensors; None when another link took it over or it was given up."""
+        self._piece_left = PIECE_BYTES
+        self._in_turn = frame.body.takes_turns and frames.marks_in(frame.payload_bytes) > 0
+        if not self._in_turn:
+            return self._receive_tensors(frame)
+        self._way_in.begin(frame.payload_bytes, waits=False)
+        message = self._receive_tensors(frame)
+        self._way_in.end()
+        return message
+
+    def _give_turn(self) -> None:
+        """The peer's large frame may come; from any thread."""
+        self._beat(Heartbeat(turn=True))
+
+    def _receive_tensors(self, frame: m.FrameHeader) -> Message | None:
         hasher = Hasher(frame.raw)
         if not frame.payload_bytes:
             return frame.attach() if self._is_whole(frame, hasher) else None
@@ -542,7 +639,7 @@ class Link:
         got = 0
         while got < len(buffer):
             started = time.perf_counter()
-            count = self._fill_some(buffer[got : got + self._pace.segment_bytes])
+            count = self._fill_piece(buffer[got : got + self._pace.segment_bytes])
             if not count:
                 return False
             parts = [buffer[got : got + count]]
@@ -564,6 +661,10 @@ class Link:
             relay.end()
 
     def _heard_beat(self, beat: Heartbeat) -> None:
+        if beat.ask is not None and self._way_in.begin(beat.ask):
+            self._give_turn()
+        if beat.turn is not None:
+            self._heard_turn(beat.turn)
         now = time.perf_counter()
         asked, at = beat.pong, beat.at
         if beat.ping is not None:
@@ -612,12 +713,38 @@ class Link:
         """Receive exactly len(view) bytes. False when the link was closed on our side."""
         got = 0
         while got < len(view):
-            count = self._fill_some(view[got : got + _HASHED_BYTES])
+            count = self._fill_piece(view[got : got + _HASHED_BYTES])
             if not count:
                 return False
             hasher.update(view[got : got + count])
             got += count
         return True
+
+    def _fill_piece(self, view: memoryview) -> int:
+        """`_fill_some` with tensor bytes, no further than to the next mark."""
+        if not self._piece_left and not self._read_mark():
+            return 0
+        count = self._fill_some(view[: self._piece_left])
+        self._piece_left -= count
+        if self._in_turn:
+            self._way_in.moved(count)
+        return count
+
+    def _read_mark(self) -> bool:
+        """Read what stands between two pieces; False when the link was closed on our side."""
+        while (mark := self._take(1)) == INSIDE:
+            prefix = self._take(PREFIX_BYTES)
+            frame = prefix and self._read_header(prefix)
+            if not frame or not self._is_whole(frame, Hasher(frame.raw)):
+                return False
+            if not isinstance(frame.body, Heartbeat):
+                raise ProtocolError(f"{frame.body.spec.name} inside of another frame")
+            self.stats.bytes_in += len(INSIDE) + len(frame.raw) + CHECKSUM_BYTES
+            self._heard_beat(frame.body)
+        if mark is not None and mark != GOES_ON:
+            raise ProtocolError(f"between two pieces of a frame stands {mark!r}")
+        self._piece_left = PIECE_BYTES
+        return mark is not None
 
     def _fill_some(self, view: memoryview) -> int:
         """Receive len(view) bytes, or fewer when they do not come within a tick; 0 as above."""

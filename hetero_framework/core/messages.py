@@ -98,6 +98,8 @@ class Body:
 
     __slots__ = ()
     spec: ClassVar[Spec]
+    takes_turns: ClassVar[bool] = False
+    """Whether large ones wait for each other (`turns.py`)."""
 
     @property
     def memory_bytes(self) -> int:
@@ -328,6 +330,7 @@ class SideForm:
 class Boundary(OfStep):
     """What crosses the boundary between two stages."""
 
+    takes_turns: ClassVar[bool] = True
     stage: int
     micro_batch: int
     coded: Coded | None = None
@@ -549,11 +552,15 @@ class Rewound(Body):
 class Heartbeat(Body):
     """Either side, when it has sent nothing for a while: I am alive. With `ping`, the sender's
     clock in seconds, the peer answers at once with the same number in `pong` and its own clock in
-    `at`. The link sends and swallows them."""
+    `at`. `ask`: the sender has a frame of so many bytes, which waits for `turn`, at most 5 seconds.
+    `turn` true: it may come, no other one fills the network here; false, as an answer to true: it
+    does not come now. The link sends and swallows them, also between two pieces of a frame."""
 
     ping: float | None = None
     pong: float | None = None
     at: float | None = None
+    ask: int | None = None
+    turn: bool | None = None
 
 
 @_message(41, EITHER)

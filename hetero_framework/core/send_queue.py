@@ -1,7 +1,8 @@
 """Frames on their way out of a link, and which of them goes next. No sockets, no locks.
 
 A frame that is relayed is here before its tensor bytes are: they are fed as they come in. Frames
-whose bytes are all here pass it until it has begun.
+whose bytes are all here pass it until it has begun. An urgent frame passes all others, and goes
+between two pieces of one that has begun.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
+from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, marks_in
 from hetero_framework.core.messages import Message
 
 Buffer = bytes | memoryview
@@ -35,29 +37,76 @@ class Outgoing:
         message: Message | None = None,
         relayed_bytes: int | None = None,
     ) -> None:
+        """`buffers`: the head, and unless it is relayed the tensors."""
+        tensor_bytes = sum(map(len, buffers[1:])) if relayed_bytes is None else relayed_bytes
         self.relayed = relayed_bytes is not None
         self.missing = 0 if relayed_bytes is None else relayed_bytes + CHECKSUM_BYTES
-        self.nbytes = sum(map(len, buffers)) + (self.missing or CHECKSUM_BYTES)
+        self._marks = marks_in(tensor_bytes)
+        self._first = len(buffers[0]) + PIECE_BYTES  # bytes in front of the first mark
+        self._unlaid = len(buffers[0]) + tensor_bytes  # bytes that are not in `_pending` yet
+        self._piece = self._first  # of them in front of the next mark
+        self.nbytes = self._unlaid + self._marks + CHECKSUM_BYTES
         self.left = self.nbytes
         self.done = done
         self.message = message
         self.began: float | None = None
         self.busy = False
+        self._inside = False
         self._hasher = None if self.missing else Hasher()
         self._raw: deque[memoryview] = deque()  # not hashed yet
         self._pending: deque[memoryview] = deque()
-        (self._pending if self.missing else self._raw).extend(map(memoryview, buffers))
+        if self.missing:
+            self._lay(memoryview(buffers[0]))
+        else:
+            self._raw.extend(map(memoryview, buffers))
 
     @property
     def ready(self) -> bool:
         """Whether writing may begin: all is here, or enough of it."""
         return not self.missing or self.nbytes - self.missing >= EARLY_BYTES
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it is a large one of those that wait for each other."""
+        return self._marks > 0 and self.message is not None and self.message.body.takes_turns
+
+    @property
+    def at_mark(self) -> bool:
+        """Whether a mark is written next, so that another frame may stand here."""
+        behind = self.nbytes - self.left - self._first
+        if not self._marks or behind < 0 or self.busy:
+            return False
+        mark, inside = divmod(behind, PIECE_BYTES + 1)
+        return not inside and mark < self._marks
+
+    def go_inside(self) -> int:
+        """This frame, which has not begun, goes between two pieces of another one. By how many
+        bytes that makes it longer."""
+        if self._inside:
+            return 0
+        self._inside = True
+        self._pending.appendleft(memoryview(INSIDE))
+        self.nbytes += 1
+        self.left += 1
+        return 1
+
     def feed(self, data: memoryview) -> None:
         """The next bytes; ignored once the frame is padded or given up."""
         if self.missing:
-            self._pending.append(data)
             self.missing -= len(data)
+            self._lay(data)
+
+    def _lay(self, data: memoryview) -> None:
+        """Make bytes ready to be written, with the marks between them."""
+        while len(data) > self._piece and self._unlaid > self._piece:
+            if self._piece:
+                self._pending.append(data[: self._piece])
+            self._pending.append(memoryview(GOES_ON))
+            self._unlaid -= self._piece
+            data, self._piece = data[self._piece :], PIECE_BYTES
+        self._pending.append(data)
+        self._unlaid -= len(data)
+        self._piece -= len(data)
 
     def pad(self) -> None:
         """Zeros in place of bytes that will not come; the receiver drops a frame that is void."""
@@ -73,20 +122,33 @@ class Outgoing:
         self.missing = 0
 
     def take(self, reserve: int = 0, room: int = _HASHED_BYTES) -> deque[memoryview]:
-        """What may be written now; the last `reserve` bytes of it stay while more is to come. Of a
-        frame of this process hardly more than `room` bytes."""
+        """What may be written now, no further than to the next mark; the last `reserve` bytes of it
+        stay while more is to come. Of a frame of this process hardly more than `room` bytes."""
         self._hash_some(min(room, _HASHED_BYTES))
         taken, self._pending = self._pending, deque()
-        if not self.missing:
-            return taken
-        while reserve and taken:
+        while reserve and self.missing and taken:
             last = taken.pop()
             kept = last[-reserve:]
             self._pending.appendleft(kept)
             reserve -= len(kept)
             if len(kept) < len(last):
                 taken.append(last[: -len(kept)])
-        return taken
+        return self._up_to_mark(taken) if self._marks else taken
+
+    def _up_to_mark(self, taken: deque[memoryview]) -> deque[memoryview]:
+        """Keep what stands behind the next mark; what is in front of it."""
+        behind = self.nbytes - self.left - self._first
+        room = -behind if behind < 0 else PIECE_BYTES + 1 - behind % (PIECE_BYTES + 1)
+        front: deque[memoryview] = deque()
+        while taken and room:
+            view = taken.popleft()
+            if len(view) > room:
+                taken.appendleft(view[room:])
+                view = view[:room]
+            front.append(view)
+            room -= len(view)
+        self.put_back(taken)
+        return front
 
     def _hash_some(self, room: int) -> None:
         """Make the next bytes ready to be written, behind the last of them the checksum."""
@@ -98,7 +160,7 @@ class Outgoing:
                 self._raw.appendleft(segment[room:])
                 segment = segment[:room]
             self._hasher.update(segment)
-            self._pending.append(segment)
+            self._lay(segment)
             room -= len(segment)
         if not self._raw:
             self._pending.append(memoryview(digest(self._hasher)))
@@ -135,29 +197,34 @@ class SendQueue:
     def __init__(self) -> None:
         self.nbytes = 0
         self._frames: deque[Outgoing] = deque()
+        self._urgent: deque[Outgoing] = deque()
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return len(self._frames) + len(self._urgent)
 
     def __contains__(self, frame: object) -> bool:
-        return frame in self._frames
+        return frame in self._frames or frame in self._urgent
 
     @property
     def idle(self) -> bool:
         """Whether nothing could be written now: all wait for bytes that have not come."""
-        return not self._frames or self.next() is None
+        return not len(self) or self.next() is None
 
     def add(self, frame: Outgoing, urgent: bool = False) -> None:
-        """`urgent`: before all others but the one being written."""
+        """`urgent`: before all others but the piece that is being written."""
         self.nbytes += frame.nbytes
-        if urgent:
-            begun = bool(self._frames) and self._frames[0].began is not None
-            self._frames.insert(int(begun), frame)
-        else:
-            self._frames.append(frame)
+        (self._urgent if urgent else self._frames).append(frame)
 
     def next(self) -> Outgoing | None:
-        """The begun frame, else the first that is all here, else the first that can begin."""
+        """The begun frame, else an urgent one, else the first that is all here, else the first that
+        can begin. An urgent one is the next as well where the begun one has a mark."""
+        begun = bool(self._frames) and self._frames[0].began is not None
+        if self._urgent:
+            first = self._urgent[0]
+            if begun and first.began is None and self._frames[0].at_mark:
+                self.nbytes += first.go_inside()
+            if not begun or first.began is not None or self._frames[0].at_mark:
+                return first
         for frame in self._frames:
             if frame.began is not None or not frame.missing:
                 return frame
@@ -167,17 +234,18 @@ class SendQueue:
         """Writing of `frame` began at `now`, or goes on: it comes first from now on."""
         if frame.began is None:
             frame.began = now
-        if self._frames[0] is not frame:
+        if frame not in self._urgent and self._frames[0] is not frame:
             self._frames.remove(frame)
             self._frames.appendleft(frame)
 
     def remove(self, frame: Outgoing) -> None:
-        self._frames.remove(frame)
+        (self._urgent if frame in self._urgent else self._frames).remove(frame)
         self.nbytes -= frame.nbytes
 
     def clear(self) -> list[Outgoing]:
         """Give up all that is left, and return it."""
-        dropped = list(self._frames)
+        dropped = [*self._urgent, *self._frames]
+        self._urgent.clear()
         self._frames.clear()
         self.nbytes = 0
         for frame in dropped:

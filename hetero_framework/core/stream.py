@@ -20,6 +20,12 @@ MAX_CALL_BYTES = 1 << 28
 """Most bytes given to one system call; macOS refuses 2 GiB and more."""
 _SMALL_BYTES = 64 * 1024
 """Where there is no sendmsg, buffers up to this size are joined into one."""
+_UNSENT_BYTES = 64 * 1024
+"""The system takes hardly more than it can send: what is urgent then passes a frame that is being
+written, and a frame that pauses does pause."""
+_NOTSENT_LOWAT: int | None = getattr(
+    socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None
+)
 _TICKED = (TimeoutError, BlockingIOError, InterruptedError)
 """What a socket call raises when the tick is over and nothing was moved."""
 
@@ -80,6 +86,8 @@ class PlainStream:
         # The kernel sizes its buffers itself; a fixed SO_SNDBUF/SO_RCVBUF would switch that off.
         with contextlib.suppress(OSError):  # not every socket is TCP (tests use socket pairs)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _NOTSENT_LOWAT is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     @property

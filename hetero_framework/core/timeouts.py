@@ -18,6 +18,8 @@ LIVENESS_S = 15.0
 """A peer that was silent for so long is gone, unless the configuration says otherwise."""
 SEND_S = 600.0
 """A peer that takes nothing for so long while bytes wait for it is gone."""
+TURN_S = 5.0
+"""A large frame goes after so long without its receiver's word."""
 DRAIN_S = 5.0
 """A link that is closed has so long to write what is queued."""
 

@@ -5,7 +5,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from itertools import pairwise
 from typing import Any
@@ -19,10 +20,11 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID
 from hetero_framework.core.dial import Listener, connect
-from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.frames import INSIDE, PIECE_BYTES, WireTensor
 from hetero_framework.core.link import Clock, Link
-from hetero_framework.core.messages import Control, Heartbeat, Message
+from hetero_framework.core.messages import Control, Forward, Heartbeat, Message, decode
 from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.turns import Interface
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError, ResourceError
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
@@ -568,7 +570,7 @@ def test_memory_for_a_routed_frame_is_taken_when_there_is_room(
         wait(nbytes, source)
 
     monkeypatch.setattr(relay.out.link, "_wait_for_room", noted)
-    large, frame = framed(control(30_000_000)), framed(control(700_000))
+    large, frame = framed(control(30_000_000)), framed(control(100_000))
     relay.out.link.send(control(30_000_000))  # nobody reads it yet
     relay.source_socket.sendall(frame)
     assert waiting.wait(WAIT_S)
@@ -942,6 +944,113 @@ def test_on_moved_tells_when_tensor_frames_moved(stack: ExitStack) -> None:
         ("send", 2),
     ]
     assert all(before <= began <= ended <= time.perf_counter() for _, _, began, ended in moved)
+
+
+# ---------------------------------------------------------------------------- turns
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        (b"\x02", "between two pieces of a frame stands b'\\x02'"),
+        (INSIDE + framed(control()), "CONTROL inside of another frame"),
+        (INSIDE + framed(Message(Heartbeat(ping=1.0)))[:-1] + b"?", "a frame arrived damaged"),
+    ],
+)
+def test_only_a_whole_heartbeat_may_stand_inside_of_a_frame(
+    between: bytes, said: str, stack: ExitStack
+) -> None:
+    near, far = sockets(stack)
+    receiver = end(stack, far)
+    frame = framed(control(300_000))
+    at = len(frame) - 300_000 - 2 - CHECKSUM_BYTES + PIECE_BYTES
+    near.sendall(frame[:at] + between)
+    assert said in str(receiver.reason())
+
+
+def test_heartbeat_inside_of_a_frame_is_answered_at_once(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    receiver = end(stack, far)
+    frame = framed(control(300_000))
+    at = len(frame) - 300_000 - 2 - CHECKSUM_BYTES + PIECE_BYTES
+    pong = framed(Message(Heartbeat(pong=1.0, at=0.0)))
+    near.sendall(frame[:at] + INSIDE + framed(Message(Heartbeat(ping=1.0))))
+    answer = receive_exactly(near, len(pong))
+    assert decode(answer[:-CHECKSUM_BYTES]).body.pong == 1.0
+    near.sendall(frame[at:])
+    assert payload_of(receiver.take()[0]) == payload_of(control(300_000))
+
+
+def forward(nbytes: int, number: int = 0) -> Message:
+    return Message(Forward(0, 0, 1, number), [WireTensor("uint8", (nbytes,), bytes_of(nbytes))])
+
+
+def bytes_of(nbytes: int) -> memoryview:
+    return memoryview(bytes(nbytes))
+
+
+class SlowLine(PlainStream):
+    """One that takes 64 KiB at a time, at 20 MB/s."""
+
+    def write(self, buffers: deque[memoryview]) -> int:
+        time.sleep(0.0032)
+        return super().write(deque([next(view for view in buffers if view)[: 1 << 16]]))
+
+
+class Meeting:
+    """Two pairs of links, the senders or the receivers of one process; when their frames moved."""
+
+    def __init__(self, stack: ExitStack, *, senders_share: bool) -> None:
+        shared = Interface()
+        self.spans: list[tuple[int, float, float]] = []
+        self.ends: list[tuple[End, End]] = []
+        for k in range(2):
+            sender, receiver = pair(stack)
+            sender.link._stream.__class__ = SlowLine
+            one = sender if senders_share else receiver
+            one.link._way_in = shared.into.passage(one.link._give_turn)
+            one.link._way_out = shared.out.passage(one.link._go_on)
+            one.link.on_moved = self._note(k)
+            self.ends.append((sender, receiver))
+
+    def _note(self, k: int) -> Callable[[str, Message, float, float], None]:
+        return lambda way, message, began, ended: self.spans.append((k, began, ended))
+
+    def send(self, links: Iterable[int], count: int) -> None:
+        """`count` frames of 2 MB on each of these links, all at once."""
+        before = [len(receiver.messages) for _, receiver in self.ends]
+        self.spans.clear()
+        for number in range(count):
+            for k in links:
+                self.ends[k][0].link.send(forward(2_000_000, number))
+        for k in links:
+            self.ends[k][1].take(before[k] + count)
+        wait_until(lambda: len(self.spans) == count * len(list(links)), "all moved")
+
+    def learn(self) -> None:
+        for sender, _ in self.ends:
+            sender.link.ping()
+            wait_until(lambda link=sender.link: link.clock.round_trip_s is not None, "a pong")
+        for k in range(2):
+            self.send([k], 2)
+
+    def overlap_s(self) -> float:
+        spans = sorted(self.spans, key=lambda span: span[1])
+        return sum(max(0.0, a[2] - b[1]) for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("senders_share", [False, True])
+def test_large_frames_that_meet_go_one_after_the_other(
+    senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)  # however busy the machine is
+    meeting = Meeting(stack, senders_share=senders_share)
+    meeting.learn()
+    meeting.send([0, 1], 3)
+    longest = max(ended - began for _, began, ended in meeting.spans)
+    assert meeting.overlap_s() < longest
+    order = [k for k, _, _ in sorted(meeting.spans, key=lambda span: span[1])]
+    assert order in ([0, 1] * 3, [1, 0] * 3)
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /"])

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 import pytest
 
 from hetero_framework.core.checksum import VOID
+from hetero_framework.core.frames import INSIDE, PIECE_BYTES
 from hetero_framework.core.send_queue import EARLY_BYTES, Outgoing, SendQueue
-from tests.framed import checksum
+from tests.framed import checksum, marked
 
 
 def joined(views: Iterable[memoryview]) -> bytes:
@@ -34,8 +35,8 @@ def test_frame_gives_its_bytes_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("size", [0, 5, 1 << 18, (1 << 18) + 1, 3_000_000])
 def test_frame_ends_with_the_checksum_of_its_bytes(size: int) -> None:
-    whole = b"head" + bytes(i % 251 for i in range(size))
-    frame = Outgoing([whole[:4], memoryview(whole)[4:]])
+    payload = bytes(i % 251 for i in range(size))
+    frame = Outgoing([b"head", memoryview(payload)])
     written = b""
     while segment := frame.take():
         rest = segment.pop()  # not all is taken by the system
@@ -43,7 +44,7 @@ def test_frame_ends_with_the_checksum_of_its_bytes(size: int) -> None:
         written += joined(segment) + bytes(rest[: len(rest) // 2])
         if len(rest) == 1:
             written += joined(frame.take_one())
-    assert written == whole + checksum([whole])
+    assert written == marked(b"head", payload)
     assert len(written) == frame.nbytes
 
 
@@ -74,8 +75,73 @@ def test_padding_makes_the_frame_whole_with_zeros_and_ends_the_feeding() -> None
     frame.feed(memoryview(b"12"))
     frame.pad()
     frame.feed(memoryview(b"late"))
-    assert joined(frame.take(reserve=10)) == b"head12" + bytes(2_999_998) + VOID
+    written = b""
+    while segment := frame.take(reserve=10):
+        written += joined(segment)
+        frame.left = frame.nbytes - len(written)
+    assert written == marked(b"head", b"12" + bytes(2_999_998), VOID)
     assert frame.missing == 0
+
+
+def large(*, begun_with: int = 0) -> Outgoing:
+    """A frame with two marks, of which so many bytes are written."""
+    frame = Outgoing([b"head", memoryview(bytes(2 * PIECE_BYTES + 1))])
+    frame.left -= begun_with
+    return frame
+
+
+def test_what_is_taken_ends_at_a_mark() -> None:
+    frame = large()
+    sizes = []
+    while segment := frame.take(room=1 << 30):
+        sizes.append(len(joined(segment)))
+        frame.left -= sizes[-1]
+    assert sizes == [4 + PIECE_BYTES, 1 + PIECE_BYTES, 1 + 1 + 8]
+
+
+@pytest.mark.parametrize(
+    ("written", "is_next"),
+    [
+        (4 + PIECE_BYTES - 1, False),
+        (4 + PIECE_BYTES, True),
+        (4 + PIECE_BYTES + 1, False),
+        (4 + 2 * PIECE_BYTES + 1, True),
+        (4 + 2 * PIECE_BYTES + 2, False),
+    ],
+)
+def test_urgent_frame_goes_where_a_mark_is(written: int, is_next: bool) -> None:
+    frame, beat = large(begun_with=written), Outgoing([b"beat"])
+    queue = queue_of(frame)
+    queue.begin(frame, 1.0)
+    queue.add(beat, urgent=True)
+    assert queue.next() is (beat if is_next else frame)
+    assert queue.next() is (beat if is_next else frame)
+    whole = INSIDE + b"beat" + checksum([b"beat"]) if is_next else b"beat" + checksum([b"beat"])
+    assert joined(beat.take()) == whole
+    assert queue.nbytes == frame.nbytes + len(whole)
+
+
+def test_urgent_frame_waits_while_the_next_piece_is_being_written() -> None:
+    frame, beat = large(begun_with=4 + PIECE_BYTES), Outgoing([b"beat"])
+    queue = queue_of(frame)
+    queue.begin(frame, 1.0)
+    frame.busy = True  # its bytes count when they are written
+    queue.add(beat, urgent=True)
+    assert queue.next() is frame
+    assert joined(beat.take()) == b"beat" + checksum([b"beat"])
+
+
+def test_urgent_frame_that_has_begun_is_ended_first() -> None:
+    frame, beat = large(begun_with=4 + PIECE_BYTES), Outgoing([b"beat"])
+    queue = queue_of(frame)
+    queue.begin(frame, 1.0)
+    queue.add(beat, urgent=True)
+    assert queue.next() is beat
+    queue.begin(beat, 2.0)
+    queue.add(Outgoing([b"second beat"]), urgent=True)
+    assert queue.next() is beat
+    queue.remove(beat)
+    assert queue.next() is not frame
 
 
 def test_whole_frames_pass_one_that_is_still_coming_in() -> None:

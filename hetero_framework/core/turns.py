@@ -1,0 +1,183 @@
+"""Whose large frame has a direction of this machine's network interface now. No sockets.
+
+Two frames that share an interface are both late, and TCP divides it unevenly. So a large frame asks
+its receiver, and goes when it fills neither the interface here nor the one there together with
+another. Nobody says how fast an interface is: that is learned from the frames. One that leaves
+room, because the other end is slow, lets the next go beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+_FILLS = 0.6
+"""A frame with this share of the interface's rate, or of its even part of it, leaves no room."""
+_AHEAD_BYTES = 384 * 1024
+"""When so much of a frame is left the next one may go: word of it waits behind a piece and what the
+system holds."""
+_PROBE = 256
+"""Every so many-th frame that would have to wait goes beside the others: together they show whether
+the interface has become faster than is known. Every 16th made steps 3 to 5 % longer."""
+_LEARNT_S = 0.005
+"""A frame that takes less says nothing: buffers have most of it."""
+_FRAMES = 8
+_RATES = 64
+
+
+class Interface:
+    """Both directions of this machine's network interface."""
+
+    def __init__(self) -> None:
+        self.out = Turns(reserves=False)
+        self.into = Turns(reserves=True)
+
+
+class Turns:
+    """One direction of the interface, for all links of a process. Thread-safe.
+
+    When there is room again, who went longest ago is let go, and has its turn from then on; without
+    `reserves` all that wait are told, and have to begin again. `clock` is in seconds.
+    """
+
+    def __init__(self, reserves: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._reserves = reserves
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._going: list[Passage] = []
+        self._waiting: list[Passage] = []
+        self._moved = 0  # bytes of all
+        self._rates: deque[float] = deque(maxlen=_RATES)
+        self._turn = self._waits = 0
+
+    def passage(self, go: Callable[[], None]) -> Passage:
+        """The way of one link through the interface. `go` is called, without a lock, when there is
+        room for a frame of it that waits."""
+        return Passage(self, go)
+
+    @property
+    def _rate(self) -> float:
+        """Bytes per second, the most of the last frames."""
+        return max(self._rates, default=0.0)
+
+    def _has_room(self) -> bool:
+        return not any(passage._fills for passage in self._going)
+
+    def _follow(self) -> list[Passage]:
+        """Who has waited and may go."""
+        following = sorted(self._waiting, key=lambda passage: passage._turn)
+        if not self._has_room():
+            return []
+        if self._reserves:
+            following = following[:1]
+        for passage in following:
+            self._waiting.remove(passage)
+            if self._reserves:
+                passage._start(fills=True)
+        return following
+
+
+class Passage:
+    """The large frames of one link, one after the other."""
+
+    def __init__(self, turns: Turns, go: Callable[[], None]) -> None:
+        self._turns = turns
+        self._go = go
+        self._turn = 0  # when it began last
+        self._fills = False
+        self._paces: deque[tuple[float, int]] = deque(maxlen=_FRAMES)  # bytes/s, frames that shared
+        self._left = self._mine = 0
+        self._since: tuple[float, int] | None = None  # when it began to be measured, bytes of all
+        self._beside = 1  # frames that went together with this one, itself counted
+
+    def lasts_s(self, nbytes: int) -> float:
+        """Seconds that so many bytes have to be expected to take; 0 when nothing is known."""
+        pace = max((pace for pace, _ in self._paces), default=0.0)
+        return nbytes / pace if pace else 0.0
+
+    def begin(self, nbytes: int, *, waits: bool = True) -> bool:
+        """Whether a frame of so many bytes may go now. If not, it waits for `go`, or `end`. Without
+        `waits` it goes, whether there is room or not."""
+        turns = self._turns
+        with turns._lock:
+            self._left = nbytes
+            if self in turns._going:
+                return True
+            fills = self._would_fill()
+            if waits and fills and not turns._has_room():
+                if self in turns._waiting:
+                    return False
+                turns._waits += 1
+                if turns._waits % _PROBE:
+                    turns._waiting.append(self)
+                    return False
+            if self in turns._waiting:
+                turns._waiting.remove(self)
+            self._start(fills)
+            return True
+
+    def awaits_room(self) -> bool:
+        """Whether a frame would have to wait now; `go` tells when it has not to any more."""
+        turns = self._turns
+        with turns._lock:
+            if not self._would_fill() or turns._has_room():
+                return False
+            if self not in turns._waiting:
+                turns._waiting.append(self)
+            return True
+
+    def _would_fill(self) -> bool:
+        rate = self._turns._rate
+        return any(pace * shared >= _FILLS * rate for pace, shared in self._paces)
+
+    def _start(self, fills: bool) -> None:
+        turns = self._turns
+        turns._turn += 1
+        self._turn = turns._turn
+        self._since, self._mine, self._fills = None, 0, fills
+        turns._going.append(self)
+        for passage in turns._going:
+            passage._beside = max(passage._beside, len(turns._going))
+
+    def moved(self, nbytes: int) -> None:
+        """So many bytes of the frame have passed."""
+        turns = self._turns
+        with turns._lock:
+            turns._moved += nbytes
+            self._left -= nbytes
+            if self._since is None:  # what comes first fills buffers
+                self._since = turns._clock(), turns._moved
+                return
+            self._mine += nbytes
+            if not self._fills or self._left > _AHEAD_BYTES:
+                return
+            self._fills = False
+            following = turns._follow()
+        for passage in following:
+            passage._go()
+
+    def end(self) -> None:
+        """The frame has passed, or does not come."""
+        turns = self._turns
+        with turns._lock:
+            if self in turns._waiting:
+                turns._waiting.remove(self)
+            if self not in turns._going:
+                return
+            turns._going.remove(self)
+            self._learn()
+            self._fills, self._beside = False, 1
+            following = turns._follow()
+        for passage in following:
+            passage._go()
+
+    def _learn(self) -> None:
+        if self._since is None:
+            return
+        turns, (began, moved) = self._turns, self._since
+        elapsed = turns._clock() - began
+        if elapsed >= _LEARNT_S:
+            turns._rates.append((turns._moved - moved) / elapsed)
+            self._paces.append((self._mine / elapsed, self._beside))

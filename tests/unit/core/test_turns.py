@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hetero_framework.core import turns
+from hetero_framework.core.turns import Passage, Turns
+
+LARGE = 16_000_000
+
+
+class Wire:
+    """Links over one interface that carries `rate` bytes in a second, by a clock of its own."""
+
+    def __init__(self, *, reserves: bool, links: int = 3, rate: float = 100e6) -> None:
+        self.now = 0.0
+        self.rate = rate
+        self.turns = Turns(reserves, lambda: self.now)
+        self.told: list[int] = []
+        self.links = [self.turns.passage(self._tell(k)) for k in range(links)]
+
+    def _tell(self, link: int) -> Callable[[], None]:
+        return lambda: self.told.append(link)
+
+    def pass_by(self, *going: tuple[Passage, float], nbytes: int = LARGE) -> None:
+        """These links carry `nbytes` together, each its share of the interface's rate."""
+        pieces = 16
+        for _ in range(pieces):
+            self.now += nbytes / self.rate / pieces
+            for link, share in going:
+                link.moved(int(nbytes / pieces * share))
+
+    def learn(self) -> None:
+        """One frame of each link, alone."""
+        for link in self.links:
+            assert link.begin(LARGE)
+            self.pass_by((link, 1.0))
+            link.end()
+
+
+def test_frames_of_an_unknown_interface_go_at_once() -> None:
+    wire = Wire(reserves=True)
+    assert wire.links[0].lasts_s(LARGE) == 0.0
+    assert all(link.begin(LARGE) for link in wire.links)
+
+
+def test_what_a_frame_takes_is_learned() -> None:
+    wire = Wire(reserves=True)
+    wire.learn()
+    assert wire.links[1].lasts_s(50_000_000) == pytest.approx(0.5)
+
+
+def test_who_went_longest_ago_goes_first_and_has_its_turn() -> None:
+    wire = Wire(reserves=True)
+    wire.learn()
+    first, second, third = wire.links
+    assert second.begin(LARGE)
+    assert not third.begin(LARGE)
+    assert not first.begin(LARGE)
+    assert not first.begin(LARGE)  # asking again is no harm
+    second.end()
+    assert wire.told == [0]
+    assert first.begin(LARGE)
+    assert not second.begin(LARGE)
+    first.end()
+    assert wire.told == [0, 2]
+
+
+def test_without_reserves_all_are_told_and_the_first_to_begin_goes() -> None:
+    wire = Wire(reserves=False)
+    wire.learn()
+    first, second, third = wire.links
+    assert second.begin(LARGE)
+    assert first.awaits_room()
+    assert not third.begin(LARGE)
+    second.end()
+    assert wire.told == [0, 2]
+    assert not third.awaits_room()
+    assert third.begin(LARGE)
+    assert first.awaits_room()
+
+
+def test_the_next_one_goes_a_little_before_the_end() -> None:
+    wire = Wire(reserves=True)
+    wire.learn()
+    first, second, _ = wire.links
+    assert first.begin(LARGE)
+    assert not second.begin(LARGE)
+    wire.pass_by((first, 1.0), nbytes=LARGE - 1_000_000)
+    assert wire.told == []
+    wire.pass_by((first, 1.0), nbytes=800_000)
+    assert wire.told == [1]
+
+
+def test_a_frame_that_does_not_come_waits_no_longer() -> None:
+    wire = Wire(reserves=True)
+    wire.learn()
+    first, second, third = wire.links
+    assert first.begin(LARGE)
+    assert not second.begin(LARGE)
+    assert not third.begin(LARGE)
+    second.end()
+    first.end()
+    assert wire.told == [2]
+    third.end()
+    assert wire.told == [2]
+
+
+def test_a_link_to_a_slow_peer_leaves_room() -> None:
+    wire = Wire(reserves=True)
+    slow, quick, other = wire.links
+    wire.learn()
+    for _ in range(8):  # a tenth of the interface; what was learned before is forgotten
+        assert slow.begin(LARGE)
+        wire.pass_by((slow, 0.1))
+        slow.end()
+    assert slow.begin(LARGE)
+    assert quick.begin(LARGE)
+    assert not other.begin(LARGE)
+    assert wire.told == []
+
+
+def test_frames_that_shared_the_interface_fill_it_each() -> None:
+    wire = Wire(reserves=True, links=2)
+    first, second = wire.links
+    for _ in range(8):
+        assert first.begin(LARGE, waits=False)
+        assert second.begin(LARGE, waits=False)
+        wire.pass_by((first, 2 / 3), (second, 1 / 3))
+        first.end()
+        second.end()
+    assert second.begin(LARGE)
+    assert not first.begin(LARGE)
+
+
+def test_a_faster_interface_than_was_known_is_found() -> None:
+    """Two links of 100 MB/s each on 200 MB/s that have never met: once in a while both go."""
+    wire = Wire(reserves=True, links=2)
+    wire.learn()
+    first, second = wire.links
+    waits = 0
+    while first.begin(LARGE) and not second.begin(LARGE):
+        waits += 1
+        first.end()
+        second.end()
+    assert waits == turns._PROBE - 1
+    wire.rate = 200e6
+    wire.pass_by((first, 0.5), (second, 0.5), nbytes=2 * LARGE)
+    first.end()
+    second.end()
+    for _ in range(8):
+        assert first.begin(LARGE, waits=False)
+        wire.pass_by((first, 0.5), nbytes=2 * LARGE)
+        first.end()
+    assert first.begin(LARGE)
+    assert second.begin(LARGE)
