@@ -266,6 +266,7 @@ def splice(
         network.stop()
         local.stop()
 
+    heard()  # `first` has come
     back = in_background(lambda: _copy(local, network, float("inf"), end), "tunnel, other way")
     try:
         if _write(local, first, patience_s):

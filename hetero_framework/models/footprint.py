@@ -274,7 +274,12 @@ def _run(
             loss(shard, inputs, received, items, running=running, backward=backward)
             return Footprint(0, 0, peak.most, peak.most)
         entries: list[int] = []
-        shard.on_enter = lambda index: entries.append(peak.made)
+
+        def entered(place: str | int) -> None:
+            if place != "embedding":
+                entries.append(peak.made)
+
+        shard.on_enter = entered
         with running():
             left = shard.forward(inputs, received)
         kept, forward = peak.now, peak.most - peak.now

@@ -41,6 +41,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def __init__(self, min_islands: int) -> None:
             found.append(min_islands)
 
+        def beat(self, id: str) -> None: ...
+
         def __enter__(self) -> Server:
             return self
 
