@@ -162,8 +162,8 @@ class Link:
         self._room = threading.Condition(self._lock)  # for those whose frame does not fit the queue
         self._queue = SendQueue()
         self._pong: Outgoing | None = None  # the last answer to a ping
-        self._asked_until: float | None = None  # a large frame waits for its turn
-        self._asked_bytes = 0
+        self._waits_until: float | None = None  # a large frame waits for its turn
+        self._asked_bytes = 0  # of it, when the peer has been asked
         self._has_turn = False
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
@@ -330,7 +330,7 @@ class Link:
             self._pong = beat
 
     def _may_go(self, outgoing: Outgoing) -> bool:
-        """Whether a frame may begin or go on: a large one asks for its turn. `_lock` is held."""
+        """Whether a frame may begin or go on: a large one waits for its turn. `_lock` is held."""
         if not outgoing.takes_turns or self._has_turn or self._closing:
             return True
         if outgoing.began is not None:
@@ -338,16 +338,25 @@ class Link:
         trip_s = self.clock.round_trip_s
         lasts_s = self._way_out.lasts_s(outgoing.nbytes)
         if trip_s is not None and lasts_s > max(_ASKS_S, _ASKS_TRIPS * trip_s):
-            now = time.monotonic()
-            if self._asked_until is None and not self._way_out.awaits_room():
-                self._asked_until, self._asked_bytes = now + timeouts.TURN_S, outgoing.nbytes
-                self._say(replace(self._new_ping(), ask=outgoing.nbytes))
-            if self._asked_until is None or now < self._asked_until:
+            if self._waits(outgoing.nbytes):
                 return False
         elif lasts_s > _ASKS_S:
             self._say(self._new_ping())  # the next one may know better
-        self._asked_until = None
+        self._waits_until, self._asked_bytes = None, 0
         self._has_turn = self._way_out.begin(outgoing.nbytes, waits=False)
+        return True
+
+    def _waits(self, nbytes: int) -> bool:
+        """Whether a frame has to wait for room here or for the peer's answer, which is asked when
+        there is room. For both together there is one deadline. `_lock` is held."""
+        now = time.monotonic()
+        if self._waits_until is None:
+            self._waits_until = now + timeouts.TURN_S
+        if now >= self._waits_until:
+            return False
+        if not self._asked_bytes and not self._way_out.awaits_room():
+            self._asked_bytes = nbytes
+            self._say(replace(self._new_ping(), ask=nbytes))
         return True
 
     def _go_on(self) -> None:
@@ -361,9 +370,9 @@ class Link:
             self._way_in.end()
             return
         with self._lock:
-            asked, self._asked_until = self._asked_until, None
-            if asked is not None and self._way_out.begin(self._asked_bytes):
-                self._has_turn = True
+            nbytes, self._asked_bytes = self._asked_bytes, 0
+            if nbytes and self._way_out.begin(nbytes):
+                self._waits_until, self._has_turn = None, True
             else:
                 self._say(Heartbeat(turn=False))
             self._work.notify()
@@ -427,6 +436,8 @@ class Link:
                     if outgoing is None:
                         self._queue.add(Outgoing(m.encode(Message(Heartbeat()))), urgent=True)
                         continue
+                if outgoing is None and self._waits_until is not None:
+                    left = min(left, self._waits_until - time.monotonic())
                 self._work.wait(max(left, 0))
         return None
 
@@ -661,6 +672,8 @@ class Link:
             relay.end()
 
     def _heard_beat(self, beat: Heartbeat) -> None:
+        if self._handshake_deadline is not None and (beat.ask, beat.turn) != (None, None):
+            raise ProtocolError("HEARTBEAT about turns before the greeting")
         if beat.ask is not None and self._way_in.begin(beat.ask):
             self._give_turn()
         if beat.turn is not None:

@@ -18,8 +18,6 @@ Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
 """So much of a relayed frame must be here before it is begun: its source does send."""
 _ZEROS = memoryview(bytes(1 << 20))
-_HASHED_BYTES = 1 << 18
-"""So much is hashed just before it is written: it is in the processor's cache then."""
 
 
 class Outgoing:
@@ -121,10 +119,11 @@ class Outgoing:
         self._raw.clear()
         self.missing = 0
 
-    def take(self, reserve: int = 0, room: int = _HASHED_BYTES) -> deque[memoryview]:
+    def take(self, reserve: int = 0, room: int = PIECE_BYTES) -> deque[memoryview]:
         """What may be written now, no further than to the next mark; the last `reserve` bytes of it
         stay while more is to come. Of a frame of this process hardly more than `room` bytes."""
-        self._hash_some(min(room, _HASHED_BYTES))
+        next_piece = 0 if self._pending else PIECE_BYTES
+        self._hash_some(min(room, self._piece or next_piece))
         taken, self._pending = self._pending, deque()
         while reserve and self.missing and taken:
             last = taken.pop()
@@ -151,7 +150,8 @@ class Outgoing:
         return front
 
     def _hash_some(self, room: int) -> None:
-        """Make the next bytes ready to be written, behind the last of them the checksum."""
+        """Make the next bytes ready to be written, behind the last of them the checksum. They are
+        in the processor's cache then."""
         if self._hasher is None:
             return
         while self._raw and room:

@@ -23,9 +23,7 @@ _SMALL_BYTES = 64 * 1024
 _UNSENT_BYTES = 64 * 1024
 """The system takes hardly more than it can send: what is urgent then passes a frame that is being
 written, and a frame that pauses does pause."""
-_NOTSENT_LOWAT: int | None = getattr(
-    socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None
-)
+_NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _TICKED = (TimeoutError, BlockingIOError, InterruptedError)
 """What a socket call raises when the tick is over and nothing was moved."""
 

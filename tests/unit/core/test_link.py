@@ -1028,7 +1028,9 @@ class Meeting:
         wait_until(lambda: len(self.spans) == count * len(list(links)), "all moved")
 
     def learn(self) -> None:
-        for sender, _ in self.ends:
+        for sender, receiver in self.ends:
+            receiver.link.send(control())  # as the greeting
+            sender.take()
             sender.link.ping()
             wait_until(lambda link=sender.link: link.clock.round_trip_s is not None, "a pong")
         for k in range(2):
@@ -1051,6 +1053,35 @@ def test_large_frames_that_meet_go_one_after_the_other(
     assert meeting.overlap_s() < longest
     order = [k for k, _, _ in sorted(meeting.spans, key=lambda span: span[1])]
     assert order in ([0, 1] * 3, [1, 0] * 3)
+
+
+def test_a_frame_that_stalls_holds_up_others_for_a_while_only(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)
+    monkeypatch.setattr(timeouts, "TURN_S", 1.0)
+    meeting = Meeting(stack, senders_share=True)
+    meeting.learn()
+    (stalling, _), (sender, receiver) = meeting.ends
+    line = stalling.link._stream
+    write, tick = line.write, threading.Event()
+    monkeypatch.setattr(
+        line, "write", lambda b: tick.wait(0.01) + 0 if stalling.link._has_turn else write(b)
+    )
+    stalling.link.send(forward(2_000_000))
+    wait_until(sender.link._way_out.awaits_room, "it stalls in its turn")
+    began = time.monotonic()
+    sender.link.send(forward(2_000_000))
+    receiver.take(len(receiver.messages) + 1)
+    assert time.monotonic() - began >= 1.0
+    assert not stalling.link.idle
+
+
+def test_stranger_is_given_no_turn(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    receiver = end(stack, far)
+    near.sendall(framed(Message(Heartbeat(ask=1_000_000))))
+    assert "HEARTBEAT about turns before the greeting" in str(receiver.reason())
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /"])
