@@ -22,6 +22,7 @@ from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
 from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, PREFIX_BYTES
 from hetero_framework.core.messages import Heartbeat, Message
+from hetero_framework.core.pace import Pace
 from hetero_framework.core.relay import Relay, SegmentPace
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
@@ -147,13 +148,13 @@ class Link:
         self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
         self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
         interface = interface or Interface()
-        self._way_in = interface.into.passage(self._give_turn)
+        self._way_in = interface.into.passage(self._give_turn, self._tell_alone)
         self._way_out = interface.out.passage(self._go_on)
         # The reader's own: tensor bytes in front of the next mark, and whether theirs is the turn.
         self._piece_left = 0
         self._in_turn = False
         self._relay: Relay | None = None
-        self._pace = SegmentPace()
+        self._segments = SegmentPace()
 
         # Guarded by _lock: the queue, and how far the link has come in its life. A frame that its
         # sender wrote at once does not wake the writer: each wake-up costs the computing thread.
@@ -165,6 +166,9 @@ class Link:
         self._waits_until: float | None = None  # a large frame waits for its turn
         self._asked_bytes = 0  # of it, when the peer has been asked
         self._has_turn = False
+        self._is_alone = False  # the peer said so: no other link brings it large frames
+        self._said_alone = False  # we said so to the peer
+        self._pace = Pace()  # of our large frames
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
@@ -263,7 +267,7 @@ class Link:
         then needs no writer. Whether that was all of it. `_lock` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
-        may_go = idle and self._may_go(outgoing)
+        may_go = idle and self._may_go(outgoing) and not self._pause_s(outgoing)
         if may_go and not (failpoints.is_on() and self._fail_half_way(outgoing)):
             self._write_now(outgoing, _AT_ONCE_BYTES)
         complete = self._remove_if_complete(outgoing)
@@ -294,13 +298,22 @@ class Link:
             drop_sent(segment, sent)
             goes_on = not segment
             outgoing.put_back(segment)
-            outgoing.left -= sent
+            self._wrote(outgoing, sent)
             room -= sent
             if sent:
                 self._queue.begin(outgoing, began)
             goes_on = goes_on and room > 0 and self._queue.next() is outgoing
         self.stats.write_s += time.perf_counter() - began
         return goes_on
+
+    def _pause_s(self, outgoing: Outgoing) -> float:
+        """Seconds that the next piece of a frame has to wait."""
+        return self._pace.pause_s() if outgoing.takes_turns else 0.0
+
+    def _wrote(self, outgoing: Outgoing, sent: int) -> None:
+        outgoing.left -= sent
+        if outgoing.takes_turns:
+            self._pace.wrote(sent, outgoing.nbytes, is_last=not outgoing.left)
 
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
@@ -335,9 +348,8 @@ class Link:
             return True
         if outgoing.began is not None:
             return True
-        trip_s = self.clock.round_trip_s
         lasts_s = self._way_out.lasts_s(outgoing.nbytes)
-        if trip_s is not None and lasts_s > max(_ASKS_S, _ASKS_TRIPS * trip_s):
+        if lasts_s > self._waits_from_s():
             if self._waits(outgoing.nbytes):
                 return False
         elif lasts_s > _ASKS_S:
@@ -345,6 +357,13 @@ class Link:
         self._waits_until, self._asked_bytes = None, 0
         self._has_turn = self._way_out.begin(outgoing.nbytes, waits=False)
         return True
+
+    def _waits_from_s(self) -> float:
+        """Seconds that a frame has to take if it is to wait for its turn."""
+        if self._is_alone:
+            return _ASKS_S
+        trip_s = self.clock.round_trip_s
+        return math.inf if trip_s is None else max(_ASKS_S, _ASKS_TRIPS * trip_s)
 
     def _waits(self, nbytes: int) -> bool:
         """Whether a frame has to wait for room here or for the peer's answer, which is asked when
@@ -354,6 +373,8 @@ class Link:
             self._waits_until = now + timeouts.TURN_S
         if now >= self._waits_until:
             return False
+        if self._is_alone and not self._asked_bytes:
+            return not self._way_out.begin(nbytes)
         if not self._asked_bytes and not self._way_out.awaits_room():
             self._asked_bytes = nbytes
             self._say(replace(self._new_ping(), ask=nbytes))
@@ -425,6 +446,9 @@ class Link:
                     elif outgoing is None or outgoing.missing:
                         return None
                 left = quiet_until - time.monotonic()
+                if outgoing is not None and (pause_s := self._pause_s(outgoing)):
+                    self._work.wait(pause_s)
+                    continue
                 if outgoing is not None:
                     segment = outgoing.take(_RESERVE_BYTES) or (left <= 0 and outgoing.take_one())
                     if segment:
@@ -449,7 +473,7 @@ class Link:
         while segment and not self._dead:
             sent = self._stream.write(segment)
             drop_sent(segment, sent)
-            outgoing.left -= sent
+            self._wrote(outgoing, sent)
             now = time.monotonic()
             if sent:
                 since = now
@@ -486,6 +510,9 @@ class Link:
                 outgoing.feed(part)
             if outgoing.busy or self._queue.next() is not outgoing or not self._may_go(outgoing):
                 return
+            if self._pause_s(outgoing):
+                self._work.notify()
+                return
             left = outgoing.left
             written = self._write_now(outgoing, MAX_CALL_BYTES)
             complete = self._remove_if_complete(outgoing)
@@ -516,9 +543,9 @@ class Link:
         except Exception as error:
             reason = self._unexpected("the handler of a message", error)
         self._fail(reason)
-        self._way_in.end()
+        self._way_in.leave()
         self._writer.join()  # it ends: no call of a stream is longer than a tick, nor is a `done`
-        self._way_out.end()
+        self._way_out.leave()
         self._stream.close()
         self._pool.clear()
         self._drop_queue()
@@ -575,11 +602,22 @@ class Link:
         self._way_in.begin(frame.payload_bytes, waits=False)
         message = self._receive_tensors(frame)
         self._way_in.end()
+        if self._way_in.pace_alone:
+            self._beat(Heartbeat(pace=self._way_in.pace_alone))
         return message
 
     def _give_turn(self) -> None:
         """The peer's large frame may come; from any thread."""
-        self._beat(Heartbeat(turn=True))
+        with self._lock:
+            self._said_alone = self._way_in.is_alone()
+            self._say(Heartbeat(turn=True, alone=self._said_alone))
+
+    def _tell_alone(self) -> None:
+        """Whether the peer's large frames meet others here has changed; from any thread."""
+        with self._lock:
+            if (alone := self._way_in.is_alone()) != self._said_alone:
+                self._said_alone = alone
+                self._say(Heartbeat(alone=alone))
 
     def _receive_tensors(self, frame: m.FrameHeader) -> Message | None:
         hasher = Hasher(frame.raw)
@@ -650,12 +688,12 @@ class Link:
         got = 0
         while got < len(buffer):
             started = time.perf_counter()
-            count = self._fill_piece(buffer[got : got + self._pace.segment_bytes])
+            count = self._fill_piece(buffer[got : got + self._segments.segment_bytes])
             if not count:
                 return False
             parts = [buffer[got : got + count]]
             got += count
-            self._pace.saw(count, time.perf_counter() - started)
+            self._segments.saw(count, time.perf_counter() - started)
             if got == len(buffer):
                 checksum = self._take(CHECKSUM_BYTES)
                 if checksum is None:
@@ -672,8 +710,17 @@ class Link:
             relay.end()
 
     def _heard_beat(self, beat: Heartbeat) -> None:
-        if self._handshake_deadline is not None and (beat.ask, beat.turn) != (None, None):
+        if self._handshake_deadline is not None and not (
+            beat.ask is beat.turn is beat.alone is beat.pace is None
+        ):
             raise ProtocolError("HEARTBEAT about turns before the greeting")
+        if beat.alone is not None:
+            with self._lock:
+                self._is_alone = beat.alone
+                self._work.notify()
+        if beat.pace is not None and self._way_out.pace_alone:
+            with self._lock:
+                self._pace.heard(beat.pace)
         if beat.ask is not None and self._way_in.begin(beat.ask):
             self._give_turn()
         if beat.turn is not None:

@@ -260,15 +260,15 @@ class OfStep(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class DueDates:
-    """Two numbers for the forwards of a stage and two for its backwards: of several tasks that are
-    ready the one with the smallest `forward + k * each_forward`, or the same of backward, is run,
-    of micro-batch k."""
+class TaskOrder:
+    """The numbers that order the tasks of a process (`planner.simulator.Policy`)."""
 
-    forward: float
-    each_forward: float
-    backward: float
-    each_backward: float
+    bias: float
+    backward_age: float
+    backward_depth: float
+    forward_age: float
+    forward_depth: float
+    grouped: bool
 
 
 @_message(10, COORDINATOR)
@@ -276,8 +276,7 @@ class Step(OfStep):
     """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with so
     many micro-batches; `num_items` label tokens in all of them together. `attempt` grows with every
     STEP of a run. `in_flight_limits` says how many forwards each stage of the run may store,
-    `due_dates`, one for each stage of the run, order its tasks (none: backward before forward, the
-    oldest first), `direct` the boundaries (numbers of the stage before
+    `policy` are the numbers that order tasks, `direct` the boundaries (numbers of the stage before
     each) whose tensors go straight to the other worker. With `summed` the gradients of other
     replicas are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage.
     Random numbers of its micro-batches are those of a step in which `first_micro_batch` come
@@ -290,7 +289,7 @@ class Step(OfStep):
     summed: bool
     first_micro_batch: int
     in_flight_limits: tuple[int, ...]
-    due_dates: tuple[DueDates, ...]
+    policy: TaskOrder
     direct: tuple[int, ...]
 
 
@@ -555,13 +554,17 @@ class Heartbeat(Body):
     clock in seconds, the peer answers at once with the same number in `pong` and its own clock in
     `at`. `ask`: the sender has a frame of so many bytes, which waits for `turn`, at most 5 seconds.
     `turn` true: it may come, no other one fills the network here; false, as an answer to true: it
-    does not come now. The link sends and swallows them, also between two pieces of a frame."""
+    does not come now. `alone` true: until it is false, large frames need not ask, for nobody else
+    sends any here. `pace`: the last large frame, which came alone, arrived with so many bytes per
+    second. The link sends and swallows them, also between two pieces of a frame."""
 
     ping: float | None = None
     pong: float | None = None
     at: float | None = None
     ask: int | None = None
     turn: bool | None = None
+    alone: bool | None = None
+    pace: float | None = None
 
 
 @_message(41, EITHER)

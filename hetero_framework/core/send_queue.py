@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
 from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, marks_in
-from hetero_framework.core.messages import Message
+from hetero_framework.core.messages import Inputs, Message
 
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
@@ -67,6 +67,13 @@ class Outgoing:
     def takes_turns(self) -> bool:
         """Whether it is a large one of those that wait for each other."""
         return self._marks > 0 and self.message is not None and self.message.body.takes_turns
+
+    @property
+    def lane(self) -> tuple[str, int] | None:
+        """Of a frame that takes turns, its direction and the stage that it is for."""
+        if not self.takes_turns or self.message is None:
+            return None
+        return self.message.name, self.message.body.stage  # type: ignore[attr-defined]
 
     @property
     def at_mark(self) -> bool:
@@ -198,6 +205,8 @@ class SendQueue:
         self.nbytes = 0
         self._frames: deque[Outgoing] = deque()
         self._urgent: deque[Outgoing] = deque()
+        self._begun: dict[tuple[str, int], int] = {}  # when a lane's last frame was; a count
+        self._turn = 0
 
     def __len__(self) -> int:
         return len(self._frames) + len(self._urgent)
@@ -216,8 +225,11 @@ class SendQueue:
         (self._urgent if urgent else self._frames).append(frame)
 
     def next(self) -> Outgoing | None:
-        """The begun frame, else an urgent one, else the first that is all here, else the first that
-        can begin. An urgent one is the next as well where the begun one has a mark."""
+        """The begun frame, else an urgent one, else one that is all here, else the first that can
+        begin. An urgent one is the next as well where the begun one has a mark.
+
+        Those that are all here keep their order. But large ones go after the INPUTS behind them,
+        and of several lanes that has its turn whose last frame is longest ago, as simulated."""
         begun = bool(self._frames) and self._frames[0].began is not None
         if self._urgent:
             first = self._urgent[0]
@@ -225,15 +237,32 @@ class SendQueue:
                 self.nbytes += first.go_inside()
             if not begun or first.began is not None or self._frames[0].at_mark:
                 return first
+        if begun:
+            return self._frames[0]
+        return self._next_in_turn() or next((f for f in self._frames if f.ready), None)
+
+    def _next_in_turn(self) -> Outgoing | None:
+        found: Outgoing | None = None
+        since = 0
         for frame in self._frames:
-            if frame.began is not None or not frame.missing:
-                return frame
-        return next((frame for frame in self._frames if frame.ready), None)
+            if frame.missing:
+                continue
+            lane = frame.lane
+            if lane is None:
+                passes = frame.message is not None and isinstance(frame.message.body, Inputs)
+                return frame if found is None or passes else found
+            turn = self._begun.get(lane, -1)
+            if found is None or turn < since:
+                found, since = frame, turn
+        return found
 
     def begin(self, frame: Outgoing, now: float) -> None:
         """Writing of `frame` began at `now`, or goes on: it comes first from now on."""
         if frame.began is None:
             frame.began = now
+            if (lane := frame.lane) is not None:
+                self._turn += 1
+                self._begun[lane] = self._turn
         if frame not in self._urgent and self._frames[0] is not frame:
             self._frames.remove(frame)
             self._frames.appendleft(frame)

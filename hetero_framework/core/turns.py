@@ -14,13 +14,18 @@ from collections import deque
 from collections.abc import Callable
 
 _FILLS = 0.6
-"""A frame with this share of the interface's rate, or of its even part of it, leaves no room."""
+"""A frame with this share of the interface's rate leaves no room."""
+_FULL = 0.8
+"""With less than this share of its rate the interface was not full: what was slow then is slow
+because of its other end. In a full one, a frame may be slow because of the others."""
 _AHEAD_BYTES = 384 * 1024
 """When so much of a frame is left the next one may go: word of it waits behind a piece and what the
 system holds."""
 _PROBE = 256
 """Every so many-th frame that would have to wait goes beside the others: together they show whether
 the interface has become faster than is known. Every 16th made steps 3 to 5 % longer."""
+_ALONE = 0.8
+"""A frame with this share of what passed meanwhile had the interface for itself."""
 _LEARNT_S = 0.005
 """A frame that takes less says nothing: buffers have most of it."""
 _FRAMES = 8
@@ -46,16 +51,19 @@ class Turns:
         self._reserves = reserves
         self._clock = clock
         self._lock = threading.Lock()
+        self._known: list[Passage] = []  # those that have had a frame
         self._going: list[Passage] = []
         self._waiting: list[Passage] = []
         self._moved = 0  # bytes of all
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._turn = self._waits = 0
 
-    def passage(self, go: Callable[[], None]) -> Passage:
-        """The way of one link through the interface. `go` is called, without a lock, when there is
-        room for a frame of it that waits."""
-        return Passage(self, go)
+    def passage(
+        self, go: Callable[[], None], on_alone: Callable[[], None] = lambda: None
+    ) -> Passage:
+        """The way of one link through the interface. Called without a lock: `go` when there is room
+        for a frame of it that waits, `on_alone` when `is_alone` has changed by another link."""
+        return Passage(self, go, on_alone)
 
     @property
     def _rate(self) -> float:
@@ -82,24 +90,47 @@ class Turns:
 class Passage:
     """The large frames of one link, one after the other."""
 
-    def __init__(self, turns: Turns, go: Callable[[], None]) -> None:
+    def __init__(self, turns: Turns, go: Callable[[], None], on_alone: Callable[[], None]) -> None:
         self._turns = turns
         self._go = go
+        self._on_alone = on_alone
         self._turn = 0  # when it began last
         self._fills = False
-        self._paces: deque[tuple[float, int]] = deque(maxlen=_FRAMES)  # bytes/s, frames that shared
+        self._paces: deque[float] = deque(maxlen=_FRAMES)
+        self._filled: deque[bool] = deque(maxlen=_FRAMES)  # of the frames of which that is known
+        self.pace_alone = 0.0  # bytes/s of the last frame, if it had the interface for itself
         self._left = self._mine = 0
         self._since: tuple[float, int] | None = None  # when it began to be measured, bytes of all
-        self._beside = 1  # frames that went together with this one, itself counted
 
     def lasts_s(self, nbytes: int) -> float:
         """Seconds that so many bytes have to be expected to take; 0 when nothing is known."""
-        pace = max((pace for pace, _ in self._paces), default=0.0)
+        pace = max(self._paces, default=0.0)
         return nbytes / pace if pace else 0.0
 
     def begin(self, nbytes: int, *, waits: bool = True) -> bool:
         """Whether a frame of so many bytes may go now. If not, it waits for `go`, or `end`. Without
         `waits` it goes, whether there is room or not."""
+        not_alone = self._meet()
+        may_go = self._begin(nbytes, waits)
+        for passage in not_alone:
+            passage._on_alone()
+        return may_go
+
+    def is_alone(self) -> bool:
+        """Whether no other link has had a frame."""
+        with self._turns._lock:
+            return self._turns._known == [self]
+
+    def _meet(self) -> list[Passage]:
+        """It has a frame from now on; who was alone until now."""
+        turns = self._turns
+        with turns._lock:
+            if self in turns._known:
+                return []
+            turns._known.append(self)
+            return turns._known[:1] if len(turns._known) == 2 else []
+
+    def _begin(self, nbytes: int, waits: bool) -> bool:
         turns = self._turns
         with turns._lock:
             self._left = nbytes
@@ -129,8 +160,7 @@ class Passage:
             return True
 
     def _would_fill(self) -> bool:
-        rate = self._turns._rate
-        return any(pace * shared >= _FILLS * rate for pace, shared in self._paces)
+        return any(self._filled or self._paces)
 
     def _start(self, fills: bool) -> None:
         turns = self._turns
@@ -138,8 +168,6 @@ class Passage:
         self._turn = turns._turn
         self._since, self._mine, self._fills = None, 0, fills
         turns._going.append(self)
-        for passage in turns._going:
-            passage._beside = max(passage._beside, len(turns._going))
 
     def moved(self, nbytes: int) -> None:
         """So many bytes of the frame have passed."""
@@ -168,16 +196,35 @@ class Passage:
                 return
             turns._going.remove(self)
             self._learn()
-            self._fills, self._beside = False, 1
+            self._fills = False
             following = turns._follow()
         for passage in following:
             passage._go()
 
+    def leave(self) -> None:
+        """The link has ended."""
+        self.end()
+        turns = self._turns
+        with turns._lock:
+            was_known = self in turns._known
+            if was_known:
+                turns._known.remove(self)
+            alone = turns._known[:] if was_known and len(turns._known) == 1 else []
+        for passage in alone:
+            passage._on_alone()
+
     def _learn(self) -> None:
+        self.pace_alone = 0.0
         if self._since is None:
             return
         turns, (began, moved) = self._turns, self._since
         elapsed = turns._clock() - began
-        if elapsed >= _LEARNT_S:
-            turns._rates.append((turns._moved - moved) / elapsed)
-            self._paces.append((self._mine / elapsed, self._beside))
+        if elapsed < _LEARNT_S:
+            return
+        pace, of_all = self._mine / elapsed, (turns._moved - moved) / elapsed
+        turns._rates.append(of_all)
+        self._paces.append(pace)
+        self.pace_alone = pace if pace >= _ALONE * of_all else 0.0
+        fills = pace >= _FILLS * turns._rate
+        if fills or of_all < _FULL * turns._rate:
+            self._filled.append(fills)

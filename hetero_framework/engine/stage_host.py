@@ -64,7 +64,8 @@ class StageHost(Host):
             loss_is_awaited=id != "local",
             flush_timeout_s=config.training.step_timeout_s,
         )
-        self._executor = Executor(stages, device, meter.recorder, self._io)
+        num_devices = len({spec.owner for spec in config.plan.stages})
+        self._executor = Executor(stages, device, meter.recorder, self._io, num_devices=num_devices)
         self._last_attempt = -1
         self._began: tuple[int, bool] | None = None
         self._reported = False

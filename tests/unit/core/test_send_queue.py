@@ -6,7 +6,8 @@ from collections.abc import Iterable
 import pytest
 
 from hetero_framework.core.checksum import VOID
-from hetero_framework.core.frames import INSIDE, PIECE_BYTES
+from hetero_framework.core.frames import INSIDE, PIECE_BYTES, WireTensor
+from hetero_framework.core.messages import Backward, Forward, Inputs, Message, encode
 from hetero_framework.core.send_queue import EARLY_BYTES, Outgoing, SendQueue
 from tests.framed import checksum, marked
 
@@ -142,6 +143,50 @@ def test_urgent_frame_that_has_begun_is_ended_first() -> None:
     assert queue.next() is beat
     queue.remove(beat)
     assert queue.next() is not frame
+
+
+def boundary(body: type[Forward] | type[Backward], stage: int, micro_batch: int = 0) -> Outgoing:
+    """A large frame of a micro-batch for this stage."""
+    tensor = WireTensor("uint8", (300_000,), memoryview(bytes(300_000)))
+    message = Message(body(0, 0, stage, micro_batch), [tensor])
+    return Outgoing(encode(message), None, message)
+
+
+def inputs() -> Outgoing:
+    message = Message(
+        Inputs(0, 0, 1, 0, ("labels",), {}), [WireTensor("uint8", (1,), memoryview(bytes(1)))]
+    )
+    return Outgoing(encode(message), None, message)
+
+
+def sent(queue: SendQueue) -> list[Outgoing]:
+    """The frames in the order in which they go."""
+    order = []
+    while (frame := queue.next()) is not None:
+        queue.begin(frame, 1.0)
+        assert queue.next() is frame
+        queue.remove(frame)
+        order.append(frame)
+    return order
+
+
+def test_directions_and_stages_take_turns() -> None:
+    first, second, third = (boundary(Forward, 1, k) for k in range(3))
+    back, again, other = boundary(Backward, 1), boundary(Backward, 1, 1), boundary(Forward, 3)
+    queue = queue_of(first, second, third, back, again, other)
+    assert sent(queue) == [first, back, other, second, again, third]
+
+
+def test_large_frames_go_after_inputs_and_pass_nothing_else() -> None:
+    first, second, back, late = (
+        boundary(Forward, 1),
+        boundary(Forward, 1, 1),
+        boundary(Backward, 1),
+        boundary(Backward, 0),
+    )
+    labels, word = inputs(), Outgoing([b"word"])
+    queue = queue_of(first, second, back, labels, word, late)
+    assert sent(queue) == [labels, first, back, second, word, late]
 
 
 def test_whole_frames_pass_one_that_is_still_coming_in() -> None:

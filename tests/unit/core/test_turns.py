@@ -18,10 +18,14 @@ class Wire:
         self.rate = rate
         self.turns = Turns(reserves, lambda: self.now)
         self.told: list[int] = []
-        self.links = [self.turns.passage(self._tell(k)) for k in range(links)]
+        self.changed: list[int] = []
+        self.links = [
+            self.turns.passage(self._tell(self.told, k), self._tell(self.changed, k))
+            for k in range(links)
+        ]
 
-    def _tell(self, link: int) -> Callable[[], None]:
-        return lambda: self.told.append(link)
+    def _tell(self, who: list[int], link: int) -> Callable[[], None]:
+        return lambda: who.append(link)
 
     def pass_by(self, *going: tuple[Passage, float], nbytes: int = LARGE) -> None:
         """These links carry `nbytes` together, each its share of the interface's rate."""
@@ -105,6 +109,55 @@ def test_a_frame_that_does_not_come_waits_no_longer() -> None:
     assert wire.told == [2]
     third.end()
     assert wire.told == [2]
+
+
+def test_who_is_alone_is_told_when_that_changes() -> None:
+    wire = Wire(reserves=True)
+    first, second, third = wire.links
+    assert first.begin(LARGE)
+    assert first.is_alone()
+    assert second.begin(LARGE)
+    assert not first.is_alone()
+    third.begin(LARGE)
+    assert wire.changed == [0]
+    third.leave()
+    assert wire.changed == [0]
+    first.leave()
+    assert wire.changed == [0, 1]
+    assert second.is_alone()
+    second.leave()
+    assert not second.is_alone()
+    assert wire.changed == [0, 1]
+
+
+def test_pace_is_that_of_a_frame_that_went_alone() -> None:
+    wire = Wire(reserves=True, links=2)
+    first, second = wire.links
+    assert first.begin(LARGE)
+    wire.pass_by((first, 1.0))
+    first.end()
+    assert first.pace_alone == pytest.approx(wire.rate)
+    assert first.begin(LARGE)
+    assert second.begin(LARGE, waits=False)
+    wire.pass_by((first, 0.7), (second, 0.3))
+    first.end()
+    second.end()
+    assert first.pace_alone == second.pace_alone == 0.0
+
+
+def test_who_was_slow_in_a_full_interface_may_be_quick_alone() -> None:
+    """And who is slow in one that is not full leaves room."""
+    wire = Wire(reserves=True, links=2)
+    first, second = wire.links
+    wire.learn()
+    for _ in range(8):
+        assert first.begin(LARGE)
+        assert second.begin(LARGE, waits=False)
+        wire.pass_by((first, 0.5), (second, 0.5))
+        first.end()
+        second.end()
+    assert first.begin(LARGE)
+    assert not second.begin(LARGE)
 
 
 def test_a_link_to_a_slow_peer_leaves_room() -> None:

@@ -1,0 +1,57 @@
+"""When the next piece of a large frame is written: not much sooner than it can arrive. No sockets.
+
+What is written faster than the network takes it waits in a switch in between, and every message of
+the link behind it: the word for the next turn, and TCP's confirmations of the other direction.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+_FASTER = 1.05
+"""So many times as fast as the last frames arrived: the network may have become faster."""
+_SOONER_S = 0.005
+"""So long before the last frame is all there the next one may begin."""
+_CATCHES_UP_S = 0.002
+"""A writer that woke up late makes up for so much."""
+_MOST_PAUSE_S = 1.0
+"""For one piece."""
+_LEAST_S = 0.010
+"""A frame that takes less is not held back."""
+_FRAMES = 8
+
+
+class Pace:
+    """The large frames that one link sends. Not thread-safe. `clock` is in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard: deque[float] = deque(maxlen=_FRAMES)
+        self._rate = 0.0  # bytes per second, the most of these; 0 when nothing is known
+        self._next_at = 0.0
+        self._there_at = 0.0  # when all that was written has arrived, if the rate is right
+
+    def heard(self, rate: float) -> None:
+        """The last frame arrived with so many bytes per second, and shared no network interface
+        with another one: of shares nothing is learned, or each would be slower than the last."""
+        if math.isfinite(rate) and rate > 0:
+            self._heard.append(rate)
+            self._rate = max(self._heard)
+
+    def wrote(self, nbytes: int, frame_bytes: int, *, is_last: bool) -> None:
+        """So many bytes of a frame of `frame_bytes`."""
+        if frame_bytes <= _LEAST_S * self._rate or not self._rate:
+            return
+        now = self._clock()
+        lasts_s = min(nbytes / self._rate, _MOST_PAUSE_S)
+        self._there_at = max(self._there_at, now) + lasts_s
+        self._next_at = max(self._next_at, now - _CATCHES_UP_S) + lasts_s / _FASTER
+        if is_last:
+            self._next_at = max(self._next_at, self._there_at - _SOONER_S)
+
+    def pause_s(self) -> float:
+        """Seconds until the next piece."""
+        return max(0.0, self._next_at - self._clock())

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hetero_framework.core.pace import Pace
+
+PIECE = 100_000
+FRAME = 10 * PIECE
+
+
+class Writer:
+    """Writes frames as `Pace` lets it, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.pace = Pace(lambda: self.now)
+
+    def frame(self, pieces: int = 10) -> float:
+        """Write one, a piece at once; seconds until the last of it was written."""
+        began = self.now
+        for k in range(pieces):
+            self.now += self.pace.pause_s()
+            self.pace.wrote(PIECE, pieces * PIECE, is_last=k == pieces - 1)
+        return self.now - began
+
+
+def test_nothing_is_held_back_as_long_as_nothing_is_known() -> None:
+    assert Writer().frame() == 0.0
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_a_rate_that_cannot_be_is_not_believed(rate: float) -> None:
+    writer = Writer()
+    writer.pace.heard(rate)
+    assert writer.frame() == 0.0
+
+
+def test_pieces_are_written_a_little_faster_than_they_arrive() -> None:
+    writer = Writer()
+    writer.pace.heard(1e6)  # a piece in 0.1 s
+    assert writer.frame() == pytest.approx(0.9 / 1.05, abs=0.003)
+
+
+def test_the_next_frame_begins_when_the_last_one_is_nearly_there() -> None:
+    writer = Writer()
+    writer.pace.heard(1e6)
+    began = writer.now
+    for _ in range(5):
+        writer.frame()
+    writer.now += writer.pace.pause_s()
+    assert writer.now - began == pytest.approx(5.0, abs=0.01)
+
+
+def test_what_takes_no_time_is_not_held_back() -> None:
+    writer = Writer()
+    writer.pace.heard(FRAME / 0.009)
+    assert writer.frame() == 0.0
+
+
+def test_the_fastest_of_the_last_frames_counts() -> None:
+    writer = Writer()
+    for rate in (2e6, 1e6):
+        writer.pace.heard(rate)
+    assert writer.frame() == pytest.approx(0.45 / 1.05, abs=0.003)
+    for _ in range(8):
+        writer.pace.heard(1e6)
+    writer.now += 10
+    assert writer.frame() == pytest.approx(0.9 / 1.05, abs=0.003)
+
+
+def test_a_late_writer_makes_up_for_little() -> None:
+    writer = Writer()
+    writer.pace.heard(1e6)
+    writer.pace.wrote(PIECE, FRAME, is_last=False)
+    writer.now += 5.0
+    assert writer.pace.pause_s() == 0.0
+    writer.pace.wrote(PIECE, FRAME, is_last=False)
+    assert writer.pace.pause_s() == pytest.approx(0.1 / 1.05, abs=0.003)
+
+
+def test_no_pause_is_longer_than_a_second() -> None:
+    writer = Writer()
+    writer.pace.heard(1e-6)
+    writer.pace.wrote(PIECE, FRAME, is_last=False)
+    assert writer.pace.pause_s() <= 1.0
