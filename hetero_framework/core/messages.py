@@ -260,15 +260,15 @@ class OfStep(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskOrder:
-    """The numbers that order the tasks of a process (`planner.simulator.Policy`)."""
+class DueDates:
+    """Two numbers for the forwards of a stage and two for its backwards: of several tasks that are
+    ready the one with the smallest `forward + k * each_forward`, or the same of backward, is run,
+    of micro-batch k."""
 
-    bias: float
-    backward_age: float
-    backward_depth: float
-    forward_age: float
-    forward_depth: float
-    grouped: bool
+    forward: float
+    each_forward: float
+    backward: float
+    each_backward: float
 
 
 @_message(10, COORDINATOR)
@@ -276,7 +276,8 @@ class Step(OfStep):
     """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with so
     many micro-batches; `num_items` label tokens in all of them together. `attempt` grows with every
     STEP of a run. `in_flight_limits` says how many forwards each stage of the run may store,
-    `policy` are the numbers that order tasks, `direct` the boundaries (numbers of the stage before
+    `due_dates`, one for each stage of the run, order its tasks (none: backward before forward, the
+    oldest first), `direct` the boundaries (numbers of the stage before
     each) whose tensors go straight to the other worker. With `summed` the gradients of other
     replicas are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage.
     Random numbers of its micro-batches are those of a step in which `first_micro_batch` come
@@ -289,7 +290,7 @@ class Step(OfStep):
     summed: bool
     first_micro_batch: int
     in_flight_limits: tuple[int, ...]
-    policy: TaskOrder
+    due_dates: tuple[DueDates, ...]
     direct: tuple[int, ...]
 
 

@@ -64,15 +64,12 @@ class Executor:
         device: Device,
         recorder: Recorder,
         outbox: Outbox,
-        *,
-        num_devices: int = 1,
     ) -> None:
         self._lanes = {stage.index: _Lane(stage) for stage in stages}
         self._device = device
         self._recorder = recorder
         self._outbox = outbox
-        self._num_devices = num_devices
-        self._readiness = Readiness({}, BACKWARD_FIRST, num_devices)
+        self._readiness = Readiness({}, BACKWARD_FIRST)
         self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
         self.info: api.StepInfo | None = None
 
@@ -85,7 +82,7 @@ class Executor:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
         limits = {index: schedule.in_flight_limits[index] for index in self._lanes}
-        self._readiness = Readiness(limits, schedule.policy, self._num_devices)
+        self._readiness = Readiness(limits, schedule.policy)
         self._tasks.clear()
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
         for lane in self._lanes.values():
@@ -97,7 +94,7 @@ class Executor:
         for lane in self._lanes.values():
             self._drop(lane)
             lane.stage.abort()
-        self._readiness = Readiness({}, BACKWARD_FIRST, self._num_devices)
+        self._readiness = Readiness({}, BACKWARD_FIRST)
         self._tasks.clear()
         self.info = None
 

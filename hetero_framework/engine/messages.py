@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, astuple, fields, replace
 
 import torch
 
@@ -13,15 +13,16 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.readiness import Policy
+from hetero_framework.planner.readiness import DueDates, Policy
 
 PackedInput = WireTensor | tuple[int, ...]  # bytes, or the shape of a tensor of ones
 
 
 def step_message(info: api.StepInfo, schedule: api.StepSchedule) -> Message:
-    policy, direct = m.TaskOrder(**asdict(schedule.policy)), tuple(sorted(schedule.direct))
-    limits = schedule.in_flight_limits
-    return Message(m.Step(**asdict(info), in_flight_limits=limits, policy=policy, direct=direct))
+    due_dates = tuple(m.DueDates(*stage) for stage in schedule.policy.stages)
+    limits, direct = schedule.in_flight_limits, tuple(sorted(schedule.direct))
+    body = m.Step(**asdict(info), in_flight_limits=limits, due_dates=due_dates, direct=direct)
+    return Message(body)
 
 
 def step_info(step: m.Step) -> api.StepInfo:
@@ -30,7 +31,7 @@ def step_info(step: m.Step) -> api.StepInfo:
 
 
 def step_schedule(step: m.Step) -> api.StepSchedule:
-    policy = Policy(**asdict(step.policy))
+    policy = Policy(tuple(DueDates(*astuple(stage)) for stage in step.due_dates))
     return api.StepSchedule(step.in_flight_limits, policy, frozenset(step.direct))
 
 

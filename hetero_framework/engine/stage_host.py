@@ -64,8 +64,7 @@ class StageHost(Host):
             loss_is_awaited=id != "local",
             flush_timeout_s=config.training.step_timeout_s,
         )
-        num_devices = len({spec.owner for spec in config.plan.stages})
-        self._executor = Executor(stages, device, meter.recorder, self._io, num_devices=num_devices)
+        self._executor = Executor(stages, device, meter.recorder, self._io)
         self._last_attempt = -1
         self._began: tuple[int, bool] | None = None
         self._reported = False

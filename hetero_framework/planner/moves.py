@@ -139,6 +139,30 @@ def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
     return _built(rules, stages)
 
 
+def wrapped(rules: Rules, layout: Layout, front: int, share: float) -> Layout:
+    """The first `front` devices keep a share of their layers and have the others behind all, in the
+    same order: those behind them begin sooner, and they have something to do until gradients come
+    back."""
+    kept, behind = [], []
+    for k, part in enumerate(layout[:front]):
+        count = part.end - part.start
+        own = min(count, max(1 if k else 0, round(share * count)))
+        kept.append((part, own))
+        behind.append((part, count - own))
+    rest = [(part, part.end - part.start) for part in layout[front:]]
+    return _built(rules, [*kept, *rest, *(stage for stage in behind if stage[1])])
+
+
+def relieved(rules: Rules, layout: Layout, source: int, target: int) -> Layout:
+    """One layer moved from a stage to another; a stage that had no other is no more."""
+    counts = [part.end - part.start for part in layout]
+    counts[source] -= 1
+    counts[target] += 1
+    if counts[source] or source in (0, len(layout) - 1):
+        return recut(layout, counts)
+    return _built(rules, list(zip(layout, counts, strict=True)))
+
+
 def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
     """Some layers of a stage as a stage of their own elsewhere; all of them only of the first one,
     which keeps the embedding."""

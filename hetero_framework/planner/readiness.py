@@ -24,38 +24,40 @@ class Task(NamedTuple):
     micro_batch: int
 
 
+class DueDates(NamedTuple):
+    """When the tasks of a stage are due: the forward of micro-batch k at
+    `forward + k * each_forward`, its backward at `backward + k * each_backward`."""
+
+    forward: float
+    each_forward: float
+    backward: float
+    each_backward: float
+
+
 @dataclass(frozen=True)
 class Policy:
-    """Which of several ready tasks of one device is run: the one with the smallest key.
+    """Which of several ready tasks of one device is run: that which is due first.
 
-        backward of micro-batch k on stage s:  bias + backward_age k + backward_depth s
-        forward  of micro-batch k on stage s:         forward_age k' + forward_depth s
-
-    k' is k, or with `grouped` k rounded down to a multiple of the number of devices, as the
-    micro-batches of interleaved 1F1B travel in groups.
+    `stages` has the due dates of each stage of the pipeline, in any unit. Without them: backward
+    before forward, then the oldest micro-batch.
     """
 
-    bias: float
-    backward_age: float
-    backward_depth: float
-    forward_age: float
-    forward_depth: float
-    grouped: bool = False
+    stages: tuple[DueDates, ...] = ()
 
-    def key(self, task: Task, num_devices: int) -> tuple[float, int, int]:
+    def key(self, task: Task) -> tuple[float, int, int]:
         """Sort key, smallest first; ties go to the older micro-batch, then the deeper stage."""
-        k, stage = task.micro_batch, task.stage
-        if task.kind == BACKWARD:
-            value = self.bias + self.backward_age * k + self.backward_depth * stage
+        kind, stage, k = task
+        if not self.stages:
+            due = 0.0 if kind == BACKWARD else 1.0
+        elif kind == BACKWARD:
+            due = self.stages[stage].backward + k * self.stages[stage].each_backward
         else:
-            age = k - k % num_devices if self.grouped else k
-            value = self.forward_age * age + self.forward_depth * stage
-        return (value, k, -stage)
+            due = self.stages[stage].forward + k * self.stages[stage].each_forward
+        return (due, k, -stage)
 
 
-BACKWARD_FIRST = Policy(-1e9, 1.0, 0.0, 1.0, 0.0)
-"""Backward before forward, then the oldest micro-batch: least memory, and with one stage per
-device as fast as any."""
+BACKWARD_FIRST = Policy()
+"""Least memory, and with one stage per device as fast as any."""
 
 
 class _Lane:
@@ -71,16 +73,12 @@ class _Lane:
 class Readiness:
     """The tasks of one device in one step.
 
-    `in_flight_limits[k]` is how many forwards stage k, one of this device, may store; the pipeline
-    has `num_devices` devices in all.
+    `in_flight_limits[k]` is how many forwards stage k, one of this device, may store.
     """
 
-    def __init__(
-        self, in_flight_limits: Mapping[int, int], policy: Policy, num_devices: int
-    ) -> None:
+    def __init__(self, in_flight_limits: Mapping[int, int], policy: Policy) -> None:
         self._limits = in_flight_limits
         self._policy = policy
-        self._num_devices = num_devices
         self._forward = {k: _Lane() for k in in_flight_limits}
         self._backward = {k: _Lane() for k in in_flight_limits}
         self._in_flight = dict.fromkeys(in_flight_limits, 0)
@@ -101,7 +99,7 @@ class Readiness:
                 ready.append(Task(FORWARD, stage, lane.started))
         if len(ready) < 2:
             return ready[0] if ready else None
-        return min(ready, key=lambda task: self._policy.key(task, self._num_devices))
+        return min(ready, key=self._policy.key)
 
     def start(self, task: Task, *, stores: bool) -> None:
         """A task begins; with `stores` it is a forward that is kept until `release`."""

@@ -5,7 +5,8 @@
 2. They are improved one move at a time by `step_bound` with their memory's in-flight limits, and
    interleaved.
 3. The simulator decides between the best few dozen. From the best of these it goes on to faster
-   neighbours: with layers moved, devices exchanged, and on few devices stages split or joined.
+   neighbours: with layers moved, devices exchanged, and on few devices stages split or joined. Of
+   interleaved layouts the critical path of the simulated step says which layer to move.
 4. Where few enough layouts could be better still, `Enumeration` has them all simulated: then the
    plan is proved. Else `least_step` says how much better any could be.
 
@@ -19,22 +20,26 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice, product
+from typing import NamedTuple
 
 from hetero_framework.planner import moves
 from hetero_framework.planner.chains import chains
+from hetero_framework.planner.critical_path import critical_path
 from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.layout import Fleet, Layout
 from hetero_framework.planner.partition import Partition, Rules, step_range
-from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
+from hetero_framework.planner.policies import portfolio
+from hetero_framework.planner.readiness import Policy
 from hetero_framework.planner.relaxation import least_step
-from hetero_framework.planner.simulator import Profile, occupations, simulate, step_bound
-from hetero_framework.planner.tuning import (
-    BY_DEPTH,
-    FORWARDS_AHEAD,
-    IN_GROUPS,
-    TunedSchedule,
-    tune,
+from hetero_framework.planner.simulator import (
+    Profile,
+    SimulatedSpan,
+    occupations,
+    simulate,
+    step_bound,
 )
+from hetero_framework.planner.tuning import TunedSchedule, tune
 
 _DEPTHS = (1.0, 0.4)
 _LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)
@@ -50,6 +55,12 @@ _DESCENTS = 4
 _FINALISTS = 2
 _FINAL_TASKS = 3_000
 _NEIGHBOURS = 10
+_TRIED = 8  # neighbours that take most from the critical path
+_FRONT = (0.3, 0.5, 0.7)  # of the devices
+_SHARES = (0.25, 0.4)  # of their layers
+_WRAPPED = 3
+_AGAIN = 2
+_PROMISING = 1.2  # of the best step
 _NO_FASTER = 1.005  # times as long: no schedule will make it faster
 _QUICK_TASKS = 1_500  # of one quick simulation
 _MOST_TASKS = 150_000  # of all quick simulations
@@ -127,6 +138,8 @@ class Search:
         self._quick: dict[Layout, float] = {}
         self._by: dict[Layout, int] = {}  # which of the schedules took that
         self._tasks = self._orders = 0
+        self._passed: set[Layout] = set()  # by descents
+        self._spans: tuple[Layout, list[SimulatedSpan]] | None = None  # of the last one
         self._stages_left = _STAGES
         chained = self._along_chains()
         self._rules = _without_the_weakest(rules, chained)
@@ -144,13 +157,7 @@ class Search:
             quickest = None if _has_chunks(layout) else next(iter(self._fastest(1)), None)
             self._simulate(layout, quickest)
         self._stages_left = _STAGES
-        one_each = self._fastest(1, lambda layout: not _has_chunks(layout))
-        several = self._starts(_DESCENTS if len(simple[0]) <= _MANY else 1)
-        ends = [self._descend(start, _MOST_TASKS // 2) for start in one_each]
-        spare = _MOST_TASKS - self._tasks
-        for k, start in enumerate(several, start=1):
-            most = _MOST_TASKS - spare * (len(several) - k) // len(several)
-            ends.append(self._descend(start, most))
+        ends = self._descents(few=len(simple[0]) <= _MANY)
         largest = max(2 * len(layout) * self._m for layout in self._quick)
         finalists = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // largest))
         last = dict.fromkeys([*self._fastest(finalists), *(ends if finalists > _FINALISTS else ())])
@@ -305,6 +312,20 @@ class Search:
                 found.update(dict.fromkeys(heapq.nsmallest(2, fit, key=self._score)))
         return list(found)
 
+    def _wrapped(self, layouts: Iterable[Layout]) -> list[Layout]:
+        """The fastest ways in which the first devices of one of the layouts come twice."""
+        if not self._rules.chunks or self._rules.pins:
+            return []
+        found = {}
+        for layout, part, share in product(layouts, _FRONT, _SHARES):
+            wrapped = moves.wrapped(self._rules, layout, round(part * len(layout)), share)
+            if not _has_chunks(wrapped):
+                continue
+            found[wrapped] = self._simulate(wrapped, alone=True)
+        most_s = _PROMISING * min(self._quick.values())
+        fit = [layout for layout, seconds in found.items() if seconds < most_s]
+        return heapq.nsmallest(_WRAPPED, fit, key=found.__getitem__)
+
     def _evened(self, layout: Layout) -> Layout:
         """Layers moved, and stages made to compute again or not, as long as the bound falls."""
         for _ in range(_CLIMB // 4):
@@ -323,39 +344,76 @@ class Search:
 
     # -- simulation -------------------------------------------------------------------------------
 
-    def _simulate(self, layout: Layout, like: Layout | None = None) -> float:
+    def _simulate(
+        self, layout: Layout, like: Layout | None = None, *, alone: bool = False
+    ) -> float:
         """Seconds of a step by the better of a few schedules; long steps by a part of theirs. Where
-        the schedule that is the best one of a layout `like` it is no faster, others are not tried.
+        the schedule that is the best one of a layout `like` it (or the first of all) is no faster,
+        others are not tried, and with `alone` none is.
         """
         if layout in self._quick:
             return self._quick[layout]
         limits = self._fleet.memory_limits(layout)
-        least = min(self._quick.values(), default=math.inf)
+        least = math.inf if alone else min(self._quick.values(), default=math.inf)
         if limits is None or self._bound(layout) >= least or self._tasks > _MOST_TASKS:
             return math.inf
-        profile = self._fleet.pipeline(layout)
-        m = min(self._m, max(2 * len(layout), _QUICK_TASKS // (2 * len(layout))))
+        profile, m = self._fleet.pipeline(layout), self._judged(layout)
         rest_s = 0.0
         if m < self._m:
             rest_s = step_bound(profile, self._m, limits) - step_bound(profile, m, limits)
-        schedules = list(enumerate(_schedules(profile, m)))
+        schedules = list(enumerate(_schedules(profile, m, limits)))
         if like is not None:
             schedules.sort(key=lambda entry: entry[0] != self._by[like])
         found = []
-        for number, (size, policy) in schedules:
-            held = limits
-            if policy is not BACKWARD_FIRST and (
-                _has_chunks(layout) or min(limits[:-1], default=m) < m
-            ):
-                tapered = (-(-size * (len(layout) - k) // len(layout)) for k in range(len(layout)))
-                held = tuple(map(min, tapered, limits))
-            self._tasks += 2 * len(layout) * m
-            taken = simulate(profile, m, size, policy=policy, in_flight_limits=held).seconds
+        for number, schedule in schedules:
+            self._spans = (layout, []) if alone else None
+            taken = self._run(profile, m, schedule, self._spans and self._spans[1])
             found.append((taken + rest_s, number))
-            if like is not None and taken + rest_s > _NO_FASTER * self._quick[like]:
+            if alone or (like is not None and taken + rest_s > _NO_FASTER * self._quick[like]):
                 break
         self._quick[layout], self._by[layout] = min(found)
         return self._quick[layout]
+
+    def _judged(self, layout: Layout) -> int:
+        """By how many micro-batches a layout is judged."""
+        p = len(layout)
+        return min(self._m, max(2 * p, _QUICK_TASKS // (2 * p)))
+
+    def _run(
+        self,
+        profile: Profile,
+        m: int,
+        schedule: _Schedule,
+        spans: list[SimulatedSpan] | None = None,
+    ) -> float:
+        """Seconds of m micro-batches."""
+        size, policy, limits = schedule
+        self._tasks += 2 * profile.num_stages * m
+        done = simulate(profile, m, size, policy=policy, in_flight_limits=limits, spans=spans)
+        return done.seconds
+
+    def _relieved(self, layout: Layout) -> Iterator[Layout]:
+        """Neighbours with one layer moved, those first that take most from the critical path of the
+        simulated step. With one stage per device bounds say as much."""
+        if not _has_chunks(layout):
+            return
+        fleet, limits = self._fleet, self._fleet.memory_limits(layout)
+        assert limits is not None  # it was simulated
+        profile, m = fleet.pipeline(layout), self._judged(layout)
+        if self._spans is not None and self._spans[0] == layout:
+            spans = self._spans[1]
+        else:
+            spans = []
+            self._run(profile, m, _schedules(profile, m, limits)[self._by[layout]], spans)
+        costs = []  # seconds of the path that a layer of each stage takes
+        for part, on_path in zip(layout, critical_path(profile, spans), strict=True):
+            forward_s, backward_s = fleet.mean_layer_s(part.device, recompute=part.recompute)
+            costs.append(on_path.forwards * forward_s + on_path.backwards * backward_s)
+        every = range(len(layout))
+        pairs = [(costs[b] - costs[a], a, b) for a in every for b in every if costs[b] < costs[a]]
+        for _, a, b in sorted(pairs):
+            if layout[a].end > layout[a].start:
+                yield moves.relieved(self._rules, layout, a, b)
 
     def _fastest(
         self, count: int, where: Callable[[Layout], bool] = lambda layout: True
@@ -369,9 +427,24 @@ class Search:
             found.setdefault(len(layout), layout)
         return list(found.values())[:count]
 
-    def _descend(self, layout: Layout, most_tasks: int) -> Layout:
-        """To the fastest neighbour, as long as there is a faster one; further neighbours only where
-        there is none among the near."""
+    def _descents(self, *, few: bool) -> list[Layout]:
+        """Where descents end. They begin at the best layout with one stage per device, at
+        interleaved ones, and then at the best of all that none has come by."""
+        one_each = self._fastest(1, lambda layout: not _has_chunks(layout))
+        ends = [self._descend(start, _MOST_TASKS // 2, guided=False) for start in one_each]
+        several = [*(self._starts(_DESCENTS) if few else ()), *self._wrapped(ends)]
+        spare = _MOST_TASKS - self._tasks
+        for k, start in enumerate(several, start=1):
+            most = _MOST_TASKS - spare * (len(several) + 1 - k) // (len(several) + 1)
+            ends.append(self._descend(start, most))
+        for _ in range(_AGAIN if several else 0):
+            left = (x for x in self._fastest(len(self._quick)) if x not in self._passed)
+            ends += [self._descend(start, _MOST_TASKS) for start in islice(left, 1)]
+        return ends
+
+    def _descend(self, layout: Layout, most_tasks: int, *, guided: bool = True) -> Layout:
+        """To a faster neighbour, as long as there is one: with `guided` one of those that relieve
+        the critical path, else the fastest of the near, else the fastest of further ones."""
         partition = self._partition()
 
         def near() -> Iterator[Layout]:
@@ -389,10 +462,27 @@ class Search:
         better: Layout | None = layout
         while better is not None:
             layout = better
-            better = self._fastest_of(set(near()), layout, most_tasks)
-            if better is None:
-                better = self._fastest_of(set(further()), layout, most_tasks)
+            self._passed.add(layout)
+            better = (
+                (guided and self._first_faster(self._relieved(layout), layout, most_tasks))
+                or self._fastest_of(set(near()), layout, most_tasks)
+                or self._fastest_of(set(further()), layout, most_tasks)
+            )
         return layout
+
+    def _first_faster(
+        self, near: Iterable[Layout], layout: Layout, most_tasks: int
+    ) -> Layout | None:
+        """The first neighbour that is faster by the layout's own schedule, of those not simulated
+        before; None after a few that are not."""
+        now = self._quick[layout]
+        new = (x for x in near if x not in self._quick and self._bound(x) < now)
+        for other in islice(new, _TRIED):
+            if self._tasks > most_tasks:
+                break
+            if self._simulate(other, layout, alone=len(layout) > _MANY) < now:
+                return other
+        return None
 
     def _fastest_of(self, near: set[Layout], layout: Layout, most_tasks: int) -> Layout | None:
         """The fastest of some neighbours, those simulated that promise most; None if none is faster
@@ -465,20 +555,41 @@ def _has_chunks(layout: Layout) -> bool:
     return len({part.device for part in layout}) < len(layout)
 
 
-def _schedules(profile: Profile, micro_batches: int) -> list[tuple[int, Policy]]:
-    """A few windows and policies, of which one is near the best."""
+class _Schedule(NamedTuple):
+    """A way to run a step."""
+
+    max_in_flight: int
+    policy: Policy
+    in_flight_limits: tuple[int, ...]
+
+
+def _schedules(profile: Profile, micro_batches: int, limits: tuple[int, ...]) -> list[_Schedule]:
+    """A few windows and policies, of which one is near the best; no stage stores more forwards than
+    `limits` say. First comes what is best most often."""
     p = profile.num_stages
     bound = step_bound(profile, micro_batches)
     path = math.ceil(profile.path_s * micro_batches / bound) if bound > 0 else p
+    policies = portfolio(profile, micro_batches)
     if profile.num_devices < p:
         least = max(p, path)
-        sizes = {
-            min(micro_batches, size) for size in (least * 5 // 4 + 1, 2 * least, 2 * least + p)
-        }
-        return [(size, policy) for size in sorted(sizes) for policy in (IN_GROUPS, BY_DEPTH)]
+        widest = min(micro_batches, 2 * least + p)
+        narrower = min(micro_batches, least * 5 // 4 + 1)
+        return [
+            _Schedule(size, policy, held)
+            for size in dict.fromkeys((widest, narrower))
+            for policy in policies[1:]
+            for held in [limits if size == widest else _tapered(size, limits)]
+        ]
     few, many = (min(micro_batches, times * max(p, path)) for times in (1, 3))
-    found = [(many, BACKWARD_FIRST), (many, FORWARDS_AHEAD)]
-    return [*found, (few, BACKWARD_FIRST)] if p <= _MANY else found
+    ahead = _tapered(many, limits) if min(limits[:-1], default=many) < micro_batches else limits
+    found = [_Schedule(many, policies[0], limits), _Schedule(many, policies[1], ahead)]
+    return [*found, _Schedule(few, policies[0], limits)] if p <= _MANY else found
+
+
+def _tapered(size: int, limits: tuple[int, ...]) -> tuple[int, ...]:
+    """Fewer forwards towards the end of the pipeline, where they come back sooner."""
+    p = len(limits)
+    return tuple(min(-(-size * (p - k) // p), limit) for k, limit in enumerate(limits))
 
 
 def _without_the_weakest(rules: Rules, layouts: Iterable[Layout]) -> Rules:

@@ -260,7 +260,7 @@ def simulate(
     for stage, device in enumerate(profile.devices):
         limit = max_in_flight if in_flight_limits is None else in_flight_limits[stage]
         limits.setdefault(device, {})[stage] = limit
-    readiness = {device: Readiness(own, policy, len(limits)) for device, own in limits.items()}
+    readiness = {device: Readiness(own, policy) for device, own in limits.items()}
     admission = Admission(micro_batches, max_in_flight)
     nics = _Nics(profile)
     return _Simulator(profile, micro_batches, admission, readiness, nics, spread, spans).run()

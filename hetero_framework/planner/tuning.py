@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from hetero_framework.planner.readiness import BACKWARD_FIRST, Policy
+from hetero_framework.planner.policies import portfolio
+from hetero_framework.planner.readiness import Policy
 from hetero_framework.planner.simulator import (
     Profile,
     SimulatedSpan,
@@ -15,31 +16,6 @@ from hetero_framework.planner.simulator import (
     simulate,
     step_bound,
 )
-
-FORWARDS_AHEAD = Policy(0.0, 1.5, 0.0, 1.0, 0.0)
-"""A forward passes a backward that is not 2/3 as far. Where later stages have less work, as in
-plans of many devices (they begin late), backward first would starve them."""
-
-IN_GROUPS = Policy(1.29, 0.70, -0.39, 0.26, -0.61, grouped=True)
-"""For several stages on a device: deep stages first, and forwards pass backwards that are not
-urgent. It stores few forwards."""
-
-BY_DEPTH = Policy(0.0, 0.6, -2.0, 0.05, 0.05)
-"""For several stages on a device: a micro-batch's backward passes forwards in the stages from about
-0.3 times its number on, so that early stages feed those behind them first. It stores many forwards.
-"""
-
-PORTFOLIO = (
-    BACKWARD_FIRST,
-    IN_GROUPS,
-    BY_DEPTH,
-    Policy(3.45, 1.46, 0.57, 0.84, -1.47),
-    Policy(3.0, 1.5, 0.0, 0.75, -1.5),
-    FORWARDS_AHEAD,
-)
-"""What `tune` tries: all but the last with several stages on a device, else the first and the last.
-The two without a name advance deep stages first, which equal stages need. All but the first were
-found by random search over simulated pipelines (docs/decisions.md)."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +100,17 @@ def tune(
     micro-batches, or of 2 p if that is more, are judged by so many. `in_flight_limits[k]` >= 1 is
     what stage k has memory for.
 
-    `FORWARDS_AHEAD` keeps more forwards, so it has to be 1 % faster than backward first. Of what is
-    within 0.5 % of the fastest for this profile, and then within 0.5 % of the fastest
-    when things go worse, the fewest micro-batches in flight but one and the fewest stored forwards;
-    `max_in_flight` fixes the former. Worse is: edges half as slow again, and also tasks and
-    transfers up to 0.3 longer or shorter, as samples and networks are.
+    With one stage per device any other policy stores more forwards than backward first, so it has
+    to be 1 % faster. Of what is within 0.5 % of the fastest for this profile, and then within 0.5 %
+    of the fastest when things go worse, the fewest micro-batches in flight but one and the fewest
+    stored forwards; `max_in_flight` fixes the former. Worse is: edges half as slow again, and also
+    tasks and transfers up to 0.3 longer or shorter, as samples and networks are.
     """
     p = profile.num_stages
     m = max(1, min(micro_batches, max(_MOST_MICRO_BATCHES, 2 * p)))
     slow = replace(profile, edges=tuple(edge.slower(1.5) for edge in profile.edges))
     cases = list(dict.fromkeys(((profile, 0.0), (slow, 0.0), (slow, _SPREAD))))
-    policies = PORTFOLIO[:-1] if profile.num_devices < p else (BACKWARD_FIRST, FORWARDS_AHEAD)
+    policies = portfolio(profile, m)
     simulations = 2 * len(policies) * len(cases)
     candidates = [max_in_flight] if max_in_flight is not None else _candidates(slow, m, simulations)
     simulated = []
@@ -145,24 +121,21 @@ def tune(
         if in_flight_limits is not None:
             shapes = [tuple(map(min, shape, in_flight_limits)) for shape in shapes]
         for limits in dict.fromkeys(shapes):
-            for policy in policies:
+            for number, policy in enumerate(policies):
                 seconds = _simulated(profile, m, size, policy, limits, 0.0).seconds
-                simulated.append((seconds, size, limits, policy))
-    first = min(seconds for seconds, *_, policy in simulated if policy is BACKWARD_FIRST)
-    simulated = [
-        entry
-        for entry in simulated
-        if entry[3] is not FORWARDS_AHEAD or entry[0] < _WORTH_ITS_MEMORY * first
-    ]
+                simulated.append((seconds, size, limits, number))
+    if profile.num_devices == p:
+        first = min(seconds for seconds, *_, number in simulated if number == 0)
+        simulated = [x for x in simulated if x[3] == 0 or x[0] < _WORTH_ITS_MEMORY * first]
     as_given = _GOOD_ENOUGH * min(seconds for seconds, *_ in simulated)
     fast = []
-    for seconds, size, limits, policy in simulated:
+    for seconds, size, limits, number in simulated:
         if seconds <= as_given:
             others = [
-                _simulated(case, m, size, policy, limits, spread).seconds
+                _simulated(case, m, size, policies[number], limits, spread).seconds
                 for case, spread in cases[1:]
             ]
-            fast.append(([seconds, *others], size, limits, policy))
+            fast.append(([seconds, *others], size, limits, number))
     best = _GOOD_ENOUGH * min(sum(seconds) for seconds, *_ in fast)
     good = sorted(
         (entry for entry in fast if sum(entry[0]) <= best),
@@ -170,7 +143,8 @@ def tune(
     )
     least = good[0][1]
     ample = [entry for entry in good if least < entry[1] <= least + max(1, least // 4)]
-    _, size, limits, policy = (ample or good)[0]
+    _, size, limits, number = (ample or good)[0]
+    policy = portfolio(profile, micro_batches)[number]
     return TunedSchedule(policy, size, limits, profile, micro_batches)
 
 

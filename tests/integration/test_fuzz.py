@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
+from hetero_framework.planner.readiness import BACKWARD_FIRST, DueDates, Policy
 from hetero_framework.planner.tuner import Tuner
-from hetero_framework.planner.tuning import PORTFOLIO, TunedSchedule
+from hetero_framework.planner.tuning import TunedSchedule
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import NUM_WORKERS, Notes, Pool, read_metrics
@@ -59,6 +60,12 @@ def random_sections(dice: random.Random) -> dict[str, Any]:
     }
 
 
+def any_policy(dice: random.Random, num_stages: int) -> Policy:
+    """Tasks due at random."""
+    times = [[dice.uniform(0, 9) for _ in range(4)] for _ in range(num_stages)]
+    return Policy(tuple(DueDates(*stage) for stage in times))
+
+
 def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
     """In place of the schedule's: any window, any limits, any order."""
     real = Tuner.choice
@@ -69,7 +76,7 @@ def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
             found,
             max_in_flight=dice.choice([1, 2, 3, 100]),
             in_flight_limits=tuple(dice.randint(1, 4) for _ in found.in_flight_limits),
-            policy=dice.choice(PORTFOLIO),
+            policy=dice.choice([BACKWARD_FIRST, any_policy(dice, len(found.in_flight_limits))]),
         )
 
     return choice

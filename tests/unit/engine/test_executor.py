@@ -29,11 +29,20 @@ from hetero_framework.errors import HeteroError, ModelError, ProtocolError
 from hetero_framework.models.footprint import Form
 from hetero_framework.models.side import Bundle
 from hetero_framework.planner import simulator
-from hetero_framework.planner.readiness import Admission, Policy, Readiness, Task
+from hetero_framework.planner.policies import by_depth, due_dates, forwards_ahead
+from hetero_framework.planner.readiness import (
+    BACKWARD_FIRST,
+    Admission,
+    DueDates,
+    Policy,
+    Readiness,
+    Task,
+)
 from hetero_framework.planner.simulator import Edge, Profile, simulate
-from hetero_framework.planner.tuning import PORTFOLIO, TunedSchedule
+from hetero_framework.planner.tuning import TunedSchedule
 from tests.unit.device_helpers import QueuedDevice
 
+POLICIES = (BACKWARD_FIRST, forwards_ahead(6), by_depth(6))  # of up to six stages
 TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)
 EVALUATE = StepInfo(step=3, attempt=0, train=False, micro_batches=4, num_items=8)
 SCHEDULE = StepSchedule(in_flight_limits=(8,) * 4)
@@ -162,7 +171,6 @@ def make_executor(
     *,
     device: Device | None = None,
     recorder: Recorder | None = None,
-    num_devices: int = 1,
 ) -> tuple[Executor, Sent]:
     sent = Sent()
     executor = Executor(
@@ -170,7 +178,6 @@ def make_executor(
         device or open_device("cpu"),
         recorder or Recorder(0),
         sent,
-        num_devices=num_devices,
     )
     return executor, sent
 
@@ -283,12 +290,10 @@ def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed:
     """Stages 0 and 2 in one process, 1 and 3 in another, frames delivered in any order."""
     draw = random.Random(seed)
     stages = [FakeStage(k, first=k == 0, last=k == 3) for k in range(4)]
-    executors, outboxes = zip(
-        *(make_executor(stages[i::2], num_devices=2) for i in (0, 1)), strict=True
-    )
+    executors, outboxes = zip(*(make_executor(stages[i::2]) for i in (0, 1)), strict=True)
     buffers = Buffers()
     schedule = StepSchedule(
-        in_flight_limits=(draw.randint(1, 6),) * 4, policy=draw.choice(PORTFOLIO)
+        in_flight_limits=(draw.randint(1, 6),) * 4, policy=draw.choice(POLICIES)
     )
     for executor in executors:
         executor.begin(replace(TRAIN, micro_batches=6), schedule)
@@ -324,9 +329,8 @@ def test_policy_of_the_step_decides_among_what_is_ready() -> None:
     stages = [FakeStage(0, first=True), FakeStage(2)]
     executor, _ = make_executor(stages)
     buffers = Buffers()
-    executor.begin(
-        TRAIN, StepSchedule(in_flight_limits=(8,) * 4, policy=Policy(1e9, 1.0, 0.0, 0.0, -1.0))
-    )
+    policy = Policy(tuple(DueDates(-k, 0.0, 9.0, 1.0) for k in range(4)))
+    executor.begin(TRAIN, StepSchedule(in_flight_limits=(8,) * 4, policy=policy))
     order: list[tuple[Any, ...]] = []
     for stage in stages:
         stage.calls = order
@@ -756,10 +760,7 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
     stages = [FakeStage(k, first=k == 0, last=k == p - 1) for k in range(p)]
     devices = list(dict.fromkeys(profile.devices))
     executors = {
-        d: make_executor(
-            [s for s in stages if profile.devices[s.index] == d], num_devices=len(devices)
-        )
-        for d in devices
+        d: make_executor([s for s in stages if profile.devices[s.index] == d]) for d in devices
     }
     for executor, _ in executors.values():
         executor.begin(
@@ -860,7 +861,7 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
     return ran.tasks
 
 
-@pytest.mark.parametrize("policy", PORTFOLIO)
+@pytest.mark.parametrize("policy", [*POLICIES, None])
 @pytest.mark.parametrize(
     "profile",
     [
@@ -872,10 +873,11 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
 )
 @pytest.mark.parametrize("limits", [2, 3, 9])
 def test_executor_runs_the_tasks_in_the_order_that_is_simulated(
-    profile: Profile, policy: Policy, limits: int, monkeypatch: pytest.MonkeyPatch
+    profile: Profile, policy: Policy | None, limits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chained and interleaved stages, a relay, slow edges: the same times, the same order."""
     m, in_flight_limits = 12, (limits,) * profile.num_stages
+    policy = due_dates(profile, m, 0.2) if policy is None else policy
     schedule = TunedSchedule(policy, 8, in_flight_limits, profile, m)
     simulated = simulated_order(profile, m, schedule, monkeypatch)
     assert executed_order(profile, m, schedule) == simulated

@@ -20,7 +20,6 @@ from hetero_framework.core.messages import (
     Message,
     SideForm,
     Step,
-    TaskOrder,
 )
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.engine import expectation
@@ -183,8 +182,7 @@ def test_who_waits_for_a_step_in_vain_is_let_go(ends: str, monkeypatch: pytest.M
 
 def test_readers_hear_of_steps_and_inputs_before_the_computing_thread() -> None:
     awaited = made()
-    order = TaskOrder(0.0, 0.0, 0.0, 0.0, 0.0, False)
-    step = Step(0, 2, True, 2, 1, 1.0, False, 0, (1, 1, 1, 1), order, ())
+    step = Step(0, 2, True, 2, 1, 1.0, False, 0, (1, 1, 1, 1), (), ())
     awaited.hear(Message(step))
     inputs = Inputs(0, 2, 1, 0, ("labels",), {"attention_mask": (2, 6)})
     awaited.hear(Message(inputs, (to_wire(torch.zeros(2, 6, dtype=torch.int32)),)))

@@ -27,10 +27,14 @@ from hetero_framework.engine.stage_api import (
     StepInfo,
     StepSchedule,
 )
-from hetero_framework.planner.tuning import PORTFOLIO
+from hetero_framework.planner.readiness import DueDates, Policy
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
 ADDRESS = {"step": 3, "attempt": 1, "stage": 2, "micro_batch": 5}
+
+
+DUE_DATES = st.builds(DueDates, *[st.floats(allow_nan=False, allow_infinity=False)] * 4)
+POLICIES = st.lists(DUE_DATES, max_size=6).map(lambda stages: Policy(tuple(stages)))
 
 
 def travelled(message: Message) -> Message:
@@ -42,7 +46,7 @@ def travelled(message: Message) -> Message:
 
 @given(
     st.lists(st.integers(1, 99), min_size=1, max_size=6),
-    st.sampled_from(PORTFOLIO),
+    POLICIES,
     st.frozensets(st.integers(0, 5)),
     st.booleans(),
 )

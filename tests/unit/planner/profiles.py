@@ -5,18 +5,23 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from hetero_framework.planner.policies import by_depth, forwards_ahead
+from hetero_framework.planner.readiness import BACKWARD_FIRST, DueDates, Policy
 from hetero_framework.planner.simulator import Edge, Profile
-from hetero_framework.planner.tuning import PORTFOLIO
 
 SLOW = 70.26  # milliseconds on the wire, of an activation and of a gradient
-POLICIES = st.sampled_from(PORTFOLIO)
+_MOST_STAGES = 5
+_DUE_DATES = st.builds(DueDates, *[st.integers(-9, 9), st.integers(0, 3)] * 2)
+POLICIES = st.sampled_from(
+    (BACKWARD_FIRST, forwards_ahead(_MOST_STAGES), by_depth(_MOST_STAGES))
+) | st.tuples(*[_DUE_DATES] * _MOST_STAGES).map(Policy)
 SIMULATIONS = settings(max_examples=150, deadline=None)
 
 
 @st.composite
 def profiles(draw: st.DrawFn, *, least: int = 0, free: bool = False) -> Profile:
     """Up to five stages on up to three devices; boundaries of every kind, or free ones."""
-    p = draw(st.integers(1, 5))
+    p = draw(st.integers(1, _MOST_STAGES))
     times = st.lists(st.integers(least, 9), min_size=p, max_size=p)
     wire = st.integers(0, 0 if free else 30)
     edge = st.builds(Edge, wire, wire, wire, st.none() | st.integers(0, 3))

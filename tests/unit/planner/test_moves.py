@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from hetero_framework.planner import FleetProfile
 from hetero_framework.planner.enumeration import Enumeration
 from hetero_framework.planner.layout import Part
-from hetero_framework.planner.moves import closed, interleaved, joined, shifted, split, toggled
+from hetero_framework.planner.moves import (
+    closed,
+    interleaved,
+    joined,
+    relieved,
+    shifted,
+    split,
+    toggled,
+    wrapped,
+)
 from tests.unit.planner.fleets import GB, device, fleet_of, profiles_of_fleets, rules_of
 
 
@@ -21,6 +30,9 @@ def test_whatever_is_made_of_a_layout_holds_all_layers_and_only_its_ends_may_hol
     for layout in Enumeration(rules, 1e9, nodes=10**6).layouts():
         made = [interleaved(rules, layout, chunks), closed(rules, layout), *shifted(layout)]
         made += [*shifted(layout, count=2), *split(rules, layout), *joined(rules, layout)]
+        made += [wrapped(rules, layout, n, 0.4) for n in range(len(layout) + 1)]
+        places = [k for k, part in enumerate(layout) if part.start < part.end]
+        made += [relieved(rules, layout, a, b) for a in places for b in places if a != b]
         for found in filter(None, made):
             assert [part.start for part in found] == [0, *(part.end for part in found[:-1])]
             assert found[-1].end == profile.layers
@@ -43,6 +55,28 @@ def test_whoever_held_the_head_alone_is_left_out_when_the_coordinator_takes_it()
         (2, 2, 4),
         (0, 4, 6),
     ]
+
+
+def test_the_first_devices_come_again_behind_all() -> None:
+    rules = rules_of(fleet_of(*(device(k or "local") for k in range(3)), layers=12), chunks=True)
+    layout = (Part(0, 0, 1), Part(1, 1, 6), Part(2, 6, 12, False, True))
+    made = [wrapped(rules, layout, 2, share) for share in (0.4, 0.0)]
+    assert [[(part.device, part.end - part.start) for part in found] for found in made] == [
+        [(0, 0), (1, 2), (2, 6), (0, 1), (1, 3)],
+        [(0, 0), (1, 1), (2, 6), (0, 1), (1, 4)],
+    ]
+
+
+def test_a_stage_that_gives_its_last_layer_is_no_more() -> None:
+    rules = rules_of(fleet_of(*(device(k or "local") for k in range(3)), layers=6), chunks=True)
+    layout = (Part(0, 0, 2), Part(1, 2, 3), Part(2, 3, 5, False, True), Part(1, 5, 6, False, True))
+    found = relieved(rules, layout, 1, 0)
+    assert [(part.device, part.start, part.end) for part in found] == [
+        (0, 0, 3),
+        (2, 3, 5),
+        (1, 5, 6),
+    ]
+    assert relieved(rules, layout, 2, 0)[2] == Part(2, 4, 5, False, True)
 
 
 def test_all_in_front_compute_again_at_once_where_memory_is_short() -> None:

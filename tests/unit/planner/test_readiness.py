@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +10,7 @@ from hetero_framework.planner.readiness import (
     BACKWARD_FIRST,
     FORWARD,
     Admission,
+    DueDates,
     Policy,
     Readiness,
     Task,
@@ -23,8 +23,8 @@ TASKS = st.builds(Task, KINDS, st.integers(0, 5), st.integers(0, 20))
 # ---- the policy
 
 
-def choose(ready: Iterable[Task], policy: Policy = BACKWARD_FIRST, num_devices: int = 1) -> Task:
-    return min(ready, key=lambda task: policy.key(task, num_devices))
+def choose(ready: Iterable[Task], policy: Policy = BACKWARD_FIRST) -> Task:
+    return min(ready, key=policy.key)
 
 
 @given(st.sets(TASKS, min_size=1))
@@ -38,18 +38,13 @@ def test_choose_backward_first_then_the_oldest_then_the_deepest(ready: set[Task]
     assert chosen.stage == max(t.stage for t in same if t.micro_batch == chosen.micro_batch)
 
 
-def test_policy_weighs_age_and_depth() -> None:
-    policy = Policy(0.5, 1.0, 0.0, 1.0, -2.0)
-    backward, deep, old = Task(BACKWARD, 0, 0), Task(FORWARD, 2, 3), Task(FORWARD, 0, 2)
+def test_what_is_due_first_is_chosen() -> None:
+    policy = Policy((DueDates(0.0, 1.0, 0.5, 1.0), DueDates(-4.0, 1.0, 9.0, 0.0)))
+    backward, deep, old = Task(BACKWARD, 0, 0), Task(FORWARD, 1, 3), Task(FORWARD, 0, 2)
     assert choose([backward, deep, old], policy) == deep  # 3 - 4 < 0.5 < 2
     assert choose([backward, old], policy) == backward
-
-
-def test_policy_that_groups_takes_a_whole_group_through_the_deeper_stage_first() -> None:
-    policy = Policy(9.0, 1.0, 0.0, 1.0, -0.5, grouped=True)
-    young_and_deep, old = Task(FORWARD, 2, 7), Task(FORWARD, 0, 4)
-    assert choose([young_and_deep, old], policy, num_devices=4) == young_and_deep
-    assert choose([young_and_deep, old], replace(policy, grouped=False), num_devices=4) == old
+    assert choose([Task(BACKWARD, 0, 2), old], policy) == old  # 2.5 > 2
+    assert choose([Task(BACKWARD, 1, 5), Task(FORWARD, 0, 9)], policy) == Task(BACKWARD, 1, 5)
 
 
 # ---- what may run
@@ -57,7 +52,7 @@ def test_policy_that_groups_takes_a_whole_group_through_the_deeper_stage_first()
 
 def ready(limit: int = 1, *tasks: Task) -> Readiness:
     """The readiness of a device with stages 0 and 2, where these tasks' tensors have come."""
-    readiness = Readiness({0: limit, 2: limit}, BACKWARD_FIRST, num_devices=2)
+    readiness = Readiness({0: limit, 2: limit}, BACKWARD_FIRST)
     for task in tasks:
         readiness.arrived(task)
     return readiness

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_framework.planner.policies import forwards_ahead
 from hetero_framework.planner.readiness import BACKWARD_FIRST
 from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
-from hetero_framework.planner.tuning import FORWARDS_AHEAD, default_max_in_flight, tune
+from hetero_framework.planner.tuning import default_max_in_flight, tune
 from tests.unit.planner.profiles import SLOW, equal, interleaved, profiles
 
 
@@ -39,7 +40,7 @@ def test_tune_feeds_later_stages_that_have_less_work() -> None:
     work = [0.9**k for k in range(12)]
     profile = Profile.of(work, [2 * seconds for seconds in work])
     choice = tune(profile, 32)
-    assert choice.policy == FORWARDS_AHEAD
+    assert choice.policy == forwards_ahead(12)
     limits = choice.in_flight_limits
     first = simulate(profile, 32, choice.max_in_flight, in_flight_limits=limits)
     assert choice.forecast.seconds < 0.98 * first.seconds
