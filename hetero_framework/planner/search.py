@@ -41,43 +41,48 @@ from hetero_framework.planner.simulator import (
 )
 from hetero_framework.planner.tuning import TunedSchedule, tune
 
-_DEPTHS = (1.0, 0.4)
-_LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)
-_DOUBLINGS = 12
-_PRECISION = 0.01
-_ORDERS = 400
+# Candidates.
+_DEPTHS = (1.0, 0.4)  # shares of the micro-batches in flight that stages are to have memory for
+_LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)  # times the shortest step, for which there are seeds
+_DOUBLINGS = 12  # of a step that is too short
+_PRECISION = 0.01  # of the shortest step
 _SEEDS = 6
-_BEAM = 2_000
+_BEAM = 2_000  # partial layouts that are kept, for all pairs of devices together
 _LEAST_BEAM = 12
-_CLIMB = 40
-_SIMULATED = 24
-_DESCENTS = 4
-_FINALISTS = 2
-_FINAL_TASKS = 3_000
-_NEIGHBOURS = 10
-_TRIED = 8  # neighbours that take most from the critical path
-_FRONT = (0.3, 0.5, 0.7)  # of the devices
-_SHARES = (0.25, 0.4)  # of their layers
-_WRAPPED = 3
-_AGAIN = 2
-_PROMISING = 1.2  # of the best step
-_NO_FASTER = 1.005  # times as long: no schedule will make it faster
-_QUICK_TASKS = 1_500  # of one quick simulation
-_MOST_TASKS = 150_000  # of all quick simulations
-_STAGES = 30_000  # that are scored in each other part of the search
-_NODES = (20_000, 40_000)  # of the proof, for many devices and for few
-_FEW = 6
-_CHUNKS = (2, 3, 4, 5, 6, 8)
+_CLIMB = 40  # moves by bounds
+_ORDERS = 400  # of devices, in all
+_STAGES = 30_000  # that are scored in each part of the search
+_SHARPNESS = 20  # of the mean that stands for a step
 _MANY = 8  # stages; of more, fewer chunks are tried
+_CHUNKS = (2, 3, 4, 5, 6, 8)
 _CHUNKS_OF_MANY = (2, 3)
-_PROOF_STAGES = 120_000  # that are scored in the proof for few devices
-_PROOF_TASKS = 200_000
-_TUNED = 60  # times as many tasks are simulated to tune a layout as it has
-_HOPELESS = 1.03  # of the best step: where simple windows take longer no schedule will do
+_FRONT = (0.3, 0.5, 0.7)  # of the devices come again behind all
+_SHARES = (0.25, 0.4)  # of their layers are in front
 _MOST_DEVICES = 96
 _MOST_CHAINED = 64  # of a chain
 _SHORTER = 8  # lengths of a chain that are tried
-_SHARPNESS = 20
+
+# Simulation. A task is a forward or a backward of one micro-batch.
+_SIMULATED = 24  # candidates with one stage per device
+_QUICK_TASKS = 1_500  # of one quick simulation
+_MOST_TASKS = 150_000  # of all quick simulations
+_DESCENTS = 4  # from interleaved layouts of different numbers of stages
+_WRAPPED = 3  # from those in which the first devices come again
+_PROMISING = 1.2  # times the best step: those that take longer are no such start
+_AGAIN = 2  # descents from the best of what the others have not come by
+_NEIGHBOURS = 10  # that bounds promise most of
+_TRIED = 8  # that take most from the critical path
+_NO_FASTER = 1.005  # times as long: no schedule will make it faster
+_FEW = 6  # devices
+_FINALISTS = 2  # that are tuned, and three times as many where steps are short:
+_FINAL_TASKS = 3_000
+
+# Proof.
+_NODES = (20_000, 40_000)  # of the enumeration, for many devices and for few
+_PROOF_STAGES = 120_000  # that are scored for few devices
+_PROOF_TASKS = 200_000
+_TUNED = 60  # times as many tasks are simulated to tune a layout as it has
+_HOPELESS = 1.03  # of the best step: where simple windows take longer no schedule will do
 _EXACTLY = 1e-9
 
 
@@ -139,7 +144,7 @@ class Search:
         self._by: dict[Layout, int] = {}  # which of the schedules took that
         self._tasks = self._orders = 0
         self._passed: set[Layout] = set()  # by descents
-        self._spans: tuple[Layout, list[SimulatedSpan]] | None = None  # of the last one
+        self._recorded: tuple[Layout, list[SimulatedSpan]] = ((), [])  # the last that was
         self._stages_left = _STAGES
         chained = self._along_chains()
         self._rules = _without_the_weakest(rules, chained)
@@ -317,11 +322,10 @@ class Search:
         if not self._rules.chunks or self._rules.pins:
             return []
         found = {}
-        for layout, part, share in product(layouts, _FRONT, _SHARES):
-            wrapped = moves.wrapped(self._rules, layout, round(part * len(layout)), share)
-            if not _has_chunks(wrapped):
-                continue
-            found[wrapped] = self._simulate(wrapped, alone=True)
+        for layout, front, share in product(layouts, _FRONT, _SHARES):
+            wrapped = moves.wrapped(self._rules, layout, round(front * len(layout)), share)
+            if _has_chunks(wrapped):
+                found[wrapped] = self._simulate(wrapped, alone=True)
         most_s = _PROMISING * min(self._quick.values())
         fit = [layout for layout, seconds in found.items() if seconds < most_s]
         return heapq.nsmallest(_WRAPPED, fit, key=found.__getitem__)
@@ -366,8 +370,10 @@ class Search:
             schedules.sort(key=lambda entry: entry[0] != self._by[like])
         found = []
         for number, schedule in schedules:
-            self._spans = (layout, []) if alone else None
-            taken = self._run(profile, m, schedule, self._spans and self._spans[1])
+            spans: list[SimulatedSpan] | None = [] if alone else None
+            taken = self._run(profile, m, schedule, spans)
+            if spans is not None:
+                self._recorded = (layout, spans)
             found.append((taken + rest_s, number))
             if alone or (like is not None and taken + rest_s > _NO_FASTER * self._quick[like]):
                 break
@@ -400,9 +406,8 @@ class Search:
         fleet, limits = self._fleet, self._fleet.memory_limits(layout)
         assert limits is not None  # it was simulated
         profile, m = fleet.pipeline(layout), self._judged(layout)
-        if self._spans is not None and self._spans[0] == layout:
-            spans = self._spans[1]
-        else:
+        recorded, spans = self._recorded
+        if recorded != layout:
             spans = []
             self._run(profile, m, _schedules(profile, m, limits)[self._by[layout]], spans)
         costs = []  # seconds of the path that a layer of each stage takes
