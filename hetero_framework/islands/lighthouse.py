@@ -73,17 +73,20 @@ class Lighthouse:
         # Its address has this machine's host name in it, which need not be known to anybody.
         self.port = int(self._server.address().rpartition(":")[2])
         url, patience = f"http://127.0.0.1:{self.port}", timedelta(seconds=_RPC_S)
-        self._client = torchft.LighthouseClient(url, connect_timeout=patience)
+        self._client: Any = torchft.LighthouseClient(url, connect_timeout=patience)
 
     def beat(self, id: str) -> None:
         """For the island that is called so here."""
+        if (client := self._client) is None:
+            return
         with contextlib.suppress(*_FAILED):  # it is ending
-            self._client.heartbeat(id, timedelta(seconds=_RPC_S))
+            client.heartbeat(id, timedelta(seconds=_RPC_S))
 
     def __enter__(self) -> Lighthouse:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._client = None  # a connection ends with its client, in torchft
         self._server.shutdown()
 
 

@@ -24,11 +24,11 @@ from benchmarks.replanning import Here
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.engine.loading import load_stages
-from hetero_framework.islands.lighthouse import _quiet
 from hetero_framework.islands.tunnel import Entrance
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import Notes
+from tests.optional import need_torchft
 from tests.samples import free_ports, save_llama, save_texts, save_tokenizer
 
 pytestmark = pytest.mark.islands
@@ -40,8 +40,7 @@ NUM_TEXTS = 4 * SAMPLES - 1  # an epoch's last step is short
 
 @pytest.fixture(scope="module", autouse=True)
 def torchft() -> None:
-    with _quiet():
-        pytest.importorskip("torchft.coordination")
+    need_torchft()
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetero_framework.islands import lighthouse
 from hetero_framework.islands.lighthouse import Lighthouse
 from hetero_framework.trainer import islands
 from hetero_framework.trainer.outer_rounds import OuterRounds
 from tests.integration.conftest import Pool
 from tests.integration.test_islands import harbour, island  # noqa: F401
 from tests.islands import train_islands
+from tests.optional import need_torchft
 from tests.samples import WORDS
 
 pytestmark = [
@@ -89,8 +89,7 @@ class Kept:
 
 @pytest.fixture(scope="module", autouse=True)
 def torchft() -> None:
-    with lighthouse._quiet():
-        pytest.importorskip("torchft.coordination")
+    need_torchft()
 
 
 @pytest.fixture

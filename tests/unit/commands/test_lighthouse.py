@@ -19,13 +19,13 @@ from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
 from hetero_framework.errors import IdentityError, NetworkError, StoppedEarly, UserError
-from hetero_framework.islands import lighthouse
 from hetero_framework.islands.lighthouse import rendezvous_at
 from hetero_framework.islands.rendezvous import Member, Rendezvous
 from hetero_framework.islands.tunnel import Entrance
 from hetero_framework.security.access import Keyed, KeyOptions
 from hetero_framework.security.keys import KeyDirectory
 from tests.certificates import keys_of
+from tests.optional import need_torchft
 from tests.samples import free_ports
 
 
@@ -120,8 +120,7 @@ class Process:
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Process]:
-    with lighthouse._quiet():
-        pytest.importorskip("torchft.coordination")
+    need_torchft()
     keys_of(tmp_path / "keys" / "islands", "local", kind=ISLANDS)
     found = Process(tmp_path / "keys", free_ports(1)[0])
     try:

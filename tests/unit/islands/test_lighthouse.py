@@ -35,13 +35,10 @@ from hetero_framework.islands.rendezvous import Member, View
 from hetero_framework.islands.tunnel import Entrance
 from hetero_framework.security.access import LOOPBACK_ONLY, Keyed
 from tests.certificates import keys_of
+from tests.integration.conftest import leaving_nothing
+from tests.optional import need_torchft
 
 WAIT_S = 30.0
-
-
-def need_torchft() -> None:
-    with lighthouse._quiet():
-        pytest.importorskip("torchft.coordination")
 
 
 class Islands:
@@ -372,6 +369,13 @@ def test_missing_torchft_is_said_with_what_to_install(
     with pytest.raises(UserError, match="islands need torchft") as found:
         Lighthouse()
     assert re.search(hint, str(found.value.hint))
+
+
+def test_a_lighthouse_that_has_ended_keeps_no_connection() -> None:
+    need_torchft()
+    with leaving_nothing(), Lighthouse() as server:
+        server.beat("a:1")
+    server.beat("a:1")  # whoever has not noticed yet
 
 
 def test_torchft_that_is_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
