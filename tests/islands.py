@@ -72,6 +72,8 @@ class Berth:
     def members(self, timeout_s: float) -> View:
         return self._harbour.next_view(self._member, timeout_s)
 
+    in_reach = True
+
     def note(self, finished: Finished) -> None:
         self._harbour.notes.answer(notes.noting(finished))
 

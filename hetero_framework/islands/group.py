@@ -38,7 +38,8 @@ POSITIONS = 0
 """The number of a circle's first exchange."""
 STATE = 1
 _MEET_S = 1.0
-"""Who has a view is there so quickly, unless it finishes a step first."""
+"""Who has a view is there so quickly, unless it finishes a step first. After that a meeting is
+begun again by the next view, also where that has the same members."""
 _ASK_S = 3600.0
 _RETRY_S = 1.0
 _log = logging.getLogger(__name__)
@@ -164,9 +165,18 @@ class Group:
         """Whether this island waits for the others: it does not stall."""
         return self._waiting_since is not None
 
+    def look_ahead(self) -> None:
+        """Ask for the next view, which comes while this island has something else to wait for, so
+        that others can join."""
+        asking, circle = self._asking, self.circle
+        answered = asking is not None and asking.done() and circle is not None
+        if answered and _gives(asking, circle.view):  # type: ignore[arg-type, union-attr]
+            self._asking = None  # who has come since is not in it
+        self._ask()
+
     def stay(self) -> bool:
-        """Before a step: whether the members are as they were, as far as is known. Asks for the
-        next view, which comes while the step runs, so that others can join."""
+        """Before a step: whether the members are as they were, as the view says that was asked for
+        ahead. Without one, or a lighthouse that answers, they are what is known."""
         circle = self.circle
         if circle is None:
             return False
@@ -179,7 +189,6 @@ class Group:
         except MemberLost:
             self._answered = view  # the others have not dropped it either
             return False
-        self._ask()
         return True
 
     def join(self, position: Position) -> Joined:
@@ -232,8 +241,10 @@ class Group:
         """The answer to what `stay` asked; None where the lighthouse has not given one."""
         if self._asking is None:
             return None
+        self._wait(self._asking, lambda: self._rendezvous.in_reach)
+        if not self._asking.done():
+            return None  # it comes when the lighthouse is there again
         asking, self._asking = self._asking, None
-        self._wait(asking)
         error = asking.exception()
         if isinstance(error, (NetworkError, PeerAwayError)):
             _log.warning("%s; the members stay as they are", error.message)
@@ -265,10 +276,10 @@ class Group:
             return True
         return self._has_met and not isinstance(error, IdentityError)
 
-    def _wait(self, asking: Future[View]) -> None:
+    def _wait(self, asking: Future[View], helps: Callable[[], bool] = lambda: True) -> None:
         before, self._waiting_since = self._waiting_since, self._waiting_since or time.monotonic()
         try:
-            while not asking.done():
+            while not asking.done() and helps():
                 self._check()
                 _settled(asking, timeouts.ANSWER_TICK_S)
         finally:
@@ -282,7 +293,7 @@ class Group:
 
     def _met(self, view: View, position: Position) -> Joined:
         failpoints.hit("island-meet")
-        circle = self._links.meet(view, _ASK_S, self._newer_view(time.monotonic()))
+        circle = self._links.meet(view, _ASK_S, self._newer_view(view))
         circle.say(POSITIONS, "position", info=position.as_said())
         positions = {circle.me: position}
         for name in circle.others:
@@ -331,14 +342,17 @@ class Group:
             self._asking = in_background(lambda: self._rendezvous.members(_ASK_S), "next view")
         return self._asking
 
-    def _newer_view(self, began: float) -> Check:
+    def _newer_view(self, view: View) -> Check:
         """A check that ends a meeting to which not all come, since they died or wait for the next
-        view: after a moment this island asks for that, too. Those that only finish a step before
-        they come have not asked, so there is no other one before they are here."""
+        view: this island asks for that, too. Those that only finish a step before they come have
+        not asked, so there is no other one before they are here."""
+        began = time.monotonic()
 
         def check() -> None:
             self._check()
-            if time.monotonic() - began > _MEET_S and self._ask().done():
+            asked = self._ask()
+            is_late = time.monotonic() - began > _MEET_S
+            if asked.done() and (is_late or not _gives(asked, view)):
                 lacking = [*self._links.lacking, self._links.member.name]
                 raise MemberLost(lacking[0], "no link to it came up, and the members may be others")
 
@@ -353,6 +367,11 @@ class Group:
             f" {ours.get(key)!r} here, and {theirs.get(key)!r} there",
             hint="the configurations of all islands must agree in all but machines and plan",
         )
+
+
+def _gives(asked: Future[View], view: View) -> bool:
+    """Whether the answer that has come is this view, or one of the same members."""
+    return asked.exception() is None and asked.result().key == view.key
 
 
 def _settled(future: Future[Any], timeout_s: float) -> None:

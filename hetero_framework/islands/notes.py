@@ -19,6 +19,8 @@ OPENING = b"hetero-islands "
 """A link that begins so is for the notes."""
 CLOCK = OPENING + b"clock\n"
 """Asks what time it is there."""
+SINCE = OPENING + b"since\n"
+"""Asks for how long islands have been there."""
 OF_ISLAND = OPENING + b"of "
 """So begins a line before the bytes of torchft's client: whose link it is."""
 MAX_BYTES = 8192
@@ -89,6 +91,19 @@ def clock(answer: bytes) -> float | None:
         return float(json.loads(answer)["clock"])
     except _NOT_SUCH:
         return None
+
+
+def since_line(seconds: float) -> bytes:
+    """The answer to SINCE."""
+    return json.dumps({"since_s": seconds}).encode() + b"\n"
+
+
+def since_s(answer: bytes) -> float:
+    """What a lighthouse answers to SINCE; 0 where it is no such answer."""
+    try:
+        return float(json.loads(answer)["since_s"])
+    except _NOT_SUCH:
+        return 0.0
 
 
 def _line(finished: Finished | None) -> bytes:

@@ -57,6 +57,11 @@ class Rendezvous(Protocol):
         NetworkError when it cannot be asked for, PeerAwayError when the others did not ask in time,
         and ConfigError when another living island has this one's name."""
 
+    @property
+    def in_reach(self) -> bool:
+        """Whether an answer can be expected soon after all have asked."""
+        return True
+
     def note(self, finished: Finished) -> None:
         """Leave word of it for members that come when all others are gone. Raises nothing."""
 

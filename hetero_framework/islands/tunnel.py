@@ -164,6 +164,9 @@ class Entrance(_Passage):
                 _log.warning("refused %s: it says that it is %r", who, id[:80])
                 return
             heard = partial(self._presence.heard, stream, id)
+        elif first == notes.SINCE:
+            _write(stream, notes.since_line(self._presence.since_s()), _DIAL_S)
+            return
         elif first.startswith(notes.OPENING):
             _write(stream, self._notes.answer(first), _DIAL_S)
             return

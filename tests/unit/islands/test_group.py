@@ -21,6 +21,7 @@ from hetero_framework.errors import (
     PeerAwayError,
     ProtocolError,
 )
+from hetero_framework.islands import group as module
 from hetero_framework.islands import notes
 from hetero_framework.islands.group import Group, Joined, Position, behind, source_of
 from hetero_framework.islands.links import IslandLinks
@@ -140,6 +141,8 @@ class Answers:
             raise answer
         return answer
 
+    in_reach = True
+
     def close(self) -> None:
         with self._there:
             self.closed = True
@@ -256,9 +259,9 @@ def test_members_stay_while_the_lighthouse_is_away(start: Open, logged: list[str
     a, b = start("a"), start("b")
     joined({a: at(0), b: at(0)})
     for trouble in (NetworkError("no lighthouse"), PeerAwayError("nobody asks")):
-        assert a.group.stay()
+        a.group.look_ahead()
         a.answers.put(trouble)
-    assert a.group.stay()
+        assert a.group.stay()
     assert any("no lighthouse; the members stay as they are" in line for line in logged)
 
 
@@ -289,9 +292,9 @@ def test_another_error_of_the_lighthouse_ends_the_run(start: Open) -> None:
 def test_who_is_new_is_let_in_before_the_next_step(start: Open) -> None:
     a, b, c = start("a"), start("b"), start("c")
     joined({a: at(0), b: at(0)})
-    assert a.group.stay()
-    assert b.group.stay()
     newcomer = c.joins(at(0))
+    a.group.look_ahead()
+    b.group.look_ahead()
     for one in (a, b, c):
         one.answers.put(view_of(a, b, c))
     assert not a.group.stay()
@@ -301,8 +304,44 @@ def test_who_is_new_is_let_in_before_the_next_step(start: Open) -> None:
         assert found.result(WAIT_S).behind == ("c",)
 
 
-def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(start: Open) -> None:
+def test_an_answer_from_before_a_step_says_nothing_of_those_that_came_in_it(start: Open) -> None:
+    a, b = start("a"), start("b")
+    joined({a: at(0), b: at(0)})
+    for one in (a, b):
+        one.group.look_ahead()
+        one.answers.put(view_of(a, b))
+        wait_for([one.group._ask()], WAIT_S)
+    newcomer = start("c")
+    waiting = newcomer.joins(at(0))
+    for one in (a, b):
+        one.group.look_ahead()
+    for one in (a, b, newcomer):
+        one.answers.put(view_of(a, b, newcomer))
+    assert not a.group.stay()
+    assert not b.group.stay()
+    asked = [one.joins(at(4, "x", trains=True)) for one in (a, b)]
+    assert [found.result(WAIT_S).behind for found in [waiting, *asked]] == [("c",)] * 3
+
+
+def test_members_that_are_not_answered_go_on_without_waiting(start: Open) -> None:
+    """What they have asked is answered when the lighthouse is there again."""
+    a, b = start("a"), start("b")
+    joined({a: at(0), b: at(0)})
+    a.group.look_ahead()
+    a.answers.in_reach = False
+    assert a.group.stay()
+    assert a.group.stay()
+    a.group.look_ahead()
+    a.answers.in_reach = True
+    a.answers.put(view_of(a))
+    assert not a.group.stay()
+
+
+def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(
+    start: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One member has died or waits for the next view: it would dial, or be dialled."""
+    monkeypatch.setattr(module, "_MEET_S", 2 * WAIT_S)
     for here, away in (("a", "b"), ("d", "c")):
         one, other = start(here), start(away)
         one.answers.put(view_of(one, other))
@@ -323,6 +362,7 @@ def test_who_finishes_a_step_first_is_waited_for(start: Open) -> None:
     assert early.result(WAIT_S).source == "a"
     b.answers.put(view_of(a, b))
     assert b.group.stay()  # by the answer to what it asked then
+    b.group.look_ahead()
     b.answers.until_asked(3)
 
 
@@ -330,15 +370,14 @@ def test_an_answer_that_came_before_a_member_was_lost_is_used(start: Open) -> No
     """Else who dropped it and who did not would wait for each other."""
     a, b = start("a"), start("b")
     first = joined({a: at(0), b: at(0)})
-    assert a.group.stay()
-    assert b.group.stay()
+    a.group.look_ahead()
+    b.group.look_ahead()
     first[1].circle.close("")
     for one in (a, b):
         one.answers.put(view_of(a, b))
     assert not b.group.stay()
     asked = [one.joins(at(0)) for one in (a, b)]
     assert [found.result(WAIT_S).circle.members for found in asked] == [("a", "b")] * 2
-    assert b.answers.asked == 2
 
 
 def test_check_ends_the_waiting_for_others(start: Open) -> None:

@@ -36,6 +36,8 @@ class Answers:
         assert self.me is not None
         return View.of([self.me])
 
+    in_reach = True
+
     def note(self, finished: Any) -> None: ...
 
     def finished(self, run: str, facts: str, since_s: float) -> None: ...

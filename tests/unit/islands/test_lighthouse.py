@@ -296,6 +296,26 @@ def test_an_island_is_waited_for_while_its_link_lives_and_not_after(
         assert names(asked.result(WAIT_S)) == ["a"]
 
 
+def test_where_islands_have_been_for_long_nobody_waits_before_it_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    need_torchft()
+    with Lighthouse() as server, ExitStack() as stack:
+        listener = Listener("127.0.0.1", 0)
+        entrance = Entrance(listener, LOOPBACK_ONLY, server.port, server.beat)
+        stack.callback(entrance.close)
+        monkeypatch.setattr(entrance._presence, "since_s", lambda: 20 * WAIT_S)
+        for name in ("a", "b"):
+            address, member = ("127.0.0.1", entrance.port), Member(name, "1", f"{name}.invalid:1")
+            made = rendezvous_at(address, LOOPBACK_ONLY, member, lambda: False)
+            assert isinstance(made, TorchftRendezvous)
+            stack.callback(made.close)
+            made._settle_s = 10 * WAIT_S
+            assert not made.in_reach
+            assert names(made.members(WAIT_S)) == [name]
+            assert made.in_reach
+
+
 def unreachable(port: int, **more: Any) -> TorchftRendezvous:
     need_torchft()
     return Islands(port).start("a", reach_s=1.0, **more)

@@ -41,6 +41,25 @@ def test_an_island_is_gone_with_its_last_link(presence: Presence) -> None:
     assert presence.here() == {"b:1"}
 
 
+def test_for_how_long_islands_have_been_here(
+    presence: Presence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    assert presence.since_s() == 0
+    for id, at in (("a:1", 101.0), ("a:1", 102.0), ("b:1", 103.0)):
+        now[0] = at
+        presence.heard(id, id)
+    presence.gone("a:1")
+    now[0] = 104.0
+    assert presence.since_s() == 3
+    now[0] = 103.0 + module.SILENT_S + 1
+    assert presence.since_s() == 0
+    presence.heard("b:1", "b:1")
+    now[0] += 1
+    assert presence.since_s() == 1
+
+
 def test_an_island_whose_links_are_silent_is_not_here(
     presence: Presence, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,9 +261,18 @@ def test_notes_are_kept_at_the_entrance_and_asked_for_through_the_keyed_door(way
     assert way.echoes()
 
 
+def test_the_entrance_says_for_how_long_islands_have_been_there(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert notes.since_s(way.tunnel.ask(notes.SINCE)) == 0
+    monkeypatch.setattr(way.entrance._presence, "since_s", lambda: 2.5)
+    assert notes.since_s(way.tunnel.ask(notes.SINCE)) == 2.5
+
+
 def test_of_a_lighthouse_that_is_gone_there_are_no_notes(way: Way) -> None:
     way.entrance.close()
     assert notes.found(way.tunnel.ask(notes.looking("run", "facts", 0.0))) is None
+    assert notes.since_s(way.tunnel.ask(notes.SINCE)) == 0
 
 
 def test_one_island_has_so_many_links_and_no_more(way: Way) -> None:
