@@ -165,18 +165,10 @@ class Group:
         """Whether this island waits for the others: it does not stall."""
         return self._waiting_since is not None
 
-    def look_ahead(self) -> None:
-        """Ask for the next view, which comes while this island has something else to wait for, so
-        that others can join."""
-        asking, circle = self._asking, self.circle
-        answered = asking is not None and asking.done() and circle is not None
-        if answered and _gives(asking, circle.view):  # type: ignore[arg-type, union-attr]
-            self._asking = None  # who has come since is not in it
-        self._ask()
-
     def stay(self) -> bool:
-        """Before a step: whether the members are as they were, as the view says that was asked for
-        ahead. Without one, or a lighthouse that answers, they are what is known."""
+        """Before a step: whether the members are as they were, as far as is known; nobody waits for
+        a lighthouse that is away. Asks for the next view, which comes while the step runs, so that
+        others can join."""
         circle = self.circle
         if circle is None:
             return False
@@ -189,6 +181,7 @@ class Group:
         except MemberLost:
             self._answered = view  # the others have not dropped it either
             return False
+        self._ask()
         return True
 
     def join(self, position: Position) -> Joined:
@@ -211,6 +204,7 @@ class Group:
                     continue
                 if self._may_begin(joined):
                     self.circle = joined.circle
+                    self._ask()  # as those have that waited for this meeting
                     members = ", ".join(view.names)
                     _log.info("islands: %s", members, extra=event("islands", members=members))
                     return joined

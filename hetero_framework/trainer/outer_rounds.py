@@ -314,7 +314,6 @@ class OuterRounds(SummedSteps):
         try:
             if not self._stays(state):
                 raise ReplicasChanged("the members change")
-            self._open.look_ahead()
             if sending.mean is None or sending.circle is not self._circle:
                 self._begin(sending)
             assert sending.mean is not None

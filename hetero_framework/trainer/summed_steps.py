@@ -174,8 +174,7 @@ class SummedSteps(ReplicaGroup):
         rows = data.order.training.per_device_train_batch_size
         if not self._repeats(state):
             self._number += 1
-            self._sums = _Timed(circle, self._number, self._open.look_ahead)
-            self._under_way = state.step
+            self._sums, self._under_way = _Timed(circle, self._number), state.step
             self._began_at = time.monotonic()
         assert self._sums is not None
         return StepPart(
@@ -442,18 +441,15 @@ class SummedSteps(ReplicaGroup):
 
 
 class _Timed(SummedGradients):
-    """Knows when this island's own gradients were all there; `then` is called."""
+    """Knows when this island's own gradients were all there."""
 
-    def __init__(self, circle: Circle, number: int, then: Callable[[], None]) -> None:
+    def __init__(self, circle: Circle, number: int) -> None:
         super().__init__(circle, number)
-        self._then = then
         self._began = time.monotonic()
         self._ended_at: float | None = None
 
     def end(self) -> None:
-        if self._ended_at is None:
-            self._ended_at = time.monotonic()
-            self._then()
+        self._ended_at = self._ended_at or time.monotonic()
         super().end()
 
     @property

@@ -259,9 +259,9 @@ def test_members_stay_while_the_lighthouse_is_away(start: Open, logged: list[str
     a, b = start("a"), start("b")
     joined({a: at(0), b: at(0)})
     for trouble in (NetworkError("no lighthouse"), PeerAwayError("nobody asks")):
-        a.group.look_ahead()
-        a.answers.put(trouble)
         assert a.group.stay()
+        a.answers.put(trouble)
+    assert a.group.stay()
     assert any("no lighthouse; the members stay as they are" in line for line in logged)
 
 
@@ -292,9 +292,9 @@ def test_another_error_of_the_lighthouse_ends_the_run(start: Open) -> None:
 def test_who_is_new_is_let_in_before_the_next_step(start: Open) -> None:
     a, b, c = start("a"), start("b"), start("c")
     joined({a: at(0), b: at(0)})
+    assert a.group.stay()
+    assert b.group.stay()
     newcomer = c.joins(at(0))
-    a.group.look_ahead()
-    b.group.look_ahead()
     for one in (a, b, c):
         one.answers.put(view_of(a, b, c))
     assert not a.group.stay()
@@ -304,37 +304,30 @@ def test_who_is_new_is_let_in_before_the_next_step(start: Open) -> None:
         assert found.result(WAIT_S).behind == ("c",)
 
 
-def test_an_answer_from_before_a_step_says_nothing_of_those_that_came_in_it(start: Open) -> None:
-    a, b = start("a"), start("b")
-    joined({a: at(0), b: at(0)})
-    for one in (a, b):
-        one.group.look_ahead()
-        one.answers.put(view_of(a, b))
-        wait_for([one.group._ask()], WAIT_S)
-    newcomer = start("c")
-    waiting = newcomer.joins(at(0))
-    for one in (a, b):
-        one.group.look_ahead()
-    for one in (a, b, newcomer):
-        one.answers.put(view_of(a, b, newcomer))
-    assert not a.group.stay()
-    assert not b.group.stay()
-    asked = [one.joins(at(4, "x", trains=True)) for one in (a, b)]
-    assert [found.result(WAIT_S).behind for found in [waiting, *asked]] == [("c",)] * 3
-
-
 def test_members_that_are_not_answered_go_on_without_waiting(start: Open) -> None:
     """What they have asked is answered when the lighthouse is there again."""
     a, b = start("a"), start("b")
     joined({a: at(0), b: at(0)})
-    a.group.look_ahead()
     a.answers.in_reach = False
     assert a.group.stay()
     assert a.group.stay()
-    a.group.look_ahead()
+    assert a.answers.asked == 2
     a.answers.in_reach = True
     a.answers.put(view_of(a))
     assert not a.group.stay()
+
+
+def test_all_that_have_joined_ask_for_the_next_view(start: Open) -> None:
+    """Who waited for the others has asked already, and would lag behind them from step to step."""
+    a, b = start("a"), start("b")
+    for one in (a, b):
+        one.answers.put(view_of(a, b))
+    early = b.joins(at(0))
+    b.answers.until_asked(2)
+    for found in (early, a.joins(at(0))):
+        found.result(WAIT_S)
+    a.answers.until_asked(2)
+    assert b.answers.asked == 2
 
 
 def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(
@@ -362,7 +355,6 @@ def test_who_finishes_a_step_first_is_waited_for(start: Open) -> None:
     assert early.result(WAIT_S).source == "a"
     b.answers.put(view_of(a, b))
     assert b.group.stay()  # by the answer to what it asked then
-    b.group.look_ahead()
     b.answers.until_asked(3)
 
 
@@ -370,8 +362,8 @@ def test_an_answer_that_came_before_a_member_was_lost_is_used(start: Open) -> No
     """Else who dropped it and who did not would wait for each other."""
     a, b = start("a"), start("b")
     first = joined({a: at(0), b: at(0)})
-    a.group.look_ahead()
-    b.group.look_ahead()
+    assert a.group.stay()
+    assert b.group.stay()
     first[1].circle.close("")
     for one in (a, b):
         one.answers.put(view_of(a, b))
