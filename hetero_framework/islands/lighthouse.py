@@ -41,8 +41,8 @@ from hetero_framework.security.access import Access
 
 HEARTBEAT_S = 0.4
 SETTLE_S = 1.5
-"""Nobody asks before islands have been at the lighthouse for so long: one that was started anew
-knows nobody yet, and would make a view of whoever asks first."""
+"""Nobody who comes asks before it, or others before it, have been at the lighthouse for so long:
+one that was started anew knows nobody yet, and would make a view of whoever asks first."""
 REACH_S = 60.0
 """A lighthouse that cannot be reached for so long is given up."""
 _RPC_S = 2.0
@@ -179,15 +179,16 @@ class TorchftRendezvous:
         return self._contact.seconds() >= 0
 
     def _settle(self, deadline: float) -> None:
-        """Wait until heartbeats have arrived for a while, of this island or, as the lighthouse
-        says, of others before it. Raises why they do not."""
-        others_s = None  # how much longer than this one others have been there
-        while (own_s := self._contact.seconds()) < 0 or own_s + (others_s or 0.0) < self._settle_s:
+        """Wait until heartbeats have arrived for a while; not where, as the lighthouse says, those
+        of others had before this island came. Raises why they do not."""
+        has_asked = False
+        while (own_s := self._contact.seconds()) < self._settle_s:
             if own_s < 0:
-                others_s = None
-            elif others_s is None:
-                others_s = max(0.0, notes.since_s(self._ask_notes(notes.SINCE)) - own_s)
-                continue
+                has_asked = False
+            elif not has_asked:
+                has_asked = True
+                if notes.since_s(self._ask_notes(notes.SINCE)) - own_s >= self._settle_s:
+                    return
             self._check()
             trouble = self._trouble()
             if isinstance(trouble, IdentityError):
