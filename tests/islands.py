@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_framework.config import Config
 from hetero_framework.core.background import in_background, wait_for
-from hetero_framework.errors import PeerAwayError
+from hetero_framework.errors import NetworkError, PeerAwayError
 from hetero_framework.islands import notes
 from hetero_framework.islands.rendezvous import Finished, Member, View
 from hetero_framework.trainer.coordinator import RunSummary, train
@@ -40,6 +40,7 @@ class Harbour:
         with self._changed:
             self._living.pop(member, None)
             self._asking.discard(member)
+            self._changed.notify_all()
             self._try()
 
     def next_view(self, member: Member, timeout_s: float) -> View:
@@ -47,9 +48,13 @@ class Harbour:
             self._asking.add(member)
             number = len(self._views)
             self._try()
-            if not self._changed.wait_for(lambda: len(self._views) > number, timeout_s):
+            if not self._changed.wait_for(
+                lambda: len(self._views) > number or member not in self._living, timeout_s
+            ):
                 self._asking.discard(member)
                 raise PeerAwayError("the other islands did not ask in time")
+            if len(self._views) == number:
+                raise NetworkError(f"island {member.name} has left the others")
             return self._views[number]
 
     def _try(self) -> None:

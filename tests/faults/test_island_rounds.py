@@ -155,7 +155,7 @@ def test_others_go_on_while_islands_are_away(
     who = ["".join(line["island"]["members"]) for _, line in islands.of[last].steps]
     assert who[0] == who[-1] == names
     assert last in who
-    assert_each_once(islands, 150, last)
+    assert_each_once(islands, 150, *names)
     assert_same_result(raws)
 
 
@@ -178,7 +178,7 @@ def test_islands_join_late_and_leave_in_order_and_return(
         islands.until_done(*"abc")
     who = {"".join(line["island"]["members"]) for _, line in islands.of["c"].steps}
     assert {"bc", "abc", "ac"} <= who
-    assert_each_once(islands, 240, "c")
+    assert_each_once(islands, 240, *"abc")
     assert_same_result(raws)
 
 
