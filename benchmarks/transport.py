@@ -107,10 +107,15 @@ def _ignore_close(reason: HeteroError | None) -> None:
     """The other side ends the benchmark by closing."""
 
 
+_GREETING_S = 60.0
+
+
 def _link_sender(sock: socket.socket, payload: memoryview) -> tuple[Transfer, Link]:
     acknowledged: queue.SimpleQueue[Message] = queue.SimpleQueue()
     link = Link(PlainStream(sock), "receiver", acknowledged.put, _ignore_close)
     link.start()
+    link.send(Message(Abort(*_STEP)))  # as the greeting: before it nobody may speak of turns
+    acknowledged.get(timeout=_GREETING_S)
     tensor = WireTensor("bfloat16", (len(payload) // 2,), payload)
 
     def message() -> Message:

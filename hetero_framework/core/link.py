@@ -48,6 +48,8 @@ _HASHED_BYTES = 1 << 18
 """So much is received in one call and hashed while it is in the processor's cache."""
 _RESERVE_BYTES = 1024
 """Of a relayed frame so much is held back, to be sent byte by byte as signs of life."""
+_PACED_BYTES = 512 * 1024
+"""Of a smaller frame it is not said how fast it arrived: switches hold little of it."""
 _CLOCK_SAMPLES = 16
 _ASKS_S = 0.010
 _ASKS_TRIPS = 10
@@ -602,7 +604,7 @@ class Link:
         self._way_in.begin(frame.payload_bytes, waits=False)
         message = self._receive_tensors(frame)
         self._way_in.end()
-        if self._way_in.pace_alone:
+        if frame.payload_bytes >= _PACED_BYTES and self._way_in.pace_alone:
             self._beat(Heartbeat(pace=self._way_in.pace_alone))
         return message
 

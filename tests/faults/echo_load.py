@@ -55,9 +55,12 @@ class LinkWorker:
         self.trips: list[float] = []
         self.going = False
         self.over = threading.Event()
+        self.greeted = threading.Event()  # before it nobody may speak of turns
         stream = connect("127.0.0.1", port, 10)
         self.link = Link(stream, f"worker at {port}", self._back, lambda reason: None)
         self.link.start()
+        self.link.send(Message(m.Control("test", 0)))
+        assert self.greeted.wait(30)
 
     def begin(self) -> None:
         self.going = True
@@ -70,6 +73,9 @@ class LinkWorker:
         self.link.send(Message(m.Forward(0, 0, 1, 0), [tensor]))
 
     def _back(self, message: Message) -> None:
+        if not self.greeted.is_set():
+            self.greeted.set()
+            return
         self.trips.append(time.perf_counter() - self.sent)
         message.release()
         if self.going:

@@ -49,6 +49,10 @@ class Here:
     def enter(self) -> None: ...
 
 
+GREETING = Message(m.Control("test", 0))
+"""Ends that have not greeted each other may not speak of turns."""
+
+
 def exchange(connection: Connection, port: int | None) -> None:
     """One end of a link: sends a frame at once, and says how long the other end's took."""
     if port is None:
@@ -65,6 +69,8 @@ def exchange(connection: Connection, port: int | None) -> None:
     tensor = WireTensor("uint8", (FRAME_BYTES,), memoryview(os.urandom(1 << 20) * 100))
     began = time.perf_counter()
     link.start()
+    link.send(GREETING)
+    came.get(timeout=LIMIT_S)
     link.send(Message(m.Forward(0, 0, 1, 0), [tensor]))
     message = came.get(timeout=LIMIT_S)
     assert isinstance(message, Message), message  # its checksum is right
@@ -106,6 +112,7 @@ def read(connection: Connection, count: int) -> None:
     came: queue.SimpleQueue[Any] = queue.SimpleQueue()
     link = Link(listener.accept(), "sender", came.put, came.put)
     link.start()
+    link.send(GREETING)
     listener.close()
     for _ in range(count):
         message = came.get(timeout=LIMIT_S)
@@ -123,6 +130,7 @@ def relay(connection: Connection, port: int) -> None:
     connection.send(listener.port)
     link = Link(listener.accept(), "sender", out.send, lambda _: None, route=lambda _: out)
     link.start()
+    link.send(GREETING)
     listener.close()
     connection.recv()
     for each in (link, out):
