@@ -442,16 +442,17 @@ _STAR = {"local", *range(1, _ISLAND)}
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("what", choices=("exhaustive", "large", "splits", "vtrain", "paper"))
-    parser.add_argument("--instances", type=int, default=300)
+    parser.add_argument("--instances", type=int, help="default: 300; large 4, splits 50")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(argv)
+    count = options.instances or {"large": 4, "splits": 50}.get(options.what, 300)
     programs = {
         "exhaustive": lambda: exhaustive(
-            [instance(options.seed + number) for number in range(options.instances)]
+            [instance(options.seed + number) for number in range(count)]
         ),
-        "large": lambda: large(options.instances),
-        "splits": lambda: splits(options.instances, options.seed),
+        "large": lambda: large(count),
+        "splits": lambda: splits(count, options.seed),
         "vtrain": vtrain,
         "paper": paper,
     }
