@@ -2,8 +2,9 @@
 
 Two frames that share an interface are both late, and TCP divides it unevenly. So a large frame asks
 its receiver, and goes when it fills neither the interface here nor the one there together with
-another. A receiver at which only one link brings any need not be asked. Nobody says how fast an interface is: that is learned from the frames. One that leaves
-room, because the other end is slow, lets the next go beside it.
+another. A receiver at which only one link brings any need not be asked. Nobody says how fast an
+interface is: that is learned from the frames. One that leaves room, because the other end is slow,
+lets the next go beside it.
 """
 
 from __future__ import annotations
