@@ -54,7 +54,7 @@ from hetero_framework.engine.stage_api import (
     Loss,
     StageInterface,
     StepInfo,
-    StepSchedule,
+    StepPlan,
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
@@ -63,6 +63,7 @@ from hetero_framework.log import event
 from hetero_framework.models import fingerprint
 from hetero_framework.models.objective import objective_of
 from hetero_framework.models.weights import resolve_model_path
+from hetero_framework.planner.order import StepOrder
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuner import StageSeconds, Tuner, make_profile
 from hetero_framework.planner.tuning import TunedSchedule
@@ -201,8 +202,11 @@ class Assembly:
         count = max(1, info.micro_batches)  # other replicas may have all of a short step
         choice = self._tuner.choice(count, direct)
         self.forecast = self._tuner.forecast(count, direct)
-        schedule = StepSchedule(choice.in_flight_limits, choice.policy, direct)
-        self.pipeline.begin(info, schedule, choice.max_in_flight, group)
+        # Times that are only assumed say nothing of who is worth waiting for.
+        patience_s = choice.patience_s if self.forecast is not None else 0.0
+        order = choice.order if info.train else StepOrder()
+        plan = StepPlan(choice.in_flight_limits, order, patience_s, direct)
+        self.pipeline.begin(info, plan, choice.max_in_flight, group)
 
     def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> Profile:
         """Learn from a step's times how to run the next ones; the times of stages and edges."""

@@ -318,10 +318,16 @@ class Worker:
         self._send_lines()
         while self._do_job(0):
             pass
-        if self._compute() or self._do_job(timeouts.TICK_S):
+        if self._compute() or self._do_job(self._idle_s):
             return
         if self._connection is None or time.monotonic() > self._leave_by:
             self._give_up()
+
+    @property
+    def _idle_s(self) -> float:
+        """How long to wait for the next job: no longer than until a task may run."""
+        host = self._run.stages if self._run is not None else None
+        return min(host.waits_s or timeouts.TICK_S, timeouts.TICK_S) if host else timeouts.TICK_S
 
     def _do_job(self, timeout_s: float) -> bool:
         """Do the next job; whether there was one in time."""
@@ -722,6 +728,8 @@ class Worker:
         log.set_step(info.step + 1)
         _log.debug("step %d, attempt %d", info.step + 1, info.attempt)
         self.peers.ping()
+        order = schedule.order
+        self._interface.plan(info.attempt, order.sends, order.receives, schedule.patience_s)
         self._host.begin(info, schedule, self)
         self._tell_missing_links(schedule)
 

@@ -47,6 +47,7 @@ from hetero_framework.engine.hosts import (
     WorkerLeaving,
 )
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
+from hetero_framework.engine.stage_api import StepSchedule
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -165,6 +166,11 @@ class WorkerLinks:
     def expect(self, step: int, attempt: int) -> None:
         """From now on only boundary frames of this attempt at this step are passed on."""
         self._current = (step, attempt)
+
+    def plan(self, attempt: int, schedule: StepSchedule) -> None:
+        """Large tensors of this attempt keep to the order of the schedule."""
+        order = schedule.order
+        self._interface.plan(attempt, order.sends, order.receives, schedule.patience_s)
 
     def generation(self, worker_id: WorkerId) -> object:
         """Something that is equal as long as a worker's link is the same one."""

@@ -52,6 +52,7 @@ def profile_of(
             "micro_batches": config.training.gradient_accumulation_steps,
             "activation_bytes": _wire_bytes(own, config.wire.activations),
             "gradient_bytes": _wire_bytes(own, config.wire.gradients),
+            "embedding_is_trained": embedding.gradients > 0,
             "devices": devices,
             "links": [dict(link) for link in links],
         },

@@ -69,17 +69,19 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
     def sender(span: SimulatedSpan) -> int:
         return span.task.stage + (1 if span.task.kind == BACKWARD else -1)
 
+    sent = [span for span in spans if span.is_transfer and span.leg == 0]
+    passed_on = {span.task: span for span in spans if span.is_transfer and span.leg == 1}
+    received = [passed_on.get(span.task, span) for span in sent]
     rows = []
     for owner in dict.fromkeys(owners):
         own = [k for k, other in enumerate(owners) if other == owner]
-        moved = [span for span in spans if span.is_transfer]
         rows.append(
             Row(
                 process_name(owner),
                 f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}",
                 [bar(s) for s in spans if not s.is_transfer and owners[s.task.stage] == owner],
-                [_plain(bar(s)) for s in moved if owners[sender(s)] == owner],
-                [_plain(bar(s)) for s in moved if owners[s.task.stage] == owner],
+                [_plain(bar(s)) for s in sent if owners[sender(s)] == owner],
+                [_plain(bar(s)) for s in received if owners[s.task.stage] == owner],
             )
         )
     count = plural(schedule.micro_batches, "micro-batch")

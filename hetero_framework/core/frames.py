@@ -24,7 +24,7 @@ import msgpack
 
 from hetero_framework.errors import ProtocolError
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 PREFIX = struct.Struct(">QI")
 PREFIX_BYTES = PREFIX.size

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from hetero_framework import errors
 from hetero_framework.core import failpoints, frames, timeouts
 from hetero_framework.core import messages as m
+from hetero_framework.core.agenda import Lane, packed, unpacked
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
 from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, PREFIX_BYTES
@@ -149,12 +150,13 @@ class Link:
         self._ahead_from = self._ahead_to = 0
         self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
         self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
-        interface = interface or Interface()
+        self._interface = interface = interface or Interface()
         self._way_in = interface.into.passage(self._give_turn, self._tell_alone)
         self._way_out = interface.out.passage(self._go_on)
         # The reader's own: tensor bytes in front of the next mark, and whether theirs is the turn.
         self._piece_left = 0
         self._in_turn = False
+        self._was_asked = False  # by the peer, and has not answered yet
         self._relay: Relay | None = None
         self._segments = SegmentPace()
 
@@ -163,10 +165,12 @@ class Link:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # for the writer
         self._room = threading.Condition(self._lock)  # for those whose frame does not fit the queue
-        self._queue = SendQueue()
+        self._queue = SendQueue(self._way_out.place)
         self._pong: Outgoing | None = None  # the last answer to a ping
         self._waits_until: float | None = None  # a large frame waits for its turn
-        self._asked_bytes = 0  # of it, when the peer has been asked
+        self._asked_bytes = 0  # of it, when the peer has been asked,
+        self._asked_lane: Lane | None = None
+        self._asks_again_at = math.inf  # and how long it may let others go first
         self._has_turn = False
         self._is_alone = False  # the peer said so: no other link brings it large frames
         self._said_alone = False  # we said so to the peer
@@ -303,10 +307,16 @@ class Link:
             self._wrote(outgoing, sent)
             room -= sent
             if sent:
-                self._queue.begin(outgoing, began)
+                self._begin(outgoing, began)
             goes_on = goes_on and room > 0 and self._queue.next() is outgoing
         self.stats.write_s += time.perf_counter() - began
         return goes_on
+
+    def _begin(self, outgoing: Outgoing, now: float) -> None:
+        body = outgoing.boundary if outgoing.began is None else None
+        self._queue.begin(outgoing, now)
+        if body is not None:
+            self._way_out.went(body.lane, body.attempt, body.micro_batch)
 
     def _pause_s(self, outgoing: Outgoing) -> float:
         """Seconds that the next piece of a frame has to wait."""
@@ -350,14 +360,16 @@ class Link:
             return True
         if outgoing.began is not None:
             return True
-        lasts_s = self._way_out.lasts_s(outgoing.nbytes)
+        # The system may take a frame at once that then arrives slowly.
+        nbytes = outgoing.nbytes
+        lasts_s = max(self._way_out.lasts_s(nbytes), self._pace.lasts_s(nbytes))
         if lasts_s > self._waits_from_s():
-            if self._waits(outgoing.nbytes):
+            if self._waits(nbytes, outgoing.lane):
                 return False
         elif lasts_s > _ASKS_S:
             self._say(self._new_ping())  # the next one may know better
         self._waits_until, self._asked_bytes = None, 0
-        self._has_turn = self._way_out.begin(outgoing.nbytes, waits=False)
+        self._has_turn = self._way_out.begin(nbytes, outgoing.lane, waits=False)
         return True
 
     def _waits_from_s(self) -> float:
@@ -367,20 +379,37 @@ class Link:
         trip_s = self.clock.round_trip_s
         return math.inf if trip_s is None else max(_ASKS_S, _ASKS_TRIPS * trip_s)
 
-    def _waits(self, nbytes: int) -> bool:
+    def _waits(self, nbytes: int, lane: Lane | None) -> bool:
         """Whether a frame has to wait for room here or for the peer's answer, which is asked when
-        there is room. For both together there is one deadline. `_lock` is held."""
+        there is room and it is the frame's turn. For all of it there is one deadline. `_lock` is
+        held."""
         now = time.monotonic()
         if self._waits_until is None:
             self._waits_until = now + timeouts.TURN_S
         if now >= self._waits_until:
             return False
-        if self._is_alone and not self._asked_bytes:
-            return not self._way_out.begin(nbytes)
-        if not self._asked_bytes and not self._way_out.awaits_room():
-            self._asked_bytes = nbytes
-            self._say(replace(self._new_ping(), ask=nbytes))
+        if self._asked_bytes:
+            if now >= self._asks_again_at:
+                self._ask(nbytes, lane, math.inf)
+        elif self._is_alone:
+            return not self._way_out.begin(nbytes, lane)
+        elif not self._way_out.awaits_room(lane):
+            self._ask(nbytes, lane, now + (self._interface.out.patience_s or math.inf))
         return True
+
+    def _ask(self, nbytes: int, lane: Lane | None, asks_again_at: float) -> None:
+        """Ask the peer for its large frame's turn there."""
+        self._asked_bytes, self._asked_lane, self._asks_again_at = nbytes, lane, asks_again_at
+        number = packed(lane) if lane is not None else None
+        self._say(replace(self._new_ping(), ask=nbytes, lane=number))
+
+    def _awaited_s(self) -> float:
+        """Seconds until a frame that waits may go or has to ask again, whatever is heard."""
+        if self._waits_until is None:
+            return math.inf
+        now = time.monotonic()
+        left_s = self._asks_again_at - now if self._asked_bytes else self._way_out.left_s()
+        return min(self._waits_until - now, left_s)
 
     def _go_on(self) -> None:
         """There is room for our large frame."""
@@ -394,7 +423,7 @@ class Link:
             return
         with self._lock:
             nbytes, self._asked_bytes = self._asked_bytes, 0
-            if nbytes and self._way_out.begin(nbytes):
+            if nbytes and self._way_out.begin(nbytes, self._asked_lane):
                 self._waits_until, self._has_turn = None, True
             else:
                 self._say(Heartbeat(turn=False))
@@ -454,7 +483,7 @@ class Link:
                 if outgoing is not None:
                     segment = outgoing.take(_RESERVE_BYTES) or (left <= 0 and outgoing.take_one())
                     if segment:
-                        self._queue.begin(outgoing, time.perf_counter())
+                        self._begin(outgoing, time.perf_counter())
                         outgoing.busy = True
                         return outgoing, segment
                 if left <= 0:
@@ -462,8 +491,8 @@ class Link:
                     if outgoing is None:
                         self._queue.add(Outgoing(m.encode(Message(Heartbeat()))), urgent=True)
                         continue
-                if outgoing is None and self._waits_until is not None:
-                    left = min(left, self._waits_until - time.monotonic())
+                if outgoing is None:
+                    left = min(left, self._awaited_s())
                 self._work.wait(max(left, 0))
         return None
 
@@ -598,21 +627,33 @@ class Link:
     def _receive(self, frame: m.FrameHeader) -> Message | None:
         """The message with its tensors; None when another link took it over or it was given up."""
         self._piece_left = PIECE_BYTES
-        self._in_turn = frame.body.takes_turns and frames.marks_in(frame.payload_bytes) > 0
+        body = frame.body
+        if isinstance(body, m.Boundary):
+            self._way_in.went(body.lane, body.attempt, body.micro_batch)
+        self._in_turn = isinstance(body, m.Boundary) and frames.marks_in(frame.payload_bytes) > 0
         if not self._in_turn:
             return self._receive_tensors(frame)
+        self._was_asked = False
         self._way_in.begin(frame.payload_bytes, waits=False)
         message = self._receive_tensors(frame)
         self._way_in.end()
-        if frame.payload_bytes >= _PACED_BYTES and self._way_in.pace_alone:
-            self._beat(Heartbeat(pace=self._way_in.pace_alone))
+        if frame.payload_bytes >= _PACED_BYTES and self._way_in.pace:
+            shared = None if self._way_in.was_alone else True
+            self._beat(Heartbeat(pace=self._way_in.pace, shared=shared))
         return message
 
     def _give_turn(self) -> None:
         """The peer's large frame may come; from any thread."""
+        self._was_asked = False
         with self._lock:
             self._said_alone = self._way_in.is_alone()
             self._say(Heartbeat(turn=True, alone=self._said_alone))
+
+    def _heard_ask(self, nbytes: int, number: int | None) -> None:
+        lane = unpacked(number) if number is not None else None
+        insists, self._was_asked = self._was_asked, True
+        if self._way_in.begin(nbytes, lane, insists=insists):
+            self._give_turn()
 
     def _tell_alone(self) -> None:
         """Whether the peer's large frames meet others here has changed; from any thread."""
@@ -720,11 +761,11 @@ class Link:
             with self._lock:
                 self._is_alone = beat.alone
                 self._work.notify()
-        if beat.pace is not None and self._way_out.pace_alone:
+        if beat.pace is not None:
             with self._lock:
-                self._pace.heard(beat.pace)
-        if beat.ask is not None and self._way_in.begin(beat.ask):
-            self._give_turn()
+                self._pace.heard(beat.pace, alone=not beat.shared and self._way_out.was_alone)
+        if beat.ask is not None:
+            self._heard_ask(beat.ask, beat.lane)
         if beat.turn is not None:
             self._heard_turn(beat.turn)
         now = time.perf_counter()

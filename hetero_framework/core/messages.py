@@ -20,6 +20,7 @@ from typing_extensions import dataclass_transform
 
 from hetero_framework._version import __version__
 from hetero_framework.core import frames
+from hetero_framework.core.agenda import BACKWARD, FORWARD, Lane
 from hetero_framework.core.fields import Fields, Shape, WorkerId
 from hetero_framework.core.frames import MAX_TENSORS, PREFIX_BYTES, PROTOCOL_VERSION, WireTensor
 from hetero_framework.errors import ProtocolError
@@ -98,8 +99,6 @@ class Body:
 
     __slots__ = ()
     spec: ClassVar[Spec]
-    takes_turns: ClassVar[bool] = False
-    """Whether large ones wait for each other (`turns.py`)."""
 
     @property
     def memory_bytes(self) -> int:
@@ -259,26 +258,17 @@ class OfStep(Body):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class DueDates:
-    """Two numbers for the forwards of a stage and two for its backwards: of several tasks that are
-    ready the one with the smallest `forward + k * each_forward`, or the same of backward, is run,
-    of micro-batch k."""
-
-    forward: float
-    each_forward: float
-    backward: float
-    each_backward: float
-
-
-@_message(10, COORDINATOR)
+@_message(10, COORDINATOR, long=True)
 class Step(OfStep):
     """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with so
     many micro-batches; `num_items` label tokens in all of them together. `attempt` grows with every
     STEP of a run. `in_flight_limits` says how many forwards each stage of the run may store,
-    `due_dates`, one for each stage of the run, order its tasks (none: backward before forward, the
-    oldest first), `direct` the boundaries (numbers of the stage before
-    each) whose tensors go straight to the other worker. With `summed` the gradients of other
+    `direct` the boundaries (numbers of the stage before each) whose tensors go straight to the
+    other worker. `tasks` is the order of the worker's tasks in a training step, `sends` and
+    `receives` that of the tensors on its network: twice the stage (of a tensor the one that takes
+    it), and one more for a backward, once for each micro-batch. What is not there goes last,
+    backwards before forwards, the oldest first. Whoever could go waits for the one whose turn it is
+    for `patience_s`. With `summed` the gradients of other
     replicas are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage.
     Random numbers of its micro-batches are those of a step in which `first_micro_batch` come
     before."""
@@ -290,7 +280,10 @@ class Step(OfStep):
     summed: bool
     first_micro_batch: int
     in_flight_limits: tuple[int, ...]
-    due_dates: tuple[DueDates, ...]
+    tasks: tuple[int, ...]
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    patience_s: float
     direct: tuple[int, ...]
 
 
@@ -329,13 +322,17 @@ class SideForm:
 
 @dataclass(frozen=True, slots=True)
 class Boundary(OfStep):
-    """What crosses the boundary between two stages."""
+    """What crosses the boundary between two stages. Large ones take turns (`turns.py`)."""
 
-    takes_turns: ClassVar[bool] = True
+    direction: ClassVar[str]
     stage: int
     micro_batch: int
     coded: Coded | None = None
     sides: tuple[SideForm, ...] | None = None
+
+    @property
+    def lane(self) -> Lane:
+        return self.direction, self.stage
 
 
 @_message(12, EITHER, tensors=(1, 2))
@@ -346,12 +343,16 @@ class Forward(Boundary):
     model's blocks receive beside the hidden state, in the order of the model, if there are any. On
     the last stage it is answered by LOSS and BACKWARD."""
 
+    direction = FORWARD
+
 
 @_message(13, EITHER, tensors=(1, 2))
 class Backward(Boundary):
     """To the stage `stage`: the gradient of its output, on the paths of FORWARD, then, as `sides`,
     those of the side tensors that want one. There is none where nothing before the boundary is
     trained."""
+
+    direction = BACKWARD
 
 
 @_message(14, WORKER)
@@ -553,19 +554,22 @@ class Rewound(Body):
 class Heartbeat(Body):
     """Either side, when it has sent nothing for a while: I am alive. With `ping`, the sender's
     clock in seconds, the peer answers at once with the same number in `pong` and its own clock in
-    `at`. `ask`: the sender has a frame of so many bytes, which waits for `turn`, at most 5 seconds.
+    `at`. `ask`: the sender has a frame of so many bytes, which waits for `turn`, at most 5 seconds;
+    `lane` is its kind as in STEP, and asked again it has waited for another one's turn for long.
     `turn` true: it may come, no other one fills the network here; false, as an answer to true: it
     does not come now. `alone` true: until it is false, large frames need not ask, for nobody else
-    sends any here. `pace`: the last large frame, which came alone, arrived with so many bytes per
-    second. The link sends and swallows them, also between two pieces of a frame."""
+    sends any here. `pace`: the last large frame arrived with so many bytes per second; `shared`
+    true: beside others. The link sends and swallows them, also between two pieces of a frame."""
 
     ping: float | None = None
     pong: float | None = None
     at: float | None = None
     ask: int | None = None
+    lane: int | None = None
     turn: bool | None = None
     alone: bool | None = None
     pace: float | None = None
+    shared: bool | None = None
 
 
 @_message(41, EITHER)

@@ -29,17 +29,25 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._heard: deque[float] = deque(maxlen=_FRAMES)
+        self._all: deque[float] = deque(maxlen=_FRAMES)  # bytes per second of the last frames,
+        self._heard: deque[float] = deque(maxlen=_FRAMES)  # and of those that came alone
         self._rate = 0.0  # bytes per second, the most of these; 0 when nothing is known
         self._next_at = 0.0
         self._there_at = 0.0  # when all that was written has arrived, if the rate is right
 
-    def heard(self, rate: float) -> None:
-        """The last frame arrived with so many bytes per second, and shared no network interface
-        with another one: of shares nothing is learned, or each would be slower than the last."""
-        if math.isfinite(rate) and rate > 0:
+    def heard(self, rate: float, *, alone: bool) -> None:
+        """The last frame arrived with so many bytes per second. If it shared a network interface
+        with another one that sets no pace, or each would be slower than the last."""
+        if not (math.isfinite(rate) and rate > 0):
+            return
+        self._all.append(rate)
+        if alone:
             self._heard.append(rate)
             self._rate = max(self._heard)
+
+    def lasts_s(self, nbytes: int) -> float:
+        """Seconds that so many bytes take to arrive at least; 0 when nothing is known."""
+        return nbytes / max(self._all) if self._all else 0.0
 
     def wrote(self, nbytes: int, frame_bytes: int, *, is_last: bool) -> None:
         """So many bytes of a frame of `frame_bytes`."""

@@ -7,12 +7,14 @@ between two pieces of one that has begun.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from hetero_framework.core.agenda import Lane
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
 from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, marks_in
-from hetero_framework.core.messages import Inputs, Message
+from hetero_framework.core.messages import Boundary, Inputs, Message
 
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
@@ -64,16 +66,19 @@ class Outgoing:
         return not self.missing or self.nbytes - self.missing >= EARLY_BYTES
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether it is a large one of those that wait for each other."""
-        return self._marks > 0 and self.message is not None and self.message.body.takes_turns
+    def boundary(self) -> Boundary | None:
+        """What it is of those that are planned: a tensor between two stages."""
+        body = self.message.body if self.message is not None else None
+        return body if isinstance(body, Boundary) else None
 
     @property
-    def lane(self) -> tuple[str, int] | None:
-        """Of a frame that takes turns, its direction and the stage that it is for."""
-        if not self.takes_turns or self.message is None:
-            return None
-        return self.message.name, self.message.body.stage  # type: ignore[attr-defined]
+    def lane(self) -> Lane | None:
+        """Of a large one of those, which take turns, its kind and the stage that it is for."""
+        return self.boundary.lane if self._marks and self.boundary is not None else None
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.lane is not None
 
     @property
     def at_mark(self) -> bool:
@@ -199,13 +204,15 @@ def drop_sent(pending: deque[memoryview], sent: int) -> None:
 
 
 class SendQueue:
-    """The unfinished frames of one link, of `nbytes` in all; the one being written is first."""
+    """The unfinished frames of one link, of `nbytes` in all; the one being written is first.
+    `place` says where a lane's next one stands in the planned order."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[Lane], float] = lambda lane: math.inf) -> None:
         self.nbytes = 0
+        self._place = place
         self._frames: deque[Outgoing] = deque()
         self._urgent: deque[Outgoing] = deque()
-        self._begun: dict[tuple[str, int], int] = {}  # when a lane's last frame was; a count
+        self._begun: dict[Lane, int] = {}  # when a lane's last frame was; a count
         self._turn = 0
 
     def __len__(self) -> int:
@@ -229,7 +236,8 @@ class SendQueue:
         begin. An urgent one is the next as well where the begun one has a mark.
 
         Those that are all here keep their order. But large ones go after the INPUTS behind them,
-        and of several lanes that has its turn whose last frame is longest ago, as simulated."""
+        and of several lanes that first which is next as planned, or else whose last frame is
+        longest ago."""
         begun = bool(self._frames) and self._frames[0].began is not None
         if self._urgent:
             first = self._urgent[0]
@@ -243,7 +251,7 @@ class SendQueue:
 
     def _next_in_turn(self) -> Outgoing | None:
         found: Outgoing | None = None
-        since = 0
+        first = (math.inf, 0)
         for frame in self._frames:
             if frame.missing:
                 continue
@@ -251,9 +259,9 @@ class SendQueue:
             if lane is None:
                 passes = frame.message is not None and isinstance(frame.message.body, Inputs)
                 return frame if found is None or passes else found
-            turn = self._begun.get(lane, -1)
-            if found is None or turn < since:
-                found, since = frame, turn
+            turn = (self._place(lane), self._begun.get(lane, -1))
+            if found is None or turn < first:
+                found, first = frame, turn
         return found
 
     def begin(self, frame: Outgoing, now: float) -> None:

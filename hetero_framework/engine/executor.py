@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hetero_framework.core import failpoints, trace
+from hetero_framework.core.agenda import Agenda, Lane, Patience
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import Backward, Boundary, Forward, StageFigures
 from hetero_framework.core.trace import Recorder
@@ -18,7 +19,7 @@ from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.out_of_memory import Attempt, explained
 from hetero_framework.errors import HeteroError, ProtocolError, as_hetero_error, is_out_of_memory
 from hetero_framework.models.side import Bundle
-from hetero_framework.planner.readiness import BACKWARD, BACKWARD_FIRST, FORWARD, Readiness, Task
+from hetero_framework.planner.readiness import BACKWARD, FORWARD, Readiness, Task
 
 _AHEAD = 2  # tasks that may be queued on a device that computes behind our back
 
@@ -69,7 +70,10 @@ class Executor:
         self._device = device
         self._recorder = recorder
         self._outbox = outbox
-        self._readiness = Readiness({}, BACKWARD_FIRST)
+        self._readiness, self._agenda, self._patience = Readiness({}), Agenda(), Patience(0.0)
+        self.waits_s = 0.0
+        """For so long the task that could run waits for the one whose turn it is, as of the last
+        `run_next`."""
         self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
         self.info: api.StepInfo | None = None
 
@@ -82,7 +86,9 @@ class Executor:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
         limits = {index: schedule.in_flight_limits[index] for index in self._lanes}
-        self._readiness = Readiness(limits, schedule.policy)
+        self._agenda = Agenda(filter(self._has_tasks, schedule.order.tasks))
+        self._patience = Patience(schedule.patience_s)
+        self._readiness, self.waits_s = Readiness(limits, agenda=self._agenda), 0.0
         self._tasks.clear()
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
         for lane in self._lanes.values():
@@ -94,7 +100,7 @@ class Executor:
         for lane in self._lanes.values():
             self._drop(lane)
             lane.stage.abort()
-        self._readiness = Readiness({}, BACKWARD_FIRST)
+        self._readiness, self._agenda, self.waits_s = Readiness({}), Agenda(), 0.0
         self._tasks.clear()
         self.info = None
 
@@ -155,9 +161,11 @@ class Executor:
         return not has_backwards or self._readiness.started(BACKWARD, stage) == count
 
     def run_next(self) -> bool:
-        """Do one task, if any is ready. Raises HeteroError that says where when a stage raises."""
+        """Do one task, if any is ready and does not wait for another one's turn. Raises HeteroError
+        that says where when a stage raises."""
         task = self._readiness.next()
-        if task is None:
+        self.waits_s = self._left_s(task.lane) if task is not None else 0.0
+        if task is None or self.waits_s:
             return False
         if self._device.is_async and len(self._tasks) >= _AHEAD:
             # So far may the device fall behind: it has work, but urgent tasks still come first.
@@ -173,6 +181,12 @@ class Executor:
             where, info = f"stage {task.stage}, {task.kind} of micro-batch {k}", self._step
             raise failed(where, error, self._device, (info.step, info.attempt)) from error
         return True
+
+    def _left_s(self, lane: Lane) -> float:
+        """How long a lane has to wait for the one whose turn it is. While the device is busy none
+        has to be chosen."""
+        busy = self._device.is_async and self._tasks and not self._tasks[-1][2].done()
+        return self._patience.left_s(self._agenda, lane, idle=not busy)
 
     def commit(self, stage: api.StageInterface, learning_rate: float, grad_scale: float) -> None:
         """Have a stage step its optimizer, and record how long that took."""
@@ -215,6 +229,15 @@ class Executor:
     def _forward_arrived(self, lane: _Lane, k: int) -> None:
         if k in lane.inputs and (lane.stage.is_first or k in lane.hidden):
             self._readiness.arrived(Task(FORWARD, lane.stage.index, k))
+
+    def _has_tasks(self, lane: Lane) -> bool:
+        """Whether a training step has such tasks here: the last stage does both as one, and nothing
+        goes back to stages in front of whatever is trained."""
+        kind, index = lane
+        if index not in self._lanes:
+            return False
+        stage = self._lanes[index].stage
+        return kind == FORWARD or (stage.differentiates and not stage.is_last)
 
     def _stores(self, lane: _Lane) -> bool:
         """Whether a forward of this step is kept until its backward."""

@@ -105,6 +105,12 @@ class Host(Protocol):
     id: WorkerId
     indexes: list[int]
 
+    @property
+    def waits_s(self) -> float:
+        """For so long a task that could run waits for another one's turn, as of the last
+        `run_next`; 0 where none does."""
+        return 0.0
+
     def begin(
         self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
@@ -199,6 +205,9 @@ class Links(Protocol):
 
     def expect(self, step: int, attempt: int) -> None:
         """From now on boundary tensors of this attempt alone are passed on."""
+
+    def plan(self, attempt: int, schedule: api.StepSchedule) -> None:
+        """Large tensors of this attempt keep to the order of the schedule."""
 
     def generation(self, worker_id: WorkerId) -> object: ...
     def send(self, worker_id: WorkerId, message: Message) -> None: ...

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, fields, replace
+from dataclasses import asdict, fields, replace
 
 import torch
 
 from hetero_framework.core import messages as m
+from hetero_framework.core.agenda import packed, unpacked
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.readiness import DueDates, Policy
+from hetero_framework.planner.order import Order
 
 PackedInput = WireTensor | tuple[int, ...]  # bytes, or the shape of a tensor of ones
 
 
 def step_message(info: api.StepInfo, schedule: api.StepSchedule) -> Message:
-    due_dates = tuple(m.DueDates(*stage) for stage in schedule.policy.stages)
-    limits, direct = schedule.in_flight_limits, tuple(sorted(schedule.direct))
-    body = m.Step(**asdict(info), in_flight_limits=limits, due_dates=due_dates, direct=direct)
+    order = schedule.order
+    body = m.Step(
+        **asdict(info),
+        in_flight_limits=schedule.in_flight_limits,
+        tasks=tuple(map(packed, order.tasks)),
+        sends=tuple(map(packed, order.sends)),
+        receives=tuple(map(packed, order.receives)),
+        patience_s=schedule.patience_s,
+        direct=tuple(sorted(schedule.direct)),
+    )
     return Message(body)
 
 
@@ -31,8 +39,9 @@ def step_info(step: m.Step) -> api.StepInfo:
 
 
 def step_schedule(step: m.Step) -> api.StepSchedule:
-    policy = Policy(tuple(DueDates(*astuple(stage)) for stage in step.due_dates))
-    return api.StepSchedule(step.in_flight_limits, policy, frozenset(step.direct))
+    lanes = (tuple(map(unpacked, of)) for of in (step.tasks, step.sends, step.receives))
+    order = Order(*lanes)
+    return api.StepSchedule(step.in_flight_limits, order, step.patience_s, frozenset(step.direct))
 
 
 def pack_inputs(inputs: api.Tensors) -> dict[str, PackedInput]:

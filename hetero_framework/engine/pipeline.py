@@ -127,7 +127,7 @@ class Pipeline:
     def begin(
         self,
         info: api.StepInfo,
-        schedule: api.StepSchedule,
+        plan: api.StepPlan,
         max_in_flight: int,
         group: api.GradientSum | None = None,
     ) -> None:
@@ -146,7 +146,11 @@ class Pipeline:
         for host in self._hosts:
             if self._snapshot is not None:  # begun after the last step or before
                 host.snapshot(self._snapshot[0].step)
-            host.begin(info, schedule, self._summing)
+            is_here = host is self._hosts[0]
+            own = plan.at(host.indexes, relays=is_here)
+            if is_here:
+                self._links.plan(info.attempt, own)
+            host.begin(info, own, self._summing)
 
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
         """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
@@ -444,7 +448,8 @@ class Pipeline:
         """Wait for the next event. Raises Stalled when none has come for longer than any step
         takes."""
         self.check()
-        if self._receive(_POLL_S):
+        waits_s = (host.waits_s for host in self._hosts)
+        if self._receive(min((s for s in waits_s if s), default=_POLL_S)):
             self._last_progress = time.monotonic()
         elif time.monotonic() - self._last_progress > self._patience_s:
             raise Stalled(

@@ -138,6 +138,10 @@ class StageHost(Host):
     def run_next(self) -> bool:
         return self._executor.run_next()
 
+    @property
+    def waits_s(self) -> float:
+        return self._executor.waits_s
+
     def gradients(self) -> list[api.GradientPart]:
         info = self._executor.info
         if info is None or not info.train:

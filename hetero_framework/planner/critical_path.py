@@ -42,14 +42,16 @@ class _Before:
     def __init__(self, profile: Profile, spans: Sequence[SimulatedSpan]) -> None:
         self._profile = profile
         self._tasks: dict[Task, SimulatedSpan] = {}
-        self._transfers: dict[Task, SimulatedSpan] = {}
+        self._transfers: dict[tuple[Task, int], SimulatedSpan] = {}  # by leg
         self._previous: dict[SimulatedSpan, list[SimulatedSpan]] = {}
         latest: dict[int | Nic, SimulatedSpan] = {}
         for span in sorted(spans, key=lambda span: (span.began, span.ended)):
-            (self._transfers if span.is_transfer else self._tasks)[span.task] = span
-            users = (
-                self._nics(span.task) if span.is_transfer else (profile.devices[span.task.stage],)
-            )
+            users: Sequence[int | Nic] = (profile.devices[span.task.stage],)
+            if span.is_transfer:
+                self._transfers[span.task, span.leg] = span
+                users = self._nics(span)
+            else:
+                self._tasks[span.task] = span
             self._previous[span] = [latest[user] for user in users if user in latest]
             latest.update(dict.fromkeys(users, span))
 
@@ -58,8 +60,10 @@ class _Before:
         for other in self._previous[span]:
             if abs(other.ended - span.began) < _SAME_S:
                 return other
-        if not span.is_transfer and span.task in self._transfers:
-            return self._transfers[span.task]
+        legs = (0,) if span.leg else () if span.is_transfer else (1, 0)
+        for leg in legs:
+            if (span.task, leg) in self._transfers:
+                return self._transfers[span.task, leg]
         return self._tasks.get(self._sender(span.task))
 
     def _sender(self, task: Task) -> Task:
@@ -69,7 +73,8 @@ class _Before:
             return Task(FORWARD, stage - 1, k)
         return Task(FORWARD if stage + 2 == self._profile.num_stages else BACKWARD, stage + 1, k)
 
-    def _nics(self, task: Task) -> tuple[Nic, ...]:
-        """Those that a task's tensor passes."""
-        edge = task.stage - 1 if task.kind == FORWARD else task.stage
-        return self._profile.nics(edge, task.kind)
+    def _nics(self, transfer: SimulatedSpan) -> tuple[Nic, ...]:
+        """Those that it passes; none without bytes."""
+        kind, stage, _ = transfer.task
+        legs = self._profile.legs(stage - 1 if kind == FORWARD else stage, kind)
+        return legs[transfer.leg]

@@ -77,8 +77,11 @@ class Fleet:
             for layer in range(self.layers)
             if any(c.backward_s[layer + 1] > c.backward_s[layer] for c in self.costs)
         ]
-        embedding = self.costs[0].device.embedding_backward_s > 0
-        self._trained_from = -1 if embedding else min(trained, default=self.layers)
+        lowest = min(trained, default=self.layers)
+        embedding = profile.embedding_is_trained
+        if embedding is None:
+            embedding = lowest == 0 or self.costs[0].device.embedding_backward_s > 0
+        self._trained_from = -1 if embedding else lowest
 
     def with_profile(self, profile: FleetProfile) -> Fleet:
         """The same devices with other numbers."""

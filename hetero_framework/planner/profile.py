@@ -95,6 +95,9 @@ class FleetProfile(WholeFile):
     """What crosses a boundary forward."""
     gradient_bytes: Bytes = 0.0
     """What crosses a boundary backward."""
+    embedding_is_trained: bool | None = None
+    """Whether gradients go back as far as the embedding. If it is not said, they do where the first
+    layer is trained."""
     devices: tuple[DeviceProfile, ...]
     """The processes."""
     links: tuple[LinkProfile, ...] = ()

@@ -1,9 +1,9 @@
 """Which tasks are ready and which of them runs next: rules that simulator and executor share.
 
 A stage takes its micro-batches in ascending order in each direction, a task needs its tensors, a
-stage stores at most its in-flight limit of forwards, and a `Policy` decides among several ready
-tasks. With one stage per device that is 1F1B, which alternates by itself; with several it is
-interleaving.
+stage stores at most its in-flight limit of forwards. Among several ready tasks a `Policy` decides
+when a step is simulated, and the order that came of it when it is run. With one stage per device
+that is 1F1B, which alternates by itself; with several it is interleaving.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FORWARD = "forward"
-BACKWARD = "backward"
+from hetero_framework.core.agenda import BACKWARD, FORWARD, Agenda, Lane
+
+__all__ = [
+    "BACKWARD",
+    "BACKWARD_FIRST",
+    "FORWARD",
+    "Admission",
+    "DueDates",
+    "Policy",
+    "Readiness",
+    "Task",
+]
 
 
 class Task(NamedTuple):
@@ -22,6 +32,10 @@ class Task(NamedTuple):
     kind: str
     stage: int
     micro_batch: int
+
+    @property
+    def lane(self) -> Lane:
+        return self.kind, self.stage
 
 
 class DueDates(NamedTuple):
@@ -60,7 +74,7 @@ BACKWARD_FIRST = Policy()
 """Least memory, and with one stage per device as fast as any."""
 
 
-class _Lane:
+class _Tasks:
     """The tasks of one kind of one stage: they run in ascending order."""
 
     __slots__ = ("arrived", "started")
@@ -73,14 +87,21 @@ class _Lane:
 class Readiness:
     """The tasks of one device in one step.
 
-    `in_flight_limits[k]` is how many forwards stage k, one of this device, may store.
+    `in_flight_limits[k]` is how many forwards stage k, one of this device, may store. An `agenda`
+    decides of what is on it, the policy of the rest.
     """
 
-    def __init__(self, in_flight_limits: Mapping[int, int], policy: Policy) -> None:
+    def __init__(
+        self,
+        in_flight_limits: Mapping[int, int],
+        policy: Policy = BACKWARD_FIRST,
+        agenda: Agenda | None = None,
+    ) -> None:
         self._limits = in_flight_limits
         self._policy = policy
-        self._forward = {k: _Lane() for k in in_flight_limits}
-        self._backward = {k: _Lane() for k in in_flight_limits}
+        self._agenda = agenda
+        self._forward = {k: _Tasks() for k in in_flight_limits}
+        self._backward = {k: _Tasks() for k in in_flight_limits}
         self._in_flight = dict.fromkeys(in_flight_limits, 0)
         self._peak = dict.fromkeys(in_flight_limits, 0)
 
@@ -99,13 +120,18 @@ class Readiness:
                 ready.append(Task(FORWARD, stage, lane.started))
         if len(ready) < 2:
             return ready[0] if ready else None
-        return min(ready, key=self._policy.key)
+        if self._agenda is None:
+            return min(ready, key=self._policy.key)
+        agenda, key = self._agenda, self._policy.key
+        return min(ready, key=lambda task: (agenda.place(task.lane), key(task)))
 
     def start(self, task: Task, *, stores: bool) -> None:
         """A task begins; with `stores` it is a forward that is kept until `release`."""
         lane = self._lane(task)
         lane.arrived.remove(task.micro_batch)
         lane.started += 1
+        if self._agenda is not None:
+            self._agenda.went(task.lane, task.micro_batch)
         if stores:
             count = self._in_flight[task.stage] = self._in_flight[task.stage] + 1
             self._peak[task.stage] = max(self._peak[task.stage], count)
@@ -122,7 +148,7 @@ class Readiness:
         """The largest number of forwards that a stage has stored at once."""
         return self._peak[stage]
 
-    def _lane(self, task: Task) -> _Lane:
+    def _lane(self, task: Task) -> _Tasks:
         return (self._forward if task.kind == FORWARD else self._backward)[task.stage]
 
 

@@ -84,6 +84,7 @@ _PROOF_TASKS = 200_000
 _TUNED = 60  # times as many tasks are simulated to tune a layout as it has
 _HOPELESS = 1.03  # of the best step: where simple windows take longer no schedule will do
 _EXACTLY = 1e-9
+_WORTH_CHUNKS = 1.01  # times the step that one stage for each device would have to take
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,9 @@ class Search:
         ends = self._descents(few=len(simple[0]) <= _MANY)
         largest = max(2 * len(layout) * self._m for layout in self._quick)
         finalists = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // largest))
-        last = dict.fromkeys([*self._fastest(finalists), *(ends if finalists > _FINALISTS else ())])
+        plain = self._fastest(1, lambda layout: not _has_chunks(layout))
+        others = ends if finalists > _FINALISTS else ()
+        last = dict.fromkeys([*self._fastest(finalists), *plain, *others])
         best = min(map(self._evaluated, last), key=_preference)
         best, proved = self._proved(best)
         if proved and not self._rules.chunks:
@@ -552,8 +555,10 @@ class Search:
 
 
 def _preference(one: Evaluated) -> float:
-    """The shortest step first, of equal ones that with fewer stages."""
-    return one.seconds * (1 + _EXACTLY * len(one.layout))
+    """The shortest step first, of equal ones that with fewer stages. Several stages on a device
+    have to be worth it: each boundary is another one at which a run is slower than simulated."""
+    seconds = one.seconds * (1 + _EXACTLY * len(one.layout))
+    return _WORTH_CHUNKS * seconds if _has_chunks(one.layout) else seconds
 
 
 def _has_chunks(layout: Layout) -> bool:

@@ -97,16 +97,22 @@ class Profile:
         wire_s = sum(self.edge_s(k, kind) for k in range(len(self.edges)) for kind in kinds)
         return sum(self.forward_s) + sum(self.backward_s) + wire_s
 
-    def nics(self, stage: int, kind: str) -> tuple[Nic, ...]:
-        """The NICs that a tensor passes on the edge after `stage`."""
+    def legs(self, stage: int, kind: str) -> tuple[tuple[Nic, ...], ...]:
+        """The NICs that a tensor on the edge after `stage` passes at once: the sender's and the
+        receiver's, and with a relay those of its way there and of that on from there."""
         sender, receiver = self.devices[stage], self.devices[stage + 1]
         if sender == receiver:
             return ()
         if kind == BACKWARD:
             sender, receiver = receiver, sender
         relay = self.edges[stage].relay
-        middle = () if relay in (None, sender, receiver) else ((relay, "in"), (relay, "out"))
-        return ((sender, "out"), *middle, (receiver, "in"))  # type: ignore[arg-type]
+        if relay is None or relay in (sender, receiver):
+            return (((sender, "out"), (receiver, "in")),)
+        return ((sender, "out"), (relay, "in")), ((relay, "out"), (receiver, "in"))
+
+    def nics(self, stage: int, kind: str) -> tuple[Nic, ...]:
+        """All NICs that it passes."""
+        return tuple(nic for leg in self.legs(stage, kind) for nic in leg)
 
 
 class _Flow(NamedTuple):
@@ -228,12 +234,13 @@ class Simulation:
 
 class SimulatedSpan(NamedTuple):
     """A task of a device, or with `is_transfer` a tensor for this task on its way, in seconds since
-    the step began."""
+    the step began; `leg` 1 is a relayed one's way from the relay on."""
 
     task: Task
     began: float
     ended: float
     is_transfer: bool = False
+    leg: int = 0
 
 
 def simulate(
@@ -251,7 +258,8 @@ def simulate(
     `in_flight_limits[k]` is how many forwards stage k may store (default: `max_in_flight`). With
     `spread` each task and transfer takes up to that share more or less, always the same. The last
     stage does forward and backward of a micro-batch as one task, as the real one does. A tensor
-    passes all its NICs at once. `spans` gets what happened when. Raises ValueError for a limit
+    passes the NICs of both its ends at once; a relay sends it on while it comes in, or keeps it
+    until there is room on its way. `spans` gets what happened when. Raises ValueError for a limit
     below one.
     """
     if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
@@ -267,21 +275,29 @@ def simulate(
 
 
 class _Lane:
-    """The tensors of one direction of one edge, oldest first, that wait for their NICs.
+    """The tensors of one direction of one edge, or of one leg of a relayed one, oldest first, that
+    wait for their NICs; `following` is the leg behind this one, `whole_at` says when all of a
+    tensor will have come here, and the latency is that of the last leg.
 
     `turn` says when its last one went, as the number of all tensors before; negative before that.
     `sharing` are the lanes that use one of its NICs, itself among them.
     """
 
-    __slots__ = ("latency_s", "nics", "seconds", "sharing", "turn", "waiting")
+    __slots__ = (
+        *("following", "latency_s", "leg", "nics", "seconds", "sharing", "turn", "waiting"),
+        "whole_at",
+    )
 
-    def __init__(self, nics: tuple[Nic, ...], seconds: float, latency_s: float, turn: int) -> None:
+    def __init__(self, nics: tuple[Nic, ...], seconds: float, leg: int, turn: int) -> None:
         self.nics = nics
         self.seconds = seconds
-        self.latency_s = latency_s
+        self.leg = leg
         self.turn = turn
+        self.latency_s = 0.0
+        self.following: _Lane | None = None
         self.sharing: list[_Lane] = []
         self.waiting: deque[Task] = deque()
+        self.whole_at: dict[Task, float] = {}
 
 
 class _Nics:
@@ -289,26 +305,34 @@ class _Nics:
 
     A NIC chooses its next tensor when it becomes free, not when one is ready. Edges and directions
     take turns: of the tensors whose NICs are all free, that whose lane has waited longest since
-    its last one. What is small (losses, control) passes at once and is not simulated.
+    its last one; a tensor that still comes in at its relay after those that are all here. What is
+    small (losses, control) passes at once and is not simulated.
     """
 
     def __init__(self, profile: Profile) -> None:
         self._busy: set[Nic] = set()
         self._turn = 0
         self._lanes: dict[tuple[str, int], _Lane] = {}  # by kind and stage of the receiving task
-        users: dict[Nic, list[_Lane]] = {}
+        self._users: dict[Nic, list[_Lane]] = {}
         for k, edge in enumerate(profile.edges):
             ways = ((BACKWARD, k, edge.backward_s), (FORWARD, k + 1, edge.forward_s))
             for kind, receiver, seconds in ways:
-                if nics := profile.nics(k, kind):
-                    nics = nics if seconds else ()  # nothing to carry waits for nobody
-                    first_turn = len(self._lanes) - 2 * len(profile.edges)
-                    lane = _Lane(nics, seconds, edge.latency_s, first_turn)
-                    self._lanes[kind, receiver] = lane
-                    for nic in nics:
-                        users.setdefault(nic, []).append(lane)
-        for lane in self._lanes.values():
-            lane.sharing = list(dict.fromkeys(user for nic in lane.nics for user in users[nic]))
+                legs = profile.legs(k, kind)
+                if not legs:
+                    continue
+                if not seconds:
+                    legs = ((),)  # nothing to carry waits for nobody
+                first_turn = len(self._lanes) - 2 * len(profile.edges)
+                own = [_Lane(nics, seconds, leg, first_turn) for leg, nics in enumerate(legs)]
+                own[0].following = own[1] if len(own) > 1 else None
+                own[-1].latency_s = edge.latency_s
+                self._lanes[kind, receiver] = own[0]
+                for lane in own:
+                    for nic in lane.nics:
+                        self._users.setdefault(nic, []).append(lane)
+        for users in self._users.values():
+            for lane in users:
+                lane.sharing = list(dict.fromkeys(x for nic in lane.nics for x in self._users[nic]))
 
     def lane(self, task: Task) -> _Lane | None:
         """The lane of a task's tensor, None between two stages of one device."""
@@ -324,12 +348,13 @@ class _Nics:
         self._turn += 1
         return lane.waiting.popleft()
 
-    def release(self, lane: _Lane) -> list[_Lane]:
+    def release(self, lane: _Lane, now: float) -> list[_Lane]:
         """A tensor has crossed: the lanes that may have waited for its NICs, in turn."""
         self._busy.difference_update(lane.nics)
         waiting = [user for user in lane.sharing if user.waiting]
         if len(waiting) > 1:
             waiting.sort(key=_turn)
+            waiting.sort(key=lambda lane: lane.whole_at.get(lane.waiting[0], now) > now)
         return waiting
 
 
@@ -407,25 +432,31 @@ class _Simulator:
         if lane is None:
             self._readiness[self._profile.devices[task.stage]].arrived(task)
             return
+        self._enter(now, lane, task)
+
+    def _enter(self, now: float, lane: _Lane, task: Task) -> None:
         lane.waiting.append(task)
         if self._nics.can_cross(lane):
             self._cross(now, lane)
 
     def _cross(self, now: float, lane: _Lane) -> None:
         task = self._nics.take(lane)
-        end = now + lane.seconds * self._factor(task, 1)
+        end = max(now + lane.seconds * self._factor(task, 1), lane.whole_at.pop(task, now))
         if self._spans is not None:
-            self._spans.append(SimulatedSpan(task, now, end, is_transfer=True))
+            self._spans.append(SimulatedSpan(task, now, end, is_transfer=True, leg=lane.leg))
         self._post(end, self._crossed, (lane, task))
+        if (following := lane.following) is not None:
+            following.whole_at[task] = end
+            self._enter(now, following, task)
 
     def _crossed(self, now: float, crossing: tuple[_Lane, Task]) -> None:
         """A tensor's last byte has left its NICs."""
         lane, task = crossing
         if lane.latency_s:
             self._post(now + lane.latency_s, self._arrived, task)
-        else:
+        elif lane.following is None:
             self._arrived(now, task)
-        for other in self._nics.release(lane):
+        for other in self._nics.release(lane, now):
             if self._nics.can_cross(other):
                 self._cross(now, other)
 

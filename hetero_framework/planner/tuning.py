@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from hetero_framework.planner.order import StepOrder
 from hetero_framework.planner.policies import portfolio
 from hetero_framework.planner.readiness import Policy
 from hetero_framework.planner.simulator import (
@@ -55,6 +56,20 @@ class TunedSchedule:
             spans=found,
         )
         return found
+
+    @cached_property
+    def order(self) -> StepOrder:
+        """That of the simulated step."""
+        return StepOrder.of(self.spans())
+
+    @property
+    def patience_s(self) -> float:
+        """How long a device or NIC waits for whose turn it is: a task of the mean length. Of random
+        times up to 30 % off and edges up to half as slow again that makes less than a tenth of it,
+        or none, make more of."""
+        profile = self.profile
+        tasks = [*profile.forward_s, *profile.backward_s]
+        return sum(tasks) / len(tasks)
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.planner.readiness import BACKWARD_FIRST, DueDates, Policy
+from hetero_framework.planner.order import StepOrder
 from hetero_framework.planner.tuner import Tuner
 from hetero_framework.planner.tuning import TunedSchedule
 from hetero_framework.trainer.coordinator import train
@@ -60,10 +60,12 @@ def random_sections(dice: random.Random) -> dict[str, Any]:
     }
 
 
-def any_policy(dice: random.Random, num_stages: int) -> Policy:
-    """Tasks due at random."""
-    times = [[dice.uniform(0, 9) for _ in range(4)] for _ in range(num_stages)]
-    return Policy(tuple(DueDates(*stage) for stage in times))
+def any_order(dice: random.Random, order: StepOrder) -> StepOrder:
+    """The same tasks and transfers, which then wait for each other in vain."""
+    tasks, transfers = list(order.tasks), list(order.transfers)
+    dice.shuffle(tasks)
+    dice.shuffle(transfers)
+    return StepOrder(tuple(tasks), tuple(transfers))
 
 
 def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
@@ -72,12 +74,13 @@ def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
 
     def choice(pace: Tuner, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
         found = real(pace, micro_batches, direct)
-        return dataclasses.replace(
+        changed = dataclasses.replace(
             found,
             max_in_flight=dice.choice([1, 2, 3, 100]),
             in_flight_limits=tuple(dice.randint(1, 4) for _ in found.in_flight_limits),
-            policy=dice.choice([BACKWARD_FIRST, any_policy(dice, len(found.in_flight_limits))]),
         )
+        vars(changed)["order"] = any_order(dice, found.order)
+        return changed
 
     return choice
 

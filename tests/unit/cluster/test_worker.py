@@ -671,3 +671,16 @@ def test_a_goodbye_that_comes_while_a_worker_reports_is_no_mistake_of_its_own(ph
     expected = worker_module.LinkGone if phase is Phase.CLOSED else ProtocolError
     with pytest.raises(expected):
         Worker._send(worker, Message(BackwardDone(0, 0, 0)))
+
+
+def test_worker_looks_again_when_a_task_has_waited_enough_for_anothers_turn() -> None:
+    stages = SimpleNamespace(waits_s=0.0)
+    worker: Any = SimpleNamespace(_run=SimpleNamespace(stages=stages))
+    idle_s = Worker._idle_s.fget  # type: ignore[attr-defined]
+    assert idle_s(worker) == timeouts.TICK_S
+    stages.waits_s = timeouts.TICK_S / 4
+    assert idle_s(worker) == timeouts.TICK_S / 4
+    stages.waits_s = 1e9
+    assert idle_s(worker) == timeouts.TICK_S
+    worker._run = None
+    assert idle_s(worker) == timeouts.TICK_S

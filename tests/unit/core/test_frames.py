@@ -53,7 +53,6 @@ def tensor(dtype: str = "float32", *shape: int) -> WireTensor:
 def examples() -> dict[str, Message]:
     """One message of every type, the same on every machine."""
     versions: dict[str, Any] = {"protocol": PROTOCOL_VERSION, "package": "0.1.0"}
-    due_dates = (m.DueDates(0.0, 1.0, -0.5, 1.5),)
     figures = m.StageFigures(0.5, 1.5, 2, 3, 1 << 30, 0.125, 0.0)
     parameters = (m.Parameter("w", (4, 0)),)
     made: list[tuple[m.Body, list[WireTensor]]] = [
@@ -66,7 +65,7 @@ def examples() -> dict[str, Message]:
         (m.Start((1,), 4096), []),
         (m.Log("INFO", "größer"), []),
         (m.Error("ModelError", "gone"), []),
-        (m.Step(*STEP, True, 4, 99, 1.0, True, 6, (1, 3), due_dates, (1,)), []),
+        (m.Step(*STEP, True, 4, 99, 1.0, True, 6, (1, 3), (2, 3), (4,), (1,), 0.25, (1,)), []),
         (m.Inputs(*STEP, 1, 3, ("labels",), {"attention_mask": (1, 2)}), [tensor("int32", 1, 2)]),
         (m.Forward(*STEP, 1, 3), [tensor("bfloat16", 1, 2, 3)]),
         (

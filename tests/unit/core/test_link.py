@@ -981,8 +981,10 @@ def test_heartbeat_inside_of_a_frame_is_answered_at_once(stack: ExitStack) -> No
     assert payload_of(receiver.take()[0]) == payload_of(control(300_000))
 
 
-def forward(nbytes: int, number: int = 0) -> Message:
-    return Message(Forward(0, 0, 1, number), [WireTensor("uint8", (nbytes,), bytes_of(nbytes))])
+def forward(nbytes: int, number: int = 0, stage: int = 1, attempt: int = 0) -> Message:
+    return Message(
+        Forward(0, attempt, stage, number), [WireTensor("uint8", (nbytes,), bytes_of(nbytes))]
+    )
 
 
 def bytes_of(nbytes: int) -> memoryview:
@@ -1001,7 +1003,8 @@ class Meeting:
     """Two pairs of links, the senders or the receivers of one process; when their frames moved."""
 
     def __init__(self, stack: ExitStack, *, senders_share: bool) -> None:
-        shared = Interface()
+        self.shared = shared = Interface()
+        self.attempt = 0
         self.spans: list[tuple[int, float, float]] = []
         self.ends: list[tuple[End, End]] = []
         for k in range(2):
@@ -1017,12 +1020,12 @@ class Meeting:
         return lambda way, message, began, ended: self.spans.append((k, began, ended))
 
     def send(self, links: Iterable[int], count: int) -> None:
-        """`count` frames of 2 MB on each of these links, all at once."""
+        """`count` frames of 2 MB on each of these links, for stage 1 or 2, all at once."""
         before = [len(receiver.messages) for _, receiver in self.ends]
         self.spans.clear()
         for number in range(count):
             for k in links:
-                self.ends[k][0].link.send(forward(2_000_000, number))
+                self.ends[k][0].link.send(forward(2_000_000, number, k + 1, self.attempt))
         for k in links:
             self.ends[k][1].take(before[k] + count)
         wait_until(lambda: len(self.spans) == count * len(list(links)), "all moved")
@@ -1041,6 +1044,13 @@ class Meeting:
         spans = sorted(self.spans, key=lambda span: span[1])
         return max(a[2] - b[1] for a, b in pairwise(spans))
 
+    def plan(self, links: list[int], patience_s: float) -> None:
+        """From now on the frames of these links are to go in this order."""
+        self.attempt += 1
+        lanes = [("forward", k + 1) for k in links]
+        for interface in [self.shared, *(sender.link._interface for sender, _ in self.ends)]:
+            interface.plan(self.attempt, lanes, lanes, patience_s)
+
 
 @pytest.mark.parametrize("senders_share", [False, True])
 def test_large_frames_that_meet_go_one_after_the_other(
@@ -1054,6 +1064,61 @@ def test_large_frames_that_meet_go_one_after_the_other(
     assert meeting.overlap_s() < longest / 2
     order = [k for k, _, _ in sorted(meeting.spans, key=lambda span: span[1])]
     assert order in ([0, 1] * 3, [1, 0] * 3)
+
+
+@pytest.mark.parametrize("senders_share", [False, True])
+def test_large_frames_go_in_the_planned_order(
+    senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)
+    meeting = Meeting(stack, senders_share=senders_share)
+    meeting.learn()
+    planned = [1, 1, 0, 1, 0, 0]
+    meeting.plan(planned, patience_s=5.0)
+    meeting.send([0, 1], 3)
+    assert [k for k, _, _ in sorted(meeting.spans, key=lambda span: span[1])] == planned
+
+
+@pytest.mark.parametrize("senders_share", [False, True])
+def test_a_frame_that_does_not_come_is_not_waited_for_long(
+    senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)
+    meeting = Meeting(stack, senders_share=senders_share)
+    meeting.learn()
+    meeting.plan([1, 0, 0], patience_s=0.5)
+    began = time.monotonic()
+    meeting.send([0], 1)
+    assert time.monotonic() - began >= 0.5
+    began = time.monotonic()
+    meeting.send([0], 1)  # once is enough
+    assert time.monotonic() - began < timeouts.TURN_S
+
+
+def test_a_frame_is_asked_for_that_arrives_slowly_though_it_is_written_at_once(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the receiver has said of an earlier one, which shared its network."""
+    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)
+    sender, receiver = pair(stack)
+    receiver.link.send(control())  # as the greeting
+    sender.take()
+    sender.link.ping()
+    wait_until(lambda: sender.link.clock.round_trip_s is not None, "a pong")
+    asked: list[int | None] = []
+    heard = receiver.link._heard_ask
+    monkeypatch.setattr(
+        receiver.link, "_heard_ask", lambda n, lane: asked.append(lane) or heard(n, lane)
+    )
+    sender.link.send(forward(2_000_000))
+    receiver.take(1)
+    assert not asked
+    receiver.link._beat(Heartbeat(pace=1e6, shared=True))
+    wait_until(lambda: sender.link._pace.lasts_s(1_000_000) == 1.0, "the pace is known")
+    sender.link.send(forward(2_000_000, 1))
+    receiver.take(2)
+    assert asked == [2]
+    assert not sender.link._pace.pause_s()
 
 
 def test_a_frame_that_stalls_holds_up_others_for_a_while_only(

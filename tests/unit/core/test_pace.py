@@ -33,19 +33,19 @@ def test_nothing_is_held_back_as_long_as_nothing_is_known() -> None:
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
 def test_a_rate_that_cannot_be_is_not_believed(rate: float) -> None:
     writer = Writer()
-    writer.pace.heard(rate)
+    writer.pace.heard(rate, alone=True)
     assert writer.frame() == 0.0
 
 
 def test_pieces_are_written_a_little_faster_than_they_arrive() -> None:
     writer = Writer()
-    writer.pace.heard(1e6)  # a piece in 0.1 s
+    writer.pace.heard(1e6, alone=True)  # a piece in 0.1 s
     assert writer.frame() == pytest.approx(0.9 / 1.05, abs=0.003)
 
 
 def test_the_next_frame_begins_when_the_last_one_is_nearly_there() -> None:
     writer = Writer()
-    writer.pace.heard(1e6)
+    writer.pace.heard(1e6, alone=True)
     began = writer.now
     for _ in range(5):
         writer.frame()
@@ -55,24 +55,24 @@ def test_the_next_frame_begins_when_the_last_one_is_nearly_there() -> None:
 
 def test_what_takes_no_time_is_not_held_back() -> None:
     writer = Writer()
-    writer.pace.heard(FRAME / 0.009)
+    writer.pace.heard(FRAME / 0.009, alone=True)
     assert writer.frame() == 0.0
 
 
 def test_the_fastest_of_the_last_frames_counts() -> None:
     writer = Writer()
     for rate in (2e6, 1e6):
-        writer.pace.heard(rate)
+        writer.pace.heard(rate, alone=True)
     assert writer.frame() == pytest.approx(0.45 / 1.05, abs=0.003)
     for _ in range(8):
-        writer.pace.heard(1e6)
+        writer.pace.heard(1e6, alone=True)
     writer.now += 10
     assert writer.frame() == pytest.approx(0.9 / 1.05, abs=0.003)
 
 
 def test_a_late_writer_makes_up_for_little() -> None:
     writer = Writer()
-    writer.pace.heard(1e6)
+    writer.pace.heard(1e6, alone=True)
     writer.pace.wrote(PIECE, FRAME, is_last=False)
     writer.now += 5.0
     assert writer.pace.pause_s() == 0.0
@@ -82,6 +82,16 @@ def test_a_late_writer_makes_up_for_little() -> None:
 
 def test_no_pause_is_longer_than_a_second() -> None:
     writer = Writer()
-    writer.pace.heard(1e-6)
+    writer.pace.heard(1e-6, alone=True)
     writer.pace.wrote(PIECE, FRAME, is_last=False)
     assert writer.pace.pause_s() <= 1.0
+
+
+def test_a_share_sets_no_pace_but_says_how_long_a_frame_takes() -> None:
+    pace = Pace()
+    assert pace.lasts_s(1_000_000) == 0.0
+    pace.heard(5e6, alone=False)
+    pace.heard(4e6, alone=False)
+    assert pace.lasts_s(1_000_000) == 0.2
+    pace.wrote(1_000_000, 1_000_000, is_last=True)
+    assert pace.pause_s() == 0.0

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero_framework.core import turns
+from hetero_framework.core.agenda import BACKWARD, FORWARD
 from hetero_framework.core.turns import Passage, Turns
 
 LARGE = 16_000_000
@@ -130,19 +131,22 @@ def test_who_is_alone_is_told_when_that_changes() -> None:
     assert wire.changed == [0, 1]
 
 
-def test_pace_is_that_of_a_frame_that_went_alone() -> None:
+def test_a_frame_says_how_fast_it_passed_and_whether_alone() -> None:
     wire = Wire(reserves=True, links=2)
     first, second = wire.links
     assert first.begin(LARGE)
     wire.pass_by((first, 1.0))
     first.end()
-    assert first.pace_alone == pytest.approx(wire.rate)
+    assert first.was_alone
+    assert first.pace == pytest.approx(wire.rate)
     assert first.begin(LARGE)
     assert second.begin(LARGE, waits=False)
     wire.pass_by((first, 0.7), (second, 0.3))
     first.end()
     second.end()
-    assert first.pace_alone == second.pace_alone == 0.0
+    assert not first.was_alone
+    assert not second.was_alone
+    assert first.pace == pytest.approx(0.7 * wire.rate)
 
 
 def test_who_was_slow_in_a_full_interface_may_be_quick_alone() -> None:
@@ -208,3 +212,76 @@ def test_a_faster_interface_than_was_known_is_found() -> None:
         first.end()
     assert first.begin(LARGE)
     assert second.begin(LARGE)
+
+
+# ---- in the planned order
+
+F1, F2, B0 = (FORWARD, 1), (FORWARD, 2), (BACKWARD, 0)
+
+
+def test_of_those_that_wait_the_planned_one_goes_first() -> None:
+    wire = Wire(reserves=True)
+    wire.learn()
+    wire.turns.plan(7, [F1, B0, F2], patience_s=9.0)
+    first, second, third = wire.links
+    assert third.begin(LARGE, F1)
+    third.went(F1, 7, 0)
+    assert not first.begin(LARGE, F2)  # went longest ago
+    assert not second.begin(LARGE, B0)
+    third.end()
+    assert wire.told == [1]
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+def test_a_frame_waits_for_another_ones_turn_only_so_long(reserves: bool) -> None:
+    wire = Wire(reserves=reserves)
+    wire.learn()
+    wire.turns.plan(7, [F1, B0, F2], patience_s=0.25)
+    first, second, _ = wire.links
+    assert first.awaits_room(B0)
+    assert not first.begin(LARGE, B0)
+    assert first.left_s() == pytest.approx(0.25)
+    wire.now += 0.26
+    assert first.left_s() == 0.0
+    assert first.begin(LARGE, B0)
+    first.went(B0, 7, 0)
+    first.end()
+    assert second.begin(LARGE, F2)  # F1 was waited for
+
+
+def test_who_insists_waits_for_room_alone() -> None:
+    wire = Wire(reserves=True)
+    wire.learn()
+    wire.turns.plan(7, [F1, B0, F2], patience_s=9.0)
+    first, second, third = wire.links
+    assert not first.begin(LARGE, B0)
+    assert first.begin(LARGE, B0, insists=True)
+    assert not second.begin(LARGE, F2, insists=True)
+    first.end()
+    assert wire.told == [1]
+    second.end()
+    assert not third.begin(LARGE, F2)
+    assert wire.told == [1]
+
+
+def test_frames_of_an_attempt_count_that_came_before_its_plan() -> None:
+    """Another worker may have heard of the step before us; what is left of the last one is not in
+    the plan."""
+    wire = Wire(reserves=True)
+    wire.learn()
+    first, second, _ = wire.links
+    first.went(F1, 7, 0)
+    second.went(B0, 6, 3)
+    wire.turns.plan(7, [F1, B0, F2], patience_s=9.0)
+    assert second.begin(LARGE, B0)
+    second.end()
+    assert not first.begin(LARGE, F2)
+
+
+def test_a_new_plan_lets_those_go_that_waited_for_the_old_ones_turn() -> None:
+    wire = Wire(reserves=True)
+    wire.learn()
+    wire.turns.plan(7, [F1, B0], patience_s=9.0)
+    assert not wire.links[2].begin(LARGE, B0)
+    wire.turns.plan(8, [], patience_s=0.0)
+    assert wire.told == [2]

@@ -3,8 +3,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from hetero_framework.engine.stage_api import (
     Loss,
     StatePart,
     StepInfo,
+    StepPlan,
     StepSchedule,
     Tensors,
 )
@@ -29,11 +32,11 @@ from hetero_framework.errors import HeteroError, ModelError, ProtocolError
 from hetero_framework.models.footprint import Form
 from hetero_framework.models.side import Bundle
 from hetero_framework.planner import simulator
+from hetero_framework.planner.order import Order, StepOrder
 from hetero_framework.planner.policies import by_depth, due_dates, forwards_ahead
 from hetero_framework.planner.readiness import (
     BACKWARD_FIRST,
     Admission,
-    DueDates,
     Policy,
     Readiness,
     Task,
@@ -292,11 +295,12 @@ def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed:
     stages = [FakeStage(k, first=k == 0, last=k == 3) for k in range(4)]
     executors, outboxes = zip(*(make_executor(stages[i::2]) for i in (0, 1)), strict=True)
     buffers = Buffers()
-    schedule = StepSchedule(
-        in_flight_limits=(draw.randint(1, 6),) * 4, policy=draw.choice(POLICIES)
-    )
-    for executor in executors:
-        executor.begin(replace(TRAIN, micro_batches=6), schedule)
+    tasks = [(kind, stage) for kind in (FORWARD, BACKWARD) for stage in range(4)] * 6
+    draw.shuffle(tasks)
+    schedule = StepPlan((draw.randint(1, 6),) * 4, StepOrder(tuple(tasks)))
+    for i, executor in enumerate(executors):
+        own = schedule.at(range(i, 4, 2), relays=False)
+        executor.begin(replace(TRAIN, micro_batches=6), own)
     for stage in stages:
         stage.calls.clear()
     pending: list[tuple[Any, ...]] = [("inputs", s, k) for s in range(4) for k in range(6)]
@@ -324,30 +328,81 @@ def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed:
     assert all(executor.is_done for executor in executors)
 
 
-def test_policy_of_the_step_decides_among_what_is_ready() -> None:
-    """Forwards before backwards, and the deeper of two stages first."""
+def planned(patience_s: float, *lanes: tuple[str, int]) -> StepSchedule:
+    return StepSchedule((8,) * 4, Order(lanes), patience_s)
+
+
+def test_order_of_the_step_decides_among_what_is_ready() -> None:
+    """Of two stages the deeper one first, and then forward before backward."""
     stages = [FakeStage(0, first=True), FakeStage(2)]
     executor, _ = make_executor(stages)
     buffers = Buffers()
-    policy = Policy(tuple(DueDates(-k, 0.0, 9.0, 1.0) for k in range(4)))
-    executor.begin(TRAIN, StepSchedule(in_flight_limits=(8,) * 4, policy=policy))
     order: list[tuple[Any, ...]] = []
     for stage in stages:
         stage.calls = order
+    for schedule, verbs in (
+        (planned(0.0, (FORWARD, 2), (FORWARD, 0), (BACKWARD, 2)), ["forward", "backward"]),
+        (StepSchedule(in_flight_limits=(8,) * 4), ["backward", "forward"]),
+    ):
+        executor.begin(TRAIN, schedule)
+        for index in (0, 2):
+            feed(executor, index, buffers, 1)
+        executor.run_next()
+        executor.put_gradient(2, 0, buffers.arrival())
+        order.clear()
+        run_all(executor)
+        assert [verb for verb, _ in order] == verbs
+
+
+def test_whose_turn_it_is_is_waited_for_as_long_as_the_schedule_says() -> None:
+    stages = [FakeStage(0, first=True), FakeStage(2)]
+    executor, _ = make_executor(stages)
+    buffers = Buffers()
+    executor.begin(TRAIN, planned(1e9, (FORWARD, 2), (FORWARD, 0)))
+    feed(executor, 0, buffers, 2)
+    assert not executor.run_next()
+    assert 1e8 < executor.waits_s <= 1e9
+    feed(executor, 2, buffers, 1)
+    assert [executor.run_next() for _ in range(3)] == [True, True, True]
+    assert executor.waits_s == 0
+    assert [stage.calls[-1] for stage in stages] == [("forward", 1), ("forward", 0)]
+
+    executor.begin(TRAIN, planned(0.01, (FORWARD, 2), *[(FORWARD, 0)] * 2))
+    feed(executor, 0, buffers, 2)
+    deadline = time.monotonic() + 10
+    while not executor.run_next():
+        assert time.monotonic() < deadline
+        Event().wait(executor.waits_s)
+    assert executor.run_next()  # what has been waited for once is not again
+
+
+def test_a_busy_device_is_not_idle_while_others_wait_for_a_turn() -> None:
+    device = QueuedDevice()
+    executor, _ = make_executor([FakeStage(0, first=True), FakeStage(2)], device=device)
+    buffers = Buffers()
+    executor.begin(TRAIN, planned(8.0, (FORWARD, 2), (FORWARD, 2), (FORWARD, 0)))
+    feed(executor, 2, buffers, 1)
+    feed(executor, 0, buffers, 1)
+    assert executor.run_next()
+    assert not executor.run_next()
+    assert executor.waits_s == 1.0  # asked again soon, from when it is idle
+    device.reach()
+    assert not executor.run_next()
+    assert executor.waits_s > 7.0
+
+
+def test_tasks_that_a_stage_does_not_have_are_not_waited_for() -> None:
+    """The last stage does both as one; a stage in front of what is trained has no backwards."""
+    frozen, last = FakeStage(0, first=True), FakeStage(2, last=True)
+    frozen.differentiates = False
+    executor, _ = make_executor([frozen, last])
+    buffers = Buffers()
+    lanes = [(BACKWARD, 0), (BACKWARD, 2), (FORWARD, 0), (FORWARD, 2)]
+    executor.begin(TRAIN, planned(1e9, *lanes))
     for index in (0, 2):
         feed(executor, index, buffers, 1)
-    executor.run_next()
-    executor.put_gradient(2, 0, buffers.arrival())
-    run_all(executor)
-    assert order == [("forward", 0), ("forward", 0), ("backward", 0)]
-    executor.begin(TRAIN, StepSchedule(in_flight_limits=(8,) * 4))
-    for index in (0, 2):
-        feed(executor, index, buffers, 1)
-    executor.run_next()
-    executor.put_gradient(2, 0, buffers.arrival())
-    order.clear()
-    run_all(executor)
-    assert order == [("backward", 0), ("forward", 0)]
+    assert executor.run_next()
+    assert executor.run_next()
 
 
 # ---- what a stage may hold, and when it is done
@@ -762,11 +817,10 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
     executors = {
         d: make_executor([s for s in stages if profile.devices[s.index] == d]) for d in devices
     }
-    for executor, _ in executors.values():
-        executor.begin(
-            replace(TRAIN, micro_batches=m),
-            StepSchedule(schedule.in_flight_limits, schedule.policy),
-        )
+    for device, (executor, _) in executors.items():
+        own = [k for k in range(p) if profile.devices[k] == device]
+        planned = StepPlan(schedule.in_flight_limits, schedule.order, 1e9)
+        executor.begin(replace(TRAIN, micro_batches=m), planned.at(own, relays=False))
     lanes = [lane for k in range(p - 1) for lane in ((BACKWARD, k), (FORWARD, k + 1))]
     waiting: dict[tuple[str, int], list[int]] = {lane: [] for lane in lanes}
     busy_nics: set[tuple[int, str]] = set()

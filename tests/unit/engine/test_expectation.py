@@ -182,7 +182,7 @@ def test_who_waits_for_a_step_in_vain_is_let_go(ends: str, monkeypatch: pytest.M
 
 def test_readers_hear_of_steps_and_inputs_before_the_computing_thread() -> None:
     awaited = made()
-    step = Step(0, 2, True, 2, 1, 1.0, False, 0, (1, 1, 1, 1), (), ())
+    step = Step(0, 2, True, 2, 1, 1.0, False, 0, (1, 1, 1, 1), (), (), (), 0.0, ())
     awaited.hear(Message(step))
     inputs = Inputs(0, 2, 1, 0, ("labels",), {"attention_mask": (2, 6)})
     awaited.hear(Message(inputs, (to_wire(torch.zeros(2, 6, dtype=torch.int32)),)))

@@ -27,14 +27,15 @@ from hetero_framework.engine.stage_api import (
     StepInfo,
     StepSchedule,
 )
-from hetero_framework.planner.readiness import DueDates, Policy
+from hetero_framework.planner.order import Order
+from hetero_framework.planner.readiness import BACKWARD, FORWARD
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
 ADDRESS = {"step": 3, "attempt": 1, "stage": 2, "micro_batch": 5}
 
 
-DUE_DATES = st.builds(DueDates, *[st.floats(allow_nan=False, allow_infinity=False)] * 4)
-POLICIES = st.lists(DUE_DATES, max_size=6).map(lambda stages: Policy(tuple(stages)))
+LANES = st.lists(st.tuples(st.sampled_from([FORWARD, BACKWARD]), st.integers(0, 99))).map(tuple)
+ORDERS = st.builds(Order, LANES, LANES, LANES)
 
 
 def travelled(message: Message) -> Message:
@@ -46,18 +47,19 @@ def travelled(message: Message) -> Message:
 
 @given(
     st.lists(st.integers(1, 99), min_size=1, max_size=6),
-    POLICIES,
+    ORDERS,
+    st.floats(0, 1e9),
     st.frozensets(st.integers(0, 5)),
     st.booleans(),
 )
 def test_step_tells_how_it_is_run(
-    in_flight: list[int], policy: Any, direct: frozenset[int], train: bool
+    in_flight: list[int], order: Order, patience_s: float, direct: frozenset[int], train: bool
 ) -> None:
     info = StepInfo(7, 2, train, micro_batches=4, num_items=10, loss_scale=0.5)
-    orders = StepSchedule(tuple(in_flight), policy, direct)
-    message = travelled(messages.step_message(info, orders))
+    schedule = StepSchedule(tuple(in_flight), order, patience_s, direct)
+    message = travelled(messages.step_message(info, schedule))
     assert messages.step_info(message.expect(Step)) == info
-    assert messages.step_schedule(message.expect(Step)) == orders
+    assert messages.step_schedule(message.expect(Step)) == schedule
 
 
 # ---- INPUTS

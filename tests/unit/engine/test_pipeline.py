@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,7 @@ from hetero_framework.engine.stage_api import (
     HostReport,
     StatePart,
     StepInfo,
+    StepPlan,
     StepSchedule,
     Tensors,
 )
@@ -49,6 +51,8 @@ from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError
 from hetero_framework.models.objective import CausalLM
+from hetero_framework.planner.order import StepOrder, Transfer
+from hetero_framework.planner.readiness import BACKWARD, FORWARD
 from tests.samples import boundary_message
 from tests.unit.engine.test_executor import FakeStage
 
@@ -62,7 +66,7 @@ CONFIG = Config.from_dict(
 )
 STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
 INFO = StepInfo(step=0, attempt=0, train=True, micro_batches=4, num_items=8)
-SCHEDULE = StepSchedule(in_flight_limits=(4, 4))
+SCHEDULE = StepPlan(in_flight_limits=(4, 4))
 BATCHES: list[Tensors] = [
     {"input_ids": torch.full((1, 2), k), "labels": torch.full((1, 2), k)} for k in range(4)
 ]
@@ -91,6 +95,9 @@ class Worker:
 
     def expect(self, step: int, attempt: int) -> None:
         self.expected = step, attempt
+
+    def plan(self, attempt: int, schedule: StepSchedule) -> None:
+        self.planned = attempt, schedule
 
     def ping(self, worker: int) -> None: ...
     def generation(self, worker: int) -> object:
@@ -195,6 +202,42 @@ def test_run_keeps_to_max_in_flight_and_gives_losses_in_order(max_in_flight: int
     assert [call for call in stage.calls if call[0] == "backward"] == [
         ("backward", k) for k in range(4)
     ]
+
+
+def test_every_process_gets_the_part_of_the_order_that_is_its_own() -> None:
+    pipeline, links, _ = make()
+    lanes = [(FORWARD, 0), (FORWARD, 1), (BACKWARD, 0)]
+    order = StepOrder(tuple(lanes * 4), (Transfer((FORWARD, 1)), Transfer((BACKWARD, 0))) * 4)
+    pipeline.begin(INFO, StepPlan((4, 4), order, 0.0), 2)
+    attempt, own = links.planned
+    assert attempt == INFO.attempt
+    assert own.order.tasks == ((FORWARD, 0), (BACKWARD, 0)) * 4
+    assert (own.order.sends, own.order.receives) == (((FORWARD, 1),) * 4, ((BACKWARD, 0),) * 4)
+    (sent,) = links.kinds(Step)
+    theirs = messages.step_schedule(sent.expect(Step)).order
+    assert theirs.tasks == ((FORWARD, 1),) * 4
+    assert (theirs.sends, theirs.receives) == (own.order.receives, own.order.sends)
+    assert len(pipeline.run(BATCHES)) == 4
+
+
+def test_a_task_that_waits_for_anothers_turn_runs_when_it_has_waited_enough() -> None:
+    """Nothing arrives meanwhile that would wake the computing thread."""
+    pipeline, links, _ = make()
+    pipeline.begin(INFO, StepPlan((4, 4), StepOrder(((BACKWARD, 0), (FORWARD, 0))), 0.05), 1)
+    waited: list[float] = []
+    receive = links.receive
+
+    def noted(timeout_s: float) -> Event | None:
+        found = receive(timeout_s)
+        if timeout_s and found is None:
+            waited.append(timeout_s)
+            threading.Event().wait(timeout_s)
+        return found
+
+    links.receive = noted  # type: ignore[method-assign]
+    pipeline.run(BATCHES)
+    assert waited
+    assert max(waited) <= 0.05
 
 
 def test_run_of_an_evaluation_ends_with_the_losses() -> None:

@@ -49,9 +49,14 @@ def test_nothing_goes_back_below_the_lowest_trained_layer() -> None:
     layout = (Part(0, 0, 1), Part(1, 1, 2), Part(0, 2, 3), Part(1, 3, 4))
     assert [edge.backward_s > 0 for edge in fleet.pipeline(layout).edges] == [False, False, True]
     assert [fleet.activation_bytes(part) > 0 for part in layout] == [False, False, True, True]
-    full = Fleet(fleet_of(device("local"), device(1), layers=4))
-    assert not full.goes_back(0)
-    assert full.goes_back(1)
+
+
+def test_a_gradient_goes_back_to_the_embedding_unless_it_is_known_not_to_be_trained() -> None:
+    profile = fleet_of(device("local"), device(1), layers=4)
+    assert Fleet(profile).goes_back(0)
+    frozen = Fleet(profile.model_copy(update={"embedding_is_trained": False}))
+    assert not frozen.goes_back(0)
+    assert frozen.goes_back(1)
 
 
 def test_memory_limits_are_what_is_left_for_micro_batches() -> None:

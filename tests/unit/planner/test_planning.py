@@ -44,6 +44,14 @@ def test_interleaving_fills_the_pipeline_sooner_where_links_are_fast() -> None:
     assert len(slow.shard_plan) == 2
 
 
+@pytest.mark.parametrize(("micro_batches", "stages"), [(16, 3), (80, 2)])
+def test_interleaving_has_to_win_a_percent(micro_batches: int, stages: int) -> None:
+    """Here it saves half of a micro-batch's time, of 17 or of 81."""
+    devices = [device(k or "local", layer_bytes=0, activation_bytes_per_layer=0) for k in range(2)]
+    profile = fleet_of(*devices, layers=4, speed=1e12, micro_batches=micro_batches)
+    assert len(plan(profile).shard_plan) == stages
+
+
 def test_of_many_unlike_devices_the_first_ones_come_again_behind_all() -> None:
     """0.85 of the step with a stage each; 0.95 without starts of this form, 0.89 where the critical
     path does not say which layers to move."""
