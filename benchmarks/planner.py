@@ -35,9 +35,9 @@ from benchmarks.environment import describe, save
 from benchmarks.fleets import GIGABIT, random_fleet
 from hetero_framework.errors import PlanError
 from hetero_framework.planner import FleetProfile, Result, evaluate, plan
+from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Fleet, Layout, Part
 from hetero_framework.planner.planning import ALLOWED
-from hetero_framework.planner.search import evaluated
 from hetero_framework.planner.simulator import simulate, step_bound
 
 VTRAIN = Path(__file__).parent / "data" / "vtrain_pipeline.json"

@@ -27,6 +27,11 @@ class Part(NamedTuple):
 Layout = tuple[Part, ...]
 
 
+def has_chunks(layout: Layout) -> bool:
+    """Whether a device has several stages."""
+    return len({part.device for part in layout}) < len(layout)
+
+
 class _Costs:
     """What layers cost on one device, as sums over the layers before each."""
 

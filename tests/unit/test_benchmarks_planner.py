@@ -21,8 +21,8 @@ from benchmarks.planner import (
     vtrain,
 )
 from hetero_framework.planner import evaluate
+from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Fleet
-from hetero_framework.planner.search import evaluated
 from tests.unit.planner.fleets import device, fleet_of
 
 

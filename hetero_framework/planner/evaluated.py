@@ -1,0 +1,58 @@
+"""A layout with the schedule by which the product would run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hetero_framework.planner.layout import Fleet, Layout, has_chunks
+from hetero_framework.planner.simulator import step_bound
+from hetero_framework.planner.tuning import TunedSchedule, tune
+
+_EXACTLY = 1e-9
+_WORTH_CHUNKS = 1.01
+"""Times the step of several stages on a device, and one stage for each has to take longer."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A layout and its schedule."""
+
+    fleet: Fleet
+    layout: Layout
+    schedule: TunedSchedule
+
+    @cached_property
+    def seconds(self) -> float:
+        """The predicted step."""
+        return self.schedule.forecast.seconds
+
+    @property
+    def bound_s(self) -> float:
+        """What no schedule of this layout can beat."""
+        schedule = self.schedule
+        limits = self.fleet.memory_limits(self.layout)
+        return step_bound(schedule.profile, schedule.micro_batches, limits)
+
+    @property
+    def preference(self) -> float:
+        """The smaller the better: the shortest step, of equal ones that with fewer stages. Several
+        stages on a device have to be worth it: each boundary is another one at which a run is
+        slower than simulated."""
+        seconds = self.seconds * (1 + _EXACTLY * len(self.layout))
+        return _WORTH_CHUNKS * seconds if has_chunks(self.layout) else seconds
+
+
+def evaluated(
+    fleet: Fleet, layout: Layout, *, max_in_flight: int | None = None
+) -> Evaluated | None:
+    """The layout as the product would run it; None where it does not fit."""
+    limits = fleet.memory_limits(layout)
+    if limits is None:
+        return None
+    profile, m = fleet.pipeline(layout), fleet.micro_batches
+    if max_in_flight is None:
+        # The plan names the window, and the run then tunes what is left.
+        max_in_flight = tune(profile, m, in_flight_limits=limits).max_in_flight
+    schedule = tune(profile, m, max_in_flight=max_in_flight, in_flight_limits=limits)
+    return Evaluated(fleet, layout, schedule)

@@ -1,0 +1,73 @@
+"""Whether any layout with one stage for each device is faster than the best known one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hetero_framework.planner.descents import FEW
+from hetero_framework.planner.enumeration import Enumeration, TooMany
+from hetero_framework.planner.evaluated import Evaluated, evaluated
+from hetero_framework.planner.layout import Layout
+from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.scores import Scores
+from hetero_framework.planner.simulator import simulate
+
+_NODES = (20_000, 40_000)  # of the enumeration, for many devices and for few
+_STAGES = (30_000, 120_000)  # that are scored
+_TASKS = 200_000  # that are simulated
+_TUNED = 60  # times as many tasks are simulated to tune a layout as it has
+_HOPELESS = 1.03  # of the best step: where simple windows take longer no schedule will do
+_EXACTLY = 1e-9
+
+
+class Proof:
+    """Looks at all layouts that could be faster, where they are few enough."""
+
+    def __init__(self, rules: Rules, scores: Scores) -> None:
+        self._rules = rules
+        self._scores = scores
+        self._few = len(rules.devices) <= FEW
+
+    def run(self, best: Evaluated) -> tuple[Evaluated, bool]:
+        """The best of all layouts with one stage for each device, and True; or the best of those
+        that were looked at."""
+        layouts, is_all = self._open(best)
+        m, tasks = self._rules.fleet.micro_batches, 0
+        for layout in sorted(layouts, key=self._scores.bound):
+            if self._scores.bound(layout) >= (1 - _EXACTLY) * best.seconds:
+                break
+            windows = {len(layout), min(2 * len(layout), m), m}
+            tasks += 2 * len(windows) * len(layout) * m
+            if self._least_of(layout, windows) < _HOPELESS * best.seconds:
+                tasks += _TUNED * len(layout) * m
+                found = evaluated(self._rules.fleet, layout)
+                assert found is not None  # only what fits is open
+                best = min(best, found, key=lambda one: one.preference)
+            if tasks > _TASKS:
+                return best, False
+        return best, is_all
+
+    def _open(self, best: Evaluated) -> tuple[list[Layout], bool]:
+        """Layouts that could be faster, and whether these are all; of many devices all or none,
+        since a few say nothing."""
+        most_s = (1 - _EXACTLY) * best.seconds
+        found: list[Layout] = []
+        self._scores.allow(_STAGES[self._few])
+        try:
+            for layout in Enumeration(self._rules, most_s, nodes=_NODES[self._few]).layouts():
+                if self._scores.is_over:
+                    raise TooMany
+                if self._scores.bound(layout) < most_s:
+                    found.append(layout)
+        except TooMany:
+            return (found if self._few else []), False
+        return found, True
+
+    def _least_of(self, layout: Layout, windows: Iterable[int]) -> float:
+        """Seconds of a step by the best of these windows, backward first."""
+        fleet = self._rules.fleet
+        limits, profile = fleet.memory_limits(layout), fleet.pipeline(layout)
+        return min(
+            simulate(profile, fleet.micro_batches, size, in_flight_limits=limits).seconds
+            for size in windows
+        )

@@ -1,0 +1,131 @@
+"""The layouts that a search begins with: good by construction, before anything is moved."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from hetero_framework.planner import moves
+from hetero_framework.planner.chains import chains
+from hetero_framework.planner.climbing import MANY, Climber
+from hetero_framework.planner.layout import Layout, has_chunks
+from hetero_framework.planner.partition import Partition, Rules, step_range
+from hetero_framework.planner.scores import Scores
+
+# One stage for each device.
+_SEEDS = 6
+_DEPTHS = (1.0, 0.4)  # shares of the micro-batches in flight that stages are to have memory for
+_LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)  # times the shortest step, for which there are seeds
+_DOUBLINGS = 12  # of a step that is too short
+_PRECISION = 0.01  # of the shortest step
+_MOST_CHAINED = 64  # workers of a chain
+_SHORTER = 8  # lengths of a chain that are tried
+_MOST_DEVICES = 96
+
+# Several.
+_CHUNKS = (2, 3, 4, 5, 6, 8)
+_CHUNKS_OF_MANY = (2, 3)
+_FRONT = (0.3, 0.5, 0.7)  # of the devices come again behind all
+_SHARES = (0.25, 0.4)  # of their layers are in front
+
+
+def shortest(rules: Rules, scores: Scores, climber: Climber) -> list[Layout]:
+    """With one stage for each device: those of the shortest steps that the dynamic programme
+    reaches, and of some longer ones."""
+    low, high = step_range(rules.fleet, rules.devices)
+    for depth in _DEPTHS:
+        partition = climber.partition(depth)
+        if depth < 1 and not partition.is_short_of_memory:
+            break
+        # What fits with more micro-batches in flight fits with fewer.
+        high = least = _least(partition, scores, low, high)
+        for factor in _LONGER:
+            _reached(partition, scores, least * factor)
+    return scores.best(_SEEDS)
+
+
+def _least(partition: Partition, scores: Scores, low: float, high: float) -> float:
+    """The shortest step that the programme reaches."""
+    for _ in range(_DOUBLINGS):
+        if _reached(partition, scores, high):
+            break
+        low, high = high, 2 * high
+    while high - low > _PRECISION * high:
+        # Most fleets are used well: look nearer to the lower end.
+        middle = 0.7 * low + 0.3 * high
+        if _reached(partition, scores, middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _reached(partition: Partition, scores: Scores, step_s: float) -> bool:
+    """Whether a layout for a step of so many seconds fits; `scores` knows those that were found."""
+    return min(map(scores.of, partition.layouts(step_s)), default=math.inf) < math.inf
+
+
+def along_chains(rules: Rules, scores: Scores, climber: Climber) -> list[Layout]:
+    """The best layouts whose workers are the first ones of a chain of linked ones."""
+    partition, found = climber.partition(), dict[Layout, None]()
+    for chain in chains(rules):
+        most = min(len(chain), _MOST_CHAINED, rules.fleet.layers)
+        for length in sorted({max(1, int(most / 1.3**k)) for k in range(_SHORTER)}):
+            layout = moves.shortest(partition, [0, *chain[:length]])
+            if layout is not None:
+                found[layout] = None
+    return heapq.nsmallest(_SEEDS // 2, found, key=scores.of)
+
+
+def without_the_weakest(rules: Rules, layouts: Iterable[Layout]) -> Rules:
+    """At most so many devices as a search can look at: those of some layouts, the best first, and
+    the quickest by layer and link."""
+    if len(rules.devices) <= _MOST_DEVICES:
+        return rules
+    fleet = rules.fleet
+
+    def weakness(d: int) -> tuple[bool, float]:
+        wire_s = fleet.edge(0, d, fleet.layers, False).forward_s if d else 0.0
+        return (d != 0 and d not in rules.pins, max(fleet.layer_s(d), wire_s))
+
+    strongest = sorted(rules.devices, key=weakness)
+    in_layouts = (part.device for layout in layouts for part in layout)
+    chosen = dict.fromkeys([*strongest[: 1 + len(rules.pins)], *in_layouts, *strongest])
+    return replace(rules, devices=tuple(sorted(list(chosen)[:_MOST_DEVICES])))
+
+
+def interleaved(
+    rules: Rules, scores: Scores, climber: Climber, layouts: Sequence[Layout]
+) -> list[Layout]:
+    """The best of each way to give the devices of layouts, the best first, several stages."""
+    if not rules.chunks or rules.pins:
+        return []
+    found: dict[Layout, None] = {}
+    few = len(layouts[0]) <= MANY
+    for chunks in (None, *(_CHUNKS if few else _CHUNKS_OF_MANY)):
+        changed = [
+            moves.closed(rules, layout)
+            if chunks is None
+            else moves.interleaved(rules, layout, chunks)
+            for layout in layouts[: 1 + few]
+        ]
+        whole = [layout for layout in changed if layout is not None]
+        # The bound knows little of what few stored forwards cost: even may be worse.
+        even = [climber.evened(layout) for layout in whole]
+        for some in (even, whole) if chunks is None else (even,):
+            fit = {layout for layout in some if scores.of(layout) < math.inf}
+            found.update(dict.fromkeys(heapq.nsmallest(2, fit, key=scores.of)))
+    return list(found)
+
+
+def wrapped(rules: Rules, layouts: Iterable[Layout]) -> Iterator[Layout]:
+    """Those in which the first devices of a layout come again behind all."""
+    if not rules.chunks or rules.pins:
+        return
+    for layout, front, share in product(layouts, _FRONT, _SHARES):
+        again = moves.wrapped(rules, layout, round(front * len(layout)), share)
+        if has_chunks(again):
+            yield again
