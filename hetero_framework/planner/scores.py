@@ -13,16 +13,17 @@ _SHARPNESS = 20  # of the mean that stands for a step
 
 
 class Scores:
-    """Scores and bounds of layouts, each found once, as far as the work for it lasts."""
+    """Scores and bounds of layouts, each found once, as far as the work for it lasts: so many
+    `stages` are scored, counted over all layouts."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, stages: int) -> None:
         self._rules = rules
         self._scores: dict[Layout, float] = {}
         self._bounds: dict[Layout, float] = {}
-        self._stages_left = 0
+        self._stages_left = stages
 
     def allow(self, stages: int) -> None:
-        """From now on so many stages may be scored, counted over all layouts."""
+        """From now on so many more stages may be scored."""
         self._stages_left = stages
 
     @property

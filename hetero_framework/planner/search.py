@@ -33,6 +33,7 @@ _STAGES = 30_000  # that are scored in each part of the search
 _CANDIDATES = 24  # with one stage for each device, that are simulated
 _FINALISTS = 2  # that are tuned, and three times as many where steps are short:
 _FINAL_TASKS = 3_000
+_NEAR = 1.03  # times the shortest step
 _EXACTLY = 1e-9
 
 
@@ -50,14 +51,13 @@ class Search:
 
     def __init__(self, rules: Rules) -> None:
         self._all = rules
-        self._scores = scores = Scores(rules)
-        scores.allow(_STAGES)
-        chained = seeds.along_chains(rules, scores, Climber(rules, scores))
-        self._rules = seeds.without_the_weakest(rules, chained)
-        here = set(self._rules.devices)
+        chained = seeds.along_chains(rules, Scores(rules, _STAGES))
+        self._rules = rules = seeds.without_the_weakest(rules, chained)
+        here = set(rules.devices)
         self._chained = [layout for layout in chained if here.issuperset(p.device for p in layout)]
-        self._climber = Climber(self._rules, scores)
-        self._looks = QuickLooks(rules, scores)
+        self._scores = Scores(rules, _STAGES)
+        self._climber = Climber(rules, self._scores)
+        self._looks = QuickLooks(rules, self._scores)
 
     def run(self) -> Found | None:
         """None where nothing fits."""
@@ -85,7 +85,7 @@ class Search:
     def _climbed(self) -> list[Layout]:
         """With one stage for each device: the best on the way from the seeds upwards."""
         shortest = seeds.shortest(self._rules, self._scores, self._climber)
-        for seed in [*shortest, *self._chained]:
+        for seed in dict.fromkeys([*shortest, *self._chained]):
             self._climber.climb(seed)
         found = self._scores.best(_CANDIDATES)
         return [layout for layout in found if self._scores.of(layout) < math.inf]
@@ -99,12 +99,15 @@ class Search:
             self._looks.look(layout, *quickest)
 
     def _finalists(self, ends: list[Layout]) -> list[Layout]:
-        """The fastest, with several stages on a device and without, and of short steps the ends of
-        all descents."""
-        count = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // self._looks.largest))
-        one_each = self._looks.fastest(1, lambda layout: not has_chunks(layout))
+        """The fastest, and if they have several stages on a device the best without, as long as it
+        is near; of short steps also the ends of all descents."""
+        looks = self._looks
+        count = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // looks.largest))
+        fastest = looks.fastest(count)
+        near_s = _NEAR * looks[fastest[0]]
+        one_each = looks.fastest(1, lambda x: not has_chunks(x) and looks[x] < near_s)
         others = ends if count > _FINALISTS else []
-        return list(dict.fromkeys([*self._looks.fastest(count), *one_each, *others]))
+        return list(dict.fromkeys([*fastest, *one_each, *others]))
 
     def _evaluated(self, layout: Layout) -> Evaluated:
         found = evaluated(self._rules.fleet, layout)

@@ -68,9 +68,9 @@ def _reached(partition: Partition, scores: Scores, step_s: float) -> bool:
     return min(map(scores.of, partition.layouts(step_s)), default=math.inf) < math.inf
 
 
-def along_chains(rules: Rules, scores: Scores, climber: Climber) -> list[Layout]:
+def along_chains(rules: Rules, scores: Scores) -> list[Layout]:
     """The best layouts whose workers are the first ones of a chain of linked ones."""
-    partition, found = climber.partition(), dict[Layout, None]()
+    partition, found = Climber(rules, scores).partition(), dict[Layout, None]()
     for chain in chains(rules):
         most = min(len(chain), _MOST_CHAINED, rules.fleet.layers)
         for length in sorted({max(1, int(most / 1.3**k)) for k in range(_SHORTER)}):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 
 from hetero_framework.errors import PlanError, UserError
-from hetero_framework.planner import FleetProfile, Result, evaluate, plan
+from hetero_framework.planner import FleetProfile, Result, evaluate, plan, seeds
 from hetero_framework.planner.planning import ALLOWED
-from tests.unit.planner.fleets import GB, device, fleet_of, profiles_of_fleets
+from tests.unit.planner.fleets import GB, device, fleet_of, profiles_of_fleets, raw_fleet
 
 NO_CHUNKS = ALLOWED - {"chunks"}
 PLANS = settings(max_examples=12, deadline=None)
@@ -64,6 +64,23 @@ def test_of_many_unlike_devices_the_first_ones_come_again_behind_all() -> None:
     owners = [entry["id"] for entry in found.shard_plan]
     assert len(owners) > len(set(owners))
     assert found.predicted_step_s < 0.87 * plan(profile, allow=NO_CHUNKS).predicted_step_s
+
+
+@pytest.mark.parametrize("most", [2, 4, 6])
+def test_of_too_many_devices_those_of_the_best_chains_and_the_quickest_are_looked_at(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeds, "_MOST_DEVICES", most)
+    devices = [device(k or "local", layer_forward_s=0.001 * (1 + k % 4)) for k in range(9)]
+    raw = raw_fleet(devices, layers=12, speed=1e7)
+    raw["links"] = [
+        {**one, "bytes_per_s": 1e9 if "local" not in (one["from"], one["to"]) else 1e7}
+        for one in raw["links"]
+        if "local" in (one["from"], one["to"]) or abs(one["from"] - one["to"]) == 1
+    ]
+    found = plan(FleetProfile.from_dict(raw))
+    assert len({entry["id"] for entry in found.shard_plan}) <= most
+    assert found.predicted_step_s >= found.lower_bound_s
 
 
 def test_a_faster_device_takes_more_and_a_slow_one_behind_a_slow_link_none() -> None:
