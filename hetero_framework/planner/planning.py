@@ -18,7 +18,7 @@ from hetero_framework.planner import reasons, variants
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Fleet, Layout, Part, WorkerId
 from hetero_framework.planner.partition import Rules
-from hetero_framework.planner.profile import FleetProfile
+from hetero_framework.planner.profile import FleetProfile, ids_text
 from hetero_framework.planner.relaxation import least_step
 from hetero_framework.planner.result import Result
 from hetero_framework.planner.search import Found, Search
@@ -214,8 +214,8 @@ def _option_problems(
     named = [("pin", d) for d in pins] + [("exclude", d) for d in excluded]
     for option, owner in [*named, *(("margin", d) for d in margins)]:
         if owner not in ids:
-            known = ", ".join(map(shown, ids))
-            yield Problem(f"--{option}", f"{shown(owner)} is no device; there are: {known}")
+            text = f"{shown(owner)} is no device; there are: {ids_text(ids)}"
+            yield Problem(f"--{option}", text)
     if "local" in excluded:
         yield Problem("--exclude", "the coordinator holds the first stage and cannot be left out")
     for owner, free in margins.items():

@@ -7,20 +7,37 @@ Everything is per micro-batch, in seconds and bytes. Fields that are left out ar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hetero_framework.config import Section
 from hetero_framework.config.problems import Problem, problems_of, report, shown
-from hetero_framework.config.section import MicroBatches, WholeFile, WorkerId, with_unit
+from hetero_framework.config.section import WholeFile, WorkerId, with_unit
 from hetero_framework.config.strict_json import read_json_object
 from hetero_framework.errors import ConfigError
 
-Time = Annotated[float, with_unit("seconds", ge=0)]
-Bytes = Annotated[float, with_unit("bytes", ge=0)]
+MAX_LAYERS = 10_000
+MAX_MICRO_BATCHES = 100_000
+_SHOWN_IDS = 16
+_LEAST_S, _LEAST_BYTES = 1e-12, 1e-6
+
+
+def _zero_or_from(least: float) -> AfterValidator:
+    """Smaller numbers than any machine has: their quotients are no numbers any more."""
+
+    def check(value: float) -> float:
+        if 0 < value < least:
+            raise ValueError(f"must be 0 or at least {least:g}, not {value:g}")
+        return value
+
+    return AfterValidator(check)
+
+
+Time = Annotated[float, with_unit("seconds", ge=0, le=1e9), _zero_or_from(_LEAST_S)]
+Bytes = Annotated[float, with_unit("bytes", ge=0, le=1e24), _zero_or_from(_LEAST_BYTES)]
 
 
 def _as_list(value: Any) -> Any:
@@ -75,7 +92,7 @@ class LinkProfile(Section):
     """Who sends."""
     receiver: WorkerId = Field(alias="to")
     """Who receives."""
-    bytes_per_s: Annotated[float, with_unit("bytes per second", gt=0)]
+    bytes_per_s: Annotated[float, with_unit("bytes per second", ge=1e-3, le=1e24)]
     """How fast large frames arrive."""
     latency_s: Time = 0.0
     """How long the first byte takes."""
@@ -87,9 +104,9 @@ class FleetProfile(WholeFile):
 
     version: Literal[1]
     """Version of this file's format."""
-    layers: Annotated[int, with_unit("layers", ge=1)]
+    layers: Annotated[int, with_unit("layers", ge=1, le=MAX_LAYERS)]
     """Layers of the model, without embedding and head."""
-    micro_batches: MicroBatches
+    micro_batches: Annotated[int, with_unit("micro-batches", ge=1, le=MAX_MICRO_BATCHES)]
     """Micro-batches in a step."""
     activation_bytes: Bytes = 0.0
     """What crosses a boundary forward."""
@@ -136,16 +153,23 @@ def load_profile(path: str | Path) -> FleetProfile:
     return FleetProfile.from_dict(read_json_object(file), name=str(path))
 
 
+def ids_text(ids: Sequence[int | str]) -> str:
+    """The ids of devices in a message, of many the first ones."""
+    more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+    return ", ".join(map(shown, ids[:_SHOWN_IDS])) + more
+
+
 def _disagreements(raw: dict[str, Any], valid: dict[str, Any]) -> Iterator[Problem]:
     """What is wrong between fields that are valid by themselves."""
     devices: tuple[DeviceProfile, ...] = valid.get("devices", ())
     ids = [device.id for device in devices]
     if "devices" in valid and "local" not in ids:
         yield Problem("devices", 'none has the id "local": the coordinator holds the first stage')
+    first: dict[int | str, int] = {}
     for i, device_id in enumerate(ids):
-        if device_id in ids[:i]:
-            first = f"devices[{ids.index(device_id)}]"
-            yield Problem(f"devices[{i}].id", f"{shown(device_id)} is the id of {first} too")
+        if first.setdefault(device_id, i) != i:
+            text = f"{shown(device_id)} is the id of devices[{first[device_id]}] too"
+            yield Problem(f"devices[{i}].id", text)
     for i in range(len(devices) if "layers" in valid else 0):
         for field in _OF_LAYERS:
             given = raw["devices"][i].get(field)
@@ -158,10 +182,11 @@ def _disagreements(raw: dict[str, Any], valid: dict[str, Any]) -> Iterator[Probl
 
 def _link_problems(ids: list[int | str], links: tuple[LinkProfile, ...]) -> Iterator[Problem]:
     seen: dict[tuple[int | str, int | str], int] = {}
+    there_are = dict.fromkeys(ids)
+    known = ids_text(ids)
     for i, link in enumerate(links):
         for end, device_id in (("from", link.sender), ("to", link.receiver)):
-            if device_id not in ids:
-                known = ", ".join(map(shown, ids))
+            if device_id not in there_are:
                 text = f"{shown(device_id)} is no device; there are: {known}"
                 yield Problem(f"links[{i}].{end}", text)
         if link.sender == link.receiver:
@@ -170,9 +195,9 @@ def _link_problems(ids: list[int | str], links: tuple[LinkProfile, ...]) -> Iter
         if pair in seen:
             yield Problem(f"links[{i}]", f"says the same direction as links[{seen[pair]}]")
         seen.setdefault(pair, i)
-    for worker in dict.fromkeys(ids):
+    for worker in there_are:
         for pair in (("local", worker), (worker, "local")):
-            if worker != "local" and "local" in ids and pair not in seen:
+            if worker != "local" and "local" in there_are and pair not in seen:
                 there = f"from {shown(pair[0])} to {shown(pair[1])}"
                 text = f"none goes {there}; the coordinator talks with every worker, both ways"
                 yield Problem("links", text)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero_framework.errors import ConfigError
-from hetero_framework.planner import FleetProfile, load_profile
+from hetero_framework.planner import FleetProfile, load_profile, plan
 from tests.unit.planner.fleets import device, raw_fleet
 
 TWO = [device("local"), device(1)]
@@ -45,6 +47,24 @@ def test_fields_that_are_left_out_are_nothing() -> None:
     [
         ({"version": 2}, "version: must be 1, not 2"),
         ({"layers": 0}, "layers: must be at least 1"),
+        ({"layers": 10**18}, "layers: must be at most 10000, not 1000000000000000000"),
+        ({"micro_batches": 10**400}, "micro_batches: must be at most 100000, not 1000"),
+        (
+            {"devices": [device("local"), device(1, layer_forward_s=1e308)]},
+            "devices[1].layer_forward_s: must be at most 1000000000.0, not 1e+308",
+        ),
+        (
+            {"devices": [device("local"), device(1, layer_backward_s=[1e-3] * 7 + [5e-324])]},
+            "devices[1].layer_backward_s[7]: must be 0 or at least 1e-12, not 4.94066e-324",
+        ),
+        (
+            {"devices": [device("local"), device(1, activation_bytes_per_layer=5e-324)]},
+            "devices[1].activation_bytes_per_layer: must be 0 or at least 1e-06",
+        ),
+        (
+            {"links": [{"from": "local", "to": 1, "bytes_per_s": 1e-300}]},
+            "links[0].bytes_per_s: must be at least 0.001, not 1e-300",
+        ),
         ({"micro_batches": 1.5}, "micro_batches: must be a whole number"),
         ({"devices": []}, 'devices: none has the id "local"'),
         ({"devices": [device(1)], "links": []}, 'devices: none has the id "local"'),
@@ -81,7 +101,7 @@ def test_fields_that_are_left_out_are_nothing() -> None:
         ({"links": [{"from": 1, "bytes_per_s": 1}]}, "links[0].to: is missing (Who receives)"),
         (
             {"links": [{"from": 1, "to": "local", "bytes_per_s": 0}]},
-            "links[0].bytes_per_s: must be greater than 0.0, not 0",
+            "links[0].bytes_per_s: must be at least 0.001, not 0",
         ),
         (
             {"links": [{"from": 1, "to": 1, "bytes_per_s": 1}]},
@@ -113,3 +133,34 @@ def test_a_file_that_is_absent_or_not_finite_is_refused(tmp_path: Path) -> None:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"devices\[0\].memory_bytes: the number is not finite"):
         load_profile(file)
+
+
+def test_problems_of_ten_thousand_devices_are_found_at_once() -> None:
+    """Each is looked up, none searched for: a search took more than a minute."""
+    many = [device("local"), *(device(k) for k in range(1, 10_000))]
+    links = [{"from": "x", "to": k, "bytes_per_s": 1e8} for k in range(1, 10_000)]
+    raw = raw_fleet(TWO) | {"devices": many, "links": links}
+    began = time.perf_counter()
+    said = problems(raw)
+    assert '"x" is no device; there are: "local", 1, 2, 3, 4,' in said
+    assert "15 and 9984 more" in said
+    same = problems(raw | {"devices": [device(1)] * 10_000})
+    assert "devices[9].id: 1 is the id of devices[0] too" in same
+    assert time.perf_counter() - began < 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_forward_s": 1e-12, "layer_backward_s": 1e9},
+        {"layer_forward_s": [0.0] * 7 + [1e9], "layer_backward_s": 0},
+        {"memory_bytes": 1e24, "activation_bytes_per_layer": 1e-6},
+        {"activation_bytes_per_layer": 1e24, "activation_bytes_recomputed": 0},
+        {"layer_forward_s": 0, "layer_backward_s": 0, "head_forward_s": 0, "head_backward_s": 0},
+    ],
+)
+def test_numbers_at_the_limits_can_be_planned(change: dict[str, Any]) -> None:
+    profile = FleetProfile.from_dict(raw_fleet([device("local"), device(1, **change)]))
+    found = plan(profile)
+    assert found.lower_bound_s <= found.predicted_step_s < math.inf
+    json.dumps(found.to_dict(), allow_nan=False)
