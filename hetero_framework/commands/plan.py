@@ -24,6 +24,7 @@ _UNITS = {
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_LAYER = re.compile(r"[0-9]{1,9}")
 _HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
 
 
@@ -43,10 +44,11 @@ def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
     ids = [device.id for device in profile.devices]
     return plan(
         profile,
-        pins={_owner(text, ids): _layers(text) for text in wishes.pins},
+        pins=_pins(wishes.pins, ids),
         excluded=[_known(name, ids) for name in wishes.excluded],
         margins=_margins(wishes.margins, ids),
-        allow=ALLOWED | {word for words in wishes.allow for word in words.split(",") if word},
+        allow=ALLOWED
+        | {word.strip() for words in wishes.allow for word in words.split(",") if word.strip()},
     )
 
 
@@ -210,9 +212,23 @@ def _owner(text: str, ids: Sequence[WorkerId]) -> WorkerId:
     return _known(text.partition("=")[0], ids)
 
 
+def _pins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, tuple[int, int]]:
+    found: dict[WorkerId, tuple[int, int]] = {}
+    for text in texts:
+        _check_once("--pin", owner := _owner(text, ids), found)
+        found[owner] = _layers(text)
+    return found
+
+
+def _check_once(option: str, owner: WorkerId, found: Collection[WorkerId]) -> None:
+    """Raise UserError where an option says of a process twice what can be said once."""
+    if owner in found:
+        raise UserError(f"{option} is given twice for {process_name(owner)}; keep one")
+
+
 def _layers(text: str) -> tuple[int, int]:
     start, colon, end = text.partition("=")[2].partition(":")
-    if not (colon and start.isdecimal() and end.isdecimal()):
+    if not (colon and _LAYER.fullmatch(start) and _LAYER.fullmatch(end)):
         raise UserError(
             f"--pin {text} is not of the form ID=START:END",
             hint="for example: --pin 1=4:12 for layers 4 to 11",
@@ -221,12 +237,13 @@ def _layers(text: str) -> tuple[int, int]:
 
 
 def _margins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, float]:
-    found = {}
+    found: dict[WorkerId, float] = {}
     for text in texts:
         match = _SIZE.fullmatch(text.partition("=")[2])
         if match is None or match[2].upper() not in _UNITS:
             raise UserError(
                 f"--margin {text} is not of the form ID=SIZE", hint="for example: --margin 1=2GiB"
             )
-        found[_owner(text, ids)] = float(match[1]) * _UNITS[match[2].upper()]
+        _check_once("--margin", owner := _owner(text, ids), found)
+        found[owner] = float(match[1]) * _UNITS[match[2].upper()]
     return found

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from hetero_framework.config import process_name
 from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
-from hetero_framework.config.problems import Problem, report, shown
+from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.errors import PlanError, UserError
 from hetero_framework.planner import reasons, variants
 from hetero_framework.planner.evaluated import evaluated
@@ -150,13 +150,15 @@ def _layout(
     """The layout of a plan in a file; a boundary that says nothing of its way goes directly where
     it can."""
     entries = _plan_entries(fleet, shard_plan)
+    if problems := list(_checkpointing_problems(again, len(entries))):
+        raise PlanError(report("the plan", problems))
     index = {owner: d for d, owner in enumerate(fleet.ids)}
     parts: list[Part] = []
     for k, entry in enumerate(entries):
         d = index[entry.id]
         recompute = entry.gradient_checkpointing
         if recompute is None:
-            recompute = bool(again.get(str(k), False))
+            recompute = again.get(str(k), False)
         direct = bool(parts) and fleet.can_go_direct(parts[-1].device, d)
         if entry.links == "direct" and parts and 0 not in (parts[-1].device, d) and not direct:
             ends = f"{process_name(entries[k - 1].id)} and {process_name(entry.id)}"
@@ -173,9 +175,8 @@ def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list
         try:
             entries.append(PlanEntry.model_validate(dict(raw)))
         except ValidationError as error:
-            for detail in error.errors(include_url=False):
-                where = ".".join(str(key) for key in detail["loc"][:1])
-                problems.append(Problem(f"shard_plan[{k}].{where}", str(detail["msg"]).lower()))
+            for found in problems_of(error.errors(include_url=False), PlanEntry, dict(raw)):
+                problems.append(Problem(f"shard_plan[{k}].{found.path}", found.text))
     if not problems:
         problems = [*plan_problems(entries), *owner_problems(entries, fleet.ids[1:])]
         problems += [
@@ -187,6 +188,16 @@ def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list
         raise PlanError(report("the plan", problems))
     Plan(tuple(entries)).covers(fleet.layers)
     return entries
+
+
+def _checkpointing_problems(again: Mapping[str, Any], stages: int) -> Iterator[Problem]:
+    """What is wrong with `gradient_checkpointing` of a plan, by the number of the stage."""
+    for name, value in again.items():
+        where = f"gradient_checkpointing.{name}"
+        if name not in map(str, range(stages)):
+            yield Problem(where, f"is no stage; there are {stages}, counted from 0")
+        elif not isinstance(value, bool):
+            yield Problem(where, f"must be true or false, not {shown(value)}")
 
 
 def _does_not_fit(fleet: Fleet, layout: Layout) -> PlanError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from hetero_framework.config import process_name
+from hetero_framework.config import layers_text, process_name
 from hetero_framework.errors import PlanError
 from hetero_framework.planner import variants
 from hetero_framework.planner.evaluated import Evaluated
@@ -172,6 +173,35 @@ def _with_direct(fleet: Fleet, layout: Layout) -> Layout:
     return tuple(parts)
 
 
+def _what_is_in_the_way(rules: Rules) -> str:
+    """Of a fleet that has room for all layers."""
+    fleet = rules.fleet
+    first = fleet.costs[0]
+    short = first.device.embedding_bytes - first.memory_bytes
+    if short > 0:
+        return f"the coordinator holds the embedding, for which it is short of {size(short)}"
+    least = min(
+        costs.device.head_bytes
+        + (costs.device.embedding_bytes if d == 0 else 0.0)
+        - costs.memory_bytes
+        for d, costs in ((d, fleet.costs[d]) for d in rules.devices)
+    )
+    if least > 0:
+        return f"the head fits on no process; the nearest one is short of {size(least)}"
+    return "each process has room for some layers, but no cut into whole layers fits everywhere"
+
+
+def _pins_leave_no_plan(rules: Rules) -> PlanError:
+    fleet = rules.fleet
+    pins = ", ".join(
+        f"{process_name(fleet.ids[d])} {layers_text(*pin)}" for d, pin in sorted(rules.pins.items())
+    )
+    return PlanError(
+        f"--pin: no plan keeps {pins}: the other layers cannot be held by the other processes",
+        hint="without the pins a plan fits: pin fewer layers, or leave no process out",
+    )
+
+
 def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
     """What is missing, where."""
     fleet, lines, room = rules.fleet, [], 0
@@ -194,9 +224,11 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
     costs = fleet.costs[0]
     layer = (costs.layer_bytes[-1] + costs.recomputed_bytes[-1]) / fleet.layers
     missing = max(0, fleet.layers - room) * layer
-    what = "the head, the embedding or the pins leave no way"
-    if missing:
-        what = f"{size(missing)} are missing"
+    what = f"{size(missing)} are missing" if missing else _what_is_in_the_way(rules)
+    if rules.pins and not missing:
+        without = replace(rules, pins={})
+        if Search(without).run() is not None:
+            return _pins_leave_no_plan(rules)
     hint = (
         "add a device, train an adapter (in 4 bits) instead of all weights, or make micro-batches "
         "or data.max_length smaller"

@@ -78,6 +78,9 @@ def test_wishes_are_read(fleet: str, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--pin", "1"], "--pin 1 is not of the form ID=START:END"),
         (["--pin", "1=4-8"], "--pin 1=4-8 is not of the form"),
+        (["--pin", "1=4:" + "9" * 5000], "for example: --pin 1=4:12"),
+        (["--pin", "1=2:4", "--pin", "1=3:5"], "--pin is given twice for worker 1; keep one"),
+        (["--margin", "1=1GiB", "--margin", "1=2GiB"], "--margin is given twice for worker 1"),
         (["--margin", "1=2"], "--margin 1=2 is not of the form ID=SIZE"),
         (["--margin", "1=2XB"], "is not of the form ID=SIZE"),
         (["--exclude", "7"], '"7" is no device; there are: "local", 1, "box"'),

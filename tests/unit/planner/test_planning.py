@@ -186,6 +186,39 @@ def test_where_nothing_fits_it_is_said_what_is_missing() -> None:
     assert "worker 1 has 2.79 GiB: room for 2 of 8 layers" in said
 
 
+@pytest.mark.parametrize(
+    ("local", "worker", "options", "said"),
+    [
+        (
+            {"memory_bytes": 1 * GB, "embedding_bytes": 2 * GB},
+            {},
+            {},
+            "the coordinator holds the embedding, for which it is short of 954 MiB",
+        ),
+        (
+            {"memory_bytes": 20 * GB, "head_bytes": 30 * GB},
+            {"memory_bytes": 22 * GB, "head_bytes": 30 * GB},
+            {},
+            "the head fits on no process; the nearest one is short of 7.45 GiB",
+        ),
+        ({}, {}, {"pins": {1: (4, 5)}, "excluded": [2]}, "--pin: no plan keeps worker 1 layer 4"),
+        (
+            {},
+            {},
+            {"pins": {1: (1, 2), 2: (6, 8)}},
+            "keeps worker 1 layer 1, worker 2 layers 6-7",
+        ),
+    ],
+)
+def test_what_is_in_the_way_is_said(
+    local: dict[str, Any], worker: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    heads = device("local", **local), device(1, **worker), device(2, **worker)
+    with pytest.raises(PlanError) as caught:
+        plan(fleet_of(*heads), allow={"checkpointing"}, **options)
+    assert said in str(caught.value)
+
+
 def test_what_changes_results_is_only_taken_when_allowed() -> None:
     profile = fleet_of(device("local"), device(1), speed=3e7)
     usual, codec = plan(profile), plan(profile, allow={*ALLOWED, "codec"})
@@ -209,7 +242,11 @@ def test_evaluate_says_what_is_wrong_with_a_plan() -> None:
         (half[:1], "the plan covers 4 layers, but the model has 8"),
         ([half[0], {"id": 9, "start": 4, "end": 8}], "9 is no worker"),
         ([half[0], {"id": 1, "start": 5, "end": 8}], "nobody holds layer 4"),
-        ([half[0], {"id": 1, "start": "x"}], "shard_plan[1].start"),
+        ([half[0], {"id": 1, "start": "x"}], "shard_plan[1].start: must be a whole number"),
+        (
+            [half[0], {"id": [], "start": 4, "end": 8}],
+            "shard_plan[1].id: must be a whole number",
+        ),
         (
             [half[0], {"id": "local", "start": 4, "end": 8}],
             "shard_plan[1]: is on coordinator as the one before",
@@ -226,6 +263,20 @@ def test_evaluate_says_what_is_wrong_with_a_plan() -> None:
         with pytest.raises(PlanError) as caught:
             evaluate(profile, entries)
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [
+        ({"0": 1}, "gradient_checkpointing.0: must be true or false, not 1"),
+        ({"2": True}, "gradient_checkpointing.2: is no stage; there are 2, counted from 0"),
+    ],
+)
+def test_evaluate_refuses_checkpointing_of_no_stage(again: dict[str, Any], said: str) -> None:
+    half = [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]
+    with pytest.raises(PlanError) as caught:
+        evaluate(fleet_of(device("local"), device(1)), half, gradient_checkpointing=again)
+    assert said in str(caught.value)
 
 
 def test_evaluate_of_a_worse_plan_is_worse_and_names_its_gap() -> None:
