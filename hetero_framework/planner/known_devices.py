@@ -23,6 +23,8 @@ _FIGURES = re.compile(
 _MEMORY = re.compile(r"\b(\d+) *gi?b\b", re.IGNORECASE)
 _CORES = re.compile(r"\b(\d+)[ -]?cores?\b", re.IGNORECASE)
 _WORD = re.compile(r"[a-z]+|\d+")
+_VARIANTS = frozenset({"ti", "super", "pro", "max", "ultra", "xt", "xtx", "gre"})
+"""Right behind a name they make another device of it, with other figures."""
 _MAKERS = ("nvidia", "geforce", "amd", "intel", "apple", "radeon", "r", "tm")
 _GIB = 2**30
 
@@ -116,14 +118,19 @@ def _table() -> dict[str, Any]:
 
 def _is_called(name: str, text: str) -> bool:
     """Whether a device of the table can be meant: its words are there, one after the other, with
-    its memory where the name says that. One for laptops is slower than its namesake."""
+    its memory where the name says that, and the word behind them makes no other device of it. One
+    for laptops is slower than its namesake."""
     own, said = _MEMORY.search(name), _MEMORY.search(text)
     if own is not None and (said is None or said[1] != own[1]):
         return False
     words, there = _words(name), _words(text)
     if "laptop" in there and "laptop" not in words:
         return False
-    return any(there[i : i + len(words)] == words for i in range(len(there)))
+    length = len(words)
+    return any(
+        there[i : i + length] == words and not _VARIANTS & {*there[i + length : i + length + 1]}
+        for i in range(len(there))
+    )
 
 
 def _words(name: str) -> list[str]:

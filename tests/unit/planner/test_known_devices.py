@@ -23,6 +23,8 @@ TABLE = json.loads(FILE.read_text(encoding="utf-8"))
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA RTX A6000", "RTX A6000"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
+        ("NVIDIA GeForce RTX 2060 SUPER", "RTX 2060 SUPER"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000"),
         ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
         ("AMD Instinct MI300X", "MI300X"),
         ("Tesla T4", "T4"),
@@ -71,6 +73,8 @@ def test_figures_and_cores_stand_for_a_device() -> None:
     ("text", "said", "hint"),
     [
         ("RTX 3091", "is no device that is known", "did you mean RTX 3090"),
+        ("Apple M4 Ultra 256GB", "is no device that is known", "give its figures"),
+        ("RTX 5080 SUPER", "is no device that is known", "did you mean"),
         ("RTX 3090 Laptop", "is no device that is known", "give its figures"),
         ("abacus", "is no device that is known", "give its figures"),
         ("Apple M2 Max", "how much memory", '"Apple M2 Max 32GB"'),
