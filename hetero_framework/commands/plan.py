@@ -90,7 +90,8 @@ def write_plan(found: Mapping[str, Any], file: Path) -> Config:
         _split_samples(raw, changes["micro_batches"])
     config = Config.from_dict(raw, file.absolute().parent, name=str(file))
     try:
-        write_file(file, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
+        # Of a symbolic link the file that it names is written; the link stays.
+        write_file(file.resolve(), json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}") from error
     return config

@@ -120,6 +120,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("hetero plan needs one of --measure, --dry-run and --profile FILE")
     if arguments.save_profile is not None and arguments.profile is not None:
         raise UserError("--save-profile keeps what --measure or --dry-run finds")
+    kept = Path(arguments.save_profile or "")
+    if arguments.save_profile is not None and kept.exists() and not kept.is_file():
+        # A device or a pipe would be replaced by a file.
+        raise UserError(f"--save-profile {kept} is no file that could be written")
     if arguments.anew and not arguments.measure:
         raise UserError("--anew goes with --measure")
     for name in ("model", "device", "bandwidth"):
@@ -182,6 +186,6 @@ def _save(profile: Any, file: Path) -> None:
     from hetero_framework.core.files import write_file
 
     try:
-        write_file(file, json.dumps(profile.to_dict(), indent=1).encode() + b"\n")
+        write_file(file.resolve(), json.dumps(profile.to_dict(), indent=1).encode() + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}") from error

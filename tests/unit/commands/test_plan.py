@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,8 @@ def test_a_written_plan_keeps_what_was_predicted_for_the_run(
             ("--profile", "f.json", "--save-profile", "g.json"),
             "keeps what --measure or --dry-run finds",
         ),
+        (("--dry-run", "--save-profile", os.devnull), "is no file that could be written"),
+        (("--measure", "--save-profile", "."), "--save-profile . is no file"),
         (("--profile", "f.json", "--evaluate", "p.json", "--write"), "without --evaluate"),
         (("--profile", "f.json", "--anew"), "--anew goes with --measure"),
     ],
@@ -211,3 +214,16 @@ def test_options_that_exclude_each_other_end_with_2(
 )
 def test_what_a_process_holds_in_words(ranges: list[tuple[int, int]], text: str) -> None:
     assert held_text(ranges) == text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="symbolic links are for administrators there")
+def test_plan_is_written_into_the_file_that_a_link_names(
+    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text(json.dumps(SETTINGS), encoding="utf-8")
+    link.symlink_to(real)
+    found = planned(capsys, "--profile", fleet, "--config", str(link), "--write")
+    assert link.is_symlink()
+    written = json.loads(real.read_text(encoding="utf-8"))["shard_plan"]
+    assert [entry["id"] for entry in written] == [entry["id"] for entry in found["shard_plan"]]
