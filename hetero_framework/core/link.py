@@ -53,7 +53,7 @@ _PACED_BYTES = 512 * 1024
 """Of a smaller frame it is not said how fast it arrived: switches hold little of it."""
 _CLOCK_SAMPLES = 16
 _ASKS_S = 0.010
-_ASKS_TRIPS = 10
+_ASKS_TRIPS = 4
 """A frame asks for its turn if it takes at least so long, and so many round trips: that is what
 asking takes."""
 

@@ -42,7 +42,7 @@ def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> He
 
 
 @dataclass
-class _Lane:
+class _StageQueue:
     """One stage and the tensors that wait for it."""
 
     stage: api.StageInterface
@@ -66,7 +66,7 @@ class Executor:
         recorder: Recorder,
         outbox: Outbox,
     ) -> None:
-        self._lanes = {stage.index: _Lane(stage) for stage in stages}
+        self._queues = {stage.index: _StageQueue(stage) for stage in stages}
         self._device = device
         self._recorder = recorder
         self._outbox = outbox
@@ -78,28 +78,28 @@ class Executor:
         self.info: api.StepInfo | None = None
 
     def stage(self, index: int) -> api.StageInterface:
-        return self._lanes[index].stage
+        return self._queues[index].stage
 
     def begin(
         self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
-        limits = {index: schedule.in_flight_limits[index] for index in self._lanes}
+        limits = {index: schedule.in_flight_limits[index] for index in self._queues}
         self._agenda = Agenda(filter(self._has_tasks, schedule.order.tasks))
         self._patience = Patience(schedule.patience_s)
         self._readiness, self.waits_s = Readiness(limits, agenda=self._agenda), 0.0
         self._tasks.clear()
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
-        for lane in self._lanes.values():
-            self._drop(lane)
-            lane.stage.begin(info, take)
-            lane.queue_peak = 0
+        for queue in self._queues.values():
+            self._drop(queue)
+            queue.stage.begin(info, take)
+            queue.queue_peak = 0
 
     def abort(self) -> None:
-        for lane in self._lanes.values():
-            self._drop(lane)
-            lane.stage.abort()
+        for queue in self._queues.values():
+            self._drop(queue)
+            queue.stage.abort()
         self._readiness, self._agenda, self.waits_s = Readiness({}), Agenda(), 0.0
         self._tasks.clear()
         self.info = None
@@ -107,41 +107,41 @@ class Executor:
     # What arrives. Raises ProtocolError for what does not belong here, or not now.
 
     def put_inputs(self, stage: int, micro_batch: int, inputs: api.Tensors) -> None:
-        lane = self._lane("INPUTS", stage, micro_batch)
-        self._check_new("INPUTS", FORWARD, lane, lane.inputs, micro_batch)
-        lane.inputs[micro_batch] = inputs
-        self._forward_arrived(lane, micro_batch)
+        queue = self._queue("INPUTS", stage, micro_batch)
+        self._check_new("INPUTS", FORWARD, queue, queue.inputs, micro_batch)
+        queue.inputs[micro_batch] = inputs
+        self._forward_arrived(queue, micro_batch)
 
     def has_inputs(self, stage: int) -> bool:
         """Whether inputs of a micro-batch wait for this stage."""
-        return bool(self._lanes[stage].inputs)
+        return bool(self._queues[stage].inputs)
 
     def put_hidden(self, stage: int, micro_batch: int, arrival: api.Arrival) -> None:
-        lane = self._lane("FORWARD", stage, micro_batch)
-        self._check_new("FORWARD", FORWARD, lane, lane.hidden, micro_batch)
-        lane.hidden[micro_batch] = arrival
-        lane.note_queue()
-        self._forward_arrived(lane, micro_batch)
+        queue = self._queue("FORWARD", stage, micro_batch)
+        self._check_new("FORWARD", FORWARD, queue, queue.hidden, micro_batch)
+        queue.hidden[micro_batch] = arrival
+        queue.note_queue()
+        self._forward_arrived(queue, micro_batch)
 
     def put_gradient(self, stage: int, micro_batch: int, arrival: api.Arrival) -> None:
-        lane = self._lane("BACKWARD", stage, micro_batch)
-        self._check_new("BACKWARD", BACKWARD, lane, lane.gradients, micro_batch)
-        if micro_batch not in lane.in_flight:
+        queue = self._queue("BACKWARD", stage, micro_batch)
+        self._check_new("BACKWARD", BACKWARD, queue, queue.gradients, micro_batch)
+        if micro_batch not in queue.in_flight:
             text = f"BACKWARD of micro-batch {micro_batch} came to stage {stage} before its forward"
             raise ProtocolError(text)
-        lane.gradients[micro_batch] = arrival
-        lane.note_queue()
+        queue.gradients[micro_batch] = arrival
+        queue.note_queue()
         self._readiness.arrived(Task(BACKWARD, stage, micro_batch))
 
-    def _lane(self, name: str, stage: int, k: int) -> _Lane:
-        if stage not in self._lanes:
+    def _queue(self, name: str, stage: int, k: int) -> _StageQueue:
+        if stage not in self._queues:
             raise ProtocolError(f"{name} of micro-batch {k} came for stage {stage}, not held here")
-        return self._lanes[stage]
+        return self._queues[stage]
 
     def _check_new(
-        self, name: str, kind: str, lane: _Lane, waiting: Mapping[int, object], k: int
+        self, name: str, kind: str, queue: _StageQueue, waiting: Mapping[int, object], k: int
     ) -> None:
-        what, stage = f"{name} of micro-batch {k} came to stage {lane.stage.index}", lane.stage
+        what, stage = f"{name} of micro-batch {k} came to stage {queue.stage.index}", queue.stage
         if k >= self._step.micro_batches:
             raise ProtocolError(f"{what}; the step has {self._step.micro_batches} micro-batches")
         if k in waiting or k < self._readiness.started(kind, stage.index):
@@ -150,11 +150,11 @@ class Executor:
     @property
     def is_done(self) -> bool:
         """Whether all micro-batches of a training step are through all stages here."""
-        return self.info is not None and all(map(self.is_through, self._lanes))
+        return self.info is not None and all(map(self.is_through, self._queues))
 
     def is_through(self, stage: int) -> bool:
         """Whether all micro-batches of the training step that runs are through this stage."""
-        own, count = self._lanes[stage].stage, self._step.micro_batches
+        own, count = self._queues[stage].stage, self._step.micro_batches
         if self._readiness.started(FORWARD, stage) < count:
             return False
         has_backwards = own.differentiates and not own.is_last
@@ -170,11 +170,11 @@ class Executor:
         if self._device.is_async and len(self._tasks) >= _AHEAD:
             # So far may the device fall behind: it has work, but urgent tasks still come first.
             self._tasks[-_AHEAD][2].wait()
-        lane, k = self._lanes[task.stage], task.micro_batch
-        self._readiness.start(task, stores=task.kind == FORWARD and self._stores(lane))
+        queue, k = self._queues[task.stage], task.micro_batch
+        self._readiness.start(task, stores=task.kind == FORWARD and self._stores(queue))
         began = self._device.record_event()
         try:
-            send = self._backward(lane, k) if task.kind == BACKWARD else self._forward(lane, k)
+            send = self._backward(queue, k) if task.kind == BACKWARD else self._forward(queue, k)
             self._tasks.append((task, began, self._device.record_event()))
             send()  # what is sent may have to be coded on the device
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
@@ -201,11 +201,11 @@ class Executor:
     def statistics(self) -> dict[int, StageFigures]:
         """Times and queues of the step so far; the last stage's forwards count with its backwards.
         Waits for the device; hands the spans to the recorder."""
-        seconds = {(k, kind): 0.0 for k in self._lanes for kind in (FORWARD, BACKWARD)}
+        seconds = {(k, kind): 0.0 for k in self._queues for kind in (FORWARD, BACKWARD)}
         for task, began, ended in self._tasks:
             ended.wait()
-            lane = self._lanes[task.stage]
-            both = lane.stage.is_last and self.info is not None and self.info.train
+            queue = self._queues[task.stage]
+            both = queue.stage.is_last and self.info is not None and self.info.train
             kind = BACKWARD if both else task.kind
             seconds[task.stage, kind] += self._device.seconds(began, ended)
             if self._recorder.enabled:
@@ -217,43 +217,43 @@ class Executor:
             k: StageFigures(
                 forward_s=seconds[k, FORWARD],
                 backward_s=seconds[k, BACKWARD],
-                queue_peak=lane.queue_peak,
+                queue_peak=queue.queue_peak,
                 in_flight_peak=self._readiness.peak_in_flight(k),
                 peak_memory_bytes=0,
                 arrive_forward_s=0.0,
                 arrive_backward_s=0.0,
             )
-            for k, lane in self._lanes.items()
+            for k, queue in self._queues.items()
         }
 
-    def _forward_arrived(self, lane: _Lane, k: int) -> None:
-        if k in lane.inputs and (lane.stage.is_first or k in lane.hidden):
-            self._readiness.arrived(Task(FORWARD, lane.stage.index, k))
+    def _forward_arrived(self, queue: _StageQueue, k: int) -> None:
+        if k in queue.inputs and (queue.stage.is_first or k in queue.hidden):
+            self._readiness.arrived(Task(FORWARD, queue.stage.index, k))
 
     def _has_tasks(self, lane: Lane) -> bool:
         """Whether a training step has such tasks here: the last stage does both as one, and nothing
         goes back to stages in front of whatever is trained."""
         kind, index = lane
-        if index not in self._lanes:
+        if index not in self._queues:
             return False
-        stage = self._lanes[index].stage
+        stage = self._queues[index].stage
         return kind == FORWARD or (stage.differentiates and not stage.is_last)
 
-    def _stores(self, lane: _Lane) -> bool:
+    def _stores(self, queue: _StageQueue) -> bool:
         """Whether a forward of this step is kept until its backward."""
-        return self._step.train and lane.stage.differentiates and not lane.stage.is_last
+        return self._step.train and queue.stage.differentiates and not queue.stage.is_last
 
-    def _forward(self, lane: _Lane, k: int) -> Callable[[], None]:
-        stage = lane.stage
-        inputs = lane.inputs.pop(k)
-        arrival = lane.hidden.pop(k, api.Arrival())
+    def _forward(self, queue: _StageQueue, k: int) -> Callable[[], None]:
+        stage = queue.stage
+        inputs = queue.inputs.pop(k)
+        arrival = queue.hidden.pop(k, api.Arrival())
         failpoints.hit("forward" if self._step.train else "evaluation")
         if not stage.is_last:
             left = stage.forward(k, inputs, arrival.tensors)
             failpoints.hit("forward-done")
-            if self._stores(lane):
+            if self._stores(queue):
                 # The stored forward may look into the receive buffer until its backward is done.
-                lane.in_flight[k] = arrival
+                queue.in_flight[k] = arrival
             else:
                 left = _own(left, arrival)
                 arrival.release()
@@ -273,20 +273,20 @@ class Executor:
 
         return send
 
-    def _backward(self, lane: _Lane, k: int) -> Callable[[], None]:
-        stage = lane.stage
-        arrival = lane.gradients.pop(k)
+    def _backward(self, queue: _StageQueue, k: int) -> Callable[[], None]:
+        stage = queue.stage
+        arrival = queue.gradients.pop(k)
         failpoints.hit("backward")
         gradients = _own(stage.backward(k, arrival.tensors), arrival)
         failpoints.hit("backward-done")
         arrival.release()
-        lane.in_flight.pop(k).release()
+        queue.in_flight.pop(k).release()
         self._readiness.release(stage.index)
         return lambda: self._pass_back(stage, k, gradients)
 
     def _pass_on(self, stage: api.StageInterface, k: int, left: Bundle) -> None:
         following = stage.index + 1
-        if following in self._lanes:
+        if following in self._queues:
             self.put_hidden(following, k, api.Arrival(left))
         else:
             info = self._step
@@ -297,7 +297,7 @@ class Executor:
         before = stage.index - 1
         if not stage.input_requires_grad or not gradients:
             self._outbox.finished(self._step, k)
-        elif before in self._lanes:
+        elif before in self._queues:
             self.put_gradient(before, k, api.Arrival(gradients))
         else:
             info = self._step
@@ -309,12 +309,12 @@ class Executor:
         return self.info
 
     @staticmethod
-    def _drop(lane: _Lane) -> None:
-        for waiting in (lane.hidden, lane.gradients, lane.in_flight):
+    def _drop(queue: _StageQueue) -> None:
+        for waiting in (queue.hidden, queue.gradients, queue.in_flight):
             for arrival in waiting.values():
                 arrival.release()
             waiting.clear()
-        lane.inputs.clear()
+        queue.inputs.clear()
 
 
 def _own(results: Bundle, arrival: api.Arrival) -> Bundle:

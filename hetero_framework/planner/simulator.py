@@ -354,7 +354,8 @@ class _Nics:
         waiting = [user for user in lane.sharing if user.waiting]
         if len(waiting) > 1:
             waiting.sort(key=_turn)
-            waiting.sort(key=lambda lane: lane.whole_at.get(lane.waiting[0], now) > now)
+            if any(other.leg for other in waiting):
+                waiting.sort(key=lambda lane: lane.whole_at.get(lane.waiting[0], now) > now)
         return waiting
 
 
@@ -441,7 +442,9 @@ class _Simulator:
 
     def _cross(self, now: float, lane: _Lane) -> None:
         task = self._nics.take(lane)
-        end = max(now + lane.seconds * self._factor(task, 1), lane.whole_at.pop(task, now))
+        end = now + (lane.seconds * self._factor(task, 1) if self._spread else lane.seconds)
+        if lane.whole_at:
+            end = max(end, lane.whole_at.pop(task, now))
         if self._spans is not None:
             self._spans.append(SimulatedSpan(task, now, end, is_transfer=True, leg=lane.leg))
         self._post(end, self._crossed, (lane, task))
@@ -473,7 +476,9 @@ class _Simulator:
         if task is None:
             return
         readiness.start(task, stores=task.kind == FORWARD)
-        cost = self._seconds[task.kind][task.stage] * self._factor(task, 0)
+        cost = self._seconds[task.kind][task.stage]
+        if self._spread:
+            cost *= self._factor(task, 0)
         self._busy_s[device] += cost
         if self._spans is not None:
             self._spans.append(SimulatedSpan(task, now, now + cost))
@@ -481,8 +486,6 @@ class _Simulator:
         self._post(now + cost, self._ended, task)
 
     def _factor(self, task: Task, salt: int) -> float:
-        if not self._spread:
-            return 1.0
         kind = 2 * (task.kind == BACKWARD) + salt
         mixed = (task.micro_batch * 7919 + task.stage * 104_729 + kind * 1_299_709) * 2_654_435_761
         return 1.0 + self._spread * ((mixed % 2**32) / 2**31 - 1.0)
