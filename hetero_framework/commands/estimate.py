@@ -80,6 +80,8 @@ def paper_config(model: str, devices: Sequence[str], settings: Sequence[str]) ->
         entry["id"] = names[entry["id"]]
     for setting in settings:
         apply_override(raw, setting)
+    if isinstance(data := raw.get("data"), dict):  # its length counts, what is in it does not
+        data.setdefault("train", "train.jsonl")
     return Config.from_dict(raw, name="--model and --device")
 
 

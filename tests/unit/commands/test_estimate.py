@@ -145,3 +145,14 @@ def test_a_model_that_cannot_be_read_ends_with_2(
 def test_options_of_a_dry_run_go_with_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--measure", option, "1=x"]) == 2
     assert f"{option} goes with --dry-run" in capsys.readouterr().err
+
+
+def test_length_of_the_samples_can_be_set_without_naming_data(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090", "--json"]
+    steps = []
+    for length in (256, 2048):
+        assert main([*words, "--set", f"data.max_length={length}"]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["predicted_step_s"])
+    assert steps[1] > steps[0]
