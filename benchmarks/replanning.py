@@ -39,13 +39,11 @@ from hetero_framework import planner
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core.addresses import port_is_free
 from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.errors import HeteroError
 from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS as ADAPTER
 from hetero_framework.models.remains import Remains
 from hetero_framework.trainer.coordinator import train
@@ -231,11 +229,7 @@ def run(folder: Path, config: Config, slow_from: float, *, pace: bool = True) ->
     raw = config.to_dict()
     with Machines() as machines:
         for worker in config.workers:
-            child = machines.start(Here(), work, raw, worker.id, slow_from)
-            while port_is_free("127.0.0.1", worker.port or 0):
-                if child.exit_code is not None:
-                    raise HeteroError(f"worker {worker.id} did not start")
-                time.sleep(0.05)
+            machines.start(Here(), work, raw, worker.id, slow_from)
         with (folder / "run.log").open("a", encoding="utf-8") as log:
             build = paced(math.inf) if pace else load_stages
             train(config, progress=Progress(log), build=build)

@@ -20,7 +20,6 @@ from hetero_framework.cluster import survey
 from hetero_framework.commands import auto_plan, fleet
 from hetero_framework.commands.plan import Wishes
 from hetero_framework.config import Config, load_config
-from hetero_framework.core.addresses import port_is_free
 from hetero_framework.errors import UserError
 from hetero_framework.planner import load_profile
 from hetero_framework.trainer.coordinator import train
@@ -105,18 +104,19 @@ def test_worker_that_the_plan_leaves_out_ends_in_order_and_the_run_goes_on(
     file.write_text(json.dumps({**raw, "shard_plan": "auto"}))
     monkeypatch.setattr(auto_plan, "Wishes", lambda: Wishes(excluded=("2",)))
     command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)]
-    worker = subprocess.Popen(
-        [*command, "--worker-id", "2"], stderr=subprocess.PIPE, text=True, encoding="utf-8"
-    )
+    log = tmp_path / "worker.log"
+    with log.open("wb") as output:
+        worker = subprocess.Popen([*command, "--worker-id", "2"], stderr=output)
     try:
-        while port_is_free("127.0.0.1", port):
-            assert worker.poll() is None
-            time.sleep(0.05)  # a port announces nothing
+        while "listens on" not in log.read_text(encoding="utf-8"):
+            assert worker.poll() is None, log.read_text(encoding="utf-8")
+            time.sleep(0.05)  # a log announces nothing
         assert cli.main(["train", "--config", str(file), "--role", "coordinator"]) == 0
-        _, said = worker.communicate(timeout=60)
+        worker.wait(timeout=60)
     finally:
         worker.kill()
-        worker.communicate()
+        worker.wait()
+    said = log.read_text(encoding="utf-8")
     assert worker.returncode == 0, said
     assert "this machine is not needed: the plan has no layers for it" in said
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

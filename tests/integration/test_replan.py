@@ -21,7 +21,6 @@ from hetero_framework.cluster.worker import serve
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
-from hetero_framework.core.addresses import port_is_free
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import StoppedEarly
 from hetero_framework.planner import judgement
@@ -166,9 +165,6 @@ def test_layers_that_stay_are_not_read_again(
     )
     worker.start()
     try:
-        while port_is_free("127.0.0.1", config.workers[0].port or 0):
-            worker.join(0.05)
-            assert worker.is_alive()
         train(config, progress=Notes())
     finally:
         over.set()
