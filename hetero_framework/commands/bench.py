@@ -25,7 +25,8 @@ from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
 from hetero_framework.models.introspect import introspect
-from hetero_framework.planner.simulator import Profile, step_bound
+from hetero_framework.planner.bounds import step_bound
+from hetero_framework.planner.simulator import Profile
 from hetero_framework.planner.tuning import tune
 from hetero_framework.security.access import Access
 from hetero_framework.trainer import setup

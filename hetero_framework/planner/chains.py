@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.rules import Rules
 
 _FEWEST = 8  # workers that a chain is made of
 _MORE = 1.5  # times as many for the next chain

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_framework.planner.layout import Fleet
-from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.rules import Rules
 
 _MOST_GROUPS = 48
 _BUCKETS = 8  # of a layer's work: stages of one length that differ by less are one choice

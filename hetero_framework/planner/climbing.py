@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from hetero_framework.planner import moves
 from hetero_framework.planner.layout import Layout
-from hetero_framework.planner.partition import Partition, Rules
+from hetero_framework.planner.partition import Partition
+from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
 MANY = 8

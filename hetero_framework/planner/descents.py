@@ -9,8 +9,8 @@ from itertools import islice
 from hetero_framework.planner import moves, seeds
 from hetero_framework.planner.climbing import MANY, Climber
 from hetero_framework.planner.layout import Layout, has_chunks
-from hetero_framework.planner.partition import Rules
 from hetero_framework.planner.quick_looks import MOST_TASKS, QuickLooks
+from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
 FEW = 6

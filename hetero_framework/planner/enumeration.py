@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from hetero_framework.planner.layout import Layout, Part
-from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.simulator import Edge
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.layout import Fleet, Layout, has_chunks
-from hetero_framework.planner.simulator import step_bound
 from hetero_framework.planner.tuning import TunedSchedule, tune
 
 _EXACTLY = 1e-9

@@ -183,10 +183,6 @@ class Fleet:
         """Whether the stage that holds a layer may have to keep its forwards."""
         return layer + 1 > self._trained_from
 
-    def least_boundary(self, before: int) -> int:
-        """The first layer that may be behind a boundary after device `before`."""
-        return 0 if before == 0 else 1
-
     def activation_bytes(self, part: Part) -> float:
         """What a stage keeps of one micro-batch."""
         costs = self.costs[part.device]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from hetero_framework.planner.layout import Layout, Part
-from hetero_framework.planner.partition import Partition, Rules
+from hetero_framework.planner.partition import Partition
+from hetero_framework.planner.rules import Rules
 
 _HALVINGS = 6
 _ALL_SWAPS = 8

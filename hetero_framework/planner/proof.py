@@ -8,7 +8,7 @@ from hetero_framework.planner.descents import FEW
 from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.evaluated import Evaluated, evaluated
 from hetero_framework.planner.layout import Layout
-from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 from hetero_framework.planner.simulator import simulate
 

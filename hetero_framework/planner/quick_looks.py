@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.climbing import MANY
 from hetero_framework.planner.critical_path import OnPath, critical_path
 from hetero_framework.planner.layout import Layout
-from hetero_framework.planner.partition import Rules
 from hetero_framework.planner.policies import portfolio
 from hetero_framework.planner.readiness import Policy
+from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
-from hetero_framework.planner.simulator import Profile, SimulatedSpan, simulate, step_bound
+from hetero_framework.planner.simulator import Profile, SimulatedSpan, simulate
 
 MOST_TASKS = 150_000  # of all simulations; a task is a forward or a backward of a micro-batch
 _TASKS = 1_500  # of one

@@ -11,8 +11,8 @@ from hetero_framework.errors import PlanError
 from hetero_framework.planner import variants
 from hetero_framework.planner.evaluated import Evaluated
 from hetero_framework.planner.layout import Fleet, Layout, Part
-from hetero_framework.planner.partition import Rules
 from hetero_framework.planner.result import Alone, DeviceUse
+from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.search import Search
 from hetero_framework.units import seconds as seconds_text
 from hetero_framework.units import share, size

@@ -38,7 +38,7 @@ from hetero_framework.planner.choices import (
 )
 from hetero_framework.planner.covering import Floats, Integers, Programme, Stages
 from hetero_framework.planner.layout import Part
-from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.rules import Rules
 
 _PRECISION = 3e-3
 _PARTS = 1_000  # of a step

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 
+from hetero_framework.planner.bounds import machine_bounds
 from hetero_framework.planner.layout import Layout
-from hetero_framework.planner.partition import Rules
-from hetero_framework.planner.simulator import occupations
+from hetero_framework.planner.rules import Rules
 
 _SHARPNESS = 20  # of the mean that stands for a step
 
@@ -56,7 +56,7 @@ class Scores:
         limits = fleet.memory_limits(layout)
         if limits is None or not self._rules.permits(layout):
             return math.inf, math.inf
-        busy = occupations(fleet.pipeline(layout), fleet.micro_batches, limits)
+        busy = machine_bounds(fleet.pipeline(layout), fleet.micro_batches, limits)
         bound = max(busy)
         if bound == 0:
             return 0.0, 0.0

@@ -23,10 +23,10 @@ from hetero_framework.planner.climbing import MANY, Climber
 from hetero_framework.planner.descents import Descents
 from hetero_framework.planner.evaluated import Evaluated, evaluated
 from hetero_framework.planner.layout import Layout, has_chunks
-from hetero_framework.planner.partition import Rules
 from hetero_framework.planner.proof import Proof
 from hetero_framework.planner.quick_looks import QuickLooks
 from hetero_framework.planner.relaxation import least_step
+from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
 _STAGES = 30_000  # that are scored in each part of the search

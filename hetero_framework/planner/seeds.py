@@ -12,7 +12,8 @@ from hetero_framework.planner import moves
 from hetero_framework.planner.chains import chains
 from hetero_framework.planner.climbing import MANY, Climber
 from hetero_framework.planner.layout import Layout, has_chunks
-from hetero_framework.planner.partition import Partition, Rules, step_range
+from hetero_framework.planner.partition import Partition, step_range
+from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
 # One stage for each device.

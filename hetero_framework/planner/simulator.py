@@ -1,4 +1,4 @@
-"""How long a step takes under a schedule: a pure simulator, and a bound that no schedule can beat.
+"""How long a step takes under a schedule: a pure simulator.
 
 The simulated devices take their tasks from `Readiness` and micro-batches enter by `Admission`, as
 in the engine: what is simulated is what runs.
@@ -113,113 +113,6 @@ class Profile:
     def nics(self, stage: int, kind: str) -> tuple[Nic, ...]:
         """All NICs that it passes."""
         return tuple(nic for leg in self.legs(stage, kind) for nic in leg)
-
-
-class _Flow(NamedTuple):
-    """The forwards or the backwards of all micro-batches on a device or NIC: seconds of each, the
-    earliest moment of the first, the least time from the last to the end of the step, and what the
-    slowest of those in front takes for one, which lets them come (or, of backwards, go) no faster.
-    """
-
-    kind: str
-    work_s: float
-    head_s: float
-    tail_s: float
-    pace_s: float
-
-
-def step_bound(
-    profile: Profile, micro_batches: int, in_flight_limits: Sequence[int] | None = None
-) -> float:
-    """Least seconds of a step under any schedule.
-
-    For each device and each NIC: the earliest moment that it can have something to do, all its
-    work, and the shortest path from the end of that work to the end of the step. And the path of
-    one micro-batch through everything. For equal stages and free transfers that is
-    (m + p - 1)(F + B), which 1F1B reaches, and with v stages per device
-    m(F + B) + (p - 1)(F + B) / v (Narayanan et al. 2021, section 2.2).
-
-    A stage stores at most h forwards (`in_flight_limits`, by default all). It begins one only when
-    the h-th before it has come back, so it sends the last one off after (m - 1) // h ways there and
-    back. What has forwards of one stage and backwards of one is idle, too, while the first
-    micro-batch comes back, if what it gets meanwhile is too little or comes too slowly, and
-    likewise at the end of the step (`_idle_s`).
-    """
-    if not micro_batches:
-        return 0.0
-    return max(occupations(profile, micro_batches, in_flight_limits))
-
-
-def occupations(
-    profile: Profile, micro_batches: int, in_flight_limits: Sequence[int] | None = None
-) -> list[float]:
-    """What each device, each NIC and the limits alone bound the step by; `step_bound` is the
-    largest of them."""
-    p, m = profile.num_stages, micro_batches
-    path = profile.path_s
-    flows: dict[Any, tuple[int, list[_Flow]]] = {}  # and the fewest forwards stored in front
-    found = [path]
-    # Earliest start of the stage's first forward; from the end of its last backward to the end.
-    reach = leave = 0.0
-    # The longest forward and backward in front, and the fewest forwards that a stage there stores.
-    there_s = back_s = 0.0
-    limit = m
-    for stage, device in enumerate(profile.devices):
-        forward_s, backward_s = profile.forward_s[stage], profile.backward_s[stage]
-        own = flows.setdefault(device, (limit, []))[1]
-        if stage == p - 1:
-            own.append(_Flow("", forward_s + backward_s, reach, leave, 0.0))
-            break
-        if in_flight_limits is not None and in_flight_limits[stage] < m:
-            round_s = path - reach - leave
-            found.append(path + (m - 1) // in_flight_limits[stage] * round_s)
-            if in_flight_limits[stage] < limit:
-                limit = in_flight_limits[stage]
-                if not own:
-                    flows[device] = limit, own
-        own.append(_Flow(FORWARD, forward_s, reach, path - reach - forward_s, there_s))
-        own.append(_Flow(BACKWARD, backward_s, path - leave - backward_s, leave, back_s))
-        reach, leave = reach + forward_s, leave + backward_s
-        there_s, back_s = max(there_s, forward_s), max(back_s, backward_s)
-        if profile.devices[stage + 1] == device:
-            continue
-        edge = profile.edges[stage]
-        there = _Flow(FORWARD, edge.forward_s, reach, path - reach - edge.forward_s, there_s)
-        reach += edge.forward_s + edge.latency_s
-        leave += edge.backward_s + edge.latency_s
-        back = _Flow(BACKWARD, edge.backward_s, path - leave, leave - edge.backward_s, back_s)
-        for kind, flow in ((FORWARD, there), (BACKWARD, back)):
-            for nic in profile.nics(stage, kind):
-                flows.setdefault(nic, (limit, []))[1].append(flow)
-        there_s, back_s = max(there_s, edge.forward_s), max(back_s, edge.backward_s)
-    found += [_occupied_s(own, m, fewest) for fewest, own in flows.values()]
-    return found
-
-
-def _occupied_s(flows: Sequence[_Flow], m: int, limit: int) -> float:
-    """What one device or NIC bounds the step by. Of one forward's and one backward's flow, those
-    forwards that come late and those backwards that must go early are left out (Carlier 1982): the
-    earliest head of the others, their work, and the least tail."""
-    if len(flows) == 2 and flows[0].kind != flows[1].kind:
-        there, back = flows if flows[0].kind == FORWARD else reversed(flows)
-        before_s, first = _idle_s(there, back.head_s - there.head_s, limit)
-        after_s, last = _idle_s(back, there.tail_s - back.tail_s, limit)
-        # If nothing were left that could be the same time.
-        idle_s = max(before_s, after_s) if first == last == m else before_s + after_s
-        return there.head_s + m * (there.work_s + back.work_s) + idle_s + back.tail_s
-    head_s = min(flow.head_s for flow in flows)
-    tail_s = min(flow.tail_s for flow in flows)
-    return head_s + m * sum(flow.work_s for flow in flows) + tail_s
-
-
-def _idle_s(flow: _Flow, span_s: float, limit: int) -> tuple[float, int]:
-    """How long something is idle in the first `span_s` seconds if only this flow comes then, at
-    most `limit` of it, and how many are done in that time."""
-    count = min(limit, int(span_s / flow.pace_s)) if flow.pace_s > 0 else limit
-    whole = (count * (flow.pace_s - flow.work_s), count)  # until the last of these has come
-    count = min(limit, count + 1)
-    idle_s, count = max(whole, (span_s - count * flow.work_s, count))
-    return (idle_s, count) if idle_s > 0 else (0.0, 0)
 
 
 @dataclass(frozen=True)

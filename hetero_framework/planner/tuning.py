@@ -7,16 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.order import StepOrder
 from hetero_framework.planner.policies import portfolio
 from hetero_framework.planner.readiness import Policy
-from hetero_framework.planner.simulator import (
-    Profile,
-    SimulatedSpan,
-    Simulation,
-    simulate,
-    step_bound,
-)
+from hetero_framework.planner.simulator import Profile, SimulatedSpan, Simulation, simulate
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hetero_framework.planner import FleetProfile
 from hetero_framework.planner.layout import Fleet
-from hetero_framework.planner.partition import Rules
+from hetero_framework.planner.rules import Rules
 
 GB = 1e9
 

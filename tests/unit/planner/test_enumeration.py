@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from benchmarks.planner import all_layouts
 from hetero_framework.planner import FleetProfile
+from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.layout import Layout
-from hetero_framework.planner.simulator import step_bound
 from tests.unit.planner.fleets import device, fleet_of, profiles_of_fleets, rules_of
 
 

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.policies import by_depth, due_dates, portfolio
 from hetero_framework.planner.readiness import BACKWARD, BACKWARD_FIRST, FORWARD, DueDates, Task
-from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
+from hetero_framework.planner.simulator import Edge, Profile, simulate
 from tests.unit.planner.profiles import SIMULATIONS, interleaved, profiles
 
 MICRO_BATCHES = 6

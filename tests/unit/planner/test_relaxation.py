@@ -4,13 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.planner import FleetProfile
+from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.choices import groups_of, shares_of
 from hetero_framework.planner.enumeration import Enumeration
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Part
 from hetero_framework.planner.moves import closed, interleaved
 from hetero_framework.planner.relaxation import least_step
-from hetero_framework.planner.simulator import step_bound
 from tests.unit.planner.fleets import device, fleet_of, profiles_of_fleets, rules_of
 
 

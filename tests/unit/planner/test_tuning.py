@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.policies import forwards_ahead
 from hetero_framework.planner.readiness import BACKWARD_FIRST
-from hetero_framework.planner.simulator import Edge, Profile, simulate, step_bound
+from hetero_framework.planner.simulator import Edge, Profile, simulate
 from hetero_framework.planner.tuning import default_max_in_flight, tune
 from tests.unit.planner.profiles import SLOW, equal, interleaved, profiles
 
