@@ -1,201 +1,101 @@
-"""What a stage may be at best, in any layout: its work, its time, its memory, its boundary."""
+"""What a stage may be at best, in any layout: its work, its time, its memory, its boundary.
+
+A choice stands for all stages of so many layers on the workers of a group; every field of it is as
+good as that of any of them, each by itself. So a bound made of choices holds for all layouts.
+
+Work is what the coordinator takes for layers, in its mean layers (`work_of_layers`): all layers
+have as much of it as there are, and on equal layers it is their number.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_framework.planner.groups import Group
 from hetero_framework.planner.layout import Fleet
 from hetero_framework.planner.rules import Rules
 
-_MOST_GROUPS = 48
-_BUCKETS = 8  # of a layer's work: stages of one length that differ by less are one choice
-_EXACTLY = 1e-9
+_BUCKETS = 8
+"""Of a layer's work: stages of one length whose work is in the same bucket are one choice. Twice as
+many are up to twice the columns where layers differ; where all are alike there is one anyway."""
+_EXACTLY = 1e-9  # sums in another order differ by less
 
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
-class Boundary(NamedTuple):
-    """The best boundary into a device: seconds there and back, those on the wire of an activation
-    and of a gradient, the longest that a first byte takes, and what of it the coordinator relays.
+class StageChoices(NamedTuple):
+    """One stage of a worker: arrays of one value for each choice. Seconds are per micro-batch.
+
+    `limit` is the in-flight limit that memory leaves, 0 where not one forward fits; `last_s` is
+    `seconds` with the head, and `may_be_last` says whether that fits. `round_trip_s` and
+    `relayed_s` are the boundary's (`Boundary`). `nic_s` is what the busier NIC still has to do in
+    the step, from when the stage can begin; `last_nic_s` that beside the work for one micro-batch
+    where it is the last stage.
     """
 
-    path_s: float
+    group: Integers
+    work: Floats
+    forward_s: Floats
+    backward_s: Floats
+    seconds: Floats
+    last_s: Floats
+    limit: Integers
+    may_be_last: Bools
+    round_trip_s: Floats
+    relayed_s: Floats
+    nic_s: Floats
+    last_nic_s: Floats
+
+
+class DeviceChoices(NamedTuple):
+    """All that a worker may hold in two stages or more: arrays of one value for each choice.
+
+    Seconds of a unit of work and of its quickest layer, per micro-batch, and the most work that
+    there is memory for (`Capacity`). `nic_s` is what the busier NIC has to do in the step, from
+    when its first stage can begin, with two stages; `has_last` where one of these is the last of
+    all. The rest is as in `StageChoices`.
+    """
+
+    group: Integers
+    unit_s: Floats
+    layer_s: Floats
+    most_work: Floats
+    round_trip_s: Floats
+    relayed_s: Floats
+    nic_s: Floats
+    has_last: Bools
+
+
+class Capacity(NamedTuple):
+    """What a device can do at best: seconds of a unit of work and of a layer, forward and backward
+    of one micro-batch, and the work that it has memory for with one micro-batch in flight."""
+
+    unit_s: float
+    layer_s: float
+    most_work: float
+
+
+class _Stage(NamedTuple):
+    """The fields of `StageChoices` that do not depend on the boundary, of one choice."""
+
+    work: float
     forward_s: float
     backward_s: float
-    latency_s: float
-    relayed_s: float
-
-
-class Group(NamedTuple):
-    """Devices, so many, of which `members` are one of each kind: their boundaries from the
-    coordinator and from others, and least seconds of an activation out of them and of the gradient
-    that answers."""
-
-    size: int
-    members: tuple[int, ...]
-    first: Boundary
-    between: tuple[Boundary, ...]
-    out_s: float
-    answer_s: float
-
-
-class Choice(NamedTuple):
-    """Some layers on a device of a group, behind a boundary; `choices_of` has an array of each.
-
-    Seconds are per micro-batch; `last_s` has the head in it. `held` is how many forwards there is
-    memory for, 0 where for none. `wire_s` is what the device's NICs need of a step from when the
-    stage can begin, and `last_wire_s` what those of the last stage need behind its first
-    micro-batch."""
-
-    group: Any
-    work: Any
-    forward_s: Any
-    backward_s: Any
-    seconds: Any
-    last_s: Any
-    held: Any
-    fits_last: Any
-    path_s: Any
-    relayed_s: Any
-    wire_s: Any
-    last_wire_s: Any
-
-
-class Share(NamedTuple):
-    """All that a device of a group may hold in several stages; `shares_of` has an array of each.
-    `most` is the work that there is memory for, and `wire_s` what the device's NICs need of a step
-    from when its first stage can begin, with two stages, one of which `has_last`, the last of all;
-    the rest as in `Choice`."""
-
-    group: Any
-    unit_s: Any
-    layer_s: Any
-    most: Any
-    path_s: Any
-    relayed_s: Any
-    wire_s: Any
-    has_last: Any
-
-
-class Links:
-    """Boundaries into and out of each device, as good as any can be. With several stages on a
-    device a boundary may come from the coordinator or go there each time."""
-
-    def __init__(self, rules: Rules, chunks: bool) -> None:
-        fleet, profile = rules.fleet, rules.fleet.profile
-        self._chunks = chunks
-        self._bytes = profile.activation_bytes
-        self._gradient_bytes = [profile.gradient_bytes * fleet.goes_back(k) for k in (0, 1)]
-        index = {owner: d for d, owner in enumerate(fleet.ids)}
-        links = {(index[link.sender], index[link.receiver]): link for link in profile.links}
-        self._rate = {pair: link.bytes_per_s for pair, link in links.items()}
-        self._latency_s = {pair: link.latency_s for pair, link in links.items()}
-        others = [d for d in rules.devices if d]
-        self._most_up = max(self._rate[d, 0] for d in others)
-        self._most_down = max(self._rate[0, d] for d in others)
-        self._peers: dict[int, list[int]] = {d: [] for d in others}
-        for a, b in links:
-            if a in self._peers and b in self._peers and (b, a) in links:
-                self._peers[b].append(a)
-        both = [self._both_s(0, d) for d in others]
-        self._least_s, self._longest_s = min(both), max(both)
-
-    def _both_s(self, a: int, b: int) -> float:
-        return self._latency_s[a, b] + self._latency_s[b, a]
-
-    def first(self, d: int) -> Boundary:
-        """From the coordinator."""
-        there_s = self._bytes / self._rate[0, d]
-        back_s = self._gradient_bytes[0] / self._rate[d, 0]
-        both_s = self._both_s(0, d)
-        return Boundary(there_s + back_s + both_s, there_s, back_s, both_s / 2, 0.0)
-
-    def between(self, d: int) -> tuple[Boundary, ...]:
-        """From any other device, direct and relayed."""
-        relayed = self._relayed(d)
-        peers = self._peers[d]
-        if not peers:
-            return (relayed,)
-        there_s = self._bytes / max(self._rate[a, d] for a in peers)
-        back_s = self._gradient_bytes[1] / max(self._rate[d, a] for a in peers)
-        both = [self._both_s(a, d) for a in peers]
-        direct = Boundary(there_s + back_s + min(both), there_s, back_s, max(both) / 2, 0.0)
-        pairs = zip(direct[:3], relayed[:3], strict=True)
-        return (direct,) if all(a <= b for a, b in pairs) else (direct, relayed)
-
-    def _relayed(self, d: int) -> Boundary:
-        there_s = self._bytes / min(self._most_up, self._rate[0, d])
-        back_s = self._gradient_bytes[1] / min(self._rate[d, 0], self._most_down)
-        path_s = there_s + back_s + self._both_s(0, d) + self._least_s
-        latency_s = (self._both_s(0, d) + self._longest_s) / 2
-        if not self._chunks:
-            return Boundary(path_s, there_s, back_s, latency_s, there_s + back_s)
-        first = self.first(d)
-        path_s, back_s = min(path_s, first.path_s), min(back_s, first.backward_s)
-        return Boundary(path_s, min(there_s, first.forward_s), back_s, latency_s, first.forward_s)
-
-    def out(self, d: int) -> tuple[float, float]:
-        """Least seconds of an activation to any other device, and of the gradient that answers."""
-        up, down = self._rate[d, 0], self._rate[0, d]
-        rates = [(min(up, self._most_down), min(down, self._most_up))]
-        rates += [(self._rate[d, a], self._rate[a, d]) for a in self._peers[d]]
-        rates += [(up, down)] * self._chunks
-        there, back = (max(one) for one in zip(*rates, strict=True))
-        return self._bytes / there, self._gradient_bytes[1] / back
-
-
-def groups_of(rules: Rules, chunks: bool) -> list[Group]:
-    """The workers, those that compute alike together; where there are too many groups, those that
-    are about as fast."""
-    fleet, links = rules.fleet, Links(rules, chunks)
-    alike: dict[Any, list[int]] = {}
-    for d in sorted((d for d in rules.devices if d), key=fleet.layer_s):
-        costs = fleet.costs[d]
-        said = costs.device.model_dump_json(exclude={"id"})
-        alike.setdefault((costs.memory_bytes, said), []).append(d)
-    kinds = list(alike.values())
-    size = -(-len(kinds) // _MOST_GROUPS)
-    found = []
-    for k in range(0, len(kinds), size):
-        devices = [d for kind in kinds[k : k + size] for d in kind]
-        out = [links.out(d) for d in devices]
-        found.append(
-            Group(
-                len(devices),
-                tuple(kind[0] for kind in kinds[k : k + size]),
-                _best([links.first(d) for d in devices]),
-                _best_ways([links.between(d) for d in devices]),
-                min(there_s for there_s, _ in out),
-                min(back_s for _, back_s in out),
-            )
-        )
-    return found
-
-
-def _best(boundaries: list[Boundary]) -> Boundary:
-    return Boundary(
-        min(one.path_s for one in boundaries),
-        min(one.forward_s for one in boundaries),
-        min(one.backward_s for one in boundaries),
-        max(one.latency_s for one in boundaries),
-        min(one.relayed_s for one in boundaries),
-    )
-
-
-def _best_ways(found: list[tuple[Boundary, ...]]) -> tuple[Boundary, ...]:
-    """The best direct one of all and the best relayed one, as far as there are any."""
-    every = [boundary for ways in found for boundary in ways]
-    kinds = ([b for b in every if not b.relayed_s], [b for b in every if b.relayed_s])
-    return tuple(_best(kind) for kind in kinds if kind)
+    seconds: float
+    limit: int
+    may_be_last: bool
 
 
 def work_of_layers(fleet: Fleet) -> Floats:
-    """The work in front of each layer: what the coordinator takes for it, in its mean layers."""
+    """The work in front of each layer and of all: `layers` + 1 sums from 0 to `layers`. Where the
+    coordinator takes no time for a layer each layer counts as 1."""
     local = fleet.costs[0]
     seconds = np.array(local.forward_s) + np.array(local.backward_s)
     if np.diff(seconds).min() <= 0:
@@ -203,24 +103,36 @@ def work_of_layers(fleet: Fleet) -> Floats:
     return seconds * (fleet.layers / seconds[-1])
 
 
-def choices_of(rules: Rules, groups: Sequence[Group], most_s: float, *, first: bool) -> Choice:
-    """All stages that take less than `most_s` for a step, right behind the coordinator (`first`) or
-    others."""
+def stage_choices(
+    rules: Rules, groups: Sequence[Group], most_s: float, *, after_coordinator: bool
+) -> StageChoices:
+    """All stages that take less than `most_s` for a step, right behind the coordinator's or behind
+    a worker's.
+
+    When a stage can begin its first activation is there, so m - 1 are still to be received, the
+    first of them perhaps as much earlier as the latency is long; then m gradients from behind, and
+    after the last one there is its backward. To be sent are m activations, the first after its
+    forward, and of m gradients all but the last.
+    """
     m, rows = rules.fleet.micro_batches, []
     for number, group in enumerate(groups):
         head_s = min(_head_s(rules.fleet, d) for d in group.members)
-        ways = (group.first,) if first else group.between
-        for work, forward_s, backward_s, seconds, held, fits_last in _stages(rules, group, most_s):
-            for way in ways:
-                wire_s = max(
-                    (m - 1) * way.forward_s + m * group.answer_s - way.latency_s + backward_s,
-                    (m - 1) * way.backward_s + m * group.out_s + forward_s,
+        boundaries = (group.from_coordinator,) if after_coordinator else group.from_workers
+        for stage in _stages(rules, group, most_s):
+            for into in boundaries:
+                received_s = (m - 1) * into.forward_s + m * group.out_backward_s - into.latency_s
+                sent_s = (m - 1) * into.backward_s + m * group.out_forward_s
+                rows.append(
+                    (
+                        number,
+                        *(stage.work, stage.forward_s, stage.backward_s, stage.seconds),
+                        *(stage.seconds + head_s, stage.limit, stage.may_be_last),
+                        *(into.round_trip_s, into.relayed_s),
+                        max(received_s + stage.backward_s, sent_s + stage.forward_s),
+                        (m - 1) * max(into.forward_s, into.backward_s),
+                    )
                 )
-                last_wire_s = (m - 1) * max(way.forward_s, way.backward_s)
-                times = (forward_s, backward_s, seconds, seconds + head_s)
-                links = (way.path_s, way.relayed_s, wire_s, last_wire_s)
-                rows.append((number, work, *times, held, fits_last, *links))
-    return Choice(*map(np.array, zip(*rows, strict=True)))
+    return StageChoices(*map(np.array, zip(*rows, strict=True)))
 
 
 def _head_s(fleet: Fleet, d: int) -> float:
@@ -228,39 +140,35 @@ def _head_s(fleet: Fleet, d: int) -> float:
     return device.head_forward_s + device.head_backward_s
 
 
-def _stages(
-    rules: Rules, group: Group, most_s: float
-) -> Iterator[tuple[float, float, float, float, int, bool]]:
-    """Work, seconds of forward, of backward and of both, how many forwards there is memory for, and
-    whether the head fits beside it: of no layers, the head alone, and of one to all."""
+def _stages(rules: Rules, group: Group, most_s: float) -> Iterator[_Stage]:
+    """The head alone, without layers, and stages of one layer to all."""
     fleet, work = rules.fleet, work_of_layers(rules.fleet)
-    yield 0.0, 0.0, 0.0, 0.0, 0, any(_has_the_head(fleet, d) for d in group.members)
+    yield _Stage(0.0, 0.0, 0.0, 0.0, 0, any(_has_the_head(fleet, d) for d in group.members))
     for recompute in (False, True) if rules.checkpointing else (False,):
-        sums = [_Sums(fleet, d, recompute) for d in group.members]
+        members = [_StageCosts(fleet, d, recompute) for d in group.members]
         for length in range(1, fleet.layers + 1):
-            stages = [one.stages(length) for one in sums]
-            forward_s, backward_s, weights, kept = (
-                np.min([stage[k] for stage in stages], axis=0) for k in range(4)
-            )
-            seconds = np.min([stage[0] + stage[1] for stage in stages], axis=0)
+            costs = [one.of_length(length) for one in members]
+            seconds = np.min([one[0] + one[1] for one in costs], axis=0)
             if fleet.micro_batches * seconds.min() > most_s:
                 break
+            best = [np.min([one[k] for one in costs], axis=0) for k in range(4)]
             of_work = work[length:] - work[:-length]
-            for here in _alike(of_work):
-                times = [float(values[here].min()) for values in (forward_s, backward_s, seconds)]
-                each = float(kept[here].min())
-                spare = [one.free - float(weights[here].min()) for one in sums]
-                count = held(max(spare), each, fleet.micro_batches)
-                fits_last = any(
-                    left - fleet.costs[d].device.head_bytes >= each
-                    for left, d in zip(spare, group.members, strict=True)
+            for alike in _buckets(of_work):
+                forward_s, backward_s, weights, kept = (float(x[alike].min()) for x in best)
+                free = [one.free_bytes - weights for one in members]
+                limit = in_flight_limit(max(free), kept, fleet.micro_batches)
+                may_be_last = any(
+                    left - fleet.costs[d].device.head_bytes >= kept
+                    for left, d in zip(free, group.members, strict=True)
                 )
-                if count or fits_last:
-                    yield float(of_work[here].max()), *times, count, fits_last  # type: ignore[misc]
+                if limit or may_be_last:
+                    both_s = float(seconds[alike].min())
+                    most = float(of_work[alike].max())
+                    yield _Stage(most, forward_s, backward_s, both_s, limit, may_be_last)
 
 
-def _alike(work: Floats) -> Iterator[NDArray[np.bool_]]:
-    """Which stages of one length are one choice."""
+def _buckets(work: Floats) -> Iterator[Bools]:
+    """Which stages of one length, by the layer that they begin with, are one choice."""
     if np.ptp(work) < _EXACTLY:
         yield np.ones(len(work), bool)
         return
@@ -269,34 +177,49 @@ def _alike(work: Floats) -> Iterator[NDArray[np.bool_]]:
         yield buckets == bucket
 
 
-def held(room: float, each: float, most: int) -> int:
-    """How many forwards fit."""
-    if room < each or room < 0:
+def in_flight_limit(free_bytes: float, activation_bytes: float, micro_batches: int) -> int:
+    """How many forwards there is memory for, of all micro-batches of a step; 0 for none."""
+    if free_bytes < activation_bytes or free_bytes < 0:
         return 0
-    return int(min(most, room / each)) if each else most
+    return (
+        int(min(micro_batches, free_bytes / activation_bytes))
+        if activation_bytes
+        else micro_batches
+    )
 
 
-def shares_of(rules: Rules, groups: Sequence[Group], *, first: bool) -> Share:
-    """What workers may hold in two stages or more, as if each layer were their cheapest."""
+def device_choices(
+    rules: Rules, groups: Sequence[Group], *, after_coordinator: bool
+) -> DeviceChoices:
+    """What workers may hold in two stages or more, the first of them right behind the coordinator's
+    first or behind a worker's, as if each layer were their cheapest.
+
+    Their NICs carry what those of one stage do (`stage_choices`), a second boundary into them, the
+    best, for all micro-batches, and a second one out, unless the second stage is the last of all.
+    """
     m, rows = rules.fleet.micro_batches, []
     for number, group in enumerate(groups):
-        own = [share_of(rules, d) for d in group.members]
-        unit_s, layer_s = (min(one[k] for one in own) for k in (0, 1))
-        every = (group.first, *group.between)
-        again_s, back_again_s = (min(way[k] for way in every) for k in (1, 2))
-        for way in every[:1] if first else every[1:]:
-            there_s = (m - 1) * way.forward_s - way.latency_s + m * again_s
-            back_s = (m - 1) * way.backward_s + m * back_again_s
-            for ends in (2, 1):  # of its stages have one behind
-                wire_s = max(there_s + m * ends * group.answer_s, back_s + m * ends * group.out_s)
-                links = (way.path_s, way.relayed_s, wire_s, ends == 1)
-                rows.append((number, unit_s, layer_s, max(one[2] for one in own), *links))
-    return Share(*map(np.array, zip(*rows, strict=True)))
+        own = [capacity_of(rules, d) for d in group.members]
+        unit_s, layer_s = min(one.unit_s for one in own), min(one.layer_s for one in own)
+        most_work = max(one.most_work for one in own)
+        every = (group.from_coordinator, *group.from_workers)
+        second_forward_s = min(into.forward_s for into in every)
+        second_backward_s = min(into.backward_s for into in every)
+        for into in every[:1] if after_coordinator else every[1:]:
+            received_s = (m - 1) * into.forward_s - into.latency_s + m * second_forward_s
+            sent_s = (m - 1) * into.backward_s + m * second_backward_s
+            for outs in (2, 1):
+                nic_s = max(
+                    received_s + m * outs * group.out_backward_s,
+                    sent_s + m * outs * group.out_forward_s,
+                )
+                links = (into.round_trip_s, into.relayed_s, nic_s, outs == 1)
+                rows.append((number, unit_s, layer_s, most_work, *links))
+    return DeviceChoices(*map(np.array, zip(*rows, strict=True)))
 
 
-def share_of(rules: Rules, d: int) -> tuple[float, float, float]:
-    """Least seconds of a unit of work and of a layer on a device, and the work that it has memory
-    for with one micro-batch in flight."""
+def capacity_of(rules: Rules, d: int) -> Capacity:
+    """What device d can do at best."""
     fleet, costs = rules.fleet, rules.fleet.costs[d]
     work = np.diff(work_of_layers(fleet))
     seconds = np.diff(costs.forward_s) + np.diff(costs.backward_s)
@@ -308,7 +231,8 @@ def share_of(rules: Rules, d: int) -> tuple[float, float, float]:
     free = costs.memory_bytes * (1 + _EXACTLY)
     free -= costs.device.embedding_bytes if d == 0 else 0.0
     layers = min(float(fleet.layers), max(0.0, free) / each if each else math.inf)
-    return float((seconds / work).min()), float(seconds.min()), layers * float(work.max())
+    most_work = layers * float(work.max())
+    return Capacity(float((seconds / work).min()), float(seconds.min()), most_work)
 
 
 def _has_the_head(fleet: Fleet, d: int) -> bool:
@@ -316,13 +240,14 @@ def _has_the_head(fleet: Fleet, d: int) -> bool:
     return costs.memory_bytes * (1 + _EXACTLY) >= costs.device.head_bytes
 
 
-class _Sums:
-    """What all stages of one length on a device cost."""
+class _StageCosts:
+    """What all stages of one length on a device cost. `free_bytes` is what it has for their weights
+    and activations."""
 
     def __init__(self, fleet: Fleet, d: int, recompute: bool) -> None:
         costs = fleet.costs[d]
-        self.free = costs.memory_bytes * (1 + _EXACTLY)
-        self.free -= costs.largest_bytes if recompute else 0.0
+        self.free_bytes = costs.memory_bytes * (1 + _EXACTLY)
+        self.free_bytes -= costs.largest_bytes if recompute else 0.0
         kept = costs.recomputed_bytes if recompute else costs.kept_bytes
         backward_s = costs.recompute_s if recompute else costs.backward_s
         self._sums = [
@@ -330,9 +255,9 @@ class _Sums:
         ]
         self._stores = np.array([fleet.stores_layer(k) for k in range(fleet.layers)], float)
 
-    def stages(self, length: int) -> list[Floats]:
-        """Seconds of forward and backward, bytes of weights and of what is kept, of the stages that
-        begin with each layer."""
+    def of_length(self, length: int) -> list[Floats]:
+        """Seconds of forward and of backward, bytes of weights, and bytes kept of a micro-batch:
+        four arrays, with a value for each layer that a stage of so many may begin with."""
         found = [values[length:] - values[:-length] for values in self._sums]
         found[3] *= self._stores[length - 1 :]
         return found

@@ -1,5 +1,16 @@
-"""The most work that stages one behind the other can cover in the parts of a step that are left,
-where what they use has a price: one dynamic programme, as large arrays."""
+"""The most work that stages one behind the other can cover in the ticks of a step that are left,
+where what they use has a price: one dynamic programme, as large arrays.
+
+R rows are the ticks that may be left in front of a stage, in ascending order, C columns the choices
+of a stage. With cost_c = prices . uses_c the best from a row on is
+
+    value(r) = max over c of  last[r, c] - cost_c,
+                              middle[r, c] - cost_c + value(r - ticks_c),
+
+and minus infinity below the first row. Rows are computed in blocks, one array operation for each:
+first what leads out of the block, which is known, then what stays in it, again and again until
+nothing changes (stages that take no tick lead to their own row), at most once for each stage.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +22,49 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-_BLOCK = 64  # rows that are computed together
+_BLOCK = 64
+"""Rows that are computed together. Half as many are twice the array operations; of twice as many
+more stages stay inside a block, which takes more passes. The result is the same."""
 
 
 class Stages(NamedTuple):
-    """What may come next where so many parts are left (rows): the work of each stage (columns) if
-    others follow, and if it is the last one, minus infinity where it cannot; the parts that each
-    takes from those behind it; and how much it uses of what has a price (`uses`, by columns)."""
+    """What may come next: the work of each choice if others follow, and if it is the last stage,
+    both of shape (R, C), minus infinity where it cannot be; `ticks` (C), whole numbers from 0 on,
+    that are less for those behind it; and `uses` (K, C), how much it uses of each of K things that
+    have a price."""
 
     middle: Floats
     last: Floats
-    parts: Integers
+    ticks: Integers
     uses: Floats
 
 
 class Programme:
-    """`starts` is the work in front of each row of `first`, what comes first there; these are so
-    many `rows` of the stages'."""
+    """`first` is what may come right behind the coordinator's stage, `stages` what may come behind
+    others. `starts` (S) is the coordinator's work, one for each row of `first`, and `rows` (S) says
+    which rows of `stages` have the same ticks left. At most `most_stages` follow each other."""
 
     def __init__(
         self, stages: Stages, starts: Floats, rows: Integers, first: Stages, most_stages: int
     ) -> None:
-        stages, first = _without_the_impossible(stages), _without_the_impossible(first)
+        stages, first = _possible_columns(stages), _possible_columns(first)
         self._stages, self._first, self._starts = stages, first, starts
         self._most_stages = most_stages
-        # Behind what takes more than there is comes minus infinity, at place 0 and after.
-        self._pad = 1 + int(max(stages.parts.max(initial=0), first.parts.max(initial=0)))
+        # Values stand behind a margin of minus infinity, where a stage leads that takes more ticks
+        # than are left; so no index has to be tested.
+        self._pad = 1 + int(max(stages.ticks.max(initial=0), first.ticks.max(initial=0)))
         every = np.arange(len(stages.middle))
-        self._behind = np.maximum(0, every[:, None] + (self._pad - stages.parts))
-        self._behind_first = np.maximum(0, rows[:, None] + (self._pad - first.parts))
-        near = stages.parts < _BLOCK
+        self._behind = np.maximum(0, every[:, None] + (self._pad - stages.ticks))
+        self._behind_first = np.maximum(0, rows[:, None] + (self._pad - first.ticks))
+        near = stages.ticks < _BLOCK
         self._near, self._far = (
             (self._behind[:, chosen].copy(), stages.middle[:, chosen].copy(), chosen)
             for chosen in (near, ~near)
         )
 
     def best(self, prices: Floats) -> tuple[float, Floats]:
-        """The most work less what it costs, and how much of what has a price that uses."""
+        """The most work less what it costs at these K prices, minus infinity where nothing is
+        possible, and how much of each thing that uses."""
         cost, first_cost = prices @ self._stages.uses, prices @ self._first.uses
         values, ends = self._values(cost)
         last = self._first.last - first_cost
@@ -62,8 +79,7 @@ class Programme:
         return float(total[row, column]), used
 
     def _values(self, cost: Floats) -> tuple[Floats, Floats]:
-        """The best of what comes behind for each row, after a margin of minus infinity; and of what
-        ends there."""
+        """value(r) of each row, behind the margin; and the best of what ends the layout there."""
         ends = (self._stages.last - cost).max(axis=1, initial=-np.inf)
         values = np.full(self._pad + len(ends), -np.inf)
         for low in range(0, len(ends), _BLOCK):
@@ -78,7 +94,7 @@ class Programme:
         return values, ends
 
     def _follow(self, at: int, values: Floats, ends: Floats, cost: Floats, used: Floats) -> None:
-        """Add up what the best stages behind a place use."""
+        """Add up what the best stages from a place in `values` on use."""
         for _ in range(self._most_stages):
             row = at - self._pad
             options = values[self._behind[row]] + self._stages.middle[row] - cost
@@ -93,7 +109,7 @@ class Programme:
 def _through(
     columns: tuple[Integers, Floats, NDArray[np.bool_]], rows: slice, values: Floats, cost: Floats
 ) -> Floats:
-    """The best that comes next among these columns."""
+    """The best of these rows if one of these columns comes next and others follow."""
     behind, middle, chosen = columns
     found = values[behind[rows]]
     found += middle[rows]
@@ -101,12 +117,12 @@ def _through(
     return found.max(axis=1, initial=-np.inf)  # type: ignore[no-any-return]
 
 
-def _without_the_impossible(stages: Stages) -> Stages:
+def _possible_columns(stages: Stages) -> Stages:
     """Only columns that are possible somewhere."""
     most = np.maximum(
         stages.middle.max(axis=0, initial=-np.inf), stages.last.max(axis=0, initial=-np.inf)
     )
     some = most > -np.inf
     return Stages(
-        stages.middle[:, some], stages.last[:, some], stages.parts[some], stages.uses[:, some]
+        stages.middle[:, some], stages.last[:, some], stages.ticks[some], stages.uses[:, some]
     )
