@@ -11,6 +11,7 @@
    plan is proved. Else `least_step` says how much better any could be.
 
 All limits are counts of work, never of time: the same profile gives the same plan everywhere.
+docs/planner.md has more of each part, and the ideas behind them.
 """
 
 from __future__ import annotations
