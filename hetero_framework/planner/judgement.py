@@ -28,13 +28,20 @@ from hetero_framework.planner.simulator import Edge, Profile, simulate
 from hetero_framework.planner.tuning import TunedSchedule, tune
 
 STEPS = 20
+"""That are judged together, and the first pause after a change. Of twice as many a slower device is
+noticed twice as late; of half as many a quarter is the median of two or three."""
 GAIN = 0.10
-"""The share of a step that a plan must promise to save."""
+"""The share of a step that a plan must promise to save. Half of it is what noisy steps
+promise easily, and each change costs a transfer of layers."""
 _QUARTERS = 4
 _LEAST_GAIN = 0.02
+"""Of a step: a plan that saves less, or less than a quarter of what it promised, is given back."""
 _WARM = 2  # steps after a change that are not typical
 _ALIKE = 0.10
+"""Of a stage's time: profiles that differ by no more are not searched again once refused."""
 _UNCERTAIN = 0.25
+"""Of a stage's time: quarters that are further apart do not say how much work to move, so half of
+the way is tried first."""
 WorkerId = int | str
 Stages = tuple[StageSpec, ...]
 MakeFleet = Callable[[Observed], FleetProfile]
@@ -72,7 +79,8 @@ class Question:
 
 
 class Judge:
-    """Told of every step of a run. `fleet` makes a profile of what has been observed."""
+    """Told of every step of a run. `work` is that of the model's layers, `stages` the plan in
+    force, and `fleet` makes a profile of what has been observed."""
 
     def __init__(self, work: ModelWork, stages: Sequence[StageSpec], fleet: MakeFleet) -> None:
         self.observed = Observed(work)
@@ -97,7 +105,8 @@ class Judge:
         return statistics.median(self._step_s) if self._step_s else 0.0
 
     def note(self, seen: Profile, step_s: float) -> Question | Proposal | None:
-        """A step has been done, with these times of stages and edges."""
+        """A step has been done in so many seconds, with these times of stages and edges. Returns
+        what to search for (`answer`), or the plan before where this one's gain has not come."""
         self._steps += 1
         if self._steps <= _WARM:
             return None
@@ -112,17 +121,7 @@ class Judge:
         if len(self._quarters) < _QUARTERS:
             self.observed.note(self._stages, self._quarters[-1])
             return None
-        together = median(list(self._quarters))
-        self.observed.note(self._stages, together)
-        if (awaited := self._awaited) is not None:
-            self._awaited = None
-            return self._checked(awaited)
-        if self._steps < self.pause or (self._refused and _are_alike(self._refused, together)):
-            return None
-        if not all(self._may_gain(quarter) for quarter in self._quarters):
-            return None
-        known = deepcopy(self.observed)
-        return Question(self._stages, known, tuple(self._quarters), together)
+        return self._judged(median(list(self._quarters)))
 
     @property
     def pause(self) -> int:
@@ -166,14 +165,31 @@ class Judge:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _judged(self, together: Profile) -> Question | Proposal | None:
+        """What the last steps, of which these are the medians, give reason to."""
+        self.observed.note(self._stages, together)
+        if (awaited := self._awaited) is not None:
+            self._awaited = None
+            return self._checked(awaited)
+        if self._steps < self.pause or (self._refused and _are_alike(self._refused, together)):
+            return None
+        if not all(self._may_gain(quarter) for quarter in self._quarters):
+            return None
+        known = deepcopy(self.observed)
+        return Question(self._stages, known, tuple(self._quarters), together)
+
     def _checked(self, awaited: _Awaited) -> Proposal | None:
-        """Whether the gain of the plan in force has come, over what the plan before would take now:
-        a device that became slower with no more work than before would be so under both."""
+        """None where the gain of the plan in force has come, else the plan before. It is measured
+        over what the plan before would take now: the step that it took, times what its simulated
+        step has grown since. A device with no more work than before that is slower now would be so
+        under both plans; where one has got more work, its old pace counts."""
         now = deepcopy(self.observed)
-        work = {d: self._held(self._stages, d) for d in {s.owner for s in self._stages}}
-        now.keep_pace(
-            awaited.observed, [d for d in work if work[d] > self._held(awaited.stages, d)]
-        )
+        more_work = [
+            d
+            for d in {stage.owner for stage in self._stages}
+            if self._work_on(d, self._stages) > self._work_on(d, awaited.stages)
+        ]
+        now.keep_pace(awaited.observed, more_work)
         then_s, now_s = (
             tuned(Fleet(self._fleet(observed)), awaited.stages)
             for observed in (awaited.observed, now)
@@ -181,17 +197,19 @@ class Judge:
         if then_s is None or now_s is None:
             return None
         expected_s = awaited.step_s * now_s.forecast.seconds / then_s.forecast.seconds
-        came = 1 - self.step_s / expected_s
-        if came < max(_LEAST_GAIN, awaited.gain / 4):
-            return Proposal(awaited.stages, -came, returns=True)
+        gain = 1 - self.step_s / expected_s
+        if gain < max(_LEAST_GAIN, awaited.gain / 4):
+            return Proposal(awaited.stages, -gain, returns=True)
         return None
 
-    def _held(self, stages: Stages, owner: WorkerId) -> float:
+    def _work_on(self, owner: WorkerId, stages: Stages) -> float:
+        """The work that a plan gives to a process."""
         return sum(self._work.of(stage) for stage in stages if stage.owner == owner)
 
     def _may_gain(self, seen: Profile) -> bool:
         """Whether it would gain enough to spread all work perfectly over these devices, without
-        a word of links: a cheap look, before a search."""
+        a word of links: a cheap look, before a search. Per micro-batch the pipeline takes what its
+        slowest device or boundary does; perfectly spread it would take work / sum of speeds."""
         busy: dict[int, float] = {}
         work: dict[int, float] = {}
         for k, stage in enumerate(self._stages):
@@ -205,6 +223,7 @@ class Judge:
 
     @staticmethod
     def _after(question: Question, seen: Profile) -> Observed:
+        """What is known if these times are the last ones."""
         observed = deepcopy(question.observed)
         observed.note(question.stages, seen)
         return observed
@@ -244,10 +263,12 @@ def median(profiles: Sequence[Profile]) -> Profile:
 
 
 def _busy(seen: Profile) -> list[float]:
+    """Seconds of each stage per micro-batch."""
     return [f + b for f, b in zip(seen.forward_s, seen.backward_s, strict=True)]
 
 
 def _are_alike(one: Profile, other: Profile) -> bool:
+    """Whether no stage's time differs by much."""
     pairs = zip(_busy(one), _busy(other), strict=True)
     return all(abs(a - b) <= _ALIKE * max(a, b) for a, b in pairs)
 
@@ -262,19 +283,23 @@ def _spreads(quarters: Sequence[Profile]) -> list[float]:
 
 
 def _noise(quarters: Sequence[Profile]) -> float:
-    """What a gain must exceed besides: of many plans a search finds the one that noise favours."""
+    """By how much more than GAIN a plan must gain: of many plans a search finds the one that noise
+    favours. Half the mean spread of the stages' times."""
     return statistics.fmean(_spreads(quarters)) / 2
 
 
 def _disagree(quarters: Sequence[Profile]) -> bool:
+    """Whether some stage's time is uncertain."""
     return max(_spreads(quarters)) > _UNCERTAIN
 
 
 def _allowed(stages: Stages) -> set[str]:
+    """What a search may choose: several stages on a process only where the plan has them."""
     return {"chunks"} if len({stage.owner for stage in stages}) < len(stages) else set()
 
 
 def _stages(cut: Sequence[tuple[WorkerId, int, int]]) -> Stages:
+    """A plan's stages, of process, first layer and end."""
     return Plan(tuple(PlanEntry(id=o, start=a, end=b) for o, a, b in cut)).stages
 
 
@@ -293,6 +318,7 @@ def _half(way: int) -> int:
 
 
 def _layout(fleet: Fleet, stages: Stages) -> Layout:
+    """A plan as the planner sees it, direct where it can be."""
     index = {owner: d for d, owner in enumerate(fleet.ids)}
     own = [index[stage.owner] for stage in stages]
     direct = [False, *(fleet.can_go_direct(a, b) for a, b in pairwise(own))]
@@ -312,6 +338,7 @@ def tuned(fleet: Fleet, stages: Stages) -> TunedSchedule | None:
 
 
 def _simulated(fleet: Fleet, stages: Stages, schedule: TunedSchedule) -> float:
+    """Seconds of a step of a plan on these devices by a schedule that was tuned for other times."""
     return simulate(
         fleet.pipeline(_layout(fleet, stages)),
         fleet.micro_batches,
