@@ -17,7 +17,8 @@ class TooMany(Exception):
 
 class Enumeration:
     """Layouts of one stage per device, from the embedding on; a branch ends where a device in it,
-    one of its NICs, or what is left for the others, takes `most_s` or longer."""
+    one of its NICs, or what is left for the others, takes `most_s` or longer, and where a device
+    has no memory for one micro-batch of its stage."""
 
     def __init__(self, rules: Rules, most_s: float, *, nodes: int) -> None:
         self._rules = rules
@@ -52,6 +53,10 @@ class Enumeration:
             for end in range(start, fleet.layers + 1):
                 part = Part(d, start, end, recompute)
                 if end == start and (recompute or not (d == 0 or end == fleet.layers)):
+                    continue
+                if not fleet.may_fit(part):
+                    break
+                if not rules.permits_part(part):
                     continue
                 if recompute and not fleet.is_short_of_memory(part):
                     continue

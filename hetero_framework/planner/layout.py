@@ -11,6 +11,7 @@ from hetero_framework.planner.profile import DeviceProfile, FleetProfile
 from hetero_framework.planner.simulator import Edge, Profile
 
 WorkerId = int | str
+_EXACTLY = 1e-9  # of bytes: sums in another order
 
 
 class Part(NamedTuple):
@@ -202,6 +203,14 @@ class Fleet:
             total += costs.device.head_bytes
         again = any(part.recompute and part.end > part.start for part in own)
         return total + (costs.largest_bytes if again else 0.0)
+
+    def may_fit(self, part: Part) -> bool:
+        """Whether a device could hold a stage with one micro-batch in flight, were it not for the
+        embedding and the head."""
+        costs = self.costs[part.device]
+        needed = costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
+        needed += self.activation_bytes(part) + (costs.largest_bytes if part.recompute else 0.0)
+        return needed <= costs.memory_bytes * (1 + _EXACTLY)
 
     def is_short_of_memory(self, part: Part) -> bool:
         """Whether a stage may be unable to hold all micro-batches of a step."""

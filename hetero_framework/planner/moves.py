@@ -166,13 +166,15 @@ def relieved(rules: Rules, layout: Layout, source: int, target: int) -> Layout:
 
 def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
     """Some layers of a stage as a stage of their own elsewhere; all of them only of the first one,
-    which keeps the embedding."""
+    which keeps the embedding, and none only behind all, where the head is."""
     stages = [(part, part.end - part.start) for part in layout]
     for k, (part, count) in enumerate(stages):
-        moved = {1, count // 4, count // 2, count if k == 0 else 0}
+        moved = {0, 1, count // 4, count // 2, count if k == 0 else 0}
         for own, place in product(sorted(moved), range(1, len(layout) + 1)):
             beside = {one.device for one in layout[place - 1 : place + 1]}
-            if 0 < own < count + (k == 0) and part.device not in beside:
+            if not own < count + (k == 0) or part.device in beside:
+                continue
+            if own or (place == len(layout) and layout[-1].end > layout[-1].start):
                 rest = [*stages[:k], (part, count - own), *stages[k + 1 :]]
                 for again in {False, part.recompute}:
                     new = (part._replace(recompute=again), own)
@@ -204,18 +206,20 @@ def _built(rules: Rules, stages: Sequence[tuple[Part, int]]) -> Layout:
     return merged(parts)
 
 
-def closed(rules: Rules, layout: Layout) -> Layout | None:
-    """The coordinator holds the last layers and the head too: half of what it holds now. They store
-    one forward, so they need not compute again."""
+def closed(rules: Rules, layout: Layout) -> Iterator[Layout]:
+    """The coordinator has the head too, with none, half or all of the layers that it holds now.
+    They store one forward, so they need not compute again."""
     if layout[-1].start == layout[-1].end:
         layout = layout[:-1]  # it had the head alone
     counts = [part.end - part.start for part in layout]
-    if len(layout) < 2 or layout[-1].device == 0 or counts[0] < 2:
-        return None
-    half = counts[0] // 2
-    way = rules.ways(layout[-1].device, 0, rules.fleet.layers - half)[0]
-    last = Part(0, 0, 0, False, way[1])
-    return recut((*layout, last), [counts[0] - half, *counts[1:], half])
+    if len(layout) < 2 or layout[-1].device == 0:
+        return
+    for own in sorted({0, counts[0] // 2, counts[0]}):
+        way = rules.ways(layout[-1].device, 0, rules.fleet.layers - own)[0]
+        last = Part(0, 0, 0, False, way[1])
+        parts = recut((*layout, last), [counts[0] - own, *counts[1:], own])
+        again = parts[0].recompute and parts[0].end > 0
+        yield (parts[0]._replace(recompute=again), *parts[1:])
 
 
 def merged(parts: Sequence[Part]) -> Layout:

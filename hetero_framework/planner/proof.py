@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from hetero_framework.planner.descents import FEW
 from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.evaluated import Evaluated, evaluated
 from hetero_framework.planner.layout import Layout
+from hetero_framework.planner.quick_looks import schedules_of
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 from hetero_framework.planner.simulator import simulate
@@ -16,7 +15,7 @@ _NODES = (20_000, 40_000)  # of the enumeration, for many devices and for few
 _STAGES = (30_000, 120_000)  # that are scored
 _TASKS = 200_000  # that are simulated
 _TUNED = 60  # times as many tasks are simulated to tune a layout as it has
-_HOPELESS = 1.03  # of the best step: where simple windows take longer no schedule will do
+_HOPELESS = 1.03  # of the best step: where a few schedules take longer no other one will do
 _EXACTLY = 1e-9
 
 
@@ -36,9 +35,9 @@ class Proof:
         for layout in sorted(layouts, key=self._scores.bound):
             if self._scores.bound(layout) >= (1 - _EXACTLY) * best.seconds:
                 break
-            windows = {len(layout), min(2 * len(layout), m), m}
-            tasks += 2 * len(windows) * len(layout) * m
-            if self._least_of(layout, windows) < _HOPELESS * best.seconds:
+            quick_s, looks = self._quick_look(layout)
+            tasks += 2 * looks * len(layout) * m
+            if quick_s < _HOPELESS * best.seconds:
                 tasks += _TUNED * len(layout) * m
                 found = evaluated(self._rules.fleet, layout)
                 assert found is not None  # only what fits is open
@@ -63,11 +62,13 @@ class Proof:
             return (found if self._few else []), False
         return found, True
 
-    def _least_of(self, layout: Layout, windows: Iterable[int]) -> float:
-        """Seconds of a step by the best of these windows, backward first."""
-        fleet = self._rules.fleet
+    def _quick_look(self, layout: Layout) -> tuple[float, int]:
+        """Seconds of a step by the best of a few schedules, and how many these are."""
+        fleet, m = self._rules.fleet, self._rules.fleet.micro_batches
         limits, profile = fleet.memory_limits(layout), fleet.pipeline(layout)
-        return min(
-            simulate(profile, fleet.micro_batches, size, in_flight_limits=limits).seconds
-            for size in windows
-        )
+        assert limits is not None  # only what fits is open
+        found = [
+            simulate(profile, m, size, policy=policy, in_flight_limits=held).seconds
+            for size, policy, held in schedules_of(profile, m, limits)
+        ]
+        return min(found), len(found)

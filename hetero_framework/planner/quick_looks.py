@@ -83,7 +83,7 @@ class QuickLooks:
         rest_s = 0.0
         if m < self._m:
             rest_s = step_bound(profile, self._m, limits) - step_bound(profile, m, limits)
-        schedules = list(enumerate(_schedules(profile, m, limits)))
+        schedules = list(enumerate(schedules_of(profile, m, limits)))
         if like is not None:
             schedules.sort(key=lambda entry: entry[0] != self._by[like])
         found = []
@@ -106,7 +106,7 @@ class QuickLooks:
         recorded, spans = self._recorded
         if recorded != layout:
             spans = []
-            self._run(profile, m, _schedules(profile, m, limits)[self._by[layout]], spans)
+            self._run(profile, m, schedules_of(profile, m, limits)[self._by[layout]], spans)
         return critical_path(profile, spans)
 
     def _judged(self, layout: Layout) -> int:
@@ -128,7 +128,7 @@ class QuickLooks:
         return done.seconds
 
 
-def _schedules(profile: Profile, micro_batches: int, limits: tuple[int, ...]) -> list[Schedule]:
+def schedules_of(profile: Profile, micro_batches: int, limits: tuple[int, ...]) -> list[Schedule]:
     """A few windows and policies, of which one is near the best; no stage stores more forwards than
     `limits` say. First comes what is best most often."""
     p = profile.num_stages

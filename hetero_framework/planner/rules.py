@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hetero_framework.planner.layout import Fleet, Layout
+from hetero_framework.planner.layout import Fleet, Layout, Part
 from hetero_framework.planner.simulator import Edge
 
 
@@ -24,6 +24,12 @@ class Rules:
     def of(self, fleet: Fleet) -> Rules:
         """The same rules for the same devices with other numbers."""
         return replace(self, fleet=fleet)
+
+    def permits_part(self, part: Part) -> bool:
+        """Whether a stage leaves every pinned device just its layers."""
+        if part.device in self.pins:
+            return (part.start, part.end) == self.pins[part.device]
+        return all(part.end <= start or end <= part.start for start, end in self.pins.values())
 
     def permits(self, layout: Layout) -> bool:
         """Whether every pinned device holds just its layers."""

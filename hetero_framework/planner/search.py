@@ -16,12 +16,15 @@ docs/planner.md has more of each part, and the ideas behind them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
+from itertools import islice
 
-from hetero_framework.planner import seeds
+from hetero_framework.planner import moves, seeds
 from hetero_framework.planner.climbing import MANY, Climber
 from hetero_framework.planner.descents import Descents
+from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.evaluated import Evaluated, evaluated
 from hetero_framework.planner.layout import Layout, has_chunks
 from hetero_framework.planner.proof import Proof
@@ -32,6 +35,8 @@ from hetero_framework.planner.scores import Scores
 
 _STAGES = 30_000  # that are scored in each part of the search
 _CANDIDATES = 24  # with one stage for each device, that are simulated
+_NODES = 40_000  # of the enumeration, where the dynamic programme finds nothing that fits
+_FITTING = 4  # that are climbed from then
 _FINALISTS = 2  # that are tuned, and three times as many where steps are short:
 _FINAL_TASKS = 3_000
 _NEAR = 1.03  # times the shortest step
@@ -88,8 +93,28 @@ class Search:
         shortest = seeds.shortest(self._rules, self._scores, self._climber)
         for seed in dict.fromkeys([*shortest, *self._chained]):
             self._climber.climb(seed)
+        if not (found := self._fitting()):
+            self._scores.allow(_STAGES)
+            for seed in self._first_that_fit():
+                self._climber.climb(seed)
+            found = self._fitting()
+        return found
+
+    def _fitting(self) -> list[Layout]:
         found = self._scores.best(_CANDIDATES)
         return [layout for layout in found if self._scores.of(layout) < math.inf]
+
+    def _first_that_fit(self) -> list[Layout]:
+        """For memory so tight that stages as long as they can be leave no room for the others, or
+        that only the coordinator has room for the head."""
+        rules, found = self._rules, list[Layout]()
+        every = Enumeration(rules, math.inf, nodes=_NODES).layouts()
+        if rules.chunks and not rules.pins:
+            every = (other for one in every for other in (one, *moves.closed(rules, one)))
+        fit = (layout for layout in every if self._scores.of(layout) < math.inf)
+        with contextlib.suppress(TooMany):
+            found.extend(islice(fit, _FITTING))
+        return found
 
     def _simulate(self, simple: list[Layout]) -> None:
         """These, and the best ways to interleave them."""

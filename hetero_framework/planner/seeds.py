@@ -42,10 +42,21 @@ def shortest(rules: Rules, scores: Scores, climber: Climber) -> list[Layout]:
         if depth < 1 and not partition.is_short_of_memory:
             break
         # What fits with more micro-batches in flight fits with fewer.
-        high = least = _least(partition, scores, low, high)
-        for factor in _LONGER:
-            _reached(partition, scores, least * factor)
-    return scores.best(_SEEDS)
+        high = _seeded(partition, scores, low, high)
+    found = scores.best(_SEEDS)
+    if min(map(scores.of, found), default=math.inf) == math.inf:
+        _seeded(climber.partition(0.0), scores, low, high)  # memory for one micro-batch
+        found = scores.best(_SEEDS)
+    return found
+
+
+def _seeded(partition: Partition, scores: Scores, low: float, high: float) -> float:
+    """The shortest step that the programme reaches, once `scores` knows layouts for it and for some
+    longer ones."""
+    least = _least(partition, scores, low, high)
+    for factor in _LONGER:
+        _reached(partition, scores, least * factor)
+    return least
 
 
 def _least(partition: Partition, scores: Scores, low: float, high: float) -> float:
@@ -105,20 +116,19 @@ def interleaved(
     if not rules.chunks or rules.pins:
         return []
     found: dict[Layout, None] = {}
+
+    def take(changed: Iterable[Layout]) -> None:
+        fit = {layout for layout in changed if scores.of(layout) < math.inf}
+        found.update(dict.fromkeys(heapq.nsmallest(2, fit, key=scores.of)))
+
     few = len(layouts[0]) <= MANY
-    for chunks in (None, *(_CHUNKS if few else _CHUNKS_OF_MANY)):
-        changed = [
-            moves.closed(rules, layout)
-            if chunks is None
-            else moves.interleaved(rules, layout, chunks)
-            for layout in layouts[: 1 + few]
-        ]
-        whole = [layout for layout in changed if layout is not None]
-        # The bound knows little of what few stored forwards cost: even may be worse.
-        even = [climber.evened(layout) for layout in whole]
-        for some in (even, whole) if chunks is None else (even,):
-            fit = {layout for layout in some if scores.of(layout) < math.inf}
-            found.update(dict.fromkeys(heapq.nsmallest(2, fit, key=scores.of)))
+    closed = [other for layout in layouts for other in moves.closed(rules, layout)]
+    # The bound knows little of what few stored forwards cost: even may be worse.
+    take(closed)
+    take(map(climber.evened, heapq.nsmallest(2, closed, key=scores.of)))
+    for chunks in _CHUNKS if few else _CHUNKS_OF_MANY:
+        changed = (moves.interleaved(rules, layout, chunks) for layout in layouts[: 1 + few])
+        take(climber.evened(layout) for layout in changed if layout is not None)
     return list(found)
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +12,7 @@ from hetero_framework.planner import FleetProfile
 from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.layout import Layout
-from tests.unit.planner.fleets import device, fleet_of, profiles_of_fleets, rules_of
+from tests.unit.planner.fleets import GB, device, fleet_of, profiles_of_fleets, rules_of
 
 
 @settings(max_examples=30, deadline=None)
@@ -46,3 +49,13 @@ def test_enumeration_gives_up_where_there_is_too_much() -> None:
     rules = rules_of(fleet_of(*(device(k or "local") for k in range(4))))
     with pytest.raises(TooMany):
         list(Enumeration(rules, 1e9, nodes=20).layouts())
+
+
+def test_what_one_device_cannot_hold_or_must_not_is_left_out_at_once() -> None:
+    """Three layers each are all that fit, and one device has its own; of those alike one comes."""
+    tight = {"memory_bytes": 3.4 * GB}
+    profile = fleet_of(*(device(k or "local", **tight) for k in range(4)), layers=12)
+    rules = replace(rules_of(profile), checkpointing=False, pins={2: (3, 6)})
+    found = list(Enumeration(rules, math.inf, nodes=300).layouts())
+    cuts = {tuple((part.device, part.end) for part in layout) for layout in found}
+    assert cuts == {((0, 3), (2, 6), (1, 9), (3, 12))}

@@ -28,7 +28,7 @@ def test_whatever_is_made_of_a_layout_holds_all_layers_and_only_its_ends_may_hol
 ) -> None:
     rules = rules_of(profile, chunks=True)
     for layout in Enumeration(rules, 1e9, nodes=10**6).layouts():
-        made = [interleaved(rules, layout, chunks), closed(rules, layout), *shifted(layout)]
+        made = [interleaved(rules, layout, chunks), *closed(rules, layout), *shifted(layout)]
         made += [*shifted(layout, count=2), *split(rules, layout), *joined(rules, layout)]
         made += [wrapped(rules, layout, n, 0.4) for n in range(len(layout) + 1)]
         places = [k for k, part in enumerate(layout) if part.start < part.end]
@@ -48,12 +48,12 @@ def test_whoever_held_the_head_alone_is_left_out_when_the_coordinator_takes_it()
         Part(2, 4, 6, False, True),
         Part(1, 6, 6, False, True),
     )
-    found = closed(rules, layout)
-    assert found is not None
-    assert [(part.device, part.start, part.end) for part in found] == [
-        (0, 0, 2),
-        (2, 2, 4),
-        (0, 4, 6),
+    assert [
+        [(part.device, part.end - part.start) for part in x] for x in closed(rules, layout)
+    ] == [
+        [(0, 4), (2, 2), (0, 0)],
+        [(0, 2), (2, 2), (0, 2)],
+        [(0, 0), (2, 2), (0, 4)],
     ]
 
 
@@ -100,6 +100,8 @@ def test_a_stage_is_split_to_every_place_that_is_not_beside_it_and_joined_again(
         ((0, 0), (1, 2), (2, 2), (0, 2)),
         ((0, 2), (1, 1), (2, 2), (1, 1)),
         ((0, 2), (2, 1), (1, 2), (2, 1)),
+        ((0, 2), (1, 2), (2, 2), (0, 0)),
+        ((0, 2), (1, 2), (2, 2), (1, 0)),
     }
     for found in split(rules, layout):
         together = [tuple(p.end - p.start for p in one) for one in joined(rules, found)]

@@ -122,6 +122,78 @@ def test_a_quick_coordinator_short_of_memory_holds_both_ends_and_computes_little
     assert found.predicted_step_s < 0.9 * simple.predicted_step_s
 
 
+def test_memory_for_one_micro_batch_in_flight_is_enough() -> None:
+    tight = {"memory_bytes": 2.2 * GB}
+    fleet = fleet_of(*(device(k or "local", **tight) for k in range(3)), layers=6)
+    found = plan(fleet, allow=())
+    assert layers_of(found) == {"local": 2, 1: 2, 2: 2}
+    assert found.in_flight == (1, 1, 1)
+
+
+def test_only_the_coordinator_has_room_for_the_head() -> None:
+    head, worker = {"head_bytes": 2 * GB}, {"memory_bytes": 1.2 * GB}
+    fleet = fleet_of(
+        device("local", memory_bytes=2.05 * GB, **head),
+        *(device(k, **worker, **head) for k in (1, 2)),
+        layers=2,
+    )
+    found = plan(fleet, allow=["chunks"])
+    ends = [(entry["id"], entry["end"]) for entry in found.shard_plan]
+    assert ends in ([("local", 0), (a, 1), (b, 2), ("local", 2)] for a, b in ((1, 2), (2, 1)))
+
+
+def test_a_quick_coordinator_without_memory_for_a_layer_has_the_head() -> None:
+    heads = [{"head_forward_s": 0.001 * k, "head_backward_s": 0.002 * k} for k in (1, 20)]
+    fleet = fleet_of(
+        device("local", memory_bytes=0.5 * GB, **heads[0]), device(1, **heads[1]), layers=1
+    )
+    found = plan(fleet)
+    assert [entry["id"] for entry in found.shard_plan] == ["local", 1, "local"]
+    assert found.predicted_step_s < plan(fleet, allow=["checkpointing"]).predicted_step_s / 5
+
+
+def test_many_micro_batches_on_long_ways_are_proved_with_the_window_that_they_need() -> None:
+    """Windows of twice the stages are no measure where latency is many times the work."""
+    quick = [(8.52e-5, 1.936), (1.356e-5, 1.457), (3.937e-5, 1.929), (1.339e-5, 0.964)]
+    fleet = fleet_of(
+        *(_quick(k or "local", *one) for k, one in enumerate(quick)),
+        layers=2,
+        micro_batches=130,
+        speed=5e11,
+    )
+    slow = fleet.model_copy(
+        update={"links": tuple(link.model_copy(update={"latency_s": 3e-4}) for link in fleet.links)}
+    )
+    found = plan(slow, allow=["checkpointing"])
+    order = [("local", 0), (2, 1), (1, 2), (3, 2)]
+    starts = [0, 0, 1, 2]
+    other = [
+        {"id": owner, "start": start, "end": end}
+        for start, (owner, end) in zip(starts, order, strict=True)
+    ]
+    again = {"0": False, "1": True, "2": True, "3": False}
+    best = evaluate(slow, other, gradient_checkpointing=again)
+    assert found.predicted_step_s <= best.predicted_step_s * (1 + 1e-9)
+
+
+def _quick(name: int | str, layer_s: float, memory_gb: float) -> dict[str, Any]:
+    return device(
+        name,
+        memory_bytes=memory_gb * GB,
+        layer_forward_s=layer_s,
+        layer_backward_s=layer_s,
+        layer_recompute_s=layer_s,
+        embedding_forward_s=layer_s,
+        embedding_backward_s=layer_s,
+        head_forward_s=5 * layer_s,
+        head_backward_s=5 * layer_s,
+        embedding_bytes=0.5 * GB,
+        head_bytes=0.5 * GB,
+        activation_bytes_per_layer=0.3 * GB,
+        activation_bytes_recomputed=0.015 * GB,
+    )
+
+
 def test_boundaries_go_directly_where_that_is_faster() -> None:
     devices = [device(k or "local", layer_forward_s=0.0011 if k else 0.001) for k in range(3)]
     for direct, way in ((True, "direct"), (False, "relay")):

@@ -55,7 +55,7 @@ def test_no_layout_is_below_the_least_step(profile: FleetProfile, chunks: bool) 
     layouts = set(Enumeration(rules, 1e9, nodes=10**6).layouts())
     if chunks:
         others = [interleaved(rules, layout, 2) for layout in layouts]
-        others += [closed(rules, layout) for layout in layouts]
+        others += [other for layout in layouts for other in closed(rules, layout)]
         layouts.update(layout for layout in others if layout is not None)
     steps = [
         found.seconds for layout in layouts if (found := evaluated(rules.fleet, layout)) is not None
