@@ -9,6 +9,9 @@ from hetero_framework.planner.readiness import BACKWARD, BACKWARD_FIRST, FORWARD
 from hetero_framework.planner.simulator import Profile
 
 _HEAD_WEIGHTS = (0.2, 0.75, 0.0)
+"""Over 180 interleaved pipelines these three, backward first and `by_depth` come to 1.062 times the
+bound, 0.2 alone to 1.072, all 23 policies that were tried to 1.060. Equal stages reach it with 0.
+"""
 
 
 def portfolio(profile: Profile, micro_batches: int) -> tuple[Policy, ...]:

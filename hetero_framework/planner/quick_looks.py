@@ -16,6 +16,7 @@ from hetero_framework.planner.readiness import Policy
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 from hetero_framework.planner.simulator import Profile, SimulatedSpan, simulate
+from hetero_framework.planner.tuning import tapered_limits
 
 MOST_TASKS = 150_000  # of all simulations; a task is a forward or a backward of a micro-batch
 _TASKS = 1_500  # of one
@@ -139,11 +140,11 @@ def schedules_of(profile: Profile, micro_batches: int, limits: tuple[int, ...]) 
         least = max(p, path)
         widest = min(micro_batches, 2 * least + p)
         narrower = min(micro_batches, least * 5 // 4 + 1)
+        stored = {narrower: _tapered(narrower, limits), widest: limits}
         return [
-            Schedule(size, policy, held)
+            Schedule(size, policy, stored[size])
             for size in dict.fromkeys((widest, narrower))
             for policy in policies[1:]
-            for held in [limits if size == widest else _tapered(size, limits)]
         ]
     few, many = (min(micro_batches, times * max(p, path)) for times in (1, 3))
     ahead = _tapered(many, limits) if min(limits[:-1], default=many) < micro_batches else limits
@@ -152,6 +153,4 @@ def schedules_of(profile: Profile, micro_batches: int, limits: tuple[int, ...]) 
 
 
 def _tapered(size: int, limits: tuple[int, ...]) -> tuple[int, ...]:
-    """Fewer forwards towards the end of the pipeline, where they come back sooner."""
-    p = len(limits)
-    return tuple(min(-(-size * (p - k) // p), limit) for k, limit in enumerate(limits))
+    return tuple(map(min, tapered_limits(size, len(limits)), limits))

@@ -17,10 +17,11 @@ from hetero_framework.planner.search import Search
 from hetero_framework.units import seconds as seconds_text
 from hetero_framework.units import share, size
 
-_WORTH = 0.02
+_WORTH = 0.02  # of a step: advice that saves less is about what such comparisons are wrong by
 _MOST_ADVICE = 4
-_NOT_BUSY = 0.9
-_EXPLAINED = 4
+_NOT_BUSY = 0.9  # of the busiest device: who computes less is held up by memory or links
+_NEARLY = 0.9  # of what the largest card would save: a smaller one that saves this is named
+_EXPLAINED = 4  # devices that are left out, by name
 
 
 def device_uses(found: Evaluated) -> tuple[DeviceUse, ...]:
@@ -157,7 +158,7 @@ def advice(found: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> tuple[s
 def cards_worth(cards: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """The smallest card that brings nearly as much as the largest."""
     most = max((gain for gain, _ in cards), default=0.0)
-    return [entry for entry in cards if entry[0] >= _NOT_BUSY * most][:1]
+    return [entry for entry in cards if entry[0] >= _NEARLY * most][:1]
 
 
 def _with_direct(fleet: Fleet, layout: Layout) -> Layout:

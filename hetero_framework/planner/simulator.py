@@ -208,24 +208,28 @@ class _Nics:
         self._lanes: dict[tuple[str, int], _Lane] = {}  # by kind and stage of the receiving task
         self._users: dict[Nic, list[_Lane]] = {}
         for k, edge in enumerate(profile.edges):
-            ways = ((BACKWARD, k, edge.backward_s), (FORWARD, k + 1, edge.forward_s))
-            for kind, receiver, seconds in ways:
-                legs = profile.legs(k, kind)
-                if not legs:
-                    continue
-                if not seconds:
-                    legs = ((),)  # nothing to carry waits for nobody
-                first_turn = len(self._lanes) - 2 * len(profile.edges)
-                own = [_Lane(nics, seconds, leg, first_turn) for leg, nics in enumerate(legs)]
-                own[0].following = own[1] if len(own) > 1 else None
-                own[-1].latency_s = edge.latency_s
-                self._lanes[kind, receiver] = own[0]
-                for lane in own:
-                    for nic in lane.nics:
-                        self._users.setdefault(nic, []).append(lane)
+            self._add(profile, k, Task(BACKWARD, k, 0), edge.backward_s)
+            self._add(profile, k, Task(FORWARD, k + 1, 0), edge.forward_s)
         for users in self._users.values():
             for lane in users:
                 lane.sharing = list(dict.fromkeys(x for nic in lane.nics for x in self._users[nic]))
+
+    def _add(self, profile: Profile, boundary: int, receiver: Task, seconds: float) -> None:
+        """The lanes of the tensors for one stage's tasks of one kind."""
+        legs = profile.legs(boundary, receiver.kind)
+        if not legs:
+            return
+        if not seconds:
+            legs = ((),)  # nothing to carry waits for nobody
+        # Before any has gone: in the order of the edges, backward first.
+        turn = len(self._lanes) - 2 * len(profile.edges)
+        own = [_Lane(nics, seconds, leg, turn) for leg, nics in enumerate(legs)]
+        own[0].following = own[1] if len(own) > 1 else None
+        own[-1].latency_s = profile.edges[boundary].latency_s
+        self._lanes[receiver.lane] = own[0]
+        for lane in own:
+            for nic in lane.nics:
+                self._users.setdefault(nic, []).append(lane)
 
     def lane(self, task: Task) -> _Lane | None:
         """The lane of a task's tensor, None between two stages of one device."""
@@ -256,7 +260,9 @@ _turn = attrgetter("turn")
 
 
 class _Simulator:
-    """One simulation: an event queue of tensors that cross and arrive, and of tasks that end."""
+    """One simulation: an event queue of tensors that cross and arrive, and of tasks that end. Each
+    entry is when it happens, a serial number (of equal moments the first posted comes first), the
+    method to call, and what it is called with."""
 
     def __init__(
         self,
@@ -335,7 +341,10 @@ class _Simulator:
 
     def _cross(self, now: float, lane: _Lane) -> None:
         task = self._nics.take(lane)
-        end = now + (lane.seconds * self._factor(task, 1) if self._spread else lane.seconds)
+        seconds = lane.seconds
+        if self._spread:
+            seconds *= self._factor(task, is_transfer=True)
+        end = now + seconds
         if lane.whole_at:
             end = max(end, lane.whole_at.pop(task, now))
         if self._spans is not None:
@@ -371,14 +380,18 @@ class _Simulator:
         readiness.start(task, stores=task.kind == FORWARD)
         cost = self._seconds[task.kind][task.stage]
         if self._spread:
-            cost *= self._factor(task, 0)
+            cost *= self._factor(task)
         self._busy_s[device] += cost
         if self._spans is not None:
             self._spans.append(SimulatedSpan(task, now, now + cost))
         self._idle[device] = False
         self._post(now + cost, self._ended, task)
 
-    def _factor(self, task: Task, salt: int) -> float:
-        kind = 2 * (task.kind == BACKWARD) + salt
+    def _factor(self, task: Task, *, is_transfer: bool = False) -> float:
+        """From 1 - spread to 1 + spread, without a state: the same for the same task under every
+        schedule, so that schedules are compared under the same luck. Three primes tell stages,
+        micro-batches and kinds apart, and 2**32 / golden ratio mixes (Knuth's multiplicative hash).
+        """
+        kind = 2 * (task.kind == BACKWARD) + is_transfer
         mixed = (task.micro_batch * 7919 + task.stage * 104_729 + kind * 1_299_709) * 2_654_435_761
         return 1.0 + self._spread * ((mixed % 2**32) / 2**31 - 1.0)

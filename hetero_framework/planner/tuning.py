@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.order import StepOrder
 from hetero_framework.planner.policies import portfolio
 from hetero_framework.planner.readiness import Policy
 from hetero_framework.planner.simulator import Profile, SimulatedSpan, Simulation, simulate
+
+_GOOD_ENOUGH = 1.005
+"""Times the shortest step, within which the fewest micro-batches in flight count. At 1.01 steps are
+up to 1 % longer for less memory; at 1.0 chance decides between equals."""
+_WORTH_ITS_MEMORY = 0.99
+"""Times the step of backward first, below which a policy that stores more forwards is taken."""
+_SLOWER = 1.5  # times an edge's seconds, when things go worse
+_SPREAD = 0.3  # of a task's or transfer's seconds, likewise
+_MOST_MICRO_BATCHES = 64
+"""By which a step is judged: what differs between schedules is how they fill and drain."""
+_MOST_TASKS = 16_000
+"""That `tune` simulates in all; about a tenth of a second. With half of it half as many windows
+are tried where they are too many to try each."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +101,6 @@ def _simulated(
     )
 
 
-_GOOD_ENOUGH = 1.005
-_WORTH_ITS_MEMORY = 0.99
-_SPREAD = 0.3
-_MOST_MICRO_BATCHES = 64
-_MOST_TASKS = 16_000  # that `tune` simulates in all; about a tenth of a second
-
-
 def default_max_in_flight(num_stages: int) -> int:
     """Micro-batches in the pipeline while nothing has been measured: 2 p."""
     return 2 * num_stages
@@ -112,53 +119,94 @@ def tune(
 
     With one stage per device any other policy stores more forwards than backward first, so it has
     to be 1 % faster. Of what is within 0.5 % of the fastest for this profile, and then within 0.5 %
-    of the fastest when things go worse, the fewest micro-batches in flight but one and the fewest
-    stored forwards; `max_in_flight` fixes the former. Worse is: edges half as slow again, and also
-    tasks and transfers up to 0.3 longer or shorter, as samples and networks are.
+    of the fastest when things go worse, the second smallest window (`max_in_flight`, which fixes
+    it where it is given) and the fewest stored forwards. Worse is: edges half as slow again, and
+    also tasks and transfers up to 0.3 longer or shorter, as samples and networks are.
     """
     p = profile.num_stages
     m = max(1, min(micro_batches, max(_MOST_MICRO_BATCHES, 2 * p)))
-    slow = replace(profile, edges=tuple(edge.slower(1.5) for edge in profile.edges))
+    slow = replace(profile, edges=tuple(edge.slower(_SLOWER) for edge in profile.edges))
     cases = list(dict.fromkeys(((profile, 0.0), (slow, 0.0), (slow, _SPREAD))))
     policies = portfolio(profile, m)
     simulations = 2 * len(policies) * len(cases)
-    candidates = [max_in_flight] if max_in_flight is not None else _candidates(slow, m, simulations)
-    simulated = []
-    for size in candidates:
-        # Fewer stored forwards towards the end of the pipeline, where they come back sooner.
-        tapered = tuple(max(1, -(-size * (p - k) // p)) for k in range(p))
-        shapes: Sequence[tuple[int, ...]] = ((size,) * p, tapered)
-        if in_flight_limits is not None:
-            shapes = [tuple(map(min, shape, in_flight_limits)) for shape in shapes]
-        for limits in dict.fromkeys(shapes):
-            for number, policy in enumerate(policies):
-                seconds = _simulated(profile, m, size, policy, limits, 0.0).seconds
-                simulated.append((seconds, size, limits, number))
+    windows = [max_in_flight] if max_in_flight is not None else _windows(slow, m, simulations)
+
+    def seconds_of(one: _Candidate, case: Profile, spread: float) -> float:
+        policy = policies[one.policy]
+        return _simulated(case, m, one.max_in_flight, policy, one.limits, spread).seconds
+
+    as_given = {
+        one: seconds_of(one, profile, 0.0)
+        for one in _candidates(windows, p, in_flight_limits, len(policies))
+    }
     if profile.num_devices == p:
-        first = min(seconds for seconds, *_, number in simulated if number == 0)
-        simulated = [x for x in simulated if x[3] == 0 or x[0] < _WORTH_ITS_MEMORY * first]
-    as_given = _GOOD_ENOUGH * min(seconds for seconds, *_ in simulated)
-    fast = []
-    for seconds, size, limits, number in simulated:
-        if seconds <= as_given:
-            others = [
-                _simulated(case, m, size, policies[number], limits, spread).seconds
-                for case, spread in cases[1:]
-            ]
-            fast.append(([seconds, *others], size, limits, number))
-    best = _GOOD_ENOUGH * min(sum(seconds) for seconds, *_ in fast)
+        as_given = _worth_their_memory(as_given)
+    in_all = {
+        one: sum([as_given[one], *(seconds_of(one, *case) for case in cases[1:])])
+        for one in _near_the_best(as_given)
+    }
+    chosen = _with_few_in_flight(in_all)
+    policy = portfolio(profile, micro_batches)[chosen.policy]
+    return TunedSchedule(policy, chosen.max_in_flight, chosen.limits, profile, micro_batches)
+
+
+class _Candidate(NamedTuple):
+    """A schedule to be judged; `policy` is its number in the portfolio."""
+
+    max_in_flight: int
+    limits: tuple[int, ...]
+    policy: int
+
+
+def _candidates(
+    windows: Sequence[int], num_stages: int, most: Sequence[int] | None, policies: int
+) -> Iterator[_Candidate]:
+    """For each value of `max_in_flight` equal and tapered limits, of stages that store `most`, and
+    every policy."""
+    for window in windows:
+        shapes = [(window,) * num_stages, tapered_limits(window, num_stages)]
+        if most is not None:
+            shapes = [tuple(map(min, shape, most)) for shape in shapes]
+        for limits in dict.fromkeys(shapes):
+            for policy in range(policies):
+                yield _Candidate(window, limits, policy)
+
+
+def _worth_their_memory(seconds: Mapping[_Candidate, float]) -> dict[_Candidate, float]:
+    """Without policies that store more forwards than backward first, the portfolio's first, for
+    little."""
+    first_s = min(taken for one, taken in seconds.items() if one.policy == 0)
+    return {
+        one: taken
+        for one, taken in seconds.items()
+        if one.policy == 0 or taken < _WORTH_ITS_MEMORY * first_s
+    }
+
+
+def _with_few_in_flight(seconds: Mapping[_Candidate, float]) -> _Candidate:
+    """Of those near the best one with the second smallest window, as long as that is no more than a
+    quarter larger than the smallest: the smallest that still suffices has nothing to spare."""
     good = sorted(
-        (entry for entry in fast if sum(entry[0]) <= best),
-        key=lambda entry: (entry[1], sum(entry[2]), sum(entry[0])),
+        _near_the_best(seconds), key=lambda one: (one.max_in_flight, sum(one.limits), seconds[one])
     )
-    least = good[0][1]
-    ample = [entry for entry in good if least < entry[1] <= least + max(1, least // 4)]
-    _, size, limits, number = (ample or good)[0]
-    policy = portfolio(profile, micro_batches)[number]
-    return TunedSchedule(policy, size, limits, profile, micro_batches)
+    least = good[0].max_in_flight
+    ample = [one for one in good if least < one.max_in_flight <= least + max(1, least // 4)]
+    return (ample or good)[0]
 
 
-def _candidates(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
+def _near_the_best(seconds: Mapping[_Candidate, float]) -> list[_Candidate]:
+    most = _GOOD_ENOUGH * min(seconds.values())
+    return [one for one in seconds if seconds[one] <= most]
+
+
+def tapered_limits(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
+    """Fewer stored forwards towards the end of the pipeline, where they come back sooner: in
+    proportion to the stages from there to the end, as in 1F1B."""
+    p = num_stages
+    return tuple(-(-max_in_flight * (p - k) // p) for k in range(p))
+
+
+def _windows(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
     """Values of `max_in_flight` worth simulating, so often each: from p to twice what the longest
     path takes up at the slowest device's pace, since the pace varies."""
     p = profile.num_stages

@@ -14,13 +14,13 @@ from hetero_framework.units import bit_rate
 
 MICRO_BATCH = "micro-batch"
 CODEC = "codec"
-_INT8 = 0.52  # of a 16-bit type, scales included
+_INT8 = 0.52  # of a 16-bit type's bytes: half, and a scale of 2 bytes for each block of 64 numbers
 _WORK = (
     *("layer_forward_s", "layer_backward_s", "layer_recompute_s"),
     *("embedding_forward_s", "embedding_backward_s", "head_forward_s", "head_backward_s"),
 )
 _KEPT = ("activation_bytes_per_layer", "activation_bytes_recomputed")
-_CARDS_GIB = (4, 8, 16)
+_CARDS_GIB = (4, 8, 16)  # more, as the next larger cards have
 
 
 @dataclass(frozen=True)
