@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from hetero_framework.planner.evaluated import evaluated
+from hetero_framework.planner.layout import Fleet, Part
+from tests.unit.planner.fleets import device, fleet_of
+
+FLEET = Fleet(fleet_of(device("local"), device(1, memory_bytes=3.5e9), micro_batches=16))
+FITS = (Part(0, 0, 6), Part(1, 6, 8, direct=False))
+
+
+def test_a_layout_that_does_not_fit_is_none() -> None:
+    assert evaluated(FLEET, (Part(0, 0, 4), Part(1, 4, 8))) is None
+
+
+def test_the_window_that_is_given_is_taken() -> None:
+    found = evaluated(FLEET, FITS, max_in_flight=3)
+    assert found is not None
+    assert found.schedule.max_in_flight == 3
+    assert found.seconds >= found.bound_s
+
+
+def test_several_stages_on_a_device_have_to_be_worth_it() -> None:
+    one, several = (
+        evaluated(FLEET, layout) for layout in (FITS, (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8)))
+    )
+    assert one is not None
+    assert several is not None
+    assert 1 < one.preference / one.seconds < 1.001
+    assert several.preference > 1.009 * several.seconds
