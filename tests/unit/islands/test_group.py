@@ -196,10 +196,11 @@ def view_of(*islands: Island) -> View:
     return View.of([one.links.member for one in islands])
 
 
-def joined(positions: dict[Island, Position]) -> list[Joined]:
+def joined(positions: dict[Island, Position], views: int = 1) -> list[Joined]:
+    """These, of so many views in turn: the first is met, the next answer `stay`."""
     view = view_of(*positions)
     for one in positions:
-        one.answers.put(view)
+        one.answers.put(*[view] * views)
     asked = [one.joins(position) for one, position in positions.items()]
     return [found.result(WAIT_S) for found in asked]
 
@@ -238,9 +239,9 @@ def test_the_odd_one_is_told_what_differs_and_the_others_go_on(start: Open) -> N
     )
     assert [found.result(WAIT_S).source for found in others] == ["b", "b"]
     a.group.close("it ends")
-    assert not b.group.stay()
     for one in (b, c):
         one.answers.put(view_of(b, c))
+    assert not b.group.stay()
     asked = [one.joins(at(0)) for one in (b, c)]
     assert [found.result(WAIT_S).circle.members for found in asked] == [("b", "c")] * 2
 
@@ -257,7 +258,7 @@ def test_a_newcomer_of_another_kind_does_not_change_those_that_train(start: Open
 
 def test_members_stay_while_the_lighthouse_is_away(start: Open, logged: list[str]) -> None:
     a, b = start("a"), start("b")
-    joined({a: at(0), b: at(0)})
+    joined({a: at(0), b: at(0)}, views=2)
     for trouble in (NetworkError("no lighthouse"), PeerAwayError("nobody asks")):
         assert a.group.stay()
         a.answers.put(trouble)
@@ -291,7 +292,7 @@ def test_another_error_of_the_lighthouse_ends_the_run(start: Open) -> None:
 
 def test_who_is_new_is_let_in_before_the_next_step(start: Open) -> None:
     a, b, c = start("a"), start("b"), start("c")
-    joined({a: at(0), b: at(0)})
+    joined({a: at(0), b: at(0)}, views=2)
     assert a.group.stay()
     assert b.group.stay()
     newcomer = c.joins(at(0))
@@ -361,7 +362,7 @@ def test_who_finishes_a_step_first_is_waited_for(start: Open) -> None:
 def test_an_answer_that_came_before_a_member_was_lost_is_used(start: Open) -> None:
     """Else who dropped it and who did not would wait for each other."""
     a, b = start("a"), start("b")
-    first = joined({a: at(0), b: at(0)})
+    first = joined({a: at(0), b: at(0)}, views=2)
     assert a.group.stay()
     assert b.group.stay()
     first[1].circle.close("")
