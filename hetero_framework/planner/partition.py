@@ -31,10 +31,10 @@ be missed."""
 
 
 class _Front(NamedTuple):
-    """Layers up to `end`, laid out. `wait_s` is what a micro-batch takes through all of it and
-    back, `in_s` and `out_s` what the last stage's NIC receives and sends of the boundary in front
-    of it, `relayed_s` what the coordinator's carries; `rate` is that of the
-    devices left, layers a second."""
+    """A partial layout: layers up to `end`, laid out as `parts`. Seconds are per micro-batch:
+    `wait_s` through all of it and back, `in_s` and `out_s` what the last stage's NICs receive and
+    send over the boundary in front of it, `relayed_s` what the coordinator relays. `rate` is that
+    of the devices left, layers a second."""
 
     end: int
     wait_s: float
@@ -44,6 +44,16 @@ class _Front(NamedTuple):
     out_s: float
     relayed_s: float
     rate: float
+
+
+class _Place(NamedTuple):
+    """Where a stage stands: how many are in front, how many there may be in all, whether it has the
+    head, and how many layers have to stay for others."""
+
+    number: int
+    most: int
+    last: bool
+    leave: int = 0
 
 
 class Partition:
@@ -80,14 +90,15 @@ class Partition:
         them uses a device twice."""
         most = len(self._rules.devices)
         fronts = [self._empty]
-        for place in range(most):
+        for number in range(most):
+            inner, last = _Place(number, most, False), _Place(number, most, True)
             reached: dict[tuple[frozenset[int], int], tuple[float, _Front]] = {}
             for front in fronts:
                 for d in self._following(front):
-                    last = self._extended(front, d, place, most, step_s, last=True)
-                    if last is not None:
-                        yield last.parts
-                    longer = self._extended(front, d, place, most, step_s, last=False)
+                    whole = self._extended(front, d, step_s, last)
+                    if whole is not None:
+                        yield whole.parts
+                    longer = self._extended(front, d, step_s, inner)
                     if longer is None:
                         continue
                     key, value = (longer.used, d), self._promise(longer, step_s)
@@ -100,11 +111,10 @@ class Partition:
         """The layout of these devices in this order for a step of so many seconds; None where there
         is none."""
         front = self._empty
-        for place, d in enumerate(order):
-            behind = len(order) - 1 - place
-            longer = self._extended(
-                front, d, place, len(order), step_s, last=not behind, leave=max(0, behind - 1)
-            )
+        for number, d in enumerate(order):
+            behind = len(order) - 1 - number
+            place = _Place(number, len(order), not behind, max(0, behind - 1))
+            longer = self._extended(front, d, step_s, place)
             if longer is None:
                 return None
             front = longer
@@ -137,19 +147,10 @@ class Partition:
         """The layers that all devices could take if those left take what time leaves them."""
         return front.end + front.rate * (step_s - front.wait_s) / self._fleet.micro_batches
 
-    def _extended(
-        self,
-        front: _Front,
-        d: int,
-        place: int,
-        most: int,
-        step_s: float,
-        *,
-        last: bool,
-        leave: int = 0,
-    ) -> _Front | None:
-        """The front with a stage on device d: all layers left, or as many as it can take when
-        `leave` stay for others."""
+    def _extended(self, front: _Front, d: int, step_s: float, place: _Place) -> _Front | None:
+        """The front with a stage on device d: all layers left if it is the last one, else as many
+        as it can take. None where it can take none, or where a NIC (of the stage in front, of this
+        one, of the coordinator) would carry more than T / m seconds of each micro-batch."""
         m, wait_s = self._fleet.micro_batches, front.wait_s
         pace_s = step_s / m
         in_s = out_s = 0.0
@@ -166,7 +167,7 @@ class Partition:
             if full > pace_s + _ROUNDING:
                 return None
         spare_s = (step_s - wait_s) / m
-        part = self._take(d, front.end, place, most, spare_s, last, leave)
+        part = self._take(d, front.end, spare_s, place)
         if part is None:
             return None
         sums = self._sums[d][part.recompute]
@@ -187,43 +188,35 @@ class Partition:
         device = self._fleet.costs[0].device
         return device.embedding_forward_s + device.embedding_backward_s
 
-    def _take(
-        self,
-        d: int,
-        start: int,
-        place: int,
-        most: int,
-        spare_s: float,
-        last: bool,
-        leave: int,
-    ) -> Part | None:
+    def _take(self, d: int, start: int, spare_s: float, place: _Place) -> Part | None:
         """The layers from `start` on that device d can take in `spare_s` per micro-batch."""
-        wanted = self._wanted(d, start, last, leave)
+        wanted = self._wanted(d, start, place)
         if wanted is None:
             return None
-        held = 1 if last else max(1, math.ceil(self._depth * (most - place)))
+        behind = place.most - place.number
+        held = 1 if place.last else max(1, math.ceil(self._depth * behind))
         held = min(held, self._fleet.micro_batches)
         least, best = wanted[0], None
         for recompute in (False, True) if self._rules.checkpointing else (False,):
-            end = self._reach(d, start, wanted[1], held, recompute, spare_s, last)
+            end = self._reach(d, start, wanted[1], held, recompute, spare_s, place.last)
             if end is not None and end >= least and (best is None or end > best.end):
                 best = Part(d, start, end, recompute and end > start)
             if not self._short[d]:
                 break
         return best
 
-    def _wanted(self, d: int, start: int, last: bool, leave: int) -> tuple[int, int] | None:
+    def _wanted(self, d: int, start: int, place: _Place) -> tuple[int, int] | None:
         """The least and the most that the stage of device d may end at."""
         layers = self._fleet.layers
         limit = next((pin for pin in self._pin_starts if pin >= start), layers)
         pin = self._rules.pins.get(d)
         if pin is not None:
-            fits = pin[0] == start and (pin[1] == layers or not last)
+            fits = pin[0] == start and (pin[1] == layers or not place.last)
             return (pin[1], pin[1]) if fits else None
-        if last:
+        if place.last:
             return (layers, layers) if limit == layers else None
         least = start if d == 0 else start + 1
-        limit = min(limit, layers - leave)
+        limit = min(limit, layers - place.leave)
         return (least, limit) if least <= limit else None
 
     def _reach(
@@ -267,7 +260,8 @@ class Partition:
 
 def step_range(fleet: Fleet, devices: Sequence[int]) -> tuple[float, float]:
     """Seconds of a step that no layout of these devices can beat, and that the slowest of them
-    takes for everything."""
+    takes for everything. Together they do at most the sum of what each does in a second, so a step
+    is no shorter than 1 / sum(1 / step alone)."""
 
     def alone(d: int, recompute: bool) -> float:
         costs = fleet.costs[d]
