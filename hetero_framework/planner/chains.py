@@ -13,7 +13,7 @@ from hetero_framework.planner.rules import Rules
 
 _FEWEST = 8  # workers that a chain is made of
 _MORE = 1.5  # times as many for the next chain
-_STARTS = 4
+_STARTS = 4  # of chains: half with the quickest workers, half with those hard to reach
 
 Neighbours = Mapping[int, Collection[int]]
 

@@ -12,12 +12,12 @@ from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
 MANY = 8
-"""Stages; of more, not all moves are looked at."""
+"""Stages; of more, not all moves are looked at: there are as many as pairs of stages."""
 _MOVES = 40  # from one seed
-_EVENING_MOVES = 10
+_EVENING_MOVES = 10  # of layers alone, where no order is changed
 _ORDERS = 400  # of devices that are cut anew, in a search
 _BEAM = 2_000  # partial layouts that are kept, for all pairs of devices together
-_LEAST_BEAM = 12
+_LEAST_BEAM = 12  # of more than 12 devices
 
 
 class Climber:

@@ -14,7 +14,7 @@ from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
 FEW = 6
-"""Devices: more moves are looked at."""
+"""Devices up to which more moves are looked at, and proofs may visit more."""
 _STARTS = 4  # interleaved layouts of different numbers of stages
 _WRAPPED = 3  # of those in which the first devices come again
 _PROMISING = 1.2  # times the best step: those that take longer are no such start

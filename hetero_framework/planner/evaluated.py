@@ -9,7 +9,7 @@ from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.layout import Fleet, Layout, has_chunks
 from hetero_framework.planner.tuning import TunedSchedule, tune
 
-_EXACTLY = 1e-9
+_EXACTLY = 1e-9  # for each stage more: what is equal otherwise has fewer stages
 _WORTH_CHUNKS = 1.01
 """Times the step of several stages on a device, and one stage for each has to take longer."""
 

@@ -9,10 +9,10 @@ from hetero_framework.planner.layout import Layout, Part
 from hetero_framework.planner.partition import Partition
 from hetero_framework.planner.rules import Rules
 
-_HALVINGS = 6
-_ALL_SWAPS = 8
-_MOST_EXCHANGES = 48
-_DOUBLINGS = 12
+_HALVINGS = 6  # of a fifth of a step, to 0.3 % of it; each is one more cut of the same order
+_ALL_SWAPS = 8  # stages; in longer pipelines devices change places with the next two only
+_MOST_EXCHANGES = 48  # of a stage's device for an unused one; the quickest unused are tried
+_DOUBLINGS = 12  # of a step that is too short
 
 
 def recut(layout: Layout, counts: Sequence[int]) -> Layout:

@@ -18,7 +18,7 @@ from hetero_framework.planner.simulator import Profile
 
 WorkerId = int | str
 _BYTES = 1e6  # that are said to cross a boundary: seconds were measured, not bytes
-_LEAST_S = 1e-9
+_LEAST_S = 1e-9  # of a tensor on a link, so that a rate is finite
 _FORWARD = 1 / 3  # of the time, where no stage has told
 
 

@@ -9,7 +9,9 @@ from hetero_framework.planner.bounds import machine_bounds
 from hetero_framework.planner.layout import Layout
 from hetero_framework.planner.rules import Rules
 
-_SHARPNESS = 20  # of the mean that stands for a step
+_SHARPNESS = 20
+"""Of the norm of bounds that stands for a step: ten equal ones count 12 % more than one; at 10 they
+count 26 % more, at 40 6 %."""
 
 
 class Scores:

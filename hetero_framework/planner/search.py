@@ -1,8 +1,8 @@
 """The best layout of a fleet.
 
-1. Seeds (`seeds`): a dynamic programme finds layouts whose slowest stage is as fast as can be, for
-   every number of stages; where many pairs of workers have no link, also along chains of those that
-   have.
+1. Seeds (`seeds`): a dynamic programme covers the layers within a step of T seconds, for the
+   shortest T at which it can and some longer ones; where many pairs of workers have no link, also
+   along chains of those that have.
 2. They are improved one move at a time by their scores (`climbing`), which bounds make (`scores`),
    and interleaved.
 3. The simulator (`quick_looks`) decides between the best few dozen. From the best of these it goes
@@ -33,19 +33,21 @@ from hetero_framework.planner.relaxation import least_step
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
-_STAGES = 30_000  # that are scored in each part of the search
+# docs/decisions.md has what half and twice as much of the search's limits do.
+_STAGES = 30_000  # that are scored in each phase of the search
 _CANDIDATES = 24  # with one stage for each device, that are simulated
 _NODES = 40_000  # of the enumeration, where the dynamic programme finds nothing that fits
 _FITTING = 4  # that are climbed from then
 _FINALISTS = 2  # that are tuned, and three times as many where steps are short:
 _FINAL_TASKS = 3_000
-_NEAR = 1.03  # times the shortest step
-_EXACTLY = 1e-9
+_NEAR = 1.03  # times the shortest step: tuning changes the order of layouts by about that
+_EXACTLY = 1e-9  # sums in another order differ by less
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best layout, and a lower bound of the step of all."""
+    """The best layout; seconds that no layout's step can beat; and whether no other one is better
+    (docs/planner.md says by what)."""
 
     best: Evaluated
     lower_bound_s: float

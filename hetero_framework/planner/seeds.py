@@ -17,14 +17,14 @@ from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
 # One stage for each device.
-_SEEDS = 6
+_SEEDS = 6  # that are climbed from; each is about as much work
 _DEPTHS = (1.0, 0.4)  # shares of the micro-batches in flight that stages are to have memory for
 _LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)  # times the shortest step, for which there are seeds
 _DOUBLINGS = 12  # of a step that is too short
 _PRECISION = 0.01  # of the shortest step
 _MOST_CHAINED = 64  # workers of a chain
 _SHORTER = 8  # lengths of a chain that are tried
-_MOST_DEVICES = 96
+_MOST_DEVICES = 96  # of larger fleets those of the best chains, then the quickest
 
 # Several.
 _CHUNKS = (2, 3, 4, 5, 6, 8)
