@@ -123,7 +123,7 @@ def best_of_all(fleet: Fleet, most_s: float) -> tuple[float, int]:
         profile, p = fleet.pipeline(layout), len(layout)
         sizes = {min(m, 2 * p), min(m, 3 * p), m}
         quick = min(simulate(profile, m, size, in_flight_limits=limits).seconds for size in sizes)
-        if quick < 1.03 * best:  # else no schedule that the product tries is better
+        if quick < 1.1 * best:  # else no schedule that the product tries is better
             found = evaluated(fleet, layout)
             assert found is not None
             best = min(best, found.seconds)

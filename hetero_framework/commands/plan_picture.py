@@ -53,7 +53,7 @@ def plan(result: Result, kind: str = "Predicted") -> PlanPicture:
 
 def step(result: Result, kind: str = "Predicted") -> StepPicture:
     """The simulated step: tasks of each process, and what its links move."""
-    schedule, spans = result.schedule, result.schedule.spans()
+    schedule, spans = result.schedule, result.schedule.spans
     owners: list[WorkerId] = [entry["id"] for entry in result.shard_plan]
     last = len(owners) - 1
 

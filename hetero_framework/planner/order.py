@@ -1,8 +1,8 @@
 """The order of a planned step: what each device computes and each NIC carries after what.
 
 A policy decides among what is ready, so a tensor that comes a millisecond later than simulated may
-change all that follows. A run keeps to the order that was simulated: what is late then makes later
-what waits for it, and nothing else.
+change all that follows. A run keeps to the planned order: what is late then makes later what waits
+for it, and nothing else.
 """
 
 from __future__ import annotations

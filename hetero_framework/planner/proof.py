@@ -13,9 +13,9 @@ from hetero_framework.planner.simulator import simulate
 
 _NODES = (20_000, 40_000)  # of the enumeration, for many devices and for few
 _STAGES = (30_000, 120_000)  # that are scored
-_TASKS = 200_000  # that are simulated
+_TASKS = (200_000, 400_000)  # that are simulated
 _TUNED = 60  # times as many tasks are simulated to tune a layout as it has
-_HOPELESS = 1.03  # of the best step: where a few schedules take longer no other one will do
+_HOPELESS = 1.06  # of the best step: where a few schedules take longer no other one will do
 _EXACTLY = 1e-9  # sums in another order differ by less
 
 
@@ -42,7 +42,7 @@ class Proof:
                 found = evaluated(self._rules.fleet, layout)
                 assert found is not None  # only what fits is open
                 best = min(best, found, key=lambda one: one.preference)
-            if tasks > _TASKS:
+            if tasks > _TASKS[self._few]:
                 return best, False
         return best, is_all
 

@@ -2,7 +2,7 @@
 
 A stage takes its micro-batches in ascending order in each direction, a task needs its tensors, a
 stage stores at most its in-flight limit of forwards. Among several ready tasks a `Policy` decides
-when a step is simulated, and the order that came of it when it is run. With one stage per device
+when a step is simulated, and the planned order when it is run. With one stage per device
 that is 1F1B, which alternates by itself; with several it is interleaving.
 """
 

@@ -126,6 +126,7 @@ class Tuner:
     def _retune(self, jobs: list[tuple[tuple[int, frozenset[int]], Profile]], now: int) -> None:
         for key, profile in jobs:
             choice = self._tuned(profile, key[0])
+            _ = choice.order  # is found here, not while a step waits for it
             if self._observed < 2 * now:  # else a later one has begun
                 self._choices[key] = choice
 

@@ -9,10 +9,17 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hetero_framework.planner.bounds import step_bound
+from hetero_framework.planner.job_shop import shortened
 from hetero_framework.planner.order import StepOrder
 from hetero_framework.planner.policies import portfolio
 from hetero_framework.planner.readiness import Policy
-from hetero_framework.planner.simulator import Profile, SimulatedSpan, Simulation, simulate
+from hetero_framework.planner.simulator import (
+    Profile,
+    SimulatedSpan,
+    Simulation,
+    outcome,
+    simulate,
+)
 
 _GOOD_ENOUGH = 1.005
 """Times the shortest step, within which the fewest micro-batches in flight count. At 1.01 steps are
@@ -40,36 +47,33 @@ class TunedSchedule:
 
     @cached_property
     def forecast(self) -> Simulation:
-        """The step, simulated whole; never less than its bound, as sums rounded in another order
-        may be."""
-        simulated = _simulated(
-            self.profile,
-            self.micro_batches,
-            self.max_in_flight,
-            self.policy,
-            self.in_flight_limits,
-            0.0,
-        )
-        bound = step_bound(self.profile, self.micro_batches, self.in_flight_limits)
-        return replace(simulated, seconds=max(simulated.seconds, bound))
+        """The planned step; never less than its bound, as sums rounded in another order may be."""
+        found = outcome(self.profile, self.spans)
+        return replace(found, seconds=max(found.seconds, self._bound_s))
 
-    def spans(self) -> list[SimulatedSpan]:
-        """What the simulated step does when."""
-        found: list[SimulatedSpan] = []
+    @cached_property
+    def spans(self) -> Sequence[SimulatedSpan]:
+        """What the planned step does when: simulated whole by the policy, then shortened."""
+        simulated: list[SimulatedSpan] = []
         simulate(
             self.profile,
             self.micro_batches,
             self.max_in_flight,
             policy=self.policy,
             in_flight_limits=self.in_flight_limits,
-            spans=found,
+            spans=simulated,
         )
-        return found
+        limits, most = self.in_flight_limits, self.max_in_flight
+        return shortened(self.profile, simulated, limits, most, self._bound_s)
 
     @cached_property
     def order(self) -> StepOrder:
-        """That of the simulated step."""
-        return StepOrder.of(self.spans())
+        """That of the planned step."""
+        return StepOrder.of(self.spans)
+
+    @cached_property
+    def _bound_s(self) -> float:
+        return step_bound(self.profile, self.micro_batches, self.in_flight_limits)
 
     @property
     def patience_s(self) -> float:

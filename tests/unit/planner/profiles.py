@@ -34,9 +34,11 @@ def equal(p: int, f: float = 20, b: float = 40, edge: Edge | None = None) -> Pro
     return Profile.of([f] * p, [b] * p, edges=[edge or Edge()] * (p - 1))
 
 
-def interleaved(p: int, v: int, f: float, b: float) -> Profile:
+def interleaved(p: int, v: int, f: float, b: float, edge: Edge | None = None) -> Profile:
     """p devices with v stages each, which take `f` and `b` together."""
-    return Profile.of([f / v] * p * v, [b / v] * p * v, devices=list(range(p)) * v)
+    n = p * v
+    edges = [edge or Edge()] * (n - 1)
+    return Profile.of([f / v] * n, [b / v] * n, devices=list(range(p)) * v, edges=edges)
 
 
 def work_of(profile: Profile, m: int) -> list[float]:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.planner.bounds import step_bound
+from hetero_framework.planner.order import StepOrder, retimed
 from hetero_framework.planner.policies import forwards_ahead
 from hetero_framework.planner.readiness import BACKWARD_FIRST
 from hetero_framework.planner.simulator import Edge, Profile, simulate
@@ -91,6 +92,21 @@ def test_tune_keeps_few_in_flight_that_bears_late_tensors(p: int, latency: int) 
         slow, m, choice.max_in_flight, in_flight_limits=choice.in_flight_limits, spread=0.3
     ).seconds
     assert taken <= 1.005 * simulate(slow, m, m, spread=0.3).seconds
+
+
+def test_forecast_order_and_spans_are_of_one_step_shorter_than_the_policys() -> None:
+    choice = tune(equal(4, 20, 40, Edge(33.5, 33.5, 0.3)), 16)
+    by_policy = simulate(
+        choice.profile,
+        16,
+        choice.max_in_flight,
+        policy=choice.policy,
+        in_flight_limits=choice.in_flight_limits,
+    )
+    assert choice.forecast.seconds < 0.985 * by_policy.seconds
+    assert choice.forecast.seconds == max(span.ended for span in choice.spans)
+    assert choice.order == StepOrder.of(choice.spans)
+    assert choice.forecast.seconds == pytest.approx(retimed(choice.profile, choice.spans))
 
 
 def test_tune_with_max_in_flight_takes_it() -> None:
