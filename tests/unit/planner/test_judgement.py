@@ -130,7 +130,8 @@ def test_whatever_the_devices_are_like_the_plan_settles(seed: int, paces: list[f
     world = World(lambda owner, step: own[owner], noise=0.2, seed=seed)
     world.run(500)
     assert len(world.changes) <= 4
-    assert world.step_s() <= 1.3 * best_s(world.pace_s, 500)
+    # A gain is not taken below GAIN and half of the noise together, 0.25 to 0.28 of the step.
+    assert world.step_s() <= 1.4 * best_s(world.pace_s, 500)
 
 
 def test_a_gain_that_does_not_come_is_given_up_for_good() -> None:
