@@ -237,7 +237,7 @@ def test_a_task_that_waits_for_anothers_turn_runs_when_it_has_waited_enough() ->
     links.receive = noted  # type: ignore[method-assign]
     pipeline.run(BATCHES)
     assert waited
-    assert max(waited) <= 0.05
+    assert max(waited) <= 0.05 + 1e-9  # the clock has large numbers
 
 
 def test_run_of_an_evaluation_ends_with_the_losses() -> None:
