@@ -1,4 +1,5 @@
-"""Hardware, versions and load, for the head of every benchmark result."""
+"""Hardware, versions and load, for the head of every benchmark result; and what other virtual
+machines took while something was measured."""
 
 from __future__ import annotations
 
@@ -32,6 +33,24 @@ def describe() -> dict[str, Any]:
         "memory_total_bytes": memory.total,
         "load_average_1min": round(psutil.getloadavg()[0], 2),
     }
+
+
+class Stolen:
+    """The processors' time that a virtual machine wanted and did not get since this was made. The
+    load average does not show it, and with a tenth of it threads wake milliseconds late."""
+
+    def __init__(self) -> None:
+        self._before = psutil.cpu_times()
+
+    def share(self) -> float | None:
+        """Of the time of all processors; None where the system does not count it."""
+        now = psutil.cpu_times()
+        if not hasattr(now, "steal"):
+            return None
+        # `user` has the guests' time in it.
+        counted = set(now._fields) - {"guest", "guest_nice"}
+        passed = sum(getattr(now, name) - getattr(self._before, name) for name in counted)
+        return round((now.steal - self._before.steal) / passed, 3) if passed else 0.0
 
 
 def save(name: str, result: dict[str, Any]) -> Path:

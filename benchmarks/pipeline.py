@@ -501,7 +501,9 @@ def run_all(
             while left and not failed:
                 name, job = left.pop(0)
                 try:
-                    add(run(processes, job))
+                    stolen = environment.Stolen()
+                    figures = run(processes, job)
+                    add({**figures, "stolen_share": stolen.share()})
                 except HeteroError as error:
                     failed = True
                     add({"engine": name, "error": error.message})

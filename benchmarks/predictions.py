@@ -172,7 +172,7 @@ def fleet_case(number: int, steps: int = _STEPS) -> dict[str, Any]:
     fleet = random_fleet(number)
     found = fleet.result()
     load = fleet.load(found)
-    m = fleet.profile.micro_batches
+    m, stolen = fleet.profile.micro_batches, environment.Stolen()
     with open_network(
         "1gbit", load.devices, delay_s=fleet.delay_s, ports_bit_s=fleet.ports_bit_s
     ) as network:
@@ -198,6 +198,7 @@ def fleet_case(number: int, steps: int = _STEPS) -> dict[str, Any]:
         "error_as_slept": round(slept / step_s - 1, 4),
         "nic_shared": round(shared(found.pipeline, m, found.predicted_step_s), 3),
         "load_average": round(psutil.getloadavg()[0], 2),
+        "stolen_share": stolen.share(),
     }
 
 
@@ -225,6 +226,7 @@ def cpu_case(cut: Sequence[int], steps: int, micro_batches: int = 6) -> dict[str
         entries=entries,
         wired=Profile.of([0.0] * len(cut), [0.0] * len(cut)),
     )
+    stolen = environment.Stolen()
     with open_network("loopback", load.devices) as network:
         seconds, taken = measured(network, load, steps)
     step_s, predicted_s = statistics.median(seconds), tune(taken, micro_batches).forecast.seconds
@@ -239,6 +241,7 @@ def cpu_case(cut: Sequence[int], steps: int, micro_batches: int = 6) -> dict[str
         "measured_min_max_s": [round(min(seconds), 4), round(max(seconds), 4)],
         "error": round(predicted_s / step_s - 1, 4),
         "load_average": round(psutil.getloadavg()[0], 2),
+        "stolen_share": stolen.share(),
     }
 
 

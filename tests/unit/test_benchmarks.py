@@ -6,14 +6,16 @@ import os
 import shlex
 import socket
 import sys
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks import replanning, replication
+from benchmarks import environment, replanning, replication
 from benchmarks.machines import Machines
 from benchmarks.network import (
     Network,
@@ -356,3 +358,18 @@ def test_changes_of_plan_are_timed() -> None:
     found = replanning.change(64, None)
     assert len(found["each_s"]) == replanning.CHANGES
     assert 0 < found["change_s"] < found["first_s"]
+
+
+def test_stolen_time_is_a_share_of_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = namedtuple("times", ["user", "idle", "steal", "guest"])
+    passed = iter([times(5.0, 10.0, 1.0, 2.0), times(8.0, 15.0, 3.0, 5.0)])
+    monkeypatch.setattr(psutil, "cpu_times", lambda: next(passed))
+    assert environment.Stolen().share() == 0.2  # 2 of 10 seconds; a guest's are the user's, too
+
+
+def test_where_nobody_counts_stolen_time_its_share_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = namedtuple("times", ["user", "idle"])
+    monkeypatch.setattr(psutil, "cpu_times", lambda: times(1.0, 1.0))
+    assert environment.Stolen().share() is None
