@@ -10,8 +10,9 @@ from hetero_framework.planner.layout import Fleet, Layout, has_chunks
 from hetero_framework.planner.tuning import TunedSchedule, tune
 
 _EXACTLY = 1e-9  # for each stage more: what is equal otherwise has fewer stages
-_WORTH_CHUNKS = 1.01
-"""Times the step of several stages on a device, and one stage for each has to take longer."""
+_WORTH_CHUNKS, _WORTH_RELAYS = 1.01, 1.03
+"""Times the step of several stages on a device, and one stage for each has to take longer; the
+second number where a boundary is relayed."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,12 @@ class Evaluated:
     def preference(self) -> float:
         """The smaller the better: the shortest step, of equal ones that with fewer stages. Several
         stages on a device have to be worth it: each boundary is another one at which a run is
-        slower than simulated."""
+        slower than simulated, most of all a relayed one, which keeps four NICs waiting."""
         seconds = self.seconds * (1 + _EXACTLY * len(self.layout))
-        return _WORTH_CHUNKS * seconds if has_chunks(self.layout) else seconds
+        if not has_chunks(self.layout):
+            return seconds
+        relays = any(edge.relay is not None for edge in self.schedule.profile.edges)
+        return seconds * (_WORTH_RELAYS if relays else _WORTH_CHUNKS)
 
 
 def evaluated(

@@ -27,3 +27,11 @@ def test_several_stages_on_a_device_have_to_be_worth_it() -> None:
     assert several is not None
     assert 1 < one.preference / one.seconds < 1.001
     assert several.preference > 1.009 * several.seconds
+
+
+def test_they_have_to_be_worth_more_where_the_coordinator_relays() -> None:
+    fleet = Fleet(fleet_of(device("local"), device(1), device(2), micro_batches=16))
+    ends = Part(0, 0, 3), Part(1, 3, 5), Part(2, 5, 6, direct=False), Part(0, 6, 8)
+    found = evaluated(fleet, ends)
+    assert found is not None
+    assert found.preference > 1.029 * found.seconds
