@@ -185,7 +185,7 @@ class Load:
         wire_share: tuple[float, float] = (1.0, 1.0),
         devices: Sequence[int] | None = None,
     ) -> Profile:
-        """The case for `schedule.step_bound`. `wire_share`: bytes of an activation and of a
+        """The case for `planner.bounds.step_bound`. `wire_share`: bytes of an activation and of a
         gradient on the wire, as a share of `activation_bytes`. Micro-batches of several lengths
         count as their mean.
         """

@@ -105,12 +105,13 @@ class Fleet:
         )
 
     def layer_s(self, device: int) -> float:
-        """Forward and backward of a layer, the mean of all."""
+        """Forward and backward of a layer together, the mean of all."""
         costs = self.costs[device]
         return (costs.forward_s[-1] + costs.backward_s[-1]) / self.layers
 
     def mean_layer_s(self, device: int, *, recompute: bool) -> tuple[float, float]:
-        """Forward and backward of a layer, the mean of all."""
+        """Forward and backward of a layer, each the mean of all; with `recompute` the backward has
+        the second forward in it."""
         costs = self.costs[device]
         backward_s = costs.recompute_s if recompute else costs.backward_s
         return costs.forward_s[-1] / self.layers, backward_s[-1] / self.layers

@@ -135,28 +135,30 @@ def _why_not(found: Evaluated, d: int) -> str:
 
 
 def advice(found: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> tuple[str, ...]:
-    """What would shorten the step most, with about how much, the best first."""
-    fleet = found.fleet
-    index = {owner: d for d, owner in enumerate(fleet.ids)}
-    now = Search(rules).near(found.layout)
-    full = [use for use in uses if use.limit == "memory"]
-    short = [index[use.id] for use in sorted(full, key=lambda use: use.busy)]
-    gains: list[tuple[float, str]] = []
-    cards: list[tuple[float, str]] = []
-    changed = [*variants.settings(fleet.profile), *variants.hardware(fleet, found.layout, short)]
-    for variant in changed:
+    """What would shorten the step most, with about how much, the best first. Of larger cards those
+    for the device that computes least for want of memory."""
+    fleet, layout = found.fleet, found.layout
+    now_s = Search(rules).evened_s(layout)
+
+    def gain_of(variant: variants.Variant) -> tuple[float, str]:
         other = fleet.with_profile(variant.profile)
-        layout = _with_direct(other, found.layout)
-        then = Search(rules.of(other)).near(layout)
-        entry = (1 - then / now if now > 0 else 0.0, variant.text)
-        (cards if variant.text.startswith("a card") else gains).append(entry)
-    gains += cards_worth(cards)
+        then_s = Search(rules.of(other)).evened_s(_with_direct(other, layout))
+        return (1 - then_s / now_s if now_s > 0 else 0.0, variant.text)
+
+    changed = [*variants.settings(fleet.profile), *variants.direct_links(fleet, layout)]
+    gains = [gain_of(variant) for variant in changed]
+    short = [use for use in uses if use.limit == "memory"]
+    if short:
+        least = min(short, key=lambda use: use.busy)
+        cards = variants.cards(fleet, fleet.ids.index(least.id))
+        gains += cards_worth([gain_of(variant) for variant in cards])
     best = sorted((gain for gain in gains if gain[0] >= _WORTH), reverse=True)[:_MOST_ADVICE]
     return tuple(f"{text}: about {share(gain)} less per step" for gain, text in best)
 
 
 def cards_worth(cards: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """The smallest card that brings nearly as much as the largest."""
+    """Of cards in the order of their size, each with its gain, the smallest that brings nearly as
+    much as the best; none of none."""
     most = max((gain for gain, _ in cards), default=0.0)
     return [entry for entry in cards if entry[0] >= _NEARLY * most][:1]
 

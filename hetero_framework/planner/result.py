@@ -14,8 +14,9 @@ WorkerId = int | str
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """One process of a plan: the share of the step in which it computes, what it needs, and what
-    keeps it from doing more: "compute", "memory" or "link"."""
+    """One process of a plan: `busy` is the share of the step in which it computes, `memory_bytes`
+    what it needs in all, `free_bytes` what that leaves, and `limit` what keeps it from doing more:
+    "compute", "memory" or "link"."""
 
     id: WorkerId
     busy: float
@@ -27,7 +28,7 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Alone:
-    """The fastest process that could hold everything by itself."""
+    """The fastest process that could hold everything by itself, and the seconds of its step."""
 
     id: WorkerId
     step_s: float
@@ -36,7 +37,8 @@ class Alone:
 @dataclass(frozen=True)
 class Result:
     """A plan with what it is predicted to take. `changes` are settings that it needs besides, for
-    those that were allowed to change; `schedule` is what was simulated."""
+    those that were allowed to change; `schedule` is what was simulated, `in_flight` the forwards
+    that each stage stores in it at most, and `seconds` what the search took."""
 
     shard_plan: tuple[Mapping[str, Any], ...]
     gradient_checkpointing: Mapping[str, bool]
@@ -61,13 +63,14 @@ class Result:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound the step is, as a share of it."""
+        """How much longer than the lower bound the step is, as a share of it: 0 where the plan is
+        proved, 1 where nothing is known of a bound."""
         if self.predicted_step_s <= 0 or self.proved_optimal:
             return 0.0
         return self.predicted_step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
+        """All but `schedule`, and the gap, in JSON types."""
         return {
             "shard_plan": [dict(entry) for entry in self.shard_plan],
             "gradient_checkpointing": dict(self.gradient_checkpointing),

@@ -85,9 +85,9 @@ class Search:
             return Found(best, best.seconds, True)
         return Found(best, bound, False)
 
-    def near(self, layout: Layout) -> float:
-        """About what a step takes once layers have been moved between these stages; for comparing
-        profiles, not for plans."""
+    def evened_s(self, layout: Layout) -> float:
+        """About what a step takes once layers have been moved between these stages, infinite where
+        that does not fit; for comparing profiles, not for plans."""
         return self._looks.look(self._climber.evened(layout))
 
     def _climbed(self) -> list[Layout]:

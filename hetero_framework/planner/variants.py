@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -60,9 +60,9 @@ def settings(profile: FleetProfile) -> Iterator[Variant]:
     )
 
 
-def hardware(fleet: Fleet, layout: Layout, short: Sequence[int]) -> Iterator[Variant]:
-    """Other links and cards: direct links where a boundary is relayed, and more memory for one of
-    the devices that are `short` of it."""
+def direct_links(fleet: Fleet, layout: Layout) -> Iterator[Variant]:
+    """A direct link, as quick as the slower half of the way there is, for each boundary of the
+    layout that is relayed."""
     profile = fleet.profile
     for before, part in pairwise(layout):
         a, b = fleet.ids[before.device], fleet.ids[part.device]
@@ -85,13 +85,17 @@ def hardware(fleet: Fleet, layout: Layout, short: Sequence[int]) -> Iterator[Var
             f"a direct link of {speed} between {process_name(a)} and {process_name(b)}",
             profile.model_copy(update={"links": (*kept, *new)}),
         )
-    for gib in _CARDS_GIB if short else ():
-        name = fleet.ids[short[0]]
+
+
+def cards(fleet: Fleet, device: int) -> Iterator[Variant]:
+    """More memory for a device (by its place in `Fleet.ids`), the smallest card first."""
+    profile, name = fleet.profile, fleet.ids[device]
+    for gib in _CARDS_GIB:
         devices = tuple(
-            device.model_copy(update={"memory_bytes": device.memory_bytes + gib * 2**30})
-            if device.id == name
-            else device
-            for device in profile.devices
+            one.model_copy(update={"memory_bytes": one.memory_bytes + gib * 2**30})
+            if one.id == name
+            else one
+            for one in profile.devices
         )
         yield Variant(
             f"a card with {gib} GiB more for {process_name(name)}",

@@ -10,7 +10,7 @@ from hetero_framework.profiling.timeline import Event, StageInfo, TaskKey, Tasks
 Interval = tuple[float, float]
 
 
-def step_bound(stages: Sequence[StageInfo], events: Sequence[Event]) -> float:
+def recorded_bound(stages: Sequence[StageInfo], events: Sequence[Event]) -> float:
     """Least seconds of a step with just these tasks and transfers, whatever their order.
 
     The longest chain of tasks that wait for each other; and for each process, and for each

@@ -16,7 +16,7 @@ from hetero_framework.core.trace import (
     RECEIVE,
     SEND,
 )
-from hetero_framework.profiling.bound import length, step_bound, union
+from hetero_framework.profiling.bound import length, recorded_bound, union
 from hetero_framework.profiling.timeline import Event, Trace, Wait, waits
 
 
@@ -109,7 +109,7 @@ class Step:
         tasks = [event for event in events if event.kind in COMPUTE]
         began, computed = min(task.began for task in tasks), max(task.ended for task in tasks)
         ended = max([computed, *(event.ended for event in events if event.kind == COMMIT)])
-        bound_s = step_bound(stages, events)
+        bound_s = recorded_bound(stages, events)
         return cls(step, events, waits(stages, events), began, computed, ended, bound_s)
 
 

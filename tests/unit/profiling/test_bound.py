@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.core.trace import COMPUTE
-from hetero_framework.planner.bounds import step_bound as profile_bound
+from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.profiling.bottleneck import diagnose, text
-from hetero_framework.profiling.bound import step_bound
+from hetero_framework.profiling.bound import recorded_bound
 from hetero_framework.profiling.picture import picture
 from hetero_framework.profiling.timeline import Trace
 from tests.unit.timeline_samples import record
@@ -52,7 +52,7 @@ def test_no_step_is_faster_than_its_bound(
     folder = tmp_path_factory.mktemp("run")
     trace = record(folder, spec, steps=[1, 2, 3], clock_error_s=clock_error_s)
     for step in trace.steps:
-        bound = step_bound(trace.stages, trace.of_step(step))
+        bound = recorded_bound(trace.stages, trace.of_step(step))
         busiest = max(
             sum(e.seconds for e in trace.of_step(step) if e.kind in COMPUTE and e.process == n)
             for n in range(len(trace.processes))
@@ -71,9 +71,9 @@ def test_bound_of_equal_stages_is_that_of_1f1b(tmp_path: Path) -> None:
         "backward_s": [0.04] * 4,
     }  # fmt: skip
     trace = record(tmp_path, spec, steps=[1])
-    bound = step_bound(trace.stages, trace.of_step(1))
+    bound = recorded_bound(trace.stages, trace.of_step(1))
     assert bound == pytest.approx(19 * 0.06)
-    assert bound == pytest.approx(profile_bound(Profile.of([0.02] * 4, [0.04] * 4), 16))
+    assert bound == pytest.approx(step_bound(Profile.of([0.02] * 4, [0.04] * 4), 16))
     assert taken(trace, 1) == pytest.approx(bound)
 
 
@@ -85,7 +85,7 @@ def test_one_slow_task_on_the_way_is_in_the_bound(tmp_path: Path) -> None:
         "jitter": lambda: next(slow),
     }  # fmt: skip
     trace = record(tmp_path, spec, steps=[1])
-    bound = step_bound(trace.stages, trace.of_step(1))
+    bound = recorded_bound(trace.stages, trace.of_step(1))
     assert bound > 0.5
     assert bound <= taken(trace, 1)
 
@@ -93,4 +93,4 @@ def test_one_slow_task_on_the_way_is_in_the_bound(tmp_path: Path) -> None:
 def test_a_step_without_tasks_has_no_bound(tmp_path: Path) -> None:
     trace = record(tmp_path, {"devices": [0], "micro_batches": 1, "forward_s": [1],
                               "backward_s": [1]}, steps=[1])  # fmt: skip
-    assert step_bound(trace.stages, []) == 0.0
+    assert recorded_bound(trace.stages, []) == 0.0
