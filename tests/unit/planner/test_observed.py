@@ -107,20 +107,27 @@ def test_links_take_what_was_measured_each_way() -> None:
     assert latency["local", 2] == 0.0
 
 
-def test_one_way_stands_for_the_other() -> None:
-    stages = stages_of(("local", 0, 2), (1, 2, 4))
-    frozen = Profile.of([1, 1], [0, 2], edges=[Edge(0.01, 0.0)])  # nothing goes back
-    found = wires(fleet(seen((stages, frozen)), memory={"local": 1.0, 1: 1.0}))
-    assert found["local", 1] == found[1, "local"] == pytest.approx(0.01)
+def test_one_way_stands_for_the_other_before_other_links_do() -> None:
+    """Below the lowest trained layer nothing goes back."""
+    first = Profile.of([1, 1, 1], [0, 0, 2], edges=[Edge(0.05), Edge(0.01)])
+    second = Profile.of([1, 1], [0, 2], edges=[Edge(0.01)])
+    found = wires(fleet(seen((STAGES, first), (stages_of(("local", 0, 2), (2, 2, 4)), second))))
+    assert found["local", 1] == found[1, "local"] == pytest.approx(0.05)
+    assert found["local", 2] == found[2, "local"] == pytest.approx(0.01)
+
+
+def test_devices_without_links_so_far_count_as_the_quickest() -> None:
+    found = wires(fleet(seen((STAGES, SEEN)), memory={**MEMORY, 3: 1.0, 4: 1.0}))
+    assert found[3, 4] == pytest.approx(0.01)
+    assert found[3, 2] == pytest.approx(0.04)
 
 
 def test_a_relayed_tensor_was_timed_on_its_way_from_the_coordinator() -> None:
-    relay = Profile(SEEN.forward_s, SEEN.backward_s, SEEN.devices,
-                    (Edge(0.01, 0.02), Edge(0.04, 0.05, relay=0)))  # fmt: skip
-    profile = fleet(seen((STAGES, relay)), relayed=True)
-    found = wires(profile)
+    edges = (Edge(0.01, 0.02), Edge(0.004, 0.05, relay=0))
+    relay = Profile(SEEN.forward_s, SEEN.backward_s, SEEN.devices, edges)
+    found = wires(fleet(seen((STAGES, relay)), relayed=True))
     assert set(found) == {("local", 1), (1, "local"), ("local", 2), (2, "local")}
-    assert found["local", 2] == pytest.approx(0.04)
+    assert found["local", 2] == pytest.approx(0.004)
     assert found["local", 1] == pytest.approx(0.05)  # the gradient, which was the last to cross
 
 

@@ -36,6 +36,11 @@ def test_the_gap_is_a_share_of_the_bound(
 
 def test_as_json_it_has_all_but_the_schedule(result: Result) -> None:
     found = result.to_dict()
+    for name in (
+        "shard_plan", "gradient_checkpointing", "max_in_flight", "predicted_step_s",
+        "lower_bound_s", "gap", "proved_optimal", "devices", "unused", "why", "advice", "seconds",
+    ):  # fmt: skip
+        assert name in found
     assert set(found) == {one.name for one in fields(Result)} - {"schedule"} | {"gap"}
     again = json.loads(json.dumps(found))
     assert again == found

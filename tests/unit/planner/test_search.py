@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hetero_framework.planner import plan, seeds
+from hetero_framework.planner.evaluated import evaluated
+from hetero_framework.planner.layout import Part
+from hetero_framework.planner.relaxation import least_step
+from hetero_framework.planner.rules import Rules
+from hetero_framework.planner.search import Found, Search
+from tests.unit.planner.fleets import GB, device, fleet_of, rules_of
+
+UNLIKE = fleet_of(
+    device("local", layer_forward_s=0.003),
+    device(1, memory_bytes=5 * GB),
+    device(2, layer_forward_s=0.002),
+    micro_batches=4,
+)
+HALVES = (Part(0, 0, 4), Part(1, 4, 8))
+
+
+def searched(rules: Rules) -> Found:
+    found = Search(rules).run()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_what_is_found_is_permitted_fits_and_is_no_better_than_the_bound(chunks: bool) -> None:
+    rules = rules_of(UNLIKE, chunks=chunks)
+    found = searched(rules)
+    layout = found.best.layout
+    assert rules.permits(layout)
+    assert rules.fleet.memory_limits(layout) is not None
+    again = evaluated(rules.fleet, layout)
+    assert again is not None
+    assert found.best.seconds == again.seconds
+    assert 0 < found.lower_bound_s <= found.best.seconds
+    assert found.proved <= (found.lower_bound_s == found.best.seconds)
+
+
+def test_with_one_stage_each_a_proof_says_all() -> None:
+    found = searched(rules_of(UNLIKE))
+    assert found.proved
+    assert found.lower_bound_s == found.best.seconds
+
+
+def test_with_several_a_proof_of_those_with_one_is_none() -> None:
+    rules = rules_of(UNLIKE, chunks=True)
+    found = searched(rules)
+    assert not found.proved
+    assert found.lower_bound_s == least_step(rules, found.best.seconds) < found.best.seconds
+
+
+def test_the_same_rules_give_the_same_plan() -> None:
+    one, other = (searched(rules_of(UNLIKE, chunks=True)) for _ in range(2))
+    assert one.best.layout == other.best.layout
+    assert one.best.seconds == other.best.seconds
+    assert one.best.schedule.max_in_flight == other.best.schedule.max_in_flight
+
+
+def test_nothing_that_fits_is_none() -> None:
+    small = fleet_of(*(device(k or "local", memory_bytes=3 * GB) for k in range(2)))
+    assert Search(rules_of(small, chunks=True)).run() is None
+
+
+def test_a_bound_counts_the_devices_too_that_were_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seeds, "_MOST_DEVICES", 2)
+    rules = rules_of(UNLIKE, chunks=True)
+    found = searched(rules)
+    assert len({part.device for part in found.best.layout}) <= 2
+    assert found.lower_bound_s == least_step(rules, found.best.seconds)
+
+
+def test_pins_are_kept() -> None:
+    free = rules_of(UNLIKE, chunks=True)
+    rules = Rules(free.fleet, free.devices, {2: (2, 4)}, checkpointing=True, chunks=True)
+    assert [p[:3] for p in searched(rules).best.layout if p.device == 2] == [(2, 2, 4)]
+
+
+def test_profiles_are_compared_by_layers_moved_between_the_same_stages() -> None:
+    rules = rules_of(UNLIKE)
+    best = searched(rules).best
+    (coordinator, *_, last) = best.layout
+    uneven = (*best.layout[:-1], last._replace(start=last.start))
+    assert Search(rules).evened_s(uneven) == pytest.approx(best.seconds, rel=0.01)
+    by_hand = evaluated(rules.fleet, HALVES)
+    assert by_hand is not None
+    assert Search(rules).evened_s(HALVES) < by_hand.seconds
+    assert coordinator.device == 0
+
+
+def test_what_fits_with_no_layers_moved_takes_for_ever() -> None:
+    small = rules_of(fleet_of(*(device(k or "local", memory_bytes=3 * GB) for k in range(2))))
+    assert Search(small).evened_s(HALVES) == math.inf
+
+
+# ---- memory so tight that seeds find nothing
+
+
+def test_only_the_coordinator_has_room_for_the_head() -> None:
+    head, worker = {"head_bytes": 2 * GB}, {"memory_bytes": 1.2 * GB}
+    fleet = fleet_of(
+        device("local", memory_bytes=2.05 * GB, **head),
+        *(device(k, **worker, **head) for k in (1, 2)),
+        layers=2,
+    )
+    found = plan(fleet, allow=["chunks"])
+    ends = [(entry["id"], entry["end"]) for entry in found.shard_plan]
+    assert ends in ([("local", 0), (a, 1), (b, 2), ("local", 2)] for a, b in ((1, 2), (2, 1)))
+
+
+def test_a_quick_coordinator_without_memory_for_a_layer_has_the_head() -> None:
+    heads = [{"head_forward_s": 0.001 * k, "head_backward_s": 0.002 * k} for k in (1, 20)]
+    fleet = fleet_of(
+        device("local", memory_bytes=0.5 * GB, **heads[0]), device(1, **heads[1]), layers=1
+    )
+    found = plan(fleet)
+    assert [entry["id"] for entry in found.shard_plan] == ["local", 1, "local"]
+    assert found.predicted_step_s < plan(fleet, allow=["checkpointing"]).predicted_step_s / 5
