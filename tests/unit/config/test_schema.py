@@ -375,50 +375,6 @@ def load(tmp_path: Path, content: str | bytes) -> Config:
     return load_config(file)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("", "is empty"),
-        ("[1]", "must hold one JSON object"),
-        ('{\n  "a": 1,\n}', "line 2, column 9: not valid JSON: a comma before the closing"),
-        ('{\n  "a": [1, 2,]\n}', "line 2, column 13: not valid JSON: a comma before the closing"),
-        ('{\n  // note\n  "a": 1\n}', "line 2, column 3: not valid JSON: JSON has no comments"),
-        ('{"a": 1 # note\n}', "line 1, column 9: not valid JSON: JSON has no comments"),
-        ("{'a': 1}", "double quotes"),
-        ("coordinator:\n  ip: 10.0.0.1\n", "looks like YAML; the configuration is JSON"),
-        ("# who\n---\nworkers: []\n", "looks like YAML; the configuration is JSON"),
-        ('{"a": True}', "lower case"),
-        ('{"a": 1 "b": 2}', "line 1, column 9: not valid JSON: Expecting ',' delimiter"),
-        ('{"a": {"b": 1}', "the file ends too early"),
-        ('{"a": 1, "a": 2}', 'a: the key "a" is given twice'),
-        ('{"training": {"seed": 1, "seed": 2}}', 'training.seed: the key "seed" is given twice'),
-        ('{"training": {"learning_rate": NaN}}', "training.learning_rate: the number is not fin"),
-        ('{"a": [Infinity]}', "a[0]: the number is not finite"),
-        ('{"a": 1e999}', "a: the number is not finite"),
-        ('{"a": ' + "1" * 5000 + "}", "holds a number that cannot be read"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"a": 1}'.encode("utf-16"), "is UTF-16 text or binary; save it as UTF-8"),
-        (b'{\n"a": "\xe4"}', "line 2: byte 0xe4 is not UTF-8"),
-        (b"\x00\x01\x02\x03", "binary"),
-    ],
-)
-def test_broken_file_names_line_and_cause(
-    tmp_path: Path, content: str | bytes, expected: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, content)
-    assert expected in str(caught.value)
-    assert len(str(caught.value).splitlines()) <= 5
-
-
-def test_broken_line_is_shown_with_a_marker(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, '{\n  "port": 12x\n}')
-    lines = str(caught.value).splitlines()
-    assert lines[1].endswith('"port": 12x')
-    assert lines[2].index("^") == lines[1].index("x")
-
-
 def test_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "absent.json")

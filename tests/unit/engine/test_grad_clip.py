@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
 
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
-from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.errors import ProtocolError
 
@@ -82,44 +80,6 @@ def test_clip_factor_zero_means_never() -> None:
 def test_clip_factor_never_enlarges() -> None:
     assert clip_factor(torch.tensor(0.5), 1.0) == 1.0
     assert clip_factor(torch.tensor(2.0), 1.0) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_scale_follows_torchs_grad_scaler(seed: int) -> None:
-    draw = random.Random(seed)
-    scaler = torch.amp.GradScaler("cpu")
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scale = LossScale.for_training(fp16=True)
-    scaler.scale(torch.ones(1))
-    assert scale.value == scaler.get_scale()
-    seen = set()
-    # Runs of good steps around the growth interval, with one to three bad ones between them.
-    for good, bad in [(draw.choice([5, 1999, 2000, 2003]), draw.randint(1, 3)) for _ in range(4)]:
-        for finite in [True] * good + [False] * bad:
-            parameter.grad = torch.tensor([1.0 if finite else float("inf")])
-            scaler.step(optimizer)
-            scaler.update()
-            scale = scale.after(finite)
-            assert scale.value == scaler.get_scale()
-            seen.add(scale.value)
-    assert len(seen) > 2
-
-
-def test_loss_scale_stays_one_without_fp16() -> None:
-    scale = LossScale.for_training(fp16=False)
-    for finite in (True, False, True):
-        scale = scale.after(finite)
-    assert scale == LossScale(1.0, 0)
-    assert not scale.active
-
-
-def test_loss_scale_does_not_switch_itself_off() -> None:
-    scale = LossScale(4.0)
-    for _ in range(5):
-        scale = scale.after(finite=False)
-        assert scale.active
-    assert scale.value == 2.0
 
 
 @pytest.mark.parametrize("norms", [torch.zeros(2), torch.zeros(0), torch.zeros(3).half()])

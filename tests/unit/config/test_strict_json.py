@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import strict_json
+from hetero_framework.config.strict_json import (
+    join_path,
+    json_type,
+    parse_json_object,
+    read_json_object,
+)
+from hetero_framework.errors import ConfigError
+
+
+def parsed(content: str | bytes) -> dict[str, Any]:
+    content = content.encode() if isinstance(content, str) else content
+    return parse_json_object(content, name="config.json")
+
+
+def test_an_object_is_what_it_says() -> None:
+    value = {"a": [1, 2.5, None, True], "b": {"c": "\u00e4", "d": {}}}
+    content = '{"a": [1, 2.5, null, true], "b": {"c": "\u00e4", "d": {}}}'
+    assert parsed(content) == value
+    assert parsed(b"\xef\xbb\xbf" + content.encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "is empty"),
+        ("[1]", "must hold one JSON object"),
+        ('{\n  "a": 1,\n}', "line 2, column 9: not valid JSON: a comma before the closing"),
+        ('{\n  "a": [1, 2,]\n}', "line 2, column 13: not valid JSON: a comma before the closing"),
+        ('{\n  // note\n  "a": 1\n}', "line 2, column 3: not valid JSON: JSON has no comments"),
+        ('{"a": 1 # note\n}', "line 1, column 9: not valid JSON: JSON has no comments"),
+        ("{'a': 1}", "double quotes"),
+        ("coordinator:\n  ip: 10.0.0.1\n", "looks like YAML; the configuration is JSON"),
+        ("# who\n---\nworkers: []\n", "looks like YAML; the configuration is JSON"),
+        ('{"a": True}', "lower case"),
+        ('{"a": 1 "b": 2}', "line 1, column 9: not valid JSON: Expecting ',' delimiter"),
+        ('{"a": {"b": 1}', "the file ends too early"),
+        ('{"a": 1, "a": 2}', 'a: the key "a" is given twice'),
+        ('{"training": {"seed": 1, "seed": 2}}', 'training.seed: the key "seed" is given twice'),
+        ('{"training": {"learning_rate": NaN}}', "training.learning_rate: the number is not fin"),
+        ('{"a": [Infinity]}', "a[0]: the number is not finite"),
+        ('{"a": 1e999}', "a: the number is not finite"),
+        ('{"a": ' + "1" * 5000 + "}", "holds a number that cannot be read"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": 1}'.encode("utf-16"), "is UTF-16 text or binary; save it as UTF-8"),
+        (b'{\n"a": "\xe4"}', "line 2: byte 0xe4 is not UTF-8"),
+        (b"\x00\x01\x02\x03", "binary"),
+    ],
+)
+def test_broken_file_names_line_and_cause(content: str | bytes, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(content)
+    assert expected in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+def test_broken_line_is_shown_with_a_marker() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed('{\n  "port": 12x\n}')
+    lines = str(caught.value).splitlines()
+    assert lines[1].endswith('"port": 12x')
+    assert lines[2].index("^") == lines[1].index("x")
+
+
+def test_lines_of_a_key_are_those_of_its_own_path() -> None:
+    """Keys of the same name elsewhere, and texts that look like keys, do not count."""
+    with pytest.raises(ConfigError) as caught:
+        parsed("""{
+  "seed": 1,
+  "list": ["\\"seed\\": 2, {", {"seed": 3}],
+  "data": {"seed": 4,
+           "name": "x",
+           "seed": 5}
+}""")
+    assert str(caught.value) == (
+        'config.json: data.seed: the key "seed" is given twice (lines 4 and 6); keep one'
+    )
+
+
+def test_all_faults_are_said_up_to_twenty() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed('{"a": [' + "NaN, " * 29 + "NaN]}")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "config.json is not acceptable:"
+    assert len(lines) == 21
+    assert lines[20].startswith("  a[19]: the number is not finite")
+
+
+def test_a_long_line_is_shown_around_the_fault() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed('{"a": "' + "x" * 500 + '", "b": y}')
+    shown, marker = str(caught.value).splitlines()[1:]
+    assert len(shown) <= 104
+    assert shown[marker.index("^")] == "y"
+
+
+def test_yaml_is_known_by_its_name_too(tmp_path: Path) -> None:
+    (file := tmp_path / "fleet.yml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="this looks like YAML"):
+        read_json_object(file)
+
+
+def test_a_file_of_unlikely_size_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strict_json, "MAX_FILE_BYTES", 1 << 20)
+    (file := tmp_path / "model.safetensors").write_bytes(b"{}".ljust(1 << 20))
+    assert read_json_object(file) == {}
+    file.write_bytes(b"{}".ljust((1 << 20) + 1))
+    with pytest.raises(ConfigError, match="more than the 1 MiB of the largest configuration"):
+        read_json_object(file)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (True, "a boolean (true/false)"),
+        (1, "a number"),
+        (1.5, "a number"),
+        ("x", "a text"),
+        ((1,), "a list [...]"),
+        ({}, "an object {...}"),
+        (None, "null"),
+        (b"x", "bytes"),
+    ],
+)
+def test_types_have_their_json_names(value: Any, name: str) -> None:
+    assert json_type(value) == name
+
+
+def test_a_path_says_where_something_is() -> None:
+    assert join_path("", "workers") == "workers"
+    assert join_path("workers", 0) == "workers[0]"
+    assert join_path("workers[0]", "port") == "workers[0].port"
