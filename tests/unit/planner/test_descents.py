@@ -60,7 +60,7 @@ def test_those_of_several_stages_begin_at_their_own(monkeypatch: pytest.MonkeyPa
     """Of each number of stages at the fastest; without `few` only at layouts of which the first
     devices come again, here none."""
     monkeypatch.setattr(descents, "MOST_TASKS", 0)
-    slower = (TURNS[0]._replace(end=1), TURNS[1]._replace(start=1), *TURNS[2:])
+    slower = tuple(part._replace(device=(0, 2, 1)[part.device]) for part in TURNS)
     closed = (Part(0, 0, 2), Part(1, 2, 5), Part(2, 5, 7, direct=True), Part(0, 7, 8))
     started, looks, _ = begun(CHUNKS, BAD, TURNS, slower, closed)
     fastest = min(TURNS, slower, key=looks.__getitem__)
@@ -68,6 +68,7 @@ def test_those_of_several_stages_begin_at_their_own(monkeypatch: pytest.MonkeyPa
     assert ends[0] == BAD
     assert set(ends[1:3]) == {fastest, closed}
     assert all(has_chunks(layout) for layout in ends[3:])
+    assert len(set(ends)) == len(ends)  # where one has begun no other one does
     started, _, _ = begun(CHUNKS, BAD, TURNS, slower, closed)
     assert started.run(few=False) == [BAD]
 

@@ -71,6 +71,14 @@ def test_a_device_that_computes_little_is_held_up_by_memory_or_by_its_link() -> 
     assert limits == ["compute", "memory", "link", "memory"]
 
 
+def test_who_computes_most_is_limited_by_that_whatever_else_is_full() -> None:
+    full = {"memory_bytes": 4.5 * GB}
+    uses = reasons.device_uses(
+        found_of(fleet_of(device("local", **full), device(1, **full), speed=2e7), HALVES)
+    )
+    assert [use.limit for use in uses] == ["compute", "compute"]
+
+
 # ---- who could do it alone
 
 
@@ -154,6 +162,17 @@ def test_advice_is_worth_it_and_best_first() -> None:
     assert min(gains) >= 2
 
 
+def test_a_link_that_is_slower_than_the_relay_is_not_taken() -> None:
+    layout = (Part(0, 0, 3), Part(1, 3, 6), Part(2, 6, 8))
+    raw = raw_fleet([device("local"), device(1), device(2)])
+    for speed, direct in ((2e9, True), (5e8, False)):
+        for link in raw["links"]:
+            if "local" not in (link["from"], link["to"]):
+                link["bytes_per_s"] = speed
+        changed = reasons._with_direct(Fleet(FleetProfile.from_dict(raw)), layout)
+        assert changed == (*layout[:2], layout[2]._replace(direct=direct))
+
+
 def test_nothing_is_advised_that_saves_nothing() -> None:
     alone = fleet_of(device("local"), micro_batches=64)
     assert advice_of(alone, (Part(0, 0, 8),)) == ()
@@ -197,7 +216,10 @@ def test_margins_are_named_where_nothing_fits() -> None:
 def test_checkpointing_is_advised_where_it_was_not_allowed() -> None:
     profile = fleet_of(device("local", memory_bytes=3 * GB))
     for checkpointing in (False, True):
-        hint = refusal(profile, checkpointing=checkpointing).hint
+        said = refusal(profile, checkpointing=checkpointing)
+        # With what is kept of a micro-batch, which is less if it is computed again.
+        assert ("963 MiB each" if checkpointing else "1.02 GiB each") in str(said)
+        hint = said.hint
         assert hint is not None
         assert hint.startswith("allow checkpointing") != checkpointing
 
