@@ -332,8 +332,9 @@ def test_a_link_that_stays_silent_ends_the_run(make, proxies) -> None:
             proxies[1].up.blackhole = proxies[1].down.blackhole = True
 
     started = time.monotonic()
+    config = make("cut", [2, 4], proxies, training={"rejoin_wait_s": 3.0})
     with pytest.raises(PeerLostError, match=r"worker 1 does not come back: ") as raised:
-        train(make("cut", [2, 4], proxies), progress=Hole(3))
+        train(config, progress=Hole(3))
     assert "continue after step" in str(raised.value)
     assert raised.value.exit_code == 75
     assert time.monotonic() - started < 60
