@@ -263,7 +263,7 @@ Open = Callable[[list[tuple[Any, int, int]]], Any]
 
 
 @pytest.fixture(params=[local_stage, remote_stage], ids=["local", "remote"])
-def stage(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Open]:
+def stage(request: pytest.FixtureRequest, checkpoint: Path, quick_ticks: None) -> Iterator[Open]:
     """`stage(plan)` is the stage with index 1 of that plan; several may be open at once."""
     opened = []
 

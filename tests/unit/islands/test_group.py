@@ -176,7 +176,7 @@ Open = Callable[..., Island]
 
 
 @pytest.fixture
-def start() -> Iterator[Open]:
+def start(quick_ticks: None) -> Iterator[Open]:
     with ExitStack() as stack:
 
         def opened(

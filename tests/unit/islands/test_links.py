@@ -54,7 +54,7 @@ class Coast:
 
 
 @pytest.fixture
-def coast() -> Iterator[Coast]:
+def coast(quick_ticks: None) -> Iterator[Coast]:
     before = set(threading.enumerate())
     with closing(Coast()) as made:
         yield made

@@ -125,7 +125,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(params=["tls", "plain"])
 def way(
-    request: pytest.FixtureRequest, echo: EchoServer, keyed: Callable[..., Keyed]
+    request: pytest.FixtureRequest,
+    echo: EchoServer,
+    keyed: Callable[..., Keyed],
+    quick_ticks: None,
 ) -> Iterator[Way]:
     tls = request.param == "tls"
     lighthouse = keyed("local") if tls else LOOPBACK_ONLY
