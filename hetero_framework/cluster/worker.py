@@ -227,6 +227,7 @@ class Worker:
         self._only_run = run_id
         self._leave_by = math.inf
         self._told: str | None = None  # why it is to end
+        self._ending: str | None = None  # the same, once it may not go on
         self._gone_since: float | None = None
         self._keep = keep
         self._build = build
@@ -263,6 +264,8 @@ class Worker:
             while not self._done and not should_stop():
                 if bringing.done():  # nobody would come any more
                     bringing.result()
+                if self._ending is not None:  # raised where Python drops what is raised
+                    raise _Terminated(self._ending)
                 try:
                     self._turn()
                     continue
@@ -302,8 +305,10 @@ class Worker:
 
     def told_to_end(self, reason: str, at_once: bool) -> None:
         """In the main thread, between any two of its instructions: end in order, or at once. What
-        has nothing to hand over ends at once, too."""
+        has nothing to hand over ends at once, too. In a finalizer or a callback of a weak reference
+        Python drops what is raised; then the loop ends."""
         if at_once or self._run is None or not self._run.started:
+            self._ending = reason
             raise _Terminated(reason)
         if self._leave_by == math.inf:
             self._leave_by = time.monotonic() + timeouts.HAND_OVER_S

@@ -627,6 +627,17 @@ def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> Non
     assert isinstance(served.error, StoppedEarly)
 
 
+def test_worker_that_is_told_to_end_where_nothing_can_be_raised_ends_all_the_same(
+    serve: Any,
+) -> None:
+    served = serve(keep=True)
+    with pytest.raises(BaseException, match="SIGTERM"):
+        # In another thread than the loop, which so hears as little of it as from a finalizer.
+        served._worker.told_to_end("it was stopped on its own machine (SIGTERM)", False)
+    assert served.ended()
+    assert isinstance(served.error, StoppedEarly)
+
+
 @pytest.mark.parametrize("gone", [True, False])
 def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: bool) -> None:
     served = serve(keep=True)
