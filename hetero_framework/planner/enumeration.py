@@ -1,4 +1,4 @@
-"""All layouts with one stage per device that could beat a known one: branch and bound."""
+"""All layouts that could beat a known one: branch and bound."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class TooMany(Exception):
 
 
 class Enumeration:
-    """Layouts of one stage per device, from the embedding on; a branch ends where a device in it,
-    one of its NICs, or what is left for the others, takes `most_s` or longer, and where a device
-    has no memory for one micro-batch of its stage."""
+    """Layouts of one stage per device, with `several` of any number, from the embedding on; a
+    branch ends where a device in it, one of its NICs, or what is left for the others, takes
+    `most_s` or longer, and where a device has no memory for one micro-batch of its stage."""
 
-    def __init__(self, rules: Rules, most_s: float, *, nodes: int) -> None:
+    def __init__(self, rules: Rules, most_s: float, *, nodes: int, several: bool = False) -> None:
         self._rules = rules
+        self._several = several
         self._fleet = rules.fleet
         self._most_s = most_s
         self._nodes = nodes
@@ -47,12 +48,13 @@ class Enumeration:
         besides its layers."""
         fleet, rules, m = self._fleet, self._rules, self._fleet.micro_batches
         start, costs = parts[-1].end if parts else 0, self._fleet.costs[d]
+        earlier_s = self._earlier_s(parts, d)
         head_s = costs.device.head_forward_s + costs.device.head_backward_s
         for recompute in (False, True) if rules.checkpointing else (False,):
             backward_s = costs.recompute_s if recompute else costs.backward_s
             for end in range(start, fleet.layers + 1):
                 part = Part(d, start, end, recompute)
-                if end == start and (recompute or not (d == 0 or end == fleet.layers)):
+                if end == start and (recompute or (parts and end < fleet.layers)):
                     continue
                 if not fleet.may_fit(part):
                     break
@@ -65,9 +67,10 @@ class Enumeration:
                     raise TooMany
                 work_s = extra_s + costs.forward_s[end] - costs.forward_s[start]
                 work_s += backward_s[end] - backward_s[start]
-                if wait_s + m * work_s >= self._most_s:
+                if max(wait_s, m * earlier_s) + m * work_s >= self._most_s:
                     break
-                if end == fleet.layers and wait_s + m * (work_s + head_s) < self._most_s:
+                last_s = max(wait_s, m * earlier_s) + m * (work_s + head_s)
+                if end == fleet.layers and last_s < self._most_s:
                     yield from self._ways((*parts, part))
                 if start < fleet.layers or not parts:
                     yield from self._behind((*parts, part), wait_s, work_s)
@@ -78,21 +81,33 @@ class Enumeration:
         used = {part.device for part in parts}
         free = [d for d in self._rules.devices if d not in used]
         left = self._fleet.layers - parts[-1].end
-        spare = (self._most_s - wait_s) / self._fleet.micro_batches
-        covered = sum(spare / self._c[d] if self._c[d] > 0 else math.inf for d in free)
+        m, most_s = self._fleet.micro_batches, self._most_s
+        spare = dict.fromkeys(free, (most_s - wait_s) / m)
+        if self._several:
+            spare |= {d: most_s / m - self._earlier_s(parts, d) for d in used}
+        covered = sum(
+            seconds / self._c[d] if self._c[d] > 0 else math.inf for d, seconds in spare.items()
+        )
         if covered < left:
             return
         tried = set()
-        for d in free:
+        for d in spare:
             kind = self._rules.kinds[d]
-            if kind in tried:
+            if d == parts[-1].device or (kind in tried and d not in used):
                 continue
-            tried.add(kind)
+            if d not in used:
+                tried.add(kind)
             edges = self._rules.ways(parts[-1].device, d, parts[-1].end)
             if before_s + self._wire_s(parts, edges) >= self._most_s:
                 continue
             link_s = min(e.forward_s + e.backward_s + 2 * e.latency_s for e, _ in edges)
             yield from self._from(parts, d, wait_s + link_s, 0.0)
+
+    def _earlier_s(self, parts: Layout, d: int) -> float:
+        """Seconds of a micro-batch's layers in these stages of device d."""
+        if not self._several:
+            return 0.0
+        return sum(sum(self._fleet.seconds(part)) for part in parts if part.device == d)
 
     def _wire_s(self, parts: Layout, behind: Sequence[tuple[Edge, bool]]) -> float:
         """What the NICs of the last of these stages need of a step from when it can begin."""

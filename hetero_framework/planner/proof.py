@@ -1,6 +1,8 @@
-"""Whether any layout with one stage for each device is faster than the best known one."""
+"""Whether any layout is faster than the best known one."""
 
 from __future__ import annotations
+
+import math
 
 from hetero_framework.planner.descents import FEW
 from hetero_framework.planner.enumeration import Enumeration, TooMany
@@ -12,6 +14,7 @@ from hetero_framework.planner.scores import Scores
 from hetero_framework.planner.simulator import simulate
 
 _NODES = (20_000, 40_000)  # of the enumeration, for many devices and for few
+_SEVERAL_NODES = 6_000  # where a device may have several stages: a model of few layers
 _STAGES = (30_000, 120_000)  # that are scored
 _TASKS = (200_000, 400_000)  # that are simulated
 _TUNED = 60  # times as many tasks are simulated to tune a layout as it has
@@ -26,11 +29,13 @@ class Proof:
         self._rules = rules
         self._scores = scores
         self._few = len(rules.devices) <= FEW
+        self.least_s = math.inf
+        """The shortest step of all that was tuned, also where it is not worth its stages."""
 
-    def run(self, best: Evaluated) -> tuple[Evaluated, bool]:
-        """The best of all layouts with one stage for each device, and True; or the best of those
-        that were looked at."""
-        layouts, is_all = self._open(best)
+    def run(self, best: Evaluated, *, several: bool = False) -> tuple[Evaluated, bool]:
+        """The best of all layouts with one stage for each device, with `several` of any number, and
+        True; or the best of those that were looked at."""
+        layouts, is_all = self._open(best, several)
         m, tasks = self._rules.fleet.micro_batches, 0
         for layout in sorted(layouts, key=self._scores.bound):
             if self._scores.bound(layout) >= (1 - _EXACTLY) * best.seconds:
@@ -41,25 +46,28 @@ class Proof:
                 tasks += _TUNED * len(layout) * m
                 found = evaluated(self._rules.fleet, layout)
                 assert found is not None  # only what fits is open
+                self.least_s = min(self.least_s, found.seconds)
                 best = min(best, found, key=lambda one: one.preference)
             if tasks > _TASKS[self._few]:
                 return best, False
         return best, is_all
 
-    def _open(self, best: Evaluated) -> tuple[list[Layout], bool]:
-        """Layouts that could be faster, and whether these are all; of many devices all or none,
-        since a few say nothing."""
+    def _open(self, best: Evaluated, several: bool) -> tuple[list[Layout], bool]:
+        """Layouts that could be faster, and whether these are all; of many devices and of several
+        stages all or none, since a few say nothing."""
         most_s = (1 - _EXACTLY) * best.seconds
         found: list[Layout] = []
         self._scores.allow(_STAGES[self._few])
+        nodes = _SEVERAL_NODES if several else _NODES[self._few]
+        every = Enumeration(self._rules, most_s, nodes=nodes, several=several)
         try:
-            for layout in Enumeration(self._rules, most_s, nodes=_NODES[self._few]).layouts():
+            for layout in every.layouts():
                 if self._scores.is_over:
                     raise TooMany
                 if self._scores.bound(layout) < most_s:
                     found.append(layout)
         except TooMany:
-            return (found if self._few else []), False
+            return (found if self._few and not several else []), False
         return found, True
 
     def _quick_look(self, layout: Layout) -> tuple[float, int]:

@@ -7,8 +7,9 @@
    and interleaved.
 3. The simulator (`quick_looks`) decides between the best few dozen. From the best of these it goes
    on to faster neighbours (`descents`).
-4. Where few enough layouts could be faster still, all of them are simulated (`proof`): then the
-   plan is proved. Else `least_step` says how much better any could be.
+4. Where few enough layouts could be faster still, all of them are simulated (`proof`), those with
+   one stage for each device first: then the plan is proved. Else `least_step` says how much better
+   any could be.
 
 All limits are counts of work, never of time: the same profile gives the same plan everywhere.
 docs/planner.md has more of each part, and the ideas behind them.
@@ -77,9 +78,17 @@ class Search:
         descents = Descents(self._rules, self._scores, self._climber, self._looks)
         ends = descents.run(few=len(simple[0]) <= MANY)
         best = min(map(self._evaluated, self._finalists(ends)), key=lambda one: one.preference)
-        best, proved = Proof(self._rules, self._scores).run(best)
+        proof = Proof(self._rules, self._scores)
+        best, proved = proof.run(best)
+        proved &= self._rules is self._all  # all devices were looked at
         if proved and not self._rules.chunks:
             return Found(best, best.seconds, True)
+        if proved and not self._rules.pins:
+            best, every = proof.run(best, several=True)
+            if every:
+                # What is shorter and still not preferred is not worth its stages.
+                least_s = min(best.seconds, proof.least_s)
+                return Found(best, least_s, least_s >= (1 - _EXACTLY) * best.seconds)
         bound = least_step(self._all, best.seconds)
         if proved and bound >= (1 - _EXACTLY) * best.seconds:
             return Found(best, best.seconds, True)

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from hetero_framework.planner import moves, plan, seeds
+from hetero_framework.planner import evaluated as evaluated_layouts
+from hetero_framework.planner import moves, plan, proof, seeds
 from hetero_framework.planner.evaluated import evaluated
-from hetero_framework.planner.layout import Part
+from hetero_framework.planner.layout import Part, has_chunks
 from hetero_framework.planner.relaxation import least_step
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.search import Found, Search
@@ -16,6 +17,12 @@ UNLIKE = fleet_of(
     device("local", layer_forward_s=0.003),
     device(1, memory_bytes=5 * GB),
     device(2, layer_forward_s=0.002),
+    micro_batches=4,
+)
+FEW_LAYERS = fleet_of(
+    device("local", head_forward_s=0.001, head_backward_s=0.002),
+    device(1, head_forward_s=0.002, head_backward_s=0.004),
+    layers=4,
     micro_batches=4,
 )
 HALVES = (Part(0, 0, 4), Part(1, 4, 8))
@@ -47,11 +54,31 @@ def test_with_one_stage_each_a_proof_says_all() -> None:
     assert found.lower_bound_s == found.best.seconds
 
 
-def test_with_several_a_proof_of_those_with_one_is_none() -> None:
+def test_with_several_a_proof_of_those_with_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_SEVERAL_NODES", 100)
     rules = rules_of(UNLIKE, chunks=True)
     found = searched(rules)
     assert not found.proved
     assert found.lower_bound_s == least_step(rules, found.best.seconds) < found.best.seconds
+
+
+def test_with_several_all_of_them_are_proved_where_layers_are_few() -> None:
+    found = searched(rules_of(FEW_LAYERS, chunks=True))
+    assert found.proved
+    assert found.lower_bound_s == found.best.seconds
+    assert has_chunks(found.best.layout)
+
+
+def test_what_is_shorter_and_not_worth_its_stages_is_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules = rules_of(FEW_LAYERS, chunks=True)
+    least_s = searched(rules).best.seconds
+    monkeypatch.setattr(evaluated_layouts, "_WORTH_CHUNKS", 10.0)
+    found = searched(rules)
+    assert not has_chunks(found.best.layout)
+    assert not found.proved
+    assert found.lower_bound_s == least_s < found.best.seconds
 
 
 def test_the_same_rules_give_the_same_plan() -> None:
@@ -74,6 +101,14 @@ def test_a_bound_counts_the_devices_too_that_were_not_looked_at(
     found = searched(rules)
     assert len({part.device for part in found.best.layout}) <= 2
     assert found.lower_bound_s == least_step(rules, found.best.seconds)
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_who_did_not_look_at_all_devices_proves_nothing(
+    chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeds, "_MOST_DEVICES", 2)
+    assert not searched(rules_of(UNLIKE, chunks=chunks)).proved
 
 
 def test_pins_are_kept() -> None:
