@@ -15,6 +15,7 @@ from hetero_framework.config.plan import Plan, StageSpec, layers_text, process_n
 from hetero_framework.config.schema import (
     AUTO,
     COORDINATOR_PORT,
+    RESULT_DIRS,
     WORKER_PORT,
     AdapterConfig,
     Config,

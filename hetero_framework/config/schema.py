@@ -55,6 +55,8 @@ from hetero_framework.errors import ConfigError, PlanError
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
+RESULT_DIRS = ("model", "adapter")
+"""In output_dir: where a run that trains all weights puts its result, and one with an adapter."""
 """In place of shard_plan's entries: a run plans by itself."""
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
@@ -661,7 +663,7 @@ class Config(WholeFile):
     @property
     def result_dir(self) -> Path:
         """Where the finished artefact goes: an adapter, or a whole model."""
-        return self.output_dir / ("model" if self.adapter is None else "adapter")
+        return self.output_dir / RESULT_DIRS[self.adapter is not None]
 
     @property
     def replicates(self) -> bool:

@@ -186,7 +186,8 @@ def train(
         except KeyboardInterrupt:
             raise errors.StoppedEarly(
                 f"stopped at once by {stop.requested or 'Ctrl-C'}",
-                hint="complete checkpoints, if there are any, stay valid: --resume latest",
+                hint="the same command goes on after the newest state that was saved, if there is"
+                " any; --fresh begins anew",
             ) from None
         finally:
             show.close()
@@ -657,7 +658,7 @@ class Coordinator:
         self._checkpoints.finished()
         self._files.directories.mark_finished()
         files = outputs.result_files(self._config, result, self._files.metrics.path)
-        self._progress.close(files)
+        self._progress.close({**files, **outputs.what_next(self._parts, files)})
         _log.info("", extra=log.event("run finished", step=self._state.step))
         return RunSummary(self._state.step, tuple(loss for _, loss in self._losses), files)
 

@@ -110,6 +110,11 @@ class DurableSteps:
             self._take_sealed()
         return self._newest
 
+    def written_step(self) -> int:
+        """The newest step on the disk, once what is being written is there; 0 where none is."""
+        _ = self.newest
+        return max(self._store.complete_steps(), default=0)
+
     def take(self, state: TrainState, *, write: bool = True) -> Mapping[int, HeldState] | None:
         """Copy the state as it is now, and wait for it; None where it is not finite. Without
         `write` it stays in memory. Raises LinkLost: do it again."""

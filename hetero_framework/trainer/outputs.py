@@ -12,7 +12,9 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +24,7 @@ from filelock import FileLock, Timeout
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
-from hetero_framework.config import Config
+from hetero_framework.config import RESULT_DIRS, Config
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError, HeteroError
@@ -30,6 +32,7 @@ from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.language import stock_class
 from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
@@ -135,11 +138,13 @@ class RunDirectories:
         old = {path: Path("checkpoints", path.name) for path in self.store.paths()}
         old |= {path: Path("durable", path.name) for path in self._durable.paths()}
         old |= {path: Path("tensorboard", path.name) for path in self._events()}
-        for name in (METRICS_FILE, EVENTS_FILE):
-            if (self._output / name).exists():
-                old[self._output / name] = Path(name)
+        for name in (METRICS_FILE, EVENTS_FILE, TIMELINE_FILE, *RESULT_DIRS):
+            if (path := self._output / name).exists() and not self._is_read(path):
+                old[path] = Path(name)
         if old:
-            _log.info("moved an earlier run's checkpoints and metrics to %s", self._move(old))
+            said = "moved what an earlier run left (%s) to %s"
+            kinds = dict.fromkeys(place.parts[0] for place in old.values())
+            _log.info(said, ", ".join(kinds), self._move(old))
         self.own_checkpoints()
 
     def tidy(self) -> None:
@@ -174,6 +179,14 @@ class RunDirectories:
         directory = self._config.logging_dir
         end = "" if self._is_inside(directory) else self.run_id
         yield from sorted(directory.glob(f"events.out.tfevents.*{end}"))
+
+    def _is_read(self, result: Path) -> bool:
+        """Whether this run begins with an earlier result, which then stays in its place."""
+        config = self._config
+        names = [config.adapter.init_from] if config.adapter is not None else []
+        names += [config.model.tokenizer] if config.model is not None else []
+        names += [config.data.chat_template_path] if config.data is not None else []
+        return any(config.path(name).is_relative_to(result) for name in names if name is not None)
 
     def _is_inside(self, directory: Path) -> bool:
         return directory.resolve().is_relative_to(self._output.resolve())
@@ -332,3 +345,37 @@ def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]
             found["diagram"] = picture
             break
     return {label: path for label, path in found.items() if path.exists()}
+
+
+def what_next(parts: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
+    """What a person can do with what a run left: a label, and a command or a line of Python."""
+    config = parts.config
+    assert config.model is not None
+    result, output = _shown(config.result_dir), _shown(config.output_dir)
+    load = f"{stock_class(parts.model_config).__name__}.from_pretrained"
+    found = {}
+    if parts.adapter_plan is None:
+        found["to load it"] = f"{load}({str(result)!r})"
+    elif (base := config.model.name_or_path) is not None:
+        place = config.path(base)
+        base = str(_shown(place)) if place.is_dir() else base
+        found["to load it"] = f"PeftModel.from_pretrained({load}({base!r}), {str(result)!r})"
+        merged = ("--adapter", result, "--model", base, "--output", output / "merged")
+        found["to merge it"] = _command("merge", *merged)
+    if (saved := files.get("checkpoints")) is not None and len(list(saved.glob("step_*"))) > 1:
+        step = ("--checkpoint", _shown(saved) / "step_N", "--output", output / "step_N")
+        found["an earlier step"] = _command("export", *step)
+    if "timeline" in files:
+        found["where time went"] = _command("timeline", output)
+    return found
+
+
+def _command(*words: object) -> str:
+    line = ["hetero", *map(str, words)]
+    return subprocess.list2cmdline(line) if os.name == "nt" else shlex.join(line)
+
+
+def _shown(path: Path) -> Path:
+    """`path` as one types it here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

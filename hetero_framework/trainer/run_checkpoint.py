@@ -214,13 +214,17 @@ class RunCheckpoints:
 
     def advice(self, error: HeteroError | None = None) -> str:
         """What mends the error, and how to go on after that from what has been saved."""
-        if self._last is None:
-            go_on = "run the same command again to start over: there is no checkpoint yet"
+        step, root = self._last or (0, self._store.root)
+        elsewhere = f" --set checkpoint_dir={root}" if root != self._store.root else ""
+        if self._durable is not None and not elsewhere:
+            step = max(step, self._durable.written_step())
+        if step == 0:
+            go_on = "run the same command again to start over: nothing has been saved yet"
+        elif elsewhere:
+            go_on = f"continue after step {step} with --resume latest{elsewhere}"
         else:
-            step, root = self._last
-            elsewhere = f" --set checkpoint_dir={root}" if root != self._store.root else ""
-            same = "" if elsewhere else "the same command or with "
-            go_on = f"continue after step {step} with {same}--resume latest{elsewhere}"
+            go_on = f"continue after step {step} with the same command or with --resume latest"
+            go_on += "; --fresh begins anew"
         return ". Then ".join(filter(None, [error.hint if error else None, go_on]))
 
     def _save(self, store: CheckpointStore, state: TrainState) -> ResourceError | None:

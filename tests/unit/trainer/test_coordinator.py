@@ -6,18 +6,29 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import transformers
 
+from hetero_framework.cli import main
 from hetero_framework.config import Config
 from hetero_framework.core import files
 from hetero_framework.data import LazyBatches, TrainData
 from hetero_framework.errors import CheckpointError, ResourceError, StoppedEarly
-from hetero_framework.trainer import checkpoint, coordinator, metrics, outputs, run_checkpoint
+from hetero_framework.trainer import (
+    checkpoint,
+    coordinator,
+    metrics,
+    outputs,
+    run_checkpoint,
+    signals,
+)
 from hetero_framework.trainer.coordinator import Coordinator, train
 from hetero_framework.visualizer.progress import Progress
 from tests.samples import save_texts
@@ -282,8 +293,67 @@ def test_a_stop_before_anything_is_saved_says_so(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Coordinator, "evaluate", evaluate)
-    with pytest.raises(StoppedEarly, match="there is no checkpoint yet"):
+    with pytest.raises(StoppedEarly, match="nothing has been saved yet"):
         train(with_evaluation(alone, tmp_path, eval_on_start=True))
+
+
+def test_a_stop_without_a_checkpoint_names_the_step_that_the_same_command_goes_on_after(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and "n" to the question: the durable step is still there."""
+    config = alone(adapter={"r": 4, "target_modules": "all-linear"})
+
+    class Stops(Notes):
+        def step(self, line: dict[str, Any]) -> None:
+            if line["step"] == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(signals.StopRequest, "wants_checkpoint", lambda *_: False)
+    with pytest.raises(StoppedEarly, match=r"--fresh begins anew") as stopped:
+        train(config, progress=Stops())
+    found = re.search(r"continue after step (\d) with the same command", str(stopped.value))
+    assert found is not None
+    assert steps_saved(config) == []
+    train(config, progress=(notes := Notes()))
+    assert any(f"goes on after step {found[1]} (--fresh" in line for line in notes.lines)
+    assert [line["step"] for line in lines_of(config)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4, "target_modules": "all-linear"}])
+def test_a_run_says_what_can_be_done_with_its_result(
+    alone: Alone, adapter: dict[str, Any] | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The commands work as they are printed."""
+    config = alone(adapter=adapter, training={**SAVING, "max_steps": 2})
+    train(config)
+    said = dict(re.findall(r"^(\S+(?: \S+)*) {2,}(.*)$", capfd.readouterr().out, re.MULTILINE))
+    commands = [said["an earlier step"].replace("step_N", "step_1"), said["where time went"]]
+    names = {"LlamaForCausalLM": transformers.LlamaForCausalLM, "PeftModel": peft.PeftModel}
+    loader = re.findall(r"(\w+)\.from_pretrained", said["to load it"])
+    assert [names[name] for name in loader] == list(names.values())[::-1][adapter is None :]
+    if adapter is not None:
+        commands.append(said["to merge it"])
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert (program, main(words)) == ("hetero", 0), command
+    assert (config.output_dir / "step_1").is_dir()
+    assert (config.output_dir / "merged").is_dir() is (adapter is not None)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_finished_run_started_again_keeps_its_result(alone: Alone, reads: bool) -> None:
+    """It is moved aside, unless the new run begins with it."""
+    settings = {"r": 4, "target_modules": "all-linear"}
+    train(alone(adapter=settings, training={"max_steps": 1}))
+    result = alone().output_dir / "adapter"
+    weights = (result / "adapter_model.safetensors").read_bytes()
+    if reads:
+        settings = {"init_from": str(result)}
+    train(alone(adapter=settings, training={"max_steps": 2}))
+    kept = result.parent / "previous-1" / "adapter" / "adapter_model.safetensors"
+    assert kept.exists() is not reads
+    assert reads or kept.read_bytes() == weights
+    assert (result / "adapter_model.safetensors").read_bytes() != weights
 
 
 @pytest.mark.parametrize("changed", ["data", "adapter"])
