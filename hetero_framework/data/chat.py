@@ -1,4 +1,4 @@
-"""Conversations: checking messages, rendering them, and which tokens are the assistant's.
+"""Conversations: rendering them, and which tokens are the assistant's.
 
 A template with `{% generation %}` marks them itself. For any other the conversation is rendered up
 to each assistant turn: where the whole begins with that, the assistant's text is what follows the
@@ -7,22 +7,19 @@ generation prompt; where it does not, that is an error, not a guess.
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from hetero_framework.config.strict_json import json_type
-from hetero_framework.data.sources import check_unicode
+from hetero_framework.data.conversations import Conversation, Message
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ROLES = {"human": "user", "gpt": "assistant"}  # the names of the from/value (ShareGPT) layout
 _NO_MASK_HINT = (
     "put {% generation %} and {% endgeneration %} around the assistant's text in the template, "
     "or set data.assistant_only_loss to false to train on the whole conversation"
@@ -31,17 +28,7 @@ _NO_MASK_HINT = (
 # What a template raises that does not take a conversation.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
-Message = dict[str, Any]
 TokensAndMask = tuple[list[int], list[bool]]
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Checked messages, where they stand, and what an example passes to the template."""
-
-    messages: list[Message]
-    where: str
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class ChatRenderer:
@@ -182,59 +169,3 @@ def _in_parts(message: Message) -> Message:
     if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
-
-
-def read_conversation(fields: dict[str, Any], field: str, where: str) -> Conversation:
-    """The messages of one field, checked, with the arguments beside them. Null keys are left out:
-    in rows of Parquet every message has every key."""
-    value = fields[field]
-    if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else json_type(value)
-        raise DataError(
-            f"{where}: {field} must be a list of messages, found {found}",
-            hint='a message is {"role": "user", "content": "..."}',
-        )
-    messages = [_message(item, f"{where}: {field}[{i}]") for i, item in enumerate(value)]
-    return Conversation(messages, where, _template_arguments(fields, where))
-
-
-def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise DataError(f"{where} must be an object, found {json_type(item)}")
-    message = {key: value for key, value in item.items() if value is not None}
-    if "role" not in message and "from" in message:
-        role = message.pop("from")
-        message["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
-        if "value" in message:
-            message["content"] = message.pop("value")
-    if not isinstance(message.get("role"), str):
-        raise DataError(
-            f"{where} has no role; its fields are {', '.join(item) or 'none'}",
-            hint='a message is {"role": "user", "content": "..."}',
-        )
-    content = message.get("content")
-    for part in content if isinstance(content, list) else [{"text": content}]:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            check_unicode(part["text"], where)
-    if content is None and "tool_calls" not in message:
-        raise DataError(f"{where} has no content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise DataError(f"{where} has content that is not text; only text can be trained on")
-    elif content is not None and not isinstance(content, str):
-        raise DataError(f"{where}: content must be a string, found {json_type(content)}")
-    return message
-
-
-def _template_arguments(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """`tools` (or its JSON text) and `chat_template_kwargs` of an example, for the template."""
-    arguments = dict(fields.get("chat_template_kwargs") or {})
-    tools = fields.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: the field tools is not JSON ({error.msg})") from error
-    if tools:
-        arguments["tools"] = tools
-    return arguments

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import DataConfig
 from hetero_framework.config.strict_json import json_type
-from hetero_framework.data.chat import ChatRenderer, Conversation, read_conversation
+from hetero_framework.data.chat import ChatRenderer
+from hetero_framework.data.conversations import Conversation, read_conversation
 from hetero_framework.data.sources import Record, check_unicode
 from hetero_framework.errors import DataError
 

@@ -12,7 +12,8 @@ from trl import SFTConfig, SFTTrainer
 
 from hetero_framework.config import DataConfig
 from hetero_framework.data import load_data
-from hetero_framework.data.chat import ChatRenderer, Conversation
+from hetero_framework.data.chat import ChatRenderer
+from hetero_framework.data.conversations import Conversation
 from hetero_framework.data.formats import (
     ALPACA_WITH_INPUT,
     ALPACA_WITHOUT_INPUT,
