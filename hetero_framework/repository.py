@@ -38,6 +38,7 @@ _KERNEL_KEYS = (
     *("attn_implementation", "_attn_implementation"),
     *("experts_implementation", "_experts_implementation"),
 )
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MAGIC = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes it"),
     (b"\x1f\x8b", "gzip data"),
@@ -87,12 +88,25 @@ def read_json(
             raise kind(
                 f"{path} has {size >> 20} MiB, more than the {most_bytes >> 20} read", hint=hint
             )
-        fields = json.loads(path.read_bytes().decode("utf-8"))
+        content = path.read_bytes()
+        if (mistaken := mistaken_for(content)) is not None:
+            raise kind(f"{path} is {mistaken[0]}, not the file", hint=mistaken[1])
+        fields = json.loads(content.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise kind(f"{path} is not readable JSON: {error}", hint=hint) from error
     if not isinstance(fields, dict):
         raise kind(f"{path} is not a JSON object", hint=hint)
     return fields
+
+
+def mistaken_for(content: bytes) -> tuple[str, str] | None:
+    """What was stored in place of a file, by its first bytes, and what to do; None: nothing."""
+    start = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if start.startswith(_LFS_POINTER):
+        return "a Git LFS pointer", "run `git lfs pull` there, or download it with `hf download`"
+    if start.startswith((b"<!doctype html", b"<html")):
+        return "an HTML page", "it was downloaded without access or from the page that shows it"
+    return None
 
 
 def _code(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -263,18 +263,18 @@ class DataConfig(Section):
     """Training and evaluation data; names follow TRL's SFTConfig where it has them."""
 
     train: str | tuple[str, ...]
-    """Training data: file(s) (.json, .jsonl, .parquet, .txt), a directory saved by `datasets`, or a
-    dataset name. Relative paths start at this file's folder."""
+    """Training data: file(s) (.json, .jsonl, .parquet, .txt), a folder of them, one saved by
+    `datasets`, or a dataset name. Relative paths start at this file's folder."""
     eval: str | tuple[str, ...] | None = None
     """Evaluation data, of the same forms; see training.eval_steps."""
     format: Literal["auto", "text", "prompt_completion", "messages", "alpaca"] = "auto"
     """Layout of a sample. auto: by the columns that are present."""
     dataset_config: str | None = None
-    """Configuration (subset) name for a dataset of the hub."""
+    """Configuration (subset) name for a dataset of the hub or a folder with a README."""
     train_split: Name = "train"
-    """Split for training, of a dataset name."""
+    """Split for training, or a slice of one: train[:1000], train[10%:]. A file is one split."""
     eval_split: Name = "test"
-    """Split for evaluation, of a dataset name."""
+    """Split for evaluation, or a slice of one. A file has the splits test and train: all of it."""
     dataset_text_field: Name = "text"
     """Column that holds the text in the text format."""
     max_length: Tokens | None = 1024

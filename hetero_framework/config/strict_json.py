@@ -81,6 +81,21 @@ class _Object(dict[str, Any]):
         self.repeated = list(dict.fromkeys(k for k, _ in pairs if k in seen or seen.add(k)))  # type: ignore[func-returns-value]
 
 
+def repeated_keys(text: str, index: int = 0) -> list[str]:
+    """The paths of the keys that an object of the JSON value at `index` gives more than once."""
+    value, _ = json.JSONDecoder(object_pairs_hook=_Object).raw_decode(text, index)
+    return list(_repeated(value, ""))
+
+
+def _repeated(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, _Object):
+        yield from (join_path(path, key) for key in value.repeated)
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, (dict, list)):
+            yield from _repeated(item, join_path(path, key))
+
+
 def _read_bytes(path: Path) -> bytes:
     try:
         if path.is_dir():

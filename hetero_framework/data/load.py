@@ -17,7 +17,8 @@ from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, co
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.formats import Formatter, detect_format
-from hetero_framework.data.sources import Record, Source, find_sources, read_records
+from hetero_framework.data.sources import Record, Source, find_sources
+from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import choose_pad_token
 from hetero_framework.errors import DataError
@@ -187,7 +188,10 @@ class _Reader:
         self, name: str, sources: list[Source], split: str
     ) -> tuple[Examples, list[str], bool]:
         """The examples, what to say of them, and whether another day gives the same."""
-        records = chain.from_iterable(self._records(source, split) for source in sources)
+        whole = ("train",) if name == "train" else ("test", "train")
+        notes: list[str] = []
+        reader = SplitReader(split, whole, self.data.dataset_config)
+        records = reader.read(sources, notes.append)
         first = next(records)
         kind: str = self.data.format
         if kind == "auto":
@@ -202,17 +206,10 @@ class _Reader:
             f"{name}: {len(examples):,} examples, {len(examples.ids):,} tokens from {origin}",
             f"{name}: format {formatter.name} (fields {', '.join(first.fields)})",
             *(f"{name}: {line}" for line in self._remarks(counts, formatter)),
+            *notes,
         ]
         dated = formatter.renderer is not None and formatter.renderer.uses_date
         return examples, lines, not dated
-
-    def _records(self, source: Source, split: str) -> Iterator[Record]:
-        empty = True
-        for record in read_records(source, split=split, dataset_config=self.data.dataset_config):
-            empty = False
-            yield record
-        if empty:
-            raise DataError(f"{source.name} holds no example")
 
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]

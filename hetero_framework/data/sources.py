@@ -1,7 +1,8 @@
-"""Where examples come from: files, saved datasets, the hub. All become a stream of `Record`.
+"""Where examples come from: files, folders, saved datasets, the hub.
 
 JSON Lines and JSON are parsed here, so that an error names the file and the line; the rest is left
-to pyarrow and `datasets`. Nothing that would be unpickled is ever opened.
+to pyarrow and `datasets`. Nothing that would be unpickled is ever opened. `splits` chooses the part
+of a source that is read.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from hetero_framework.config.strict_json import json_type
+from hetero_framework.config.strict_json import json_type, repeated_keys
+from hetero_framework.data.arrow import plain_rows
 from hetero_framework.errors import DataError
-from hetero_framework.repository import PICKLED_SUFFIXES
+from hetero_framework.repository import PICKLED_SUFFIXES, mistaken_for
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -48,7 +50,9 @@ _KINDS = {
     ".txt": "text",
     ".text": "text",
 }
-_HOW = "use .jsonl, .json, .parquet, .txt, a folder of datasets.save_to_disk, or a hub name"
+_HOW = "use .jsonl, .json, .parquet, .txt, a folder of such files, or a hub name"
+_HEAD_BYTES = 512
+_ONE_A_LINE = "in a .jsonl file each line is one object; a JSON list goes into a .json file"
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,15 @@ class Record:
 @dataclass(frozen=True)
 class Source:
     """One entry of `data.train` or `data.eval`, found but not read. `kind` is jsonl, json, parquet,
-    text, saved (a `save_to_disk` folder) or hub."""
+    text, saved (a `save_to_disk` folder), folder (of files) or hub."""
 
     name: str
     kind: str
     path: Path | None = None
+
+    @property
+    def is_file(self) -> bool:
+        return self.kind in _KINDS.values()
 
 
 def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> list[Source]:
@@ -78,17 +86,16 @@ def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> lis
     return [source for entry in entries for source in _find(entry, base_dir)]
 
 
-def read_records(
-    source: Source, *, split: str = "train", dataset_config: str | None = None
-) -> Iterator[Record]:
-    """Stream the examples of one source; only hub names and saved folders have splits. Raises
-    DataError, with file and line, for anything that is not an example."""
-    if source.path is None:
-        return _from_hub(source.name, split, dataset_config)
-    if source.kind == "saved":
-        return _from_saved(source.path, split)
+def read_file(source: Source) -> Iterator[Record]:
+    """Stream the examples of a file. Raises DataError, with file and line, for anything that is not
+    an example, and where there is none."""
+    assert source.path is not None
     readers = {"parquet": _from_parquet, "text": _from_text, "json": _from_json}
-    return readers.get(source.kind, _from_jsonl)(source.path)
+    record = None
+    for record in readers.get(source.kind, _from_jsonl)(source.path):
+        yield record
+    if record is None:
+        raise DataError(f"{source.name} holds no example")
 
 
 def _find(entry: str, base_dir: Path) -> list[Source]:
@@ -96,7 +103,7 @@ def _find(entry: str, base_dir: Path) -> list[Source]:
     if path.is_dir():
         return [_folder(entry, path)]
     if path.exists():
-        return [_file(entry, path)]
+        return [open_source(entry, path)]
     if glob.has_magic(entry):
         # root_dir: brackets in the name of the base folder are not part of the pattern.
         pattern = os.path.expanduser(entry)
@@ -104,7 +111,7 @@ def _find(entry: str, base_dir: Path) -> list[Source]:
         files = [match for match in matches if (base_dir / match).is_file()]
         if not files:
             raise DataError(f"no file matches {entry}", hint=f"looked in {base_dir}")
-        return [_file(match, base_dir / match) for match in files]
+        return [open_source(match, base_dir / match) for match in files]
     if not _may_be_on_hub(entry, path):
         raise DataError(f"data file not found: {entry}", hint=f"looked at {path}")
     return [Source(entry, "hub")]
@@ -122,42 +129,78 @@ def _may_be_on_hub(entry: str, path: Path) -> bool:
 def _folder(entry: str, path: Path) -> Source:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return Source(entry, "saved", path)
-    raise DataError(
-        f"{entry} is a folder, but not one that datasets.save_to_disk wrote",
-        hint=f"for the files in a folder give a pattern, such as {entry.rstrip('/')}/*.jsonl",
-    )
+    if not data_files(path):
+        raise DataError(f"the folder {entry} holds no file that can be read", hint=_HOW)
+    return Source(entry, "folder", path)
 
 
-def _file(entry: str, path: Path) -> Source:
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+def data_files(folder: Path) -> list[Path]:
+    """The files of a folder that have the name of a readable kind, hidden ones aside."""
+    found = (file for file in sorted(folder.rglob("*")) if not file.name.startswith("."))
+    return [file for file in found if _suffix(file) in _KINDS and file.is_file()]
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def open_source(entry: str, path: Path) -> Source:
+    """The file at `path`, whose kind is told by its name and its first bytes."""
+    suffix = _suffix(path)
     if suffix in PICKLED_SUFFIXES:
         raise DataError(
             f"{entry} is a pickled format, which can run code when it is read", hint=_HOW
         )
-    content = _magic(path)
-    if content == "Parquet":
-        return Source(entry, "parquet", path)
-    if content not in (None, "gzip"):
-        raise DataError(f"{entry} holds {content} data, which is not read here", hint=_HOW)
-    if suffix not in _KINDS:
+    if suffix in (".csv", ".tsv"):
+        raise DataError(
+            f"{entry} is a table of text, in which no cell has a type; it is not read here",
+            hint="convert it: datasets.load_dataset('csv', data_files=...)['train'].to_json(...)",
+        )
+    if suffix not in _KINDS and _magic(_head(path)) != "Parquet":
         raise DataError(f"{entry}: unknown kind of file {suffix or '(no suffix)'}", hint=_HOW)
-    if suffix == ".parquet":
-        raise DataError(f"{entry} is not a Parquet file (it does not begin with PAR1)")
+    head = _head(path)
+    zipped = _magic(head) == "gzip"
+    if zipped:
+        with _reading(path) as file:
+            head = file.read(_HEAD_BYTES)
+    _check_content(entry, head, suffix)
+    if _magic(head) == "Parquet" or suffix == ".parquet":
+        if zipped:
+            raise DataError(f"{entry} is compressed Parquet", hint="decompress it with gunzip")
+        if head and not head.startswith(b"PAR1"):
+            raise DataError(f"{entry} is not a Parquet file (it does not begin with PAR1)")
+        return Source(entry, "parquet", path)
     return Source(entry, _KINDS[suffix], path)
 
 
-def _magic(path: Path) -> str | None:
+def _check_content(entry: str, head: bytes, suffix: str) -> None:
+    """DataError for first bytes that no kind of file here has."""
+    if not head:
+        raise DataError(f"{entry} holds no example: it is empty")
+    content = _magic(head)
+    if content == "UTF-16 text" or (content is None and b"\0" in head[:4]):
+        raise DataError(f"{entry} holds UTF-16 text or binary data", hint="save it as UTF-8")
+    if content not in (None, "Parquet"):
+        raise DataError(f"{entry} holds {content} data, which is not read here", hint=_HOW)
+    if suffix not in (".txt", ".text") and (mistaken := mistaken_for(head)) is not None:
+        raise DataError(f"{entry} is {mistaken[0]}, not the data", hint=mistaken[1])
+
+
+def _magic(head: bytes) -> str | None:
+    return next((name for magic, name in _MAGIC if head.startswith(magic)), None)
+
+
+def _head(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            head = file.read(8)
+            return file.read(_HEAD_BYTES)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    return next((name for magic, name in _MAGIC if head.startswith(magic)), None)
 
 
 def _open(path: Path) -> BinaryIO:
     """Open for reading bytes; a gzip file is recognised by its first bytes, not by its name."""
-    if _magic(path) == "gzip":
+    if _magic(_head(path)) == "gzip":
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 
@@ -172,7 +215,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB",
-                    hint="a line is one example; a JSON list goes into a file named .json",
+                    hint=_ONE_A_LINE,
                 )
             yield number, _decode(line.removeprefix(_BOM) if number == 1 else line, where)
 
@@ -207,21 +250,50 @@ def _from_jsonl(path: Path) -> Iterator[Record]:
     for number, line in _lines(path):
         if line.strip():
             where = f"{path}:{number}"
-            value, end = _parse(line, _skip(line, 0), _LineCounter(path, line, number).at)
+            start = _skip(line, 0)
+            if line.startswith("[", start):
+                raise _not_an_object(where, "a list", line, _ONE_A_LINE)
+            value, end = _parse(line, start, _LineCounter(path, line, number).at, _ONE_A_LINE)
             if (rest := _skip(line, end)) < len(line):
-                raise DataError(f"{where}: not JSON after column {end}: {shorten(line[rest:])}")
+                raise DataError(
+                    f"{where}: not JSON after column {end}: {shorten(line[rest:])}",
+                    hint=_ONE_A_LINE,
+                )
             yield _record(where, value, line)
 
 
-def _parse(text: str, index: int, where: Callable[[int], str]) -> tuple[Any, int]:
+class _RepeatedKeyError(ValueError):
+    """One of two values would be lost."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise _RepeatedKeyError
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _parse(
+    text: str, index: int, where: Callable[[int], str], hint: str | None = None
+) -> tuple[Any, int]:
     """The value that begins at `index`, and where it ends."""
     try:
         return _DECODER.raw_decode(text, index)
+    except _RepeatedKeyError as error:
+        path = repeated_keys(text, index)[0]
+        key = re.split(r"[.\]]", path)[-1]
+        raise DataError(
+            f'{where(index)}: {path}: the key "{key}" is given twice in one object; keep one'
+        ) from error
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
         raise DataError(
             f"{where(error.pos)}: not JSON ({what} at column {error.colno}): "
-            f"{shorten(text[index:])}"
+            f"{shorten(text[index:])}",
+            hint=hint,
         ) from error
     except (RecursionError, ValueError) as error:
         # ValueError: a number of more digits than Python converts.
@@ -232,11 +304,13 @@ def _parse(text: str, index: int, where: Callable[[int], str]) -> tuple[Any, int
 
 def _record(where: str, value: Any, shown: str) -> Record:
     if not isinstance(value, dict):
-        raise DataError(
-            f"{where}: expected a JSON object, found {json_type(value)}: {shorten(shown)}",
-            hint='an example is an object with named fields, such as {"text": "..."}',
-        )
+        hint = 'an example is an object with named fields, such as {"text": "..."}'
+        raise _not_an_object(where, json_type(value), shown, hint)
     return Record(where, value)
+
+
+def _not_an_object(where: str, found: str, shown: str, hint: str) -> DataError:
+    return DataError(f"{where}: expected a JSON object, found {found}: {shorten(shown)}", hint=hint)
 
 
 def _from_json(path: Path) -> Iterator[Record]:
@@ -244,18 +318,20 @@ def _from_json(path: Path) -> Iterator[Record]:
     with _reading(path) as file:
         text = _decode(file.read().removeprefix(_BOM), str(path))
     start = _skip(text, 0)
-    if data := _DATA_LIST.match(text, start):
-        start = data.end() - 1
+    wrapped = _DATA_LIST.match(text, start)
+    if wrapped is not None:
+        start = wrapped.end() - 1
     if start < len(text) and text[start] not in "[{":
         raise DataError(
             f"{path}: expected a list of objects, found: {shorten(text[start:])}",
             hint='write [{"text": "..."}, ...], {"data": [...]}, or one object per line (.jsonl)',
         )
-    return _json_items(path, text, start)
+    return _json_items(path, text, start, wrapped is not None)
 
 
-def _json_items(path: Path, text: str, start: int) -> Iterator[Record]:
-    """The objects of the list at `start`, or those that follow one another, one at a time."""
+def _json_items(path: Path, text: str, start: int, wrapped: bool) -> Iterator[Record]:
+    """The objects of the list at `start`, which may be `wrapped` in an object, or those that follow
+    one another, one at a time."""
     line = _LineCounter(path, text)
     in_list = text.startswith("[", start)
     index = _skip(text, start + in_list)
@@ -278,9 +354,20 @@ def _json_items(path: Path, text: str, start: int) -> Iterator[Record]:
             raise DataError(f"{line.at(index)}: not JSON, a comma before the closing bracket")
     if in_list and index >= len(text):
         raise DataError(f"{line.at(len(text))}: not JSON, the list does not end")
+    if in_list:
+        _check_end(text, _skip(text, index + 1), wrapped, line)
 
 
-_DECODER = json.JSONDecoder()
+def _check_end(text: str, index: int, wrapped: bool, line: _LineCounter) -> None:
+    """DataError where more examples may follow a list: what is behind it is not read."""
+    rest, where = text[index:], line.at(index)
+    if wrapped and rest.startswith((",", "}")):  # the other keys of {"data": [...], ...}
+        others, end = _parse("{" + rest.removeprefix(","), 0, lambda _: where)
+        if "data" in others:
+            raise DataError(f'{where}: the key "data" is given twice; keep one')
+        rest = ("{" + rest.removeprefix(","))[end:]
+    if rest.strip():
+        raise DataError(f"{where}: not JSON, more follows the list: {shorten(rest)}")
 
 
 def _skip(text: str, index: int) -> int:
@@ -308,53 +395,11 @@ def _from_parquet(path: Path) -> Iterator[Record]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1000):
-                for row in batch.to_pylist():
+                for row in plain_rows(batch.to_pylist(), file.schema_arrow):
                     number += 1
                     yield Record(f"{path} row {number}", row)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: damaged Parquet file after row {number} ({error})") from error
-
-
-def _from_saved(path: Path, split: str) -> Iterator[Record]:
-    import datasets
-    import pyarrow
-
-    try:
-        dataset = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a folder of datasets.save_to_disk ({error})") from error
-    if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            raise DataError(
-                f"{path} has no split {split!r}, only {', '.join(map(repr, dataset))}",
-                hint="set data.train_split or data.eval_split",
-            )
-        dataset = dataset[split]
-    yield from _rows(dataset, str(path))
-
-
-def _from_hub(name: str, split: str, dataset_config: str | None) -> Iterator[Record]:
-    import datasets
-
-    try:
-        dataset = datasets.load_dataset(name, dataset_config, split=split)
-    except datasets.exceptions.DatasetNotFoundError as error:
-        raise DataError(
-            f"{name!r} is neither a file or folder here nor a dataset on the hub ({error})",
-            hint="check the path (relative paths count from the configuration file's folder)",
-        ) from error
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        # ConnectionError and the offline mode's error are OSErrors.
-        raise DataError(
-            f"cannot load the dataset {name!r}, split {split!r}, from the hub: {error}",
-            hint="without a network, give local files or a folder of datasets.save_to_disk",
-        ) from error
-    yield from _rows(dataset, f"{name}[{split}]")
-
-
-def _rows(dataset: Any, name: str) -> Iterator[Record]:
-    for number, row in enumerate(dataset.with_format(None), 1):
-        yield Record(f"{name} row {number}", row)
 
 
 def shorten(text: str, limit: int = 60) -> str:

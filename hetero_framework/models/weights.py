@@ -32,7 +32,6 @@ _CODE_HINT = (
     "take a model that the installed transformers knows by itself; where it knows this one too,"
     " copy the folder and take that entry out of the file"
 )
-_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
@@ -209,10 +208,10 @@ def _damage(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        if isinstance(path, Path) and _is_pointer(path):
+        mistaken = repository.mistaken_for(_head(path)) if isinstance(path, Path) else None
+        if mistaken is not None:
             raise ModelError(
-                f"{path} is a Git LFS pointer and not the weights themselves",
-                hint="run `git lfs pull` there, or download the model with `hf download`",
+                f"{path} is {mistaken[0]} and not the weights themselves", hint=mistaken[1]
             ) from error
         why = repository.pickled(path) if isinstance(path, Path) else None
         if why is not None:
@@ -223,12 +222,12 @@ def _damage(path: Path | str) -> Iterator[None]:
         raise _damaged(path, str(error)) from error
 
 
-def _is_pointer(path: Path) -> bool:
+def _head(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(len(_LFS)) == _LFS
+            return file.read(64)
     except OSError:
-        return False
+        return b""
 
 
 def _damaged(path: Path | str, why: str) -> ModelError:

@@ -2,22 +2,29 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import datasets
 import pytest
+from trl.trainer.utils import remove_none_values
 
 from hetero_framework.data import sources
-from hetero_framework.data.sources import find_sources, read_records
+from hetero_framework.data.sources import find_sources
+from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import write_jsonl
 
 ROWS = [{"text": "one"}, {"text": "zwei ü"}, {"text": "three"}]
 
 
-def read(spec: str | list[str], base_dir: Path, **options: str) -> list[dict]:
-    found = find_sources(spec, base_dir)
-    return [record.fields for source in found for record in read_records(source, **options)]
+def read(
+    spec: str | list[str], base_dir: Path, split: str = "train", said: list[str] | None = None
+) -> list[dict]:
+    reader = SplitReader(split)
+    said = [] if said is None else said
+    records = reader.read(find_sources(spec, base_dir), said.append)
+    return [record.fields for record in records]
 
 
 def as_jsonl(rows: list[dict]) -> str:
@@ -39,6 +46,7 @@ def as_jsonl(rows: list[dict]) -> str:
         ("data.json", json.dumps({"data": ROWS}).encode()),
         ("data_and_more.json", json.dumps({"version": 1, "data": ROWS}).encode()),
         ("lines.json", as_jsonl(ROWS).encode()),
+        ("data_first.json", json.dumps({"data": ROWS, "version": {"of": [1]}}).encode()),
         ("upper.JSONL", as_jsonl(ROWS).encode()),
         ("plain.txt", "one\nzwei ü\nthree".encode()),
         ("plain_end.txt", "one\r\nzwei ü\r\nthree\r\n".encode()),
@@ -101,7 +109,34 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.jsonl", b'{"t": "', r"\(Unterminated string starting at column 7\)"),
         ("a.jsonl", b"null", r"a\.jsonl:1: expected a JSON object, found null"),
         ("a.jsonl", b'{"t": 1}\n{"t": "\xff"}', r"a\.jsonl:2: byte 8 is not valid UTF-8"),
-        ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: (too deep|not JSON)"),
+        ("a.jsonl", b'{"a": ' + b"[" * 100_000, r"a\.jsonl:1: (too deep|not JSON)"),
+        ("a.jsonl", b'[\n {"text": "a"}\n]', r"a\.jsonl:1: expected .* goes into a \.json file"),
+        ("a.jsonl", b'[{"text": "a"}]', r"a\.jsonl:1: expected .* goes into a \.json file"),
+        ("a.jsonl", b'{\n "text": "a"\n}', r"a\.jsonl:1: not JSON .* each line is one object"),
+        ("a.jsonl", b'{"t": 1}\n{"t": 1, "t": 2}', r'a\.jsonl:2: t: the key "t" is given twice'),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user"}, {"role": "a", "content": "b", "role": "c"}]}',
+            r'a\.jsonl:1: messages\[1\]\.role: the key "role" is given twice in one object',
+        ),
+        ("a.json", b'[{"t": 1},\n {"u": {"t": 1, "t": 1}}]', r"a\.json:2: u\.t: the key"),
+        ("a.json", b'{"data": [{"t": 1}],\n "data": [{"t": 2}]}', r'json:1: the key "data" is'),
+        ("a.json", b'{"v": 1, "data": [{"t": 1}], "data": []}', r"json:1: data: the key"),
+        ("a.json", b'[{"t": 1}]\n[{"t": 2}]', r"a\.json:2: not JSON, more follows the list"),
+        ("a.json", b'{"data": [{"t": 1}]}\n{"t": 2}', r"json:1: not JSON, more follows the list"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS .*git lfs pull"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer"),
+        ("a.jsonl.gz", gzip.compress(b"version https://git-lfs.github.com/spec/v1"), "Git LFS"),
+        ("a.json", b"\n<!DOCTYPE html><html>", r"a\.json is an HTML page, not the data"),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16-le"), r"a\.jsonl holds UTF-16 text"),
+        ("a.txt", '{"text": "a"}'.encode("utf-16-be"), r"a\.txt holds UTF-16 text"),
+        ("a.jsonl", b"", r"a\.jsonl holds no example: it is empty"),
+        ("a.jsonl.gz", gzip.compress(b""), r"a\.jsonl\.gz holds no example: it is empty"),
+        ("a.parquet", b"", r"a\.parquet holds no example: it is empty"),
+        ("a.jsonl", b" \n\n", r"a\.jsonl holds no example"),
+        ("a.json", b"[]", r"a\.json holds no example"),
+        ("a.parquet.gz", gzip.compress(b"PAR1"), r"a\.parquet\.gz is compressed Parquet"),
+        ("a.tsv", b"text\nhello", r"a\.tsv is a table of text"),
         ("a.jsonl", b'{"t": ' + b"1" * 5000 + b"}", r"a\.jsonl:1: too deep or too long a value"),
         ("a.json", b'[{"t": ' + b"1" * 5000 + b"}]", r"a\.json:1: too deep or too long a value"),
         ("a.jsonl", b"\xff\xfe{\x00", r"UTF-16"),
@@ -126,13 +161,15 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.jsonl", b"PK\x03\x04", r"a\.jsonl holds zip data"),
         ("a.pkl", b"", r"pickled format, which can run code"),
         ("a.pt", b"PK\x03\x04", r"pickled format, which can run code"),
-        ("a.csv", b"text\nhello", r"a\.csv: unknown kind of file \.csv"),
+        ("a.xlsx", b"PK", r"a\.xlsx: unknown kind of file \.xlsx"),
+        ("a.csv", b"text\nhello", r"a\.csv is a table of text.*load_dataset\('csv'"),
     ],
 )
 def test_read_records_bad_file_names_file_and_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as caught:
         read(name, tmp_path)
+    assert re.search(message, str(caught.value), re.DOTALL | re.MULTILINE)
 
 
 def test_read_records_line_over_the_limit_is_refused(tmp_path, monkeypatch):
@@ -151,7 +188,7 @@ def test_read_records_line_over_the_limit_is_refused(tmp_path, monkeypatch):
         ("train.jsnol", "data file not found: train.jsnol"),
         ("folder/misspelt", "data file not found: folder/misspelt"),
         ([], "list of data files is empty"),
-        (".", "not one that datasets.save_to_disk wrote"),
+        ("folder", "the folder folder holds no file that can be read"),
     ],
 )
 def test_find_sources_absent_says_where_it_looked(tmp_path, spec, message):
@@ -171,3 +208,147 @@ def test_read_records_damaged_saved_dataset_is_a_clear_error(tmp_path):
     (tmp_path / "saved" / "state.json").write_text("{}")
     with pytest.raises(DataError, match="saved"):
         read("saved", tmp_path)
+
+
+SPLITS = [
+    "train",
+    "train[:2]",
+    "train[2:]",
+    "train[-3:]",
+    "train[:10%]",
+    "train[10%:55%]",
+    "train[:-20%]",
+    "train[3:100]",
+    "train[:2]+train[-1:]",
+]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_split_of_files_is_that_of_load_dataset(tmp_path, split):
+    rows = [{"text": f"row {number}"} for number in range(11)]
+    write_jsonl(tmp_path / "a.jsonl", rows[:4])
+    write_jsonl(tmp_path / "b.jsonl", rows[4:])
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "c.parquet"))
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "d.txt").write_text("".join(row["text"] + "\n" for row in rows))
+    (tmp_path / "e.json").write_text(json.dumps(rows))
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    expected = datasets.load_dataset(
+        "json", data_files=files, split=split, cache_dir=str(tmp_path / "cache")
+    ).to_list()
+    assert 0 < len(expected) <= 11
+    for spec in (["a.jsonl", "b.jsonl"], "[ab].jsonl", "c.parquet", "saved", "d.txt", "e.json"):
+        assert read(spec, tmp_path, split) == expected
+
+
+def folder_of(files: dict[str, str], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+
+
+TRAIN, TEST = as_jsonl([{"text": f"train {n}"} for n in range(5)]), as_jsonl([{"text": "test"}])
+README = """---
+configs:
+- config_name: one
+  default: true
+  data_files:
+  - {split: train, path: "first/*.jsonl"}
+  - {split: validation, path: other.jsonl}
+- config_name: two
+  data_files: other.jsonl
+---
+"""
+
+
+@pytest.mark.parametrize("split", ["train", "train[1:3]", "test", "validation", "train+test"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train.jsonl": TRAIN, "test.jsonl": TEST},
+        {"data/train-00000-of-00002.jsonl": TRAIN, "data/train-00001-of-00002.jsonl": TEST,
+         "data/validation-00000-of-00001.jsonl": TEST},
+        {"my_train.json": f"[{TRAIN.replace(chr(10), ',')}]", "my-dev.json": f"[{TEST}]"},
+        {"train/a.txt": "a\nb\nc\n", "test/b.txt": "d\n", "README.md": "# no splits"},
+        {"a.jsonl": TRAIN, "b.jsonl": TEST},
+        {"first/x.jsonl": TRAIN, "other.jsonl": TEST, "README.md": README},
+        {"train.parquet": "", "eval.parquet": ""},
+    ],
+)  # fmt: skip
+def test_a_folder_has_the_splits_of_load_dataset(tmp_path, files, split):
+    folder = tmp_path / "folder"
+    folder_of(files, folder)
+    for file in folder.glob("*.parquet"):
+        datasets.Dataset.from_list([{"text": file.name}] * 4).to_parquet(str(file))
+    try:
+        expected = datasets.load_dataset(
+            str(folder), split=split, cache_dir=str(tmp_path / "cache")
+        ).to_list()
+    except (ValueError, KeyError):
+        with pytest.raises(
+            DataError, match=r"folder has no split '(test|validation)', only 'train'"
+        ):
+            read("folder", tmp_path, split)
+    else:
+        assert read("folder", tmp_path, split) == expected
+
+
+def test_a_folder_names_the_files_that_are_in_no_split(tmp_path):
+    folder_of({"f/train.jsonl": TRAIN, "f/more.jsonl": TEST, "f/.hidden.jsonl": TEST}, tmp_path)
+    said: list[str] = []
+    assert len(read("f", tmp_path, said=said)) == 5
+    assert said == ["warning: f also holds more.jsonl, in no split, which is not read"]
+
+
+def test_a_subset_of_a_folder_is_chosen_by_its_readme(tmp_path):
+    folder_of({"first/x.jsonl": TRAIN, "other.jsonl": TEST, "README.md": README}, tmp_path)
+    found = find_sources(".", tmp_path)
+    records = SplitReader("train", dataset_config="two").read(found, print)
+    assert [record.fields for record in records] == [{"text": "test"}]
+    with pytest.raises(DataError, match=r"'three' not found. Available: \['one', 'two'\]"):
+        list(SplitReader("train", dataset_config="three").read(found, print))
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("validation", r"a\.jsonl has no split 'validation', only 'train'"),
+        ("validation[:2]", r"a\.jsonl has no split 'validation', only 'train'"),
+        ("train[:2", r"the split 'train\[:2' of a\.jsonl cannot be taken: Unrecognized"),
+        ("train[:0.5]", "cannot be taken: Unrecognized"),
+        ("train[:2%:3]", "cannot be taken: Unrecognized"),
+        ("train[:200%]", "cannot be taken"),
+        ("train[:5%](pct1_dropremainder)", "cannot be taken: .*less than 100"),
+        ("train[5:]", r"a\.jsonl: the split train\[5:\] holds no example"),
+        ("train+nothing", r"a\.jsonl has no split 'nothing'"),
+    ],
+)
+def test_a_split_that_cannot_be_taken_is_refused(tmp_path, split, message):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(DataError, match=message):
+        read("a.jsonl", tmp_path, split)
+
+
+def test_columns_of_json_are_read_and_filled_nulls_left_out(tmp_path):
+    rows = [
+        {"m": [{"role": "a", "args": {"x": None, "y": [1, None]}}, {"n": None}], "o": None},
+        {"m": [{"role": "b", "args": {}}], "o": {"p": 1, "q": {"r": 2}}},
+    ]
+    features = datasets.Features(
+        {
+            "m": datasets.List(datasets.Json()),
+            "o": {"p": datasets.Value("int64"), "q": datasets.Json()},
+        }
+    )
+    stored = datasets.Dataset.from_list(rows, features=features)
+    stored.to_parquet(str(tmp_path / "a.parquet"))
+    stored.save_to_disk(str(tmp_path / "saved"))
+    assert read("a.parquet", tmp_path) == read("saved", tmp_path) == rows
+    typed = [{"o": {"a": 1, "b": {"c": None}}, "l": [{"d": 1}, {"e": [{"f": 2}, {"g": 3}]}]}, {}]
+    stored = datasets.Dataset.from_list(typed)
+    stored.to_parquet(str(tmp_path / "b.parquet"))
+    stored.save_to_disk(str(tmp_path / "other"))
+    first = {"o": {"a": 1, "b": {}}, "l": [{"d": 1}, {"e": [{"f": 2}, {"g": 3}]}]}
+    assert remove_none_values(stored[0]) == first
+    for name in ("b.parquet", "other"):
+        assert read(name, tmp_path) == [first, {"o": None, "l": None}]

@@ -1,0 +1,52 @@
+"""Rows of Arrow tables as JSON would have them.
+
+A column of objects has one type for all rows, so that each object has every key, null where it was
+absent. Such nulls are left out, as TRL's `remove_none_values` does. Columns of JSON (the `Json`
+feature of `datasets`) hold texts; what they say is taken as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def plain_rows(
+    rows: Iterable[dict[str, Any]], schema: pyarrow.Schema, *, decoded: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The rows without the nulls that Arrow filled in; `decoded` says that the texts of JSON
+    columns were read before."""
+    types = _types(schema)
+    for row in rows:
+        yield {name: _plain(value, types.get(name), decoded) for name, value in row.items()}
+
+
+def _types(schema: pyarrow.Schema) -> dict[str, Any]:
+    if b"huggingface" in (schema.metadata or {}):
+        from datasets import Features  # slow
+
+        schema = Features.from_arrow_schema(schema).arrow_schema
+    return {field.name: field.type for field in schema}
+
+
+def _plain(value: Any, kind: Any, decoded: bool) -> Any:
+    if value is None or kind is None:
+        return value
+    import pyarrow.types as types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return value if decoded or not isinstance(value, str) else json.loads(value)
+    if types.is_struct(kind) and isinstance(value, dict):
+        fields = {field.name: field.type for field in kind}
+        return {
+            key: _plain(item, fields.get(key), decoded)
+            for key, item in value.items()
+            if item is not None
+        }
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_plain(item, kind.value_type, decoded) for item in value]
+    return value

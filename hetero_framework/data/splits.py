@@ -1,0 +1,179 @@
+"""Which part of the data is read: `train`, `train[:10%]`, `train+validation`, as in `datasets`.
+
+A folder has the splits that `datasets` finds in it, by the names of its files or by its README. A
+file is one split, `train`; files that stand one after another in a list are one split together.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.data.arrow import plain_rows
+from hetero_framework.data.sources import Record, Source, data_files, open_source, read_file
+from hetero_framework.errors import DataError
+
+_NAME = re.compile(r"[\w.-]+")
+_ONE_SPLIT = "it is one split; name train, or a slice of it such as train[:100] or train[10%:]"
+
+
+@dataclass(frozen=True)
+class _Split:
+    """One split of a dataset."""
+
+    read: Callable[[], Iterator[Record]]
+    count: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class SplitReader:
+    """Reads a split of data; `whole` are the names that mean all of a file."""
+
+    split: str
+    whole: tuple[str, ...] = ("train",)
+    dataset_config: str | None = None
+
+    def read(self, sources: Sequence[Source], say: Callable[[str], None]) -> Iterator[Record]:
+        """Stream the examples; `say` is told of files that are not read. Raises DataError, with
+        file and line, for anything that is not an example."""
+        for are_files, group in groupby(sources, key=lambda source: source.is_file):
+            if are_files:
+                files = list(group)
+                names = ", ".join(source.name for source in files[:3])
+                yield from self._select(names, dict.fromkeys(self.whole, _files(files)), _ONE_SPLIT)
+                continue
+            for source in group:
+                if source.path is None:
+                    yield from _from_hub(source.name, self.split, self.dataset_config)
+                else:
+                    yield from self._folder(source.name, source.path, source.kind, say)
+
+    def _folder(
+        self, name: str, path: Path, kind: str, say: Callable[[str], None]
+    ) -> Iterator[Record]:
+        if kind == "saved":
+            splits = _saved_splits(path, self.whole)
+        else:
+            splits = _folder_splits(name, path, self.dataset_config, say)
+        return self._select(name, splits, "set data.train_split or data.eval_split")
+
+    def _select(self, name: str, splits: Mapping[str, _Split], hint: str) -> Iterator[Record]:
+        """The rows of the split, one slice after another."""
+        record = None
+        for split, begin, end in self._slices(name, splits, hint):
+            for record in islice(splits[split].read(), begin, end):
+                yield record
+        if record is None:
+            raise DataError(f"{name}: the split {self.split} holds no example")
+
+    def _slices(
+        self, name: str, splits: Mapping[str, _Split], hint: str
+    ) -> list[tuple[str, int, int | None]]:
+        """Split, first row and end of each part. The numbers are those of `datasets`."""
+        if _NAME.fullmatch(self.split):
+            self._check_names(name, [self.split], splits, hint)
+            return [(self.split, 0, None)]
+        from datasets import ReadInstruction  # slow
+
+        try:
+            instruction = ReadInstruction.from_spec(self.split)
+            parts = instruction.to_spec().split("+")
+            names = [re.split(r"[\[(]", part)[0] for part in parts]
+            self._check_names(name, names, splits, hint)
+            counts = {split: splits[split].count() for split in set(names)}
+            slices = instruction.to_absolute(counts)
+        except (ValueError, AssertionError) as error:
+            raise DataError(
+                f"the split {self.split!r} of {name} cannot be taken: {error}",
+                hint='write "train", "train[:100]", "train[10%:]" or "train+validation"',
+            ) from error
+        return [(part.splitname, part.from_, part.to) for part in slices]
+
+    def _check_names(
+        self, name: str, names: list[str], splits: Mapping[str, _Split], hint: str
+    ) -> None:
+        for split in names:
+            if split not in splits:
+                raise DataError(
+                    f"{name} has no split {split!r}, only {', '.join(map(repr, splits))}", hint=hint
+                )
+
+
+def _files(sources: Sequence[Source]) -> _Split:
+    def read() -> Iterator[Record]:
+        return chain.from_iterable(map(read_file, sources))
+
+    return _Split(read, lambda: sum(1 for _ in read()))
+
+
+def _rows(dataset: Any, name: str) -> _Split:
+    def read() -> Iterator[Record]:
+        plain = plain_rows(dataset.with_format(None), dataset.features.arrow_schema, decoded=True)
+        return (Record(f"{name} row {number}", row) for number, row in enumerate(plain, 1))
+
+    return _Split(read, lambda: len(dataset))
+
+
+def _folder_splits(
+    name: str, path: Path, config: str | None, say: Callable[[str], None]
+) -> dict[str, _Split]:
+    """The splits that `load_dataset` finds in a folder of files."""
+    import datasets
+
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+            builder = datasets.load_dataset_builder(str(path), config, cache_dir=cache)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"the folder {name} cannot be read as a dataset: {error}",
+            hint="name the files one by one or by a pattern; data.dataset_config names a subset",
+        ) from error
+    found = {
+        str(split): list(map(Path, files)) for split, files in builder.config.data_files.items()
+    }
+    used = {file.resolve() for files in found.values() for file in files}
+    unused = [file.name for file in data_files(path) if file.resolve() not in used]
+    if unused:
+        say(f"warning: {name} also holds {', '.join(unused[:3])}, in no split, which is not read")
+    return {
+        split: _files([open_source(str(file), file) for file in files])
+        for split, files in found.items()
+    }
+
+
+def _saved_splits(path: Path, whole: tuple[str, ...]) -> dict[str, _Split]:
+    import datasets
+    import pyarrow
+
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: not a folder of datasets.save_to_disk ({error})") from error
+    if isinstance(dataset, datasets.DatasetDict):
+        return {str(split): _rows(part, str(path)) for split, part in dataset.items()}
+    own = () if dataset.split is None else (str(dataset.split),)
+    return dict.fromkeys((*whole, *own), _rows(dataset, str(path)))
+
+
+def _from_hub(name: str, split: str, dataset_config: str | None) -> Iterator[Record]:
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(name, dataset_config, split=split)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise DataError(
+            f"{name!r} is neither a file or folder here nor a dataset on the hub ({error})",
+            hint="check the path (relative paths count from the configuration file's folder)",
+        ) from error
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # ConnectionError and the offline mode's error are OSErrors.
+        raise DataError(
+            f"cannot load the dataset {name!r}, split {split!r}, from the hub: {error}",
+            hint="without a network, give local files or a folder of datasets.save_to_disk",
+        ) from error
+    return _rows(dataset, f"{name}[{split}]").read()
