@@ -836,9 +836,10 @@ def _print_result(result: Any) -> None:
         f" {result.gradient_difference:.1e}, weights {result.weight_difference:.1e}"
     )
     subject = f"{result.model_type} ({result.subject}): {result.verdict}"
+    half = f"in bfloat16 autocast {result.half}" if result.half and result.passed else ""
     beside = f"crosses: {result.crossing}" if result.crossing else ""
     unused = f"left out: {', '.join(result.towers)}" if result.towers else ""
-    parts = filter(None, (subject, cuts, numbers, result.reason, beside, unused))
+    parts = filter(None, (subject, cuts, numbers, result.reason, half, beside, unused))
     print(printable("; ".join(parts)), flush=True)
 
 

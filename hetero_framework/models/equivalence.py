@@ -18,6 +18,7 @@ import math
 import platform
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -90,6 +91,7 @@ class Packing:
 class Result:
     """The outcome of one comparison, with the largest differences: of losses (absolute), of
     gradients and of trained weights (relative to each tensor's largest entry), of all steps.
+    `half` says how a step in bfloat16 autocast differs, empty where no bit does.
     `crossing` is what crosses beside the hidden state, if anything does, and `towers` are what text
     does not use."""
 
@@ -101,6 +103,7 @@ class Result:
     loss_difference: float = 0.0
     gradient_difference: float = 0.0
     weight_difference: float = 0.0
+    half: str = ""
     packing: Packing | None = None
     crossing: str = ""
     towers: tuple[str, ...] = ()
@@ -366,6 +369,7 @@ def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig, found: Resu
         crosses = "something crosses the cut beside the hidden state"
         return replace(found, reason=f"{reason}: {crosses}")
 
+    found = replace(found, half=_half_problem(whole, chain, config))
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
         inputs = _probe_inputs(config, seed=step)
@@ -541,17 +545,52 @@ def largest_difference(
     return worst, where
 
 
-def _whole_step(whole: Any, inputs: Inputs, items: torch.Tensor, config: PretrainedConfig) -> float:
+def _half_problem(whole: Any, chain: _Chain, config: PretrainedConfig) -> str:
+    """How a cut changes the loss or the gradients in bfloat16 autocast; empty where it changes no
+    bit. Trains nothing."""
+    inputs = _probe_inputs(config)
+    items, half = torch.tensor(num_items([inputs])), torch.bfloat16
+    who = "the whole model does not run"
+    # Of gates that are equal in so few bits some routers draw one in training.
+    for part in (whole, chain):
+        part.train(False)
+    try:
+        loss = _whole_step(whole, inputs, items, config, half)
+        expected = {"the loss": torch.tensor(loss), **_gradients(whole)}
+        who = "a shard does not run alone"
+        actual = {"the loss": chain.forward_backward(inputs, items, half), **chain.gradients()}
+    except LIBRARY_ERRORS as error:
+        return f"{who} ({one_line(error)})"
+    finally:
+        whole.zero_grad()
+        for part in (whole, chain):
+            part.train(True)
+    difference, worst = largest_difference(actual, expected)
+    return f"differs by {difference:.1e} (relative), most in {worst}" if difference else ""
+
+
+def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype, enabled=dtype is not None)
+
+
+def _whole_step(
+    whole: Any,
+    inputs: Inputs,
+    items: torch.Tensor,
+    config: PretrainedConfig,
+    autocast: torch.dtype | None = None,
+) -> float:
     """The loss of the model in one piece; gradients are left in its parameters."""
     structure = introspect(config)
     inputs = for_model(inputs, structure.ids_per_token)
     with quiet_library():
-        if structure.loss_counts_items:
-            loss = whole(**inputs, num_items_in_batch=items, use_cache=False).loss
-        else:
-            without = {name: value for name, value in inputs.items() if name != "labels"}
-            logits = whole(**without, use_cache=False).logits
-            loss = token_loss(whole, logits, inputs["labels"], items)
+        with _autocast(autocast):
+            if structure.loss_counts_items:
+                loss = whole(**inputs, num_items_in_batch=items, use_cache=False).loss
+            else:
+                without = {name: value for name, value in inputs.items() if name != "labels"}
+                logits = whole(**without, use_cache=False).logits
+                loss = token_loss(whole, logits, inputs["labels"], items)
         loss.backward()
     return float(loss.detach())
 
@@ -573,7 +612,9 @@ class _Chain:
             own = [parameter for name, parameter in named if name not in self._ties]
             self._optimizers.append(torch.optim.AdamW(own, lr=LEARNING_RATE) if own else None)
 
-    def forward_backward(self, inputs: Inputs, items: torch.Tensor) -> torch.Tensor:
+    def forward_backward(
+        self, inputs: Inputs, items: torch.Tensor, autocast: torch.dtype | None = None
+    ) -> torch.Tensor:
         """The loss; gradients are left in the parameters, those of a tied weight's places summed
         from the last one on."""
         for shard in self._shards:
@@ -581,10 +622,12 @@ class _Chain:
         received: Bundle = ()
         boundaries = []
         for shard in self._shards[:-1]:
-            left = shard.forward(inputs, received)
+            with _autocast(autocast):
+                left = shard.forward(inputs, received)
             received = as_leaves(crossing(left))
             boundaries.append((left, received))
-        loss = self._last.loss(inputs, received, items)
+        with _autocast(autocast):
+            loss = self._last.loss(inputs, received, items)
         loss.backward()
         for left, received in reversed(boundaries):
             differentiate(left, gradients_of(received))
@@ -597,6 +640,10 @@ class _Chain:
             total = sums.get(self._ties.get(name, name))
             self.parameters[name].grad = None if total is None else total.clone()
         return loss.detach()
+
+    def train(self, mode: bool) -> None:
+        for shard in self._shards:
+            shard.train(mode)
 
     def step(self) -> None:
         for optimizer in self._optimizers:
@@ -625,6 +672,7 @@ def write_architectures(results: Sequence[Result], path: Path) -> None:
         f" {r.weight_difference:.1e} | {r.reason} |"
         for r in groups["within tolerance"]
     ]
+    rounded = [f"| `{r.model_type}` | {r.half} |" for r in results if r.passed and r.half]
     crossing = [f"| `{r.model_type}` | {r.crossing} |" for r in results if r.passed and r.crossing]
     refused = [f"| `{r.model_type}` | {r.reason.replace('|', '/')} |" for r in groups["refused"]]
     text = _TABLE.format(
@@ -638,6 +686,8 @@ def write_architectures(results: Sequence[Result], path: Path) -> None:
         " without padding (`data.padding_free`).",
         equal=_names(r.model_type for r in groups["bit-equal"]),
         close="\n".join([_CLOSE, *close]) if close else "none",
+        exact=passed - len(rounded),
+        rounded="\n".join([_ROUNDED, *sorted(rounded)]) if rounded else "none",
         crossing="\n".join([_CROSSING, *sorted(crossing)]) if crossing else "none",
         alone=_names(alone),
         masked=_names(masked),
@@ -654,6 +704,9 @@ def _names(names: Iterable[str]) -> str:
 _CLOSE = """\
 | architecture | loss | gradients | weights after training | where |
 |---|---|---|---|---|"""
+_ROUNDED = """\
+| architecture | what a step in three shards does |
+|---|---|"""
 _CROSSING = """\
 | architecture | what crosses, with the widths of a tiny copy |
 |---|---|"""
@@ -674,6 +727,13 @@ A name of a class (`...ForConditionalGeneration`) is a multimodal model trained 
 ## Passed, within tolerance
 
 {close}
+
+## In bfloat16 autocast
+
+With `training.bf16`, loss and gradients of a step were compared in the same way. {exact} of those \
+that pass are equal to the bit; the others:
+
+{rounded}
 
 ## More than the hidden state
 

@@ -44,7 +44,7 @@ from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.remains import Kept
 from hetero_framework.models.seeds import derive_seed
-from hetero_framework.models.side import Bundle, Call, Report, Way, put_at, tensor_at
+from hetero_framework.models.side import Bundle, Call, Report, Way, as_inner, put_at, tensor_at
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.varlen_attention import register_per_sample
 from hetero_framework.models.weights import (
@@ -392,6 +392,7 @@ class Shard:
         position_ids."""
         if self._entry is None and not self.range.is_first:
             return received
+        received = as_inner(received)
         try:
             with suppress(Captured), self._doing("blocks"):
                 self._run(for_model(inputs, self.ids_per_token), received)
@@ -422,7 +423,7 @@ class Shard:
     ) -> Tensor:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items`; unless
         `tokens_only`, with what the model adds for the routers of all layers."""
-        inputs = for_model(inputs, self.ids_per_token)
+        inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         labels = inputs["labels"]
         structure = self._whole.structure
         if structure.loss_counts_items and not (tokens_only and structure.reports):

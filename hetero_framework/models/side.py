@@ -128,6 +128,13 @@ def as_leaves(received: Bundle) -> Bundle:
     return (hidden_BSD.detach().requires_grad_(), *own)
 
 
+def as_inner(received: Bundle) -> Bundle:
+    """What came in, as the model inside is to see it: none is a leaf, as none is in the whole
+    model. Of a float32 leaf autocast keeps the narrow copy, so that all that read it would share
+    one, and round the sum of their gradients."""
+    return tuple(t.view_as(t) if t.requires_grad else t for t in received)
+
+
 def returning(left: Bundle) -> Bundle:
     """Those of what left that get a gradient from behind: the hidden state always."""
     return tuple(t for place, t in enumerate(left) if place == 0 or t.requires_grad)

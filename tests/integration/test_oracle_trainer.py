@@ -15,7 +15,7 @@ from tests.integration.oracles import (
     trainer_run,
 )
 from tests.integration.test_outputs import save_tiny
-from tests.integration.test_parity import weights
+from tests.integration.test_parity import assert_same, weights
 from tests.samples import save_llama
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -58,6 +58,20 @@ def test_tied_embeddings_agree_with_trainer(losses, texts, tmp_path) -> None:
     assert_agree(ours, theirs)
     del trained["lm_head.weight"]  # a checkpoint holds the one weight once
     assert_close(weights(tmp_path / "run"), trained)
+
+
+@pytest.mark.parametrize("training", [{"bf16": True}, {"fp16": True}], ids=["bf16", "fp16"])
+def test_blocks_without_a_norm_in_front_equal_one_process_in_autocast(
+    training, losses, tmp_path
+) -> None:
+    """Three projections read the hidden state as it arrives."""
+    sections = {"model": {"name_or_path": str(save_tiny(tmp_path / "model", "olmo2"))}}
+    training = {"max_steps": 3, **training}
+    whole = losses([], "whole", training=training, **sections)
+    for number, changes in enumerate(({}, {"gradient_checkpointing": True})):
+        name = f"cut{number}"
+        assert losses([2, 4], name, training={**training, **changes}, **sections) == whole
+        assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
 
 
 # GPT-2's class has a name from which the Trainer does not know its loss; it counts other items.
