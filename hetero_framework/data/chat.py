@@ -1,24 +1,35 @@
-"""Conversations: rendering them, and which tokens are the assistant's.
+"""Conversations as tokens, and which of them the loss covers.
 
-A template with `{% generation %}` marks them itself. For any other the conversation is rendered up
-to each assistant turn: where the whole begins with that, the assistant's text is what follows the
-generation prompt; where it does not, that is an error, not a guess.
+A template with `{% generation %}` marks the assistant's text itself. In any other the loops over
+messages show which text comes from which message; the assistant's is its turn without the header
+that the generation prompt gives. Tokens and masks equal those of TRL's training templates.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
 from hetero_framework.data.conversations import Conversation, Message
+from hetero_framework.data.turns import find_turns, mark_turns, numbered
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SAID = "SAID"  # stands for a content of which only the place is asked
+_THINKING, _TOOLS, _BESIDE_CALLS = "thinking", "tools", "text beside tool calls"
+_ABOVE_ALL = ("system", "developer")  # what templates write before they go over the messages
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NO_MASK_HINT = (
     "put {% generation %} and {% endgeneration %} around the assistant's text in the template, "
@@ -28,25 +39,55 @@ _NO_MASK_HINT = (
 # What a template raises that does not take a conversation.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
+# What follows is as in TRL's training templates (1.16), by what is written in the template.
+_THINKS_LAST = "loop.index0 > ns.last_query_index"  # Qwen 3 to 3.8: thinks in the last turns only
+_KEEP_THINKING = (
+    (_THINKS_LAST, "loop.last or (not loop.last and reasoning_content)", "true"),
+    (_THINKS_LAST, _THINKS_LAST, "true"),
+    (  # DeepSeek R1 distils
+        "set ns = namespace(is_first=false, is_tool=false, is_output_first=true, system_prompt='')",
+        "{% if '</think>' in content %}"
+        "{% set content = content.split('</think>')[-1] %}{% endif %}",
+        "",
+    ),
+)
+_HEADERS = {
+    "{{- '<|im_start|>' + message.role }}": "<|im_start|>assistant",  # Qwen 2.5: then a line break
+    "<｜Assistant｜>": "",  # DeepSeek: it counts as said
+    "<|start|>assistant": "",  # gpt-oss: it begins each of a turn's channels
+}
+_STOPS_AT_NEXT_ROLE = "[gMASK]<sop>"  # GLM: the next role's token ends a turn
+
+_ROLE_TOKEN = re.compile(r"<\|(?:user|observation|system)\|>")
+_BEGINS_TO_THINK = re.compile(r"[<\[◁][^\s<>\[\]]*think", re.IGNORECASE)
+_THOUGHTS = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # as transformers takes them
+
 TokensAndMask = tuple[list[int], list[bool]]
 
 
 class ChatRenderer:
     """The chat template of one tokenizer, with extra variables. Raises DataError without one.
 
+    Args:
+        assistant_only: The loss covers what the assistant says, not the whole conversation.
+
     `trains_stop` says, once an assistant mask was made, whether the first one holds the token that
-    ends a turn; without it a model does not learn to stop.
+    ends a turn; without it a model does not learn to stop. `dropped` counts examples of which the
+    template leaves out something that they can do without.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        *,
+        assistant_only: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
-        chosen = template or tokenizer.chat_template
+        self.assistant_only = assistant_only
+        chosen = tokenizer.chat_template
         if isinstance(chosen, dict):
             chosen = chosen.get("default")
         if not chosen:
@@ -55,21 +96,25 @@ class ChatRenderer:
                 hint="use the tokenizer of an instruction-tuned model (model.tokenizer), or give a "
                 "Jinja file in data.chat_template_path",
             )
-        self.template: str = chosen
         self.trains_stop: bool | None = None
+        self.dropped: Counter[str] = Counter()
         self.marks_generation = _GENERATION.search(chosen) is not None
-        self._takes_parts = not self._shows("x") and self._shows([{"type": "text", "text": "x"}])
+        if assistant_only and not self.marks_generation:
+            known = [change[1:] for change in _KEEP_THINKING if change[0] in chosen]
+            for written, instead in known:
+                chosen = chosen.replace(written, instead)
+        self.template: str = chosen
+        self._with_marks = mark_turns(chosen)
+        self._takes_parts = not self._shows(_SAID) and self._shows(
+            [{"type": "text", "text": _SAID}]
+        )
 
     def _shows(self, content: Any) -> bool:
         """Whether the template writes the text of such a message."""
         try:
-            empty, full = (
-                self._render([{"role": "user", "content": written}])
-                for written in (content[:0], content)
-            )
+            return _SAID in self._render([{"role": "user", "content": content}])
         except _REFUSALS:
             return False
-        return len(full) > len(empty)
 
     @property
     def uses_date(self) -> bool:
@@ -78,28 +123,48 @@ class ChatRenderer:
 
     def ids(self, chat: Conversation, *, generation_prompt: bool = False) -> list[int]:
         """Token ids of a conversation, as `apply_chat_template(tokenize=True)` gives them."""
-        text = self._apply(chat, tokenize=False, add_generation_prompt=generation_prompt)
+        text = self._apply(chat, add_generation_prompt=generation_prompt)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def ids_and_mask(self, chat: Conversation) -> TokensAndMask:
-        """Token ids of a conversation and, for each, whether the assistant wrote it."""
-        if not self.tokenizer.is_fast:
+        """Token ids of a conversation and, for each, whether the loss covers it: what the assistant
+        says, or everything, in either case without messages of weight 0."""
+        weights = [
+            _weight(message, f"{chat.where}: message {number}")
+            for number, message in enumerate(chat.messages, 1)
+        ]
+        if not self.tokenizer.is_fast and (self.assistant_only or 0 in weights):
             raise DataError(
                 "the assistant's tokens cannot be found with a tokenizer written in Python",
                 hint="take one with tokenizer.json, or set data.assistant_only_loss to false",
             )
-        if not any(message["role"] == "assistant" for message in chat.messages):
+        wanted = [
+            weight and (_is_assistants(message) or not self.assistant_only)
+            for message, weight in zip(chat.messages, weights, strict=True)
+        ]
+        if self.assistant_only and not any(map(_is_assistants, chat.messages)):
             raise DataError(
                 f"{chat.where}: no assistant message, so there is nothing to learn",
                 hint="remove it, or set data.assistant_only_loss to false",
             )
-        ids, mask = self._marked(chat) if self.marks_generation else self._derived(chat)
-        if not any(mask):
+        text = self._apply(chat)
+        turns = self._turns(chat, text)
+        self._check_written(chat, text, turns)
+        if self.assistant_only and not self.marks_generation:
+            if _STOPS_AT_NEXT_ROLE in self.template:
+                text, turns = _with_stops(chat.messages, text, turns)
+            ids, mask = self._tokens_of(chat, text, turns, wanted)
+        else:
+            ids, mask = self._given(chat, text)
+            if 0 in weights:
+                _, out = self._tokens_of(chat, text, turns, [not weight for weight in weights])
+                mask = [bit and not other for bit, other in zip(mask, out, strict=True)]
+        if any(wanted) and not any(mask):
             raise DataError(
                 f"{chat.where}: the chat template marks no token of the assistant",
                 hint=_NO_MASK_HINT,
             )
-        if self.trains_stop is None:
+        if self.trains_stop is None and self.assistant_only and any(mask):
             self.trains_stop = self._ends_with_special_token(ids, mask)
         return ids, mask
 
@@ -110,57 +175,235 @@ class ChatRenderer:
         ends = (token for token in reversed(trained) if str(self.tokenizer.decode([token])).strip())
         return next(ends, None) in special
 
-    def _marked(self, chat: Conversation) -> TokensAndMask:
-        encoding = self._apply(
-            chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return encoding["input_ids"], [bool(bit) for bit in encoding["assistant_masks"]]
+    def _given(self, chat: Conversation, text: str) -> TokensAndMask:
+        """With what the template marks, or all of it."""
+        if self.assistant_only:
+            encoding = self._apply(
+                chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            return encoding["input_ids"], [bool(bit) for bit in encoding["assistant_masks"]]
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids, [True] * len(ids)
 
-    def _derived(self, chat: Conversation) -> TokensAndMask:
-        text = self._apply(chat, tokenize=False)
+    def _turns(self, chat: Conversation, text: str) -> list[list[range]]:
+        """The characters of a rendered conversation that the template writes for each message. An
+        end-of-sequence token behind all of them is the last one's."""
+        messages = numbered(chat.messages)
+        marked = self._apply(replace(chat, messages=messages), template=self._with_marks)
+        found, turns = find_turns(marked, len(messages))
+        if found != text:
+            return [[] for _ in messages]
+        if turns[-1] and text[turns[-1][-1].stop :] == self.tokenizer.eos_token:
+            turns[-1][-1] = range(turns[-1][-1].start, len(text))
+        return turns
+
+    def _tokens_of(
+        self, chat: Conversation, text: str, turns: list[list[range]], wanted: list[bool]
+    ) -> TokensAndMask:
+        """The tokens of a text, and for each whether it is said in one of the messages wanted; one
+        that reaches over the border is, as with return_assistant_tokens_mask."""
         encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        mask = [False] * len(encoding["input_ids"])
-        for index, message in enumerate(chat.messages):
-            if message["role"] != "assistant":
-                continue
-            # As return_assistant_tokens_mask: a token that the span touches counts. Characters that
-            # a tokenizer drops have no token.
-            for character in self._turn(chat, index, text):
-                token = encoding.char_to_token(character)
-                if token is not None:
-                    mask[token] = True
+        starts, ends = zip(*encoding.encodings[0].offsets, strict=True)
+        mask = [False] * len(starts)
+        for message, turn, is_wanted in zip(chat.messages, turns, wanted, strict=True):
+            if is_wanted and not turn and message.get("content"):
+                raise DataError(
+                    f"{chat.where}: the chat template has no {{% generation %}} marks, and it does "
+                    "not go over the messages in a loop, so the assistant's tokens cannot be told "
+                    "apart",
+                    hint=_NO_MASK_HINT,
+                )
+            for part in self._said(text, turn) if is_wanted and turn else ():
+                first, end = bisect_right(ends, part.start), bisect_left(starts, part.stop)
+                mask[first:end] = [True] * (end - first)
         return encoding["input_ids"], mask
 
-    def _turn(self, chat: Conversation, index: int, text: str) -> range:
-        """The characters of `text` that the assistant wrote in message `index`."""
-        earlier = replace(chat, messages=chat.messages[:index])
-        before = self._apply(earlier, tokenize=False, add_generation_prompt=True) if index else ""
-        until = self._apply(replace(chat, messages=chat.messages[: index + 1]), tokenize=False)
-        if not text.startswith(until):
-            # Some templates close every rendering with the end-of-sequence token.
-            until = until.removesuffix(self.tokenizer.eos_token or "")
-        if not (text.startswith(until) and until.startswith(before) and len(before) < len(until)):
-            raise DataError(
-                f"{chat.where}: the chat template has no {{% generation %}} marks, and it renders"
-                " this conversation's beginning differently when more follows, so the assistant's"
-                " tokens cannot be told apart",
-                hint=_NO_MASK_HINT,
-            )
-        return range(len(before), len(until))
+    def _said(self, text: str, turn: list[range]) -> list[range]:
+        """A turn without its header, and without spaces behind the end-of-sequence token."""
+        start, stop = turn[0].start, turn[-1].stop
+        at = text.find(self._header, start, turn[0].stop) if self._header else -1
+        if at >= 0:
+            start = at + len(self._header)
+        trimmed = text[:stop].rstrip(" ")
+        if self.tokenizer.eos_token and trimmed.endswith(self.tokenizer.eos_token):
+            stop = len(trimmed)
+        return [range(max(start, part.start), min(stop, part.stop)) for part in turn]
 
-    def _apply(self, chat: Conversation, **options: Any) -> Any:
-        messages = map(_in_parts, chat.messages) if self._takes_parts else chat.messages
+    @cached_property
+    def _header(self) -> str:
+        """What the template writes before the assistant's text: that which its turns and the
+        generation prompt have in common. Thinking that this begins counts as said."""
+        for written, counted in _HEADERS.items():
+            if written in self.template:
+                return counted
+        where = "an example of two questions and answers"
+        asked = [{"role": "user", "content": "ASKED"}]
+        answered = [*asked, {"role": "assistant", "content": _SAID}]
+        chat = Conversation([*answered, *answered], where)
+        text = self._apply(chat)
+        headers = [
+            text[turn[0].start : turn[0].stop].partition(_SAID)[0].lstrip()
+            for turn in self._turns(chat, text)[1::2]
+            if turn
+        ]
+        chat = Conversation(asked, where)
+        text = self._apply(chat)
+        before = "".join(text[: turn[-1].stop] for turn in self._turns(chat, text) if turn)
+        prompted = self._apply(chat, add_generation_prompt=True)
+        if prompted.startswith(before) and prompted != before:
+            headers.append(prompted.removeprefix(before).lstrip())
+        alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*headers, strict=False))
+        common = "".join(letters[0] for letters in alike)
+        return str(_BEGINS_TO_THINK.split(common)[0])
+
+    def _check_written(self, chat: Conversation, text: str, turns: list[list[range]]) -> None:
+        """DataError where the template leaves a message or a call of a tool out. Lost thinking and
+        tools are counted."""
+        thoughts = [thought for message in chat.messages for thought in _thoughts(message)]
+        self.dropped[_THINKING] += any(thought not in text for thought in thoughts)
+        self.dropped[_TOOLS] += any(
+            _name(tool) not in text for tool in chat.arguments.get("tools", ())
+        )
+        for number, message in enumerate(chat.messages):
+            turn = "".join(text[part.start : part.stop] for part in turns[number])
+            if not turn and message["role"] in _ABOVE_ALL:
+                turn = text
+            for part, other in _changed(message, turn):
+                messages = [*chat.messages[:number], other, *chat.messages[number + 1 :]]
+                if self._apply(replace(chat, messages=messages)) != text:
+                    continue
+                if part == _BESIDE_CALLS:
+                    self.dropped[part] += 1
+                    continue
+                raise DataError(
+                    f"{chat.where}: the chat template leaves out the {part} of message "
+                    f"{number + 1} (role {message['role']})",
+                    hint="use the roles and fields that the template writes, or set another "
+                    "template (data.chat_template_path)",
+                )
+
+    def _apply(self, chat: Conversation, *, template: str | None = None, **options: Any) -> Any:
+        messages = [
+            {key: value for key, value in message.items() if key != "weight"}
+            for message in (map(_in_parts, chat.messages) if self._takes_parts else chat.messages)
+        ]
+        options = {**chat.arguments, **options}
         try:
-            return self._render(list(messages), **chat.arguments, **options)
+            try:
+                return self._render(messages, template, **options)
+            except _REFUSALS:
+                # Some templates take the arguments of a call as JSON text only, some as an object.
+                others = [_with_other_arguments(message) for message in messages]
+                if others == messages:
+                    raise
+                return self._render(others, template, **options)
         except _REFUSALS as error:
             raise DataError(
                 f"{chat.where}: the chat template refused the conversation: {error}",
                 hint="roles here: " + ", ".join(message["role"] for message in chat.messages),
             ) from error
 
-    def _render(self, messages: list[Message], **options: Any) -> Any:
+    def _render(self, messages: list[Message], template: str | None = None, **options: Any) -> Any:
         settings = {"tokenize": False, **self.template_kwargs, **options}
-        return self.tokenizer.apply_chat_template(messages, chat_template=self.template, **settings)
+        return self.tokenizer.apply_chat_template(
+            messages, chat_template=template or self.template, **settings
+        )
+
+
+def _is_assistants(message: Message) -> bool:
+    return message["role"] == "assistant"
+
+
+def _weight(message: Message, where: str) -> bool:
+    """Whether the loss covers a message (the fine-tuning format of OpenAI)."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(
+            f"{where}: weight must be 0 or 1, found {weight!r}",
+            hint="1 trains an assistant's message, 0 leaves it out of the loss",
+        )
+    return bool(weight)
+
+
+def _thoughts(message: Message) -> Iterator[str]:
+    """The thinking of a message, under its own key or within the content."""
+    written = [message.get(key) for key in _THINKING_FIELDS]
+    content = message.get("content")
+    if isinstance(content, str):
+        written += _THOUGHTS.findall(content)
+    return (thought.strip() for thought in written if isinstance(thought, str))
+
+
+def _changed(message: Message, text: str) -> Iterator[tuple[str, Message]]:
+    """What may be missing in the text, and the message with something else in its place."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(calls, list):
+        calls = []
+    if isinstance(content, str) and content.strip() not in text:
+        part = _BESIDE_CALLS if calls else "content"
+        yield part, {**message, "content": f"{content} {_SAID}"}
+    for number, call in enumerate(calls):
+        if isinstance(call, dict):
+            other = _changed_call(call, name=_SAID)
+            yield (
+                "tool calls",
+                {**message, "tool_calls": [*calls[:number], other, *calls[number + 1 :]]},
+            )
+
+
+def _name(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+def _with_other_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON text instead of objects, or parsed."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": list(map(_other_arguments, calls))}
+
+
+def _other_arguments(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    function = call.get("function", call)
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        with suppress(json.JSONDecodeError):
+            arguments = json.loads(arguments)
+    return _changed_call(call, arguments=arguments) if arguments is not None else call
+
+
+def _changed_call(call: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A call of a tool, with or without a `function` around name and arguments."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": {**call["function"], **changes}}
+    return {**call, **changes}
+
+
+def _with_stops(
+    messages: Sequence[Message], text: str, turns: list[list[range]]
+) -> tuple[str, list[list[range]]]:
+    """Each assistant's turn with the role's token that ends it, which is written where none is."""
+    turns = [list(turn) for turn in turns]
+    for number in reversed(range(len(messages))):
+        if not _is_assistants(messages[number]):
+            continue
+        end = turns[number][-1].stop
+        if found := _ROLE_TOKEN.match(text, end):
+            stop = found[0]
+        else:
+            stop = "<|observation|>" if messages[number].get("tool_calls") else "<|user|>"
+            text = text[:end] + stop + text[end:]
+            turns[number + 1 :] = [
+                [range(part.start + len(stop), part.stop + len(stop)) for part in turn]
+                for turn in turns[number + 1 :]
+            ]
+        turns[number][-1] = range(turns[number][-1].start, end + len(stop))
+    return text, turns
 
 
 def _in_parts(message: Message) -> Message:

@@ -71,7 +71,6 @@ class Formatter:
         name: str,
         tokenizer: PreTrainedTokenizerBase,
         options: DataConfig,
-        chat_template: str | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -79,7 +78,6 @@ class Formatter:
         self.changed_prompts = 0
         self.renderer: ChatRenderer | None = None
         """Once an example needed it."""
-        self._chat_template = chat_template
         self._conversational: bool | None = None
         for option, without, needed in (
             ("completion_only_loss", ("text", "messages"), "prompt and completion"),
@@ -94,8 +92,11 @@ class Formatter:
     @property
     def chat(self) -> ChatRenderer:
         if self.renderer is None:
+            only = self.options.assistant_only_loss
             self.renderer = ChatRenderer(
-                self.tokenizer, self._chat_template, self.options.chat_template_kwargs
+                self.tokenizer,
+                self.options.chat_template_kwargs,
+                assistant_only=self.name == "messages" if only is None else only,
             )
         return self.renderer
 
@@ -140,7 +141,7 @@ class Formatter:
         messages = prompt.messages + _conversation(record, "completion").messages
         whole = replace(prompt, messages=messages)
         prompt_ids = self.chat.ids(prompt, generation_prompt=True)
-        ids, assistant = self._rendered(whole, bool(self.options.assistant_only_loss))
+        ids, assistant = self.chat.ids_and_mask(whole)
         mask = self._completion_mask(prompt_ids, ids)
         return ids, [a and b for a, b in zip(mask, assistant, strict=True)]
 
@@ -149,14 +150,8 @@ class Formatter:
         for record in records:
             field = "messages" if "messages" in record.fields else "conversations"
             chat = _conversation(record, field)
-            found.append(self._rendered(chat, self.options.assistant_only_loss is not False))
+            found.append(self.chat.ids_and_mask(chat))
         return found
-
-    def _rendered(self, chat: Conversation, assistant_only: bool) -> Tokens:
-        if assistant_only:
-            return self.chat.ids_and_mask(chat)
-        ids = self.chat.ids(chat)
-        return ids, [True] * len(ids)
 
     def _completion_mask(self, prompt: list[int], whole: list[int]) -> list[bool]:
         """The completion begins where prompt and prompt + completion part, as in TRL."""

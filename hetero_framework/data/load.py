@@ -120,8 +120,7 @@ def load_data(
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    template = _chat_template(data, config)
-    reader = _Reader(data, config.base_dir, template, tokenizer, vocab_size, report)
+    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report)
     train = reader.read("train", data.train, data.train_split)
     evaluation = None
     if data.eval is not None:
@@ -134,16 +133,6 @@ def load_data(
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
     order = StepOrder(len(train), config.training)
     return TrainData(train, evaluation, order, data, pad_token_id, [*report, sentence])
-
-
-def _chat_template(data: DataConfig, config: Config) -> str | None:
-    if data.chat_template_path is None:
-        return None
-    path = config.path(data.chat_template_path)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.chat_template_path: cannot read {path}: {error}") from error
 
 
 def _twice(name: str, sources: list[Source]) -> Iterator[str]:
@@ -162,7 +151,6 @@ class _Reader:
 
     data: DataConfig
     base_dir: Path
-    chat_template: str | None
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     report: list[str]
@@ -171,7 +159,7 @@ class _Reader:
         sources = find_sources(spec, self.base_dir)
         self.report += _twice(name, sources)
         own = self.data.model_dump(exclude={"train", "eval"})
-        settings = [name, split, own, self.chat_template, self.vocab_size]
+        settings = [name, split, own, self.vocab_size]
         entry = find_entry(sources, self.tokenizer, settings)
         kept = entry.read() if entry is not None else None
         if kept is not None:
@@ -196,7 +184,7 @@ class _Reader:
         kind: str = self.data.format
         if kind == "auto":
             kind = detect_format(first.fields, first.where, self.data.dataset_text_field)
-        formatter = Formatter(kind, self.tokenizer, self.data, self.chat_template)
+        formatter = Formatter(kind, self.tokenizer, self.data)
         counts: Counter[str] = Counter()
         examples = self._tokenise(name, chain([first], records), formatter, counts)
         origin = ", ".join(source.name for source in sources[:3])
@@ -269,12 +257,21 @@ class _Reader:
                 "the completion follows; the completion begins where they part. End prompts at a "
                 "word boundary"
             )
-        if formatter.renderer is not None and formatter.renderer.trains_stop is False:
+        renderer = formatter.renderer
+        if renderer is None:
+            return
+        for what, count in renderer.dropped.items():
+            if count:
+                yield (
+                    f"warning: the chat template leaves out {what} of {count:,} of "
+                    f"{counts['read']:,} examples"
+                )
+        if renderer.trains_stop is False:
             yield (
                 "warning: the chat template does not count the token that ends a turn as the "
                 "assistant's, so the model may not learn to stop"
             )
-        if formatter.renderer is not None and formatter.renderer.uses_date:
+        if renderer.uses_date:
             yield (
                 "warning: the chat template writes today's date; to resume on another day fix it, "
                 'for Llama 3 with data.chat_template_kwargs {"date_string": "26 Jul 2024"}'

@@ -21,9 +21,9 @@ _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*",
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, else of `model.name_or_path`, with `data.eos_token` and
-    `data.pad_token`. Raises DataError when there is none, when it needs code of its own, or when a
-    token that was asked for is not in it."""
+    """The tokenizer of `model.tokenizer`, else of `model.name_or_path`, with `data.eos_token`,
+    `data.pad_token` and the template of `data.chat_template_path`. Raises DataError when there is
+    none, when it needs code of its own, or when a token that was asked for is not in it."""
     tokenizer = read_tokenizer(*_where(config))
     if config.data is not None:
         for role, token in (("eos", config.data.eos_token), ("pad", config.data.pad_token)):
@@ -32,6 +32,12 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
             if token not in tokenizer.get_vocab():
                 raise DataError(f"data.{role}_token: the tokenizer has no token {token!r}")
             setattr(tokenizer, f"{role}_token", token)
+        if config.data.chat_template_path is not None:
+            path = config.path(config.data.chat_template_path)
+            try:
+                tokenizer.chat_template = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"data.chat_template_path: cannot read {path}: {error}") from error
     return tokenizer
 
 

@@ -84,7 +84,6 @@ def test_load_data_more_rows_than_one_chunk_keep_their_order(tmp_path):
         ([{"text": "a"}, {"body": "b"}], {}, r"train\.jsonl:2: no field text; its fields are body"),
         ([{"text": "a"}], {"format": "alpaca"}, r"train\.jsonl:1: no field instruction"),
         ([{"question": "a"}], {}, "cannot be told from the fields question"),
-        ([{"text": "a"}], {"chat_template_path": "x.jinja"}, "chat_template_path: cannot read"),
         ([{"text": "a"}], {"eval": "no.jsonl"}, "data file not found: no.jsonl"),
     ],
 )
@@ -188,6 +187,17 @@ def test_load_tokenizer_eos_and_pad_of_the_configuration_replace_its_own(tmp_pat
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<s>")
     with pytest.raises(DataError, match=r"data\.pad_token: the tokenizer has no token '<nope>'"):
         load_tokenizer(make_config(tmp_path, {"train": "a.jsonl", "pad_token": "<nope>"}))
+
+
+def test_load_tokenizer_has_the_template_of_the_configuration(tmp_path):
+    """A result is written with it, as by SFTTrainer."""
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    config = make_config(tmp_path, {"train": "a.jsonl", "chat_template_path": "x.jinja"})
+    with pytest.raises(DataError, match="chat_template_path: cannot read"):
+        load_tokenizer(config)
+    (tmp_path / "x.jinja").write_text(CHATML_MARKED)
+    load_tokenizer(config).save_pretrained(tmp_path / "result")
+    assert (tmp_path / "result" / "chat_template.jinja").read_text() == CHATML_MARKED
 
 
 @pytest.mark.filterwarnings("ignore:This sequence already has </s>:UserWarning")
@@ -338,7 +348,7 @@ def test_examples_of_the_page_have_the_format_of_their_heading(tmp_path, heading
 def test_configurations_of_the_page_are_valid():
     blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 4
-    assert len(examples_of_the_page()) == 6
+    assert len(examples_of_the_page()) == 7
     for block in blocks:
         DataConfig.model_validate(json.loads(block))
 
