@@ -29,7 +29,7 @@ from hetero_framework.cluster import about, link_probe
 from hetero_framework.cluster.roles import Role, decide_role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.commands import island_diagnosis
-from hetero_framework.commands.keys import check as check_keys
+from hetero_framework.commands.keys import problems as key_problems
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -306,7 +306,7 @@ def keys(view: View) -> Found:
         if isinstance(view.access, UserError):
             raise view.access
         if isinstance(view.access, Keyed):
-            check_keys(view.config, view.access.keys)
+            yield from key_problems(view.config, view.access.keys)
     except UserError as error:
         yield error.message, error.hint or "hetero keys check says more"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from hetero_framework.errors import IdentityError, UserError
 from hetero_framework.security import authority as x509
 from hetero_framework.security import issuing
 from hetero_framework.security.door import Door
-from hetero_framework.security.keys import KeyDirectory
+from hetero_framework.security.keys import AUTHORITY, ISSUED, REVOKED, KeyDirectory
 from hetero_framework.security.pairing import (
     GOOD_FOR_S,
     Configuration,
@@ -172,16 +172,21 @@ def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Jo
     def keep(joined: Joined) -> None:
         given = joined.configuration
         if joined.identity.island is not None:
-            keys.of_islands.write_bundle(joined.identity, joined.bundle)
+            _keep(keys.of_islands, joined)
             return
         if given is None:
             raise ValueError("the configuration is missing")
         config = Config.from_dict(json.loads(given.text), file.absolute().parent, name=given.name)
         config.worker(str(joined.identity.worker))
-        keys.write_bundle(joined.identity, joined.bundle)
+        _keep(keys, joined)
         _write_configuration(file, given.text)
 
     return join(parsed.ip, parsed.port, found, keep)
+
+
+def _keep(keys: KeyDirectory, joined: Joined) -> None:
+    with keys.locked():
+        keys.write_bundle(joined.identity, joined.bundle)
 
 
 def _write_configuration(file: Path, text: str) -> None:
@@ -197,6 +202,7 @@ def _write_configuration(file: Path, text: str) -> None:
 
 def listing(keys: KeyDirectory) -> str:
     """What is here, and what was given out."""
+    keys.settle()
     lines = [f"keys in {keys.path}"]
     for process in keys.processes():
         lines.append(f"  {keys.bundle(process).name}: {keys.identity(process).uri}")
@@ -212,34 +218,101 @@ def listing(keys: KeyDirectory) -> str:
     return "\n".join(lines)
 
 
+Problem = tuple[str, str]
+"""What is wrong, and what to do about it."""
+
+
 def check(config: Config | None, keys: KeyDirectory) -> str:
-    """All that is wrong with the keys here, as IdentityError, or what they are good for; whether
-    they are those of this configuration's workers, too."""
-    processes = keys.processes()
-    if not processes:
-        raise IdentityError(
-            f"there are no keys in {keys.path}",
-            hint=f"{keys.kind.invite} prints the line that makes them",
-        )
-    known = {"local", *(str(w.id) for w in config.workers)} if config is not None else None
+    """What the keys here are good for. Raises IdentityError with all that is wrong with them."""
+    keys.settle()
+    wrong = list(problems(config, keys))
+    if len(wrong) == 1:
+        raise IdentityError(wrong[0][0], hint=wrong[0][1])
+    if wrong:
+        listed = "\n".join(f"  {problem}: {advice}" for problem, advice in wrong)
+        raise IdentityError(f"{len(wrong)} things are wrong with the keys in {keys.path}\n{listed}")
     lines = []
-    for process in processes:
+    for process in keys.processes():
         identity, file = keys.identity(process), keys.bundle(process)
-        pem = keys.read(file.name)
-        problem = x509.bundle_problem(pem, identity)
-        if problem is None and x509.serial_of(pem) in keys.revoked():
-            problem = "it was revoked"
-        if problem is None and known is not None and process not in known:
-            listed = ", ".join(sorted(known - {"local"}))
-            problem = f"the configuration has no such worker (workers: {listed})"
-        if problem is not None:
-            raise IdentityError(
-                f"{file}: {problem}", hint="have it invited again, or remove the file"
-            )
         lines.append(f"{file.name}: the key of {identity}, cluster {identity.cluster}")
     if keys.has_authority:
         lines.append(f"the authority of {_cluster(keys)} is here")
     return "\n".join([*lines, "all good"])
+
+
+def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
+    """All that is wrong with the keys here: damaged, of another authority than the one here or the
+    other keys, revoked, not on its lists, of none of this configuration's workers, left over."""
+    for left_over in keys.left_overs():
+        text = f"{left_over} was left by a change of keys that was interrupted"
+        yield text, "delete it; the next change of keys does so, too. The other files are whole"
+    processes = keys.processes()
+    if not processes:
+        again = f"{keys.kind.invite} prints the line that makes them"
+        yield f"there are no keys in {keys.path}", again
+        return
+    try:
+        own = issuing.read_authority(keys).cluster if keys.has_authority else None
+        listed = {int(entry.serial, 16): entry for entry in issuing.issued(keys)}
+        gone = keys.revoked()
+    except IdentityError as error:
+        yield error.message, error.hint or "hetero keys rotate makes all of it anew"
+        return
+    cluster = own
+    for process in processes:
+        file = keys.bundle(process)
+        try:
+            identity, pem = keys.identity(process), keys.read(file.name)
+        except IdentityError as error:
+            yield error.message, error.hint or "have it invited again"
+            continue
+        problem = x509.bundle_problem(pem, identity)
+        cluster = cluster or identity.cluster
+        if problem is None and identity.cluster != cluster:
+            other = "the authority here" if own else "another key here"
+            problem = f"it is of cluster {identity.cluster}, and {other} of {cluster}"
+        elif problem is None and (serial := x509.serial_of(pem)) in gone:
+            problem = "it was revoked"
+        elif problem is None and own and serial not in listed:
+            problem = f"{ISSUED} lacks its certificate, which cannot be revoked by name"
+        problem = problem or _not_configured(config, process)
+        if problem is not None:
+            yield f"{file}: {problem}", _again(keys, process)
+    yield from _wrong_lists(keys, own, listed, gone)
+
+
+def _not_configured(config: Config | None, process: str) -> str | None:
+    workers = [str(worker.id) for worker in config.workers] if config is not None else []
+    if config is None or process in ("local", *workers):
+        return None
+    return f"the configuration has no such worker (workers: {', '.join(sorted(workers))})"
+
+
+def _again(keys: KeyDirectory, process: str) -> str:
+    if process == "local" and keys.has_authority:
+        return "remove the file; the next `hetero invite` makes another one"
+    return "have it invited again, or remove the file"
+
+
+def _wrong_lists(
+    keys: KeyDirectory, own: str | None, listed: Mapping[int, issuing.Issued], gone: Set[int]
+) -> Iterator[Problem]:
+    """What does not fit the authority here, whose cluster is `own`."""
+    path = keys.path / ISSUED
+    if own is None:
+        if listed:
+            where = f"copy {AUTHORITY} here from where you keep it"
+            yield f"{path} is here without the {AUTHORITY} that it belongs to", where
+        return
+    if not keys.has("local"):
+        text = f"there is no {keys.bundle('local')}, the key of {keys.kind.called('local')}"
+        yield text, "the next `hetero invite` makes it"
+    anew = "put back the list that belongs here, or make all of it anew: hetero keys rotate"
+    if others := {entry.cluster for entry in listed.values()} - {"", own}:
+        yield f"{path} is the list of cluster {', '.join(others)}; the authority is of {own}", anew
+    if missing := gone - listed.keys():
+        text = f"{len(missing)} of the certificates in {keys.path / REVOKED} are not in {ISSUED}"
+        yield f"{text}: one of the two is of another authority, or has lost entries", anew
 
 
 def revoke(keys: KeyDirectory, process: str) -> str:
@@ -247,10 +320,7 @@ def revoke(keys: KeyDirectory, process: str) -> str:
     kind, keeper = keys.kind, keys.kind.called("local")
     process = "local" if process == kind.keeper else process
     found = issuing.revoke(keys, process)
-    more = ""
-    if process == "local":
-        issuing.issue(keys, issuing.read_authority(keys), "local")
-        more = f"; {keeper} has a new key"
+    more = f"; {keeper} has a new key" if process == "local" else ""
     return (
         f"{kind.called(process)}: {len(found)} revoked{more}. {kind.member.capitalize()}s hear of "
         f"it with their next connection to {keeper}; links that are open stay until then"

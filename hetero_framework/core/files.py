@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from hetero_framework.core import timeouts
@@ -41,6 +42,91 @@ def write_file(path: Path, content: bytes) -> None:
         rename(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, in a folder that exists. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    try:
+        with os.fdopen(os.open(unfinished, flags, 0o600), "wb") as output:
+            output.write(content)
+            output.flush()
+            os.fsync(output.fileno())
+        rename(unfinished, path)
+        sync_directory(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def aside_of(directory: Path) -> Path:
+    """Where `replace_files` puts a directory together; also what a crash may leave of it."""
+    real = Path(os.path.realpath(directory))
+    return real.with_name(f"{real.name}.rotating")
+
+
+_WRITTEN, _COMPLETE = ".rotating", "rotated"
+
+
+def replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Give several private files of a directory new contents, in one step: a crash leaves all of
+    the old ones or all of the new ones. Raises OSError and leaves the old ones. The caller sees to
+    it that nobody else writes there.
+
+    Linux exchanges the directory with one that holds the new files and links to all others. What
+    cannot be exchanged (a mount point, other systems) gets the new files in a folder of its own,
+    which counts once it has its final name; `finish_replacing` moves them to their places, in the
+    order of `contents`.
+    """
+    real, aside = Path(os.path.realpath(directory)), aside_of(directory)
+    with contextlib.suppress(OSError):
+        try:
+            _link_all(real, aside)
+            for name, content in contents.items():
+                write_private(aside / name, content)
+            if _exchange(aside, real):
+                sync_directory(real.parent)
+                return
+        finally:
+            discard(aside)
+    written = real / _WRITTEN
+    discard(written)
+    written.mkdir(mode=0o700)
+    try:
+        for number, (name, content) in enumerate(contents.items()):
+            write_private(written / f"{number:03}-{name}", content)
+        rename(written, real / _COMPLETE)
+    finally:
+        discard(written)
+    sync_directory(real)
+    finish_replacing(real)
+
+
+def finish_replacing(directory: Path) -> None:
+    """Finish an interrupted `replace_files`: move what is complete to its place, and delete what is
+    not. Raises OSError."""
+    complete = directory / _COMPLETE
+    if complete.is_dir():
+        for name in sorted(os.listdir(complete)):
+            rename(complete / name, directory / name.partition("-")[2])
+        sync_directory(directory)
+        complete.rmdir()
+    for unfinished in (directory / _WRITTEN, aside_of(directory)):
+        discard(unfinished)
+
+
+def is_half_replaced(directory: Path) -> bool:
+    """Whether `finish_replacing` has to be called before the files of a directory are read."""
+    return (directory / _COMPLETE).is_dir()
+
+
+def _link_all(directory: Path, new: Path) -> None:
+    """Make `new`, for this user alone, with other names of all files of a directory."""
+    discard(new)
+    new.mkdir(mode=0o700)
+    shutil.copytree(directory, new, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
+    for folder in (new, *(path for path in new.rglob("*") if path.is_dir())):
+        sync_directory(folder)
 
 
 def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = True) -> None:

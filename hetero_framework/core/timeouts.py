@@ -69,6 +69,8 @@ PROBE_ANSWER_S = 120.0
 """A worker that measures its link to another one waits so long for an answer."""
 LOCK_S = 2.0
 """`hetero pause` holds a lock for a moment when it looks whether anybody else does."""
+KEYS_S = 20.0
+"""How long a process that changes keys waits for another one that does."""
 FILE_BUSY_S = 5.0
 """Windows: so long another program may hold a file open that is to be renamed."""
 

@@ -140,7 +140,7 @@ class Keyed:
     def _learn(self, who: Identity, note: dict[str, Any]) -> None:
         """Which certificates count no more the keeper of the authority knows."""
         if who.keeps:
-            self.keys.revoke(serials(note.get("revoked", [])))
+            self.keys.learn_revoked(serials(note.get("revoked", [])))
 
 
 _REVOKED = "its certificate was revoked (hetero keys revoke)"
@@ -216,6 +216,7 @@ def _access(
             "reaches a port of this run can read its data and give orders"
         )
         return replace(plain, everywhere=True)
+    keys.settle()
     if keys.has(process):
         keys.identity(process)
         for server in (False, True):

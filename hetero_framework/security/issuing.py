@@ -13,16 +13,30 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.errors import IdentityError
 from hetero_framework.security import authority as x509
 from hetero_framework.security.authority import Authority
-from hetero_framework.security.keys import AUTHORITY, ISSUED, REVOKED, KeyDirectory
+from hetero_framework.security.keys import (
+    AUTHORITY,
+    ISSUED,
+    REVOKED,
+    KeyDirectory,
+    bundle_text,
+    revoked_text,
+)
 
 
 @dataclass(frozen=True)
 class Issued:
-    """One certificate that was made: for "local" or a member, with which serial number, when."""
+    """One certificate that was made: for "local" or a member, with which serial number, when, by
+    the authority of which cluster (lists of older versions do not say)."""
 
     process: str
     serial: str
     made: str
+    cluster: str = ""
+
+    @classmethod
+    def now(cls, identity: Identity, serial: int) -> Issued:
+        made = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return cls(identity.process, f"{serial:x}", made, identity.cluster)
 
 
 def read_authority(keys: KeyDirectory) -> Authority:
@@ -38,99 +52,135 @@ def read_authority(keys: KeyDirectory) -> Authority:
 
 def ensure_authority(keys: KeyDirectory) -> tuple[Authority, bool]:
     """The authority, with its keeper's own key; whether they had to be made."""
-    if keys.has_authority:
+    with keys.locked():
+        if new := not keys.has_authority:
+            if keys.processes():
+                raise IdentityError(
+                    f"{keys.path} has keys, but not the authority that made them",
+                    hint="invite on the machine that has it, or begin anew in another directory "
+                    "(--keys)",
+                )
+            # Both or neither: an authority alone may be one whose keys were lost.
+            keys.replace(_new_set(keys, Authority.make(), ["local"]))
         found = read_authority(keys)
         if not keys.has("local"):
-            issue(keys, found, "local")
-        return found, False
-    if keys.has("local") or keys.processes():
-        raise IdentityError(
-            f"{keys.path} has keys, but not the authority that made them",
-            hint="invite on the machine that has it, or begin anew in another directory (--keys)",
-        )
-    made = Authority.make()
-    keys.write(AUTHORITY, made.to_pem())
-    issue(keys, made, "local")
-    return made, True
-
-
-def issue(keys: KeyDirectory, authority: Authority, process: WorkerId) -> None:
-    """Make a key here for a process of this machine."""
-    identity = Identity.of(authority.cluster, process, keys.kind)
-    keys.write_bundle(identity, issue_pem(keys, authority, process))
+            _issue_here(keys, found, "local")
+    return found, new
 
 
 def issue_pem(keys: KeyDirectory, authority: Authority, process: WorkerId) -> bytes:
     """A new key with its certificates, for a process of any machine."""
-    pem, serial = authority.issue(Identity.of(authority.cluster, process, keys.kind))
-    _note(keys, process, serial)
+    identity = Identity.of(authority.cluster, process, keys.kind)
+    pem, serial = authority.issue(identity)
+    with keys.locked():
+        _note(keys, identity, serial)
     return pem
 
 
 def issue_missing(keys: KeyDirectory, processes: Iterable[WorkerId]) -> None:
     """Make keys for those processes of this machine that have none."""
-    missing = [process for process in processes if not keys.has(process)]
-    if missing and keys.has_authority:
-        authority = read_authority(keys)
-        for process in missing:
-            issue(keys, authority, process)
+    wanted = [process for process in processes if not keys.has(process)]
+    if wanted and keys.has_authority:
+        with keys.locked():
+            authority = read_authority(keys)
+            for process in wanted:
+                if not keys.has(process):
+                    _issue_here(keys, authority, process)
 
 
 def sign(keys: KeyDirectory, authority: Authority, process: WorkerId, request: bytes) -> bytes:
-    """The certificate, PEM, for a signing request. Raises ValueError for one that is none."""
+    """The certificate, PEM, for a signing request. Raises ValueError for one that is none, and
+    IdentityError when this is not the authority any more."""
     key = x509.requested_key(request)
-    certificate = authority.sign(Identity.of(authority.cluster, process, keys.kind), key)
-    _note(keys, process, certificate.serial_number)
+    identity = Identity.of(authority.cluster, process, keys.kind)
+    certificate = authority.sign(identity, key)
+    with keys.locked():
+        _note(keys, identity, certificate.serial_number)
     return x509.certificate_pem(certificate)
 
 
 def issued(keys: KeyDirectory) -> list[Issued]:
     """All that was made by this authority, the oldest first."""
-    if not (keys.path / ISSUED).exists():
+    if not keys.holds(ISSUED):
         return []
     try:
-        return [Issued(**entry) for entry in json.loads(keys.read(ISSUED))]
+        found = [Issued(**entry) for entry in json.loads(keys.read(ISSUED))]
+        return [entry for entry in found if int(entry.serial, 16) >= 0]
     except (ValueError, TypeError) as error:
-        raise IdentityError(f"{keys.path / ISSUED} is damaged: {error}") from error
+        raise IdentityError(
+            f"{keys.path / ISSUED} is damaged: {error}",
+            hint="without it no certificate can be taken back by name: delete it, then hetero keys "
+            "rotate",
+        ) from error
 
 
 def revoke(keys: KeyDirectory, process: WorkerId) -> list[Issued]:
-    """Take back all certificates of a process; which. Raises IdentityError when it has none."""
-    read_authority(keys)
-    gone = keys.revoked()
-    found = [
-        entry
-        for entry in issued(keys)
-        if entry.process == str(process) and int(entry.serial, 16) not in gone
-    ]
-    if not found:
-        raise IdentityError(
-            f"no certificate of {keys.kind.called(process)} counts at present",
-            hint="hetero keys list shows them",
-        )
-    keys.revoke(int(entry.serial, 16) for entry in found)
+    """Take back all certificates of a process; which. "local", the keeper of the authority, gets a
+    new key. Raises IdentityError when there are none."""
+    with keys.locked():
+        authority, gone = read_authority(keys), keys.revoked()
+        found = [
+            entry
+            for entry in issued(keys)
+            if entry.process == str(process) and int(entry.serial, 16) not in gone
+        ]
+        if not found:
+            raise IdentityError(
+                f"no certificate of {keys.kind.called(process)} counts at present",
+                hint="hetero keys list shows them",
+            )
+        if process == "local":
+            _issue_here(keys, authority, process)  # first: the keeper always has a key that counts
+        keys.revoke(int(entry.serial, 16) for entry in found)
     return found
 
 
 def rotate(keys: KeyDirectory) -> list[str]:
     """A new authority in place of the old one, which nobody accepts any more who has joined the new
-    one; new keys for the processes whose keys are here. The members elsewhere that have to join
-    again."""
-    read_authority(keys)
-    before = keys.processes()
-    elsewhere = {entry.process for entry in issued(keys)} - set(before) - {"local"}
-    made = Authority.make()
-    for name in (ISSUED, REVOKED):
-        (keys.path / name).unlink(missing_ok=True)
-    keys.write(AUTHORITY, made.to_pem())
-    for process in dict.fromkeys(["local", *before]):
-        issue(keys, made, process)
+    one; new keys for the processes whose keys are here. All of it comes in one step, or nothing.
+    The members elsewhere that have to join again."""
+    with keys.locked():
+        read_authority(keys)
+        before = keys.processes()
+        elsewhere = {entry.process for entry in issued(keys)} - set(before) - {"local"}
+        keys.replace(_new_set(keys, Authority.make(), dict.fromkeys(["local", *before])))
     return sorted(elsewhere)
 
 
-def _note(keys: KeyDirectory, process: WorkerId, serial: int) -> None:
-    """Before the certificate is handed out: one that is not on the list cannot be revoked."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    entries = [*issued(keys), Issued(str(process), f"{serial:x}", now)]
+def _new_set(
+    keys: KeyDirectory, authority: Authority, processes: Iterable[WorkerId]
+) -> dict[str, bytes]:
+    """All files of a new authority, the list of revoked certificates last: as long as there are
+    old keys, there is the list that they need."""
+    files, entries = {}, []
+    for process in processes:
+        identity = Identity.of(authority.cluster, process, keys.kind)
+        pem, serial = authority.issue(identity)
+        files[keys.bundle(process).name] = bundle_text(identity, pem)
+        entries.append(Issued.now(identity, serial))
+    files |= {AUTHORITY: authority.to_pem(), ISSUED: _issued_text(entries)}
+    return files | ({REVOKED: revoked_text([])} if keys.holds(REVOKED) else {})
+
+
+def _issue_here(keys: KeyDirectory, authority: Authority, process: WorkerId) -> None:
+    """Make a key here for a process of this machine. Within `locked`."""
+    identity = Identity.of(authority.cluster, process, keys.kind)
+    pem, serial = authority.issue(identity)
+    _note(keys, identity, serial)
+    keys.write_bundle(identity, pem)
+
+
+def _note(keys: KeyDirectory, identity: Identity, serial: int) -> None:
+    """Before the certificate is handed out: one that is not on the list cannot be revoked. Within
+    `locked`. Raises IdentityError when another authority has been made since."""
+    if (now := read_authority(keys).cluster) != identity.cluster:
+        raise IdentityError(
+            f"the authority was changed: it is that of cluster {now}, not {identity.cluster}",
+            hint="invite again (hetero invite)",
+        )
+    keys.write(ISSUED, _issued_text([*issued(keys), Issued.now(identity, serial)]))
+
+
+def _issued_text(entries: Iterable[Issued]) -> bytes:
     listed: list[dict[str, Any]] = [asdict(entry) for entry in entries]
-    keys.write(ISSUED, json.dumps(listed, indent=1).encode() + b"\n")
+    return json.dumps(listed, indent=1).encode() + b"\n"

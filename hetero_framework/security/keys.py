@@ -6,29 +6,46 @@
     revoked.json                     serial numbers that count no more
     islands/                         the same of another cluster, that of the coordinators which
                                      train one model: lighthouse.pem, island-NAME.pem
+    .lock                            held by the process that changes any of these
+    .gitignore                       keeps all of it out of repositories
 
-No other user may read any of it. The first line of a key's file says whose it is.
+No other user may read any of it. The first line of a key's file says whose it is. All that write
+here do it within `locked`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_framework.core.files import rename, sync_directory
-from hetero_framework.core.identity import ISLANDS, STAR, Identity, Kind
-from hetero_framework.errors import IdentityError
+from filelock import FileLock, Timeout
 
+from hetero_framework.core import timeouts
+from hetero_framework.core.files import (
+    aside_of,
+    finish_replacing,
+    is_half_replaced,
+    replace_files,
+    write_private,
+)
+from hetero_framework.core.identity import ISLANDS, STAR, Identity, Kind
+from hetero_framework.errors import IdentityError, as_hetero_error
+
+_log = logging.getLogger(__name__)
 FOLDER = "hetero_keys"
 ISLANDS_FOLDER = "islands"
 AUTHORITY = "authority.pem"
 ISSUED = "issued.json"
 REVOKED = "revoked.json"
+LOCK = ".lock"
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 MAX_REVOKED = 1000
 """So many are sent with every connection; a cluster with more of them takes a new authority."""
 
@@ -39,11 +56,13 @@ class KeyDirectory:
 
     path: Path
     kind: Kind = STAR
+    around: Path | None = None
+    """Of the one in another: the other one."""
 
     @property
     def of_islands(self) -> KeyDirectory:
         """The one for the cluster of islands that this machine takes part in."""
-        return KeyDirectory(self.path / ISLANDS_FOLDER, ISLANDS)
+        return KeyDirectory(self.path / ISLANDS_FOLDER, ISLANDS, around=self.path)
 
     def bundle(self, process: int | str) -> Path:
         """Where the key of "local", who keeps the authority, or of a member is."""
@@ -51,7 +70,19 @@ class KeyDirectory:
         return self.path / f"{name}.pem"
 
     def has(self, process: int | str) -> bool:
-        return self.bundle(process).is_file()
+        return self.holds(self.bundle(process).name)
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a file of this name. Raises IdentityError when that cannot be told."""
+        return name in self._names()
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise _cannot("read", self.path, error) from error
 
     @property
     def again(self) -> str:
@@ -60,13 +91,14 @@ class KeyDirectory:
 
     @property
     def has_authority(self) -> bool:
-        return (self.path / AUTHORITY).is_file()
+        return self.holds(AUTHORITY)
 
     def processes(self) -> list[str]:
         """Whose keys are here: "local" and names of members."""
-        found = ["local"] if self.has("local") else []
-        names = sorted(file.stem for file in self.path.glob(f"{self.kind.member}-*.pem"))
-        return found + [name.removeprefix(f"{self.kind.member}-") for name in names]
+        names, prefix = self._names(), f"{self.kind.member}-"
+        found = ["local"] if self.bundle("local").name in names else []
+        members = [name for name in names if name.startswith(prefix) and name.endswith(".pem")]
+        return found + [name.removeprefix(prefix).removesuffix(".pem") for name in members]
 
     def identity(self, process: int | str) -> Identity:
         """Who a key here is, by its first line."""
@@ -85,40 +117,92 @@ class KeyDirectory:
         file = self.path / name
         try:
             for place, mode in ((self.path, "700"), (file, "600")):
-                others = place.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-                if others and sys.platform != "win32":
+                found = place.stat()
+                if sys.platform == "win32":
+                    continue
+                if found.st_mode & _OTHERS:
                     text = f"other users of this machine can read {place}"
                     raise IdentityError(text, hint=f"chmod {mode} {place}")
+                if found.st_uid not in (0, own := os.geteuid()):
+                    raise IdentityError(
+                        f"{place} belongs to user {found.st_uid}, and this is user {own}",
+                        hint=f"if its content is yours all the same: chown {own} {place}",
+                    )
             return file.read_bytes()
         except OSError as error:
-            raise IdentityError(f"cannot read {file}: {error.strerror or error}") from error
+            raise _cannot("read", file, error) from error
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the one process that changes keys here, and those of islands. Makes the directory, and
+        finishes or clears away what a crash has left. Not to be nested. Raises IdentityError."""
+        with _explained(self.path):
+            for folder in self._folders():
+                _prepare(folder, named=self._outer.name == FOLDER)
+            lock = FileLock(self._outer / LOCK, mode=0o600)
+            try:
+                lock.acquire(timeout=timeouts.KEYS_S)
+            except Timeout:
+                raise IdentityError(
+                    f"another process has been changing keys in {self._outer} for "
+                    f"{timeouts.KEYS_S:.0f} s",
+                    hint="let it end, or stop it",
+                ) from None
+        try:
+            with _explained(self.path):
+                finish_replacing(self.path)
+                for left_over in self._unfinished():
+                    left_over.unlink(missing_ok=True)
+            yield
+        finally:
+            lock.release()
+
+    @property
+    def _outer(self) -> Path:
+        return self.around or self.path
+
+    def _folders(self) -> Iterator[Path]:
+        return filter(None, (self.around, self.path))
+
+    def settle(self) -> None:
+        """Finish an interrupted `replace`, if there was one."""
+        if is_half_replaced(self.path):
+            with self.locked():
+                pass
+
+    def left_overs(self) -> list[Path]:
+        """What a crash has left here that counts for nothing; the next change clears it away."""
+        aside = aside_of(self.path)
+        return [*([aside] if aside.exists() else []), *self._unfinished()]
+
+    def _unfinished(self) -> list[Path]:
+        names = self._names()
+        return [self.path / n for n in names if n.startswith(".") and n.endswith(".tmp")]
 
     def write(self, name: str, content: bytes) -> Path:
         """Write a file that only this user can read. Raises IdentityError."""
         file = self.path / name
-        unfinished = file.with_name(f".{name}.{os.urandom(4).hex()}.tmp")
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-            with os.fdopen(os.open(unfinished, flags, 0o600), "wb") as output:
-                output.write(content)
-                output.flush()
-                os.fsync(output.fileno())
-            rename(unfinished, file)
-            sync_directory(self.path)
-        except OSError as error:
-            raise IdentityError(f"cannot write {file}: {error.strerror or error}") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with _explained(file):
+            for folder in self._folders():
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(file, content)
         return file
+
+    def replace(self, contents: Mapping[str, bytes]) -> None:
+        """Write several files in one step: after a crash there are all of the old ones or all of
+        the new ones. Within `locked`. Raises IdentityError."""
+        with _explained(self.path):
+            replace_files(self.path, contents)
 
     def write_bundle(self, identity: Identity, pem: bytes) -> Path:
         assert identity.kind == self.kind
-        return self.write(self.bundle(identity.process).name, f"# {identity.uri}\n".encode() + pem)
+        return self.write(self.bundle(identity.process).name, bundle_text(identity, pem))
 
     def revoked(self) -> frozenset[int]:
         """Serial numbers of certificates that count no more."""
-        if not (self.path / REVOKED).exists():
+        if not self.holds(REVOKED):
             return frozenset()
         try:
             return serials(json.loads(self.read(REVOKED)))
@@ -128,8 +212,14 @@ class KeyDirectory:
                 hint=f"copy it from the {self.kind.keeper}'s machine",
             ) from error
 
+    def learn_revoked(self, numbers: frozenset[int]) -> None:
+        """Add to the revoked ones what somebody else knows."""
+        if not numbers <= self.revoked():
+            with self.locked():
+                self.revoke(numbers)
+
     def revoke(self, numbers: Iterable[int]) -> None:
-        """Add to the revoked ones."""
+        """Add to the revoked ones. Within `locked`."""
         before = self.revoked()
         every = before | frozenset(numbers)
         if len(every) > MAX_REVOKED:
@@ -137,7 +227,49 @@ class KeyDirectory:
                 f"more than {MAX_REVOKED} certificates are revoked", hint="use hetero keys rotate"
             )
         if every != before:
-            self.write(REVOKED, json.dumps(texts(every)).encode() + b"\n")
+            self.write(REVOKED, revoked_text(every))
+
+
+def bundle_text(identity: Identity, pem: bytes) -> bytes:
+    """What the file of a key holds."""
+    return f"# {identity.uri}\n".encode() + pem
+
+
+def revoked_text(numbers: Iterable[int]) -> bytes:
+    """What the file of revoked certificates holds."""
+    return json.dumps(texts(numbers)).encode() + b"\n"
+
+
+@contextlib.contextmanager
+def _explained(place: Path) -> Iterator[None]:
+    """What the disk says, as an error of this package."""
+    try:
+        yield
+    except (OSError, NotImplementedError) as error:  # the latter: no locks on this disk
+        if (full := as_hetero_error(error)) is not None:
+            raise full from error
+        raise _cannot("write", place, error) from error
+
+
+def _cannot(what: str, place: Path, error: Exception) -> IdentityError:
+    return IdentityError(f"cannot {what} {place}: {getattr(error, 'strerror', None) or error}")
+
+
+def _prepare(folder: Path, *, named: bool) -> None:
+    """Make a directory of keys, for this user alone, which no repository takes in. One that is
+    there already is closed to others where it has the usual name (`named`). Raises OSError."""
+    made = not folder.is_dir()
+    if made:
+        folder.mkdir(mode=0o700, parents=True)
+    elif sys.platform != "win32" and (mode := stat.S_IMODE(folder.stat().st_mode)) & _OTHERS:
+        if not named:
+            text = f"other users of this machine can read {folder} (mode {mode:o})"
+            raise IdentityError(text, hint=f"chmod 700 {folder}")
+        folder.chmod(0o700)
+        _log.warning("other users could read %s (mode %o); its mode is 700 now", folder, mode)
+    ignore = folder / ".gitignore"
+    if (made or named) and not ignore.exists():
+        write_private(ignore, b"*\n")
 
 
 def texts(numbers: Iterable[int]) -> list[str]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.errors import CheckpointError, IdentityError, ResourceError
 from tests.faults.syscalls import KILL, LOOKS, Call, unsupported, watch
 
 WRITTEN, WRITTEN_AGAIN, REFUSED = 0, 10, 11
@@ -60,7 +60,7 @@ class PowerCut:
 def attempt(write: Callable[[], None]) -> int:
     """Write as a run does: what fails is tried again later."""
     for result in (WRITTEN, WRITTEN_AGAIN):
-        with contextlib.suppress(ResourceError):
+        with contextlib.suppress(ResourceError, IdentityError):
             write()
             return result
     return REFUSED
@@ -117,7 +117,7 @@ def points(start: Path, root: Path, every: int, case: Callable[[int], str | None
             shutil.copytree(start, root)
         try:
             outcome = case(number)
-        except (AssertionError, CheckpointError, ResourceError) as error:
+        except (AssertionError, CheckpointError, IdentityError, ResourceError) as error:
             outcome = f"call {number}: {error}"
         shutil.rmtree(root, ignore_errors=True)
         if outcome is None:

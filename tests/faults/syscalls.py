@@ -49,6 +49,7 @@ _CALLS: dict[str, tuple[str, int | None, int | None]] = {
     "mkdir": ("path", 83, None),
     "rmdir": ("path", 84, None),
     "unlink": ("path", 87, None),
+    "link": ("path", 86, None),
     "chmod": ("path", 90, None),
     "fchmod": ("fd", 91, 52),
     "getdents64": ("fd", 217, 61),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.commands.keys import (
+    check,
     invite,
     invite_islands,
     join_cluster,
@@ -20,6 +22,7 @@ from hetero_framework.config import LIGHTHOUSE_PORT, load_config
 from hetero_framework.core import addresses
 from hetero_framework.core.background import in_background
 from hetero_framework.errors import IdentityError, UserError
+from hetero_framework.security import issuing
 from hetero_framework.security.keys import KeyDirectory
 from tests.samples import free_ports
 
@@ -40,6 +43,14 @@ def configuration(folder: Path) -> Path:
     file = folder / "hetero_config.json"
     file.write_text(json.dumps(raw))
     return file
+
+
+def held(folder: Path) -> list[str]:
+    """What a directory of keys holds; each has a .gitignore and a lock."""
+    found = {entry.name for entry in folder.iterdir()}
+    assert {".gitignore", ".lock"} <= found
+    assert (folder / ".gitignore").read_text() == "*\n"
+    return sorted(found - {".gitignore", ".lock"})
 
 
 def test_line_that_invite_prints_makes_a_machine_a_worker(
@@ -110,6 +121,80 @@ def test_keys_are_exported_listed_revoked_and_rotated(
         assert hetero(*wrong).startswith("2 "), wrong
 
 
+@pytest.fixture
+def two_clusters(tmp_path: Path) -> tuple[KeyDirectory, KeyDirectory]:
+    """Each with a worker of its machine and a revoked one elsewhere."""
+    found = (KeyDirectory(tmp_path / "own"), KeyDirectory(tmp_path / "other"))
+    for keys in found:
+        made, _ = issuing.ensure_authority(keys)
+        issuing.issue_missing(keys, [1])
+        issuing.issue_pem(keys, made, 2)
+        issuing.revoke(keys, 2)
+        assert check(None, keys).endswith("all good")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("worker-1.pem", r"worker-1\.pem: it is of cluster .*, and the authority here of .*"),
+        ("coordinator.pem", r"coordinator\.pem: it is of cluster .*, and the authority here of"),
+        ("issued.json", r"issued\.json is the list of cluster .*; the authority is of "),
+        ("revoked.json", r"1 of the certificates in .*revoked\.json are not in issued\.json"),
+        ("authority.pem", r"things are wrong"),
+    ],
+)
+def test_file_of_another_cluster_is_named(
+    file: str, said: str, two_clusters: tuple[KeyDirectory, KeyDirectory]
+) -> None:
+    own, other = two_clusters
+    own.write(file, other.read(file))
+    with pytest.raises(IdentityError) as found:
+        check(None, own)
+    assert re.search(said, str(found.value))
+    assert "cluster" in str(found.value) or "hetero keys rotate" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("issued.json", "lacks its certificate, which cannot be revoked by name"),
+        ("coordinator.pem", "there is no .*coordinator.pem, the key of the coordinator"),
+        ("authority.pem", "issued.json is here without the authority.pem that it belongs to"),
+    ],
+)
+def test_file_that_is_missing_is_named(
+    file: str, said: str, two_clusters: tuple[KeyDirectory, KeyDirectory]
+) -> None:
+    keys, _ = two_clusters
+    (keys.path / file).unlink()
+    with pytest.raises(IdentityError) as found:
+        check(None, keys)
+    assert re.search(said, str(found.value))
+
+
+def test_revoked_key_lost_entry_and_left_overs_are_all_named_at_once(
+    two_clusters: tuple[KeyDirectory, KeyDirectory], tmp_path: Path
+) -> None:
+    keys, _ = two_clusters
+    issuing.revoke(keys, 1)
+    entries = [entry for entry in issuing.issued(keys) if entry.process != "local"]
+    keys.write("issued.json", json.dumps([vars(entry) for entry in entries]).encode())
+    (tmp_path / "own.rotating").mkdir()
+    (keys.path / ".authority.pem.00000000.tmp").touch()
+    with pytest.raises(IdentityError, match="4 things are wrong") as found:
+        check(None, keys)
+    for text in ("worker-1.pem: it was revoked", "coordinator.pem: issued.json lacks its"):
+        assert text in str(found.value)
+    for name in ("own.rotating", ".authority.pem.00000000.tmp"):
+        assert f"{name} was left by a change of keys that was interrupted: delete it" in str(
+            found.value
+        )
+    issuing.rotate(keys)
+    assert check(None, keys).endswith("all good")
+    assert not keys.left_overs()
+
+
 def test_line_that_invite_prints_makes_a_coordinator_an_island(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +213,7 @@ def test_line_that_invite_prints_makes_a_coordinator_an_island(
             f"this machine is island {name}; its key is here. Next: hetero train --config {file}\n"
         )
         assert file.read_text() == before  # each island has its own configuration
-        assert [entry.name for entry in (file.parent / "hetero_keys").iterdir()] == ["islands"]
+        assert held(file.parent / "hetero_keys") == ["islands"]
         assert cli.main(["keys", "check", "--islands", "--config", str(file)]) == 0
         assert f"island-{name}.pem: the key of island {name}" in capsys.readouterr().out
     inviting.result(WAIT_S)
@@ -158,7 +243,7 @@ def test_keys_of_islands_are_exported_listed_revoked_and_rotated(
     assert "the lighthouse has a new key" in hetero("revoke", "lighthouse")
     assert "all good" in hetero("check")
     assert "hetero invite --island attic --island garage" in hetero("rotate")
-    assert sorted(f.name for f in Path("hetero_keys").iterdir()) == ["islands"]
+    assert held(Path("hetero_keys")) == ["islands"]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +288,8 @@ def test_init_makes_keys_where_other_machines_take_part(
 
     own = ["--coordinator", "127.0.0.1:9998:cpu"]
     assert "hetero invite 1 --config" in init("far", *own, "--worker", "192.0.2.7")
-    names = {file.name for file in (tmp_path / "far" / "hetero_keys").iterdir()}
-    assert names == {"authority.pem", "coordinator.pem", "issued.json"}
+    made = ["authority.pem", "coordinator.pem", "issued.json"]
+    assert held(tmp_path / "far" / "hetero_keys") == made
     assert "invite" not in init("near", *own, "--worker", "127.0.0.1:9001")
     assert not (tmp_path / "near" / "hetero_keys").exists()
     assert "hetero invite --island a\n" in init(

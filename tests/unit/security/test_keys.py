@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from hetero_framework.core import files, timeouts
 from hetero_framework.core.identity import Identity
-from hetero_framework.errors import IdentityError
+from hetero_framework.errors import IdentityError, ResourceError
 from hetero_framework.security import authority as x509
 from hetero_framework.security import issuing
-from hetero_framework.security.keys import MAX_REVOKED, REVOKED, KeyDirectory, serials, texts
+from hetero_framework.security.keys import (
+    LOCK,
+    MAX_REVOKED,
+    REVOKED,
+    KeyDirectory,
+    serials,
+    texts,
+)
 from tests.certificates import keys_of
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
@@ -170,3 +182,192 @@ def test_keys_of_islands_lie_beside_those_of_workers_and_know_nothing_of_them(
     with pytest.raises(IdentityError, match="does not say") as found:
         islands.identity("barn")
     assert "hetero invite --island NAME on the lighthouse's machine" in str(found.value.hint)
+
+
+def rotated_in_another_process(keys: KeyDirectory, ready: Path) -> subprocess.Popen[bytes]:
+    """Rotates again and again until it is killed; `ready` is there after the first time."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from hetero_framework.security import issuing, keys\n"
+        "while True:\n"
+        "    issuing.rotate(keys.KeyDirectory(Path(sys.argv[1]))); Path(sys.argv[2]).touch()\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program, str(keys.path), str(ready)])
+
+
+def test_keys_of_islands_survive_that_those_of_workers_are_replaced_all_the_time(
+    tmp_path: Path,
+) -> None:
+    keys, ready = KeyDirectory(tmp_path / "keys"), tmp_path / "ready"
+    issuing.ensure_authority(keys)
+    made, _ = issuing.ensure_authority(keys.of_islands)
+    with rotated_in_another_process(keys, ready) as process:
+        try:
+            while not ready.exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            serials = [x509.serial_of(issuing.issue_pem(keys.of_islands, made, n)) for n in "abcde"]
+        finally:
+            process.kill()
+    listed = [int(entry.serial, 16) for entry in issuing.issued(keys.of_islands)]
+    assert listed[1:] == serials
+
+
+def test_certificates_that_several_processes_issue_at_once_are_all_listed(tmp_path: Path) -> None:
+    """r10: one that is not listed cannot be revoked."""
+    keys = KeyDirectory(tmp_path / "keys")
+    issuing.ensure_authority(keys)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from hetero_framework.security import authority, issuing, keys\n"
+        "here = keys.KeyDirectory(Path(sys.argv[1]))\n"
+        "made = issuing.read_authority(here)\n"
+        "for _ in range(8):\n"
+        "    print(authority.serial_of(issuing.issue_pem(here, made, 2)), flush=True)\n"
+    )
+    command = [sys.executable, "-c", program, str(keys.path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    made = {
+        int(line) for process in processes for line in process.communicate(timeout=60)[0].split()
+    }
+    assert len(made) == 24
+    assert made == {int(e.serial, 16) for e in issuing.issued(keys) if e.process == "2"}
+    issuing.revoke(keys, 2)
+    assert keys.revoked() == made
+
+
+def test_process_that_keeps_the_lock_is_waited_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = KeyDirectory(tmp_path / "keys")
+    issuing.ensure_authority(keys)
+    monkeypatch.setattr(timeouts, "KEYS_S", 0.1)
+    with FileLock(keys.path / LOCK):
+        for change in (
+            lambda: issuing.rotate(keys),
+            lambda: issuing.revoke(keys, "local"),
+            lambda: issuing.issue_missing(keys, [1]),
+            lambda: keys.learn_revoked(frozenset([1])),
+            lambda: issuing.ensure_authority(keys.of_islands),
+        ):
+            with pytest.raises(IdentityError, match="another process has been changing keys"):
+                change()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """r01, r12."""
+    keys = KeyDirectory(tmp_path / "keys")
+    made, _ = issuing.ensure_authority(keys)
+    issuing.issue_pem(keys, made, 2)
+    issuing.revoke(keys, 2)
+    before = {file.name: file.read_bytes() for file in keys.path.iterdir()}
+    if not exchanges:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(ResourceError, match="the disk is full"):
+            issuing.rotate(keys)
+    assert {file.name: file.read_bytes() for file in keys.path.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["keys"]
+    with pytest.raises(IdentityError, match="no certificate of worker 2 counts"):
+        issuing.revoke(keys, 2)
+    issuing.rotate(keys)
+    assert keys.revoked() == frozenset()
+
+
+def test_directory_that_cannot_be_exchanged_is_changed_in_one_step_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point, or another system than Linux: killed after the step, its next user ends it."""
+    keys = KeyDirectory(tmp_path / "keys")
+    made, _ = issuing.ensure_authority(keys)
+    issuing.issue_pem(keys, made, 2)
+    issuing.revoke(keys, 2)
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "finish_replacing", lambda directory: None)
+        issuing.rotate(keys)
+    assert issuing.read_authority(keys).cluster == made.cluster
+    assert keys.revoked()
+    keys.settle()
+    cluster = issuing.read_authority(keys).cluster
+    assert cluster != made.cluster
+    assert keys.identity("local").cluster == cluster
+    assert keys.revoked() == frozenset()
+    assert not (keys.path / "rotated").exists()
+
+
+@posix
+def test_directory_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "k").mkdir(mode=0o700, parents=True)
+    (tmp_path / "hetero_keys").symlink_to(tmp_path / "disk" / "k")
+    keys = KeyDirectory(tmp_path / "hetero_keys")
+    before, _ = issuing.ensure_authority(keys)
+    issuing.rotate(keys)
+    assert (tmp_path / "hetero_keys").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["k"]
+    assert issuing.read_authority(keys).cluster != before.cluster
+
+
+@posix
+@pytest.mark.parametrize("umask", [0, 0o022, 0o777 & ~0o700])
+def test_every_directory_that_is_made_is_for_this_user_alone_and_ignored_by_git(
+    umask: int, tmp_path: Path
+) -> None:
+    """r07: the first key may be one of islands."""
+    keys = KeyDirectory(tmp_path / "hetero_keys")
+    before = os.umask(umask)
+    try:
+        issuing.ensure_authority(keys.of_islands)
+    finally:
+        os.umask(before)
+    for folder in (keys.path, keys.of_islands.path):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert (folder / ".gitignore").read_text() == "*\n"
+    issuing.ensure_authority(keys)
+    assert keys.identity("local").keeps
+
+
+@posix
+def test_directory_that_others_can_read_is_closed_to_them_or_refused(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    usual, other = KeyDirectory(tmp_path / "hetero_keys"), KeyDirectory(tmp_path / "mine")
+    for keys in (usual, other):
+        keys.path.mkdir()
+        keys.path.chmod(0o755)
+    issuing.ensure_authority(usual.of_islands)
+    assert stat.S_IMODE(usual.path.stat().st_mode) == 0o700
+    assert logged == [f"other users could read {usual.path} (mode 755); its mode is 700 now"]
+    assert (usual.path / ".gitignore").exists()
+    with pytest.raises(IdentityError, match=r"can read .*mine \(mode 755\)") as found:
+        issuing.ensure_authority(other)
+    assert found.value.hint == f"chmod 700 {other.path}"
+    assert not list(other.path.iterdir())
+
+
+@posix
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives away")
+@pytest.mark.parametrize("place", ["the file", "the directory"])
+def test_key_that_another_user_owns_is_refused(place: str, tmp_path: Path) -> None:
+    keys = keys_of(tmp_path / "keys", 1)
+    wrong = keys.bundle(1) if place == "the file" else keys.path
+    os.chown(wrong, 12345, -1)
+    with pytest.raises(IdentityError, match="belongs to user 12345, and this is user 0"):
+        keys.identity(1)
+
+
+def test_authority_that_was_rotated_meanwhile_signs_nothing(tmp_path: Path) -> None:
+    keys = KeyDirectory(tmp_path / "keys")
+    made, _ = issuing.ensure_authority(keys)
+    issuing.rotate(keys)
+    with pytest.raises(IdentityError, match="the authority was changed"):
+        issuing.issue_pem(keys, made, 3)
+    assert [entry.process for entry in issuing.issued(keys)] == ["local"]
