@@ -24,9 +24,9 @@ from hetero_framework import control, errors
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.child import PROGRAM
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.membership import Action, Event, Membership, State
+from hetero_framework.cluster.membership import MAX_RECOVERIES, Action, Event, Membership, State
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
-from hetero_framework.cluster.worker_links import WorkerLinks
+from hetero_framework.cluster.worker_links import ShowAway, WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
@@ -335,13 +335,15 @@ class Cluster:
         should_stop: Callable[[], bool] = lambda: False,
         absence_s: float | None = None,
         id_layers: frozenset[int] = frozenset(),
+        show_away: ShowAway = lambda worker, away: None,
     ) -> None:
         """`max_boundary_bytes` are those of a boundary's tensors (None: as of any frame).
         `build` is for the stages here; `id_layers` are the model's that read token
         ids; `run_id` is a lasting one. `workers` are
         those of this machine where they were started before. `access` is for the links;
         `should_stop` ends the wait for a lost worker. `absence_s`: a worker that is away for so
-        long is given up, also one that was paused (None: as the configuration says)."""
+        long is given up, also one that was paused (None: as the configuration says). `show_away`
+        is WorkerLinks'."""
         self._config = config
         self._build = build
         self._should_stop = should_stop
@@ -370,8 +372,10 @@ class Cluster:
             watch=self._meter.watch,
             access=access,
             should_stop=should_stop,
+            show_away=show_away,
         )
         self._members = Membership(self._peers.workers)
+        self._reasons: dict[WorkerId, str] = {}  # why workers left, as they said
         self._attempt = 0
         self._max_boundary_bytes = max_boundary_bytes or max_frame_bytes
         self._own: Sequence[StageInterface] = []  # the stages here
@@ -441,7 +445,7 @@ class Cluster:
         for worker in self.known_workers if again else ():
             self._peers.forget_direct(worker)  # whoever is set up closes those that it has
         self._end_loading()
-        for worker in self._members.those(State.READY):
+        for worker in self._members.those(State.READY, State.LEAVING, State.LOST):
             self._guard(worker, Event.PLANNED)
         for worker in planned(config, self._members.those(State.SPARE)):
             self._guard(worker, Event.PLANNED)
@@ -472,13 +476,17 @@ class Cluster:
             self._id_layers,
             self._max_boundary_bytes,
         )
+        is_whole = True
         while True:
             try:
+                if not is_whole:  # what a leaver has here is not of the run yet
+                    self.part_with_leavers()
+                    self.rejoin()
                 self.retrying(self.pipeline.share_tied_weights)
                 self._was_ready = True
                 return self._current
-            except StagesLost:
-                self.rejoin()
+            except (StagesLost, WorkerLeaving):
+                is_whole = False
 
     def forget_step(self) -> None:
         """Have whoever is here forget the step under way: the run goes back, or to another plan.
@@ -506,63 +514,58 @@ class Cluster:
             )
         self._members.settled()
 
-    def part_with(self, leaving: WorkerLeaving) -> None:
-        """Let a worker go that leaves, its state being saved, and wait for it to come back; then
-        `rejoin`. One that its owner has paused is waited for without end. Raises PeerAwayError,
-        PeerLostError and StopWanted."""
-        worker = leaving.worker
-        self.pipeline.lose(worker)
-        self._peers.let_go(worker, Message(m.Bye("what was here is saved")))
-        self._members.on(worker, Event.DIAL)
-        text = "worker %s left (%s); the run waits for it. Ctrl-C stops with all that is done"
-        _log.warning(text, worker, leaving.reason)
-        without_end = leaving.is_paused and self._absence_s is None
+    def part_with_leavers(self) -> None:
+        """Let the workers go that leave, their state being saved, and wait for them to come back;
+        then `rejoin`. One that its owner has paused is waited for without end. Raises
+        PeerAwayError, PeerLostError and StopWanted."""
+        leavers = self._members.those(State.LEAVING)
+        for worker in leavers:
+            if self._current is not None:
+                self.pipeline.lose(worker)
+            self._peers.let_go(worker, Message(m.Bye("what was here is saved")))
+            self._members.on(worker, Event.DIAL)
+            text = "worker %s left (%s); the run waits for it. Ctrl-C stops with all that is done"
+            _log.warning(text, worker, self._reasons[worker])
+        for worker in leavers:
+            self._await_return(worker, self._reasons[worker])
+
+    def _await_return(self, worker: WorkerId, why: str) -> None:
+        """Dial a worker until it is back, and do what follows."""
         try:
-            wait_s = math.inf if without_end else self._absence_s
-            has_stages = self._peers.reconnect(worker, wait_s)
-        except PeerLostError:
+            has_stages = self._peers.reconnect(worker, self._absence_s)
+        except PeerLostError as gone:
             self._members.on(worker, Event.GONE)
-            raise
-        self._members.on(worker, Event.BACK if has_stages else Event.FRESH)
-        _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
+            raise type(gone)(gone.message, hint=self._advice(worker)) from gone
+        text = "is back" if has_stages else "is back in a new process"
+        _log.info("worker %s %s", worker, text, extra=event("worker back", worker=worker))
+        self._on(worker, Event.BACK if has_stages else Event.FRESH, why)
 
     def _load_workers(self) -> None:
         """Have all workers without stages load them, linked with each other and started."""
-        ready: dict[WorkerId, m.Ready] = {}
         started: set[WorkerId] = set()
-        deadline = time.monotonic() + self._config.training.load_timeout_s
-        while True:
-            try:
-                for worker in self._members.those(State.JOINING):
-                    self._on(worker, Event.PLANNED, "")
-                loading = self._members.those(State.LOADING)
-                self._await_ready(loading, ready, deadline)
-                for worker in loading:
-                    for entry in ready[worker].stages:
-                        trainable = [(p.name, p.index) for p in entry.trainable]
-                        name = f"worker {worker}"
-                        said = entry.fingerprint, trainable, entry.ties
-                        self._loaded.note(name, entry.index, *said)
-                self._loaded.check(deadline)
-                self._connect_workers()
-                for worker in planned(self._config, [w for w in loading if w not in started]):
-                    own = (s.index for s in self._config.plan.stages if s.owner == worker)
-                    needing = tuple(k for k in own if self._loaded.needs[k])
-                    start = m.Start(needing, self._max_boundary_bytes)
-                    self._peers.send(worker, Message(start))
-                    started.add(worker)
-                break
-            except LinkLost as lost:
-                ready.pop(lost.worker, None)
-                started.discard(lost.worker)
-                with suppress(StagesLost):  # one more that loads
-                    self.recover(lost)
-            except DirectLost as lost_pair:
-                self._lose_direct(lost_pair)
-            except WorkerLeaving as leaving:
-                if not self._loses_nothing_with(leaving):
-                    raise
-        for worker in loading:
+
+        def load() -> list[WorkerId]:
+            for worker in self._members.those(State.JOINING):
+                self._on(worker, Event.PLANNED, "")
+            loading = self._members.those(State.LOADING)
+            deadline = self._await_ready(loading)
+            for worker in loading:
+                for entry in self._peers.ready[worker].stages:
+                    trainable = [(p.name, p.index) for p in entry.trainable]
+                    said = entry.fingerprint, trainable, entry.ties
+                    self._loaded.note(f"worker {worker}", entry.index, *said)
+            self._loaded.check(deadline)
+            self._connect_workers()
+            started.intersection_update(self._peers.ready)
+            for worker in planned(self._config, [w for w in loading if w not in started]):
+                own = (s.index for s in self._config.plan.stages if s.owner == worker)
+                needing = tuple(k for k in own if self._loaded.needs[k])
+                start = m.Start(needing, self._max_boundary_bytes)
+                self._peers.send(worker, Message(start))
+                started.add(worker)
+            return loading
+
+        for worker in self._while_loading(load):
             is_planned = worker in self._config.plan.owners
             self._members.on(worker, Event.LOADED if is_planned else Event.SPARED)
             if self._current is not None:
@@ -571,29 +574,29 @@ class Cluster:
     def _end_loading(self) -> None:
         """Wait for those that still load what an earlier plan gave them: no other one is obeyed
         before."""
-        loading, ready = self._members.those(State.LOADING), dict[WorkerId, m.Ready]()
-        deadline = time.monotonic() + self._config.training.load_timeout_s
-        while True:
-            try:
-                self._await_ready(loading, ready, deadline)
-                break
-            except LinkLost as lost:
-                with suppress(StagesLost):
-                    self.recover(lost)
-            except WorkerLeaving as leaving:
-                if not self._loses_nothing_with(leaving):
-                    raise
-        for worker in loading:
+
+        def load() -> list[WorkerId]:
+            loading = self._members.those(State.LOADING)
+            self._await_ready(loading)
+            return loading
+
+        for worker in self._while_loading(load):
             self._members.on(worker, Event.LOADED)
 
-    def _loses_nothing_with(self, leaving: WorkerLeaving) -> bool:
-        """Whether a worker that leaves has no layers, or only begins to load some: then the run
-        goes on; its link breaks next. At the start of a run it is the user who ends it."""
-        state = self._members.state(leaving.worker)
-        if state is State.SPARE:
-            self._guard(leaving.worker, Event.LEAVING, leaving.message)
-            return True
-        return state is State.LOADING and self._was_ready
+    def _while_loading(self, action: Callable[[], T]) -> T:
+        """Run `action` until nothing happens in it: what does is mended. Raises WorkerLeaving for
+        one with stages that are to be handed over, and PeerLostError."""
+        while True:
+            try:
+                return action()
+            except LinkLost as lost:
+                with suppress(StagesLost):  # one more that loads
+                    self.recover(lost)
+            except DirectLost as lost_pair:
+                self._lose_direct(lost_pair)
+            except WorkerLeaving as leaving:
+                with suppress(StagesLost):
+                    self._part(leaving)
 
     def _expected_weights(self) -> fingerprint.Fingerprint | None:
         """Of all weights, from this machine's files; None where it has not all of them."""
@@ -603,19 +606,17 @@ class Cluster:
         source = resolve_model_path(model.name_or_path, self._config.base_dir)
         return fingerprint.whole_fingerprint(source, model.revision)
 
-    def _await_ready(
-        self, loading: list[WorkerId], ready: dict[WorkerId, m.Ready], deadline: float
-    ) -> None:
-        """Gather READY of these workers."""
+    def _await_ready(self, loading: Collection[WorkerId]) -> float:
+        """Wait until these workers have said READY; until when more may be waited for."""
         told = time.monotonic()
-        while waiting := [str(worker) for worker in loading if worker not in ready]:
+        deadline = told + self._config.training.load_timeout_s
+        while waiting := [str(worker) for worker in loading if worker not in self._peers.ready]:
             if self._was_ready and self._should_stop():
                 raise StopWanted
             event = self._peers.receive(timeouts.TICK_S)
             now = time.monotonic()
             if event is not None and event.message is not None:
-                if isinstance(event.message.body, m.Ready):
-                    ready[event.worker] = event.message.body
+                event.message.release()
             elif now > deadline:
                 raise PeerLostError(
                     f"worker {', '.join(waiting)} has not loaded its stages in "
@@ -626,6 +627,7 @@ class Cluster:
             elif now - told > 60:
                 told = now
                 _log.info("still loading: worker %s", ", ".join(waiting))
+        return deadline
 
     def _connect_workers(self) -> None:
         """Open the plan's links between workers. Where one fails that must be: NetworkError at the
@@ -784,48 +786,53 @@ class Cluster:
 
     def retrying(self, action: Callable[[], T]) -> T:
         """Run `action`; when a link breaks in it, mend it, forget the attempt, do it again. For a
-        link between workers nobody waits. After a lack of memory it is done again once. What
+        link between workers nobody waits. After a lack of memory it is done again once. Whatever
+        happens to another worker while one thing is mended is mended next. What
         `action` did before must do no harm when it is done again: weights and optimizer must not
         have stepped. Raises PeerLostError when a worker is gone, StagesLost when it is back in a
         new process, OutOfMemory when memory runs out again, and WorkerLeaving, with the attempt
         forgotten, when one will end."""
-        broken = False
+        trouble: Exception | None = None
         short: set[Attempt | None] = set()  # attempts in which memory ran out, in any process
         while True:
             try:
-                if broken:
+                if trouble is not None:
+                    mended, trouble = trouble, None
+                    self._mend(mended)
+                    del mended  # its traceback holds the tensors of the attempt
                     _log.info("", extra=event("step repeated"))
                     self.pipeline.abort()
-                    broken = False
                 result = action()
-            except LinkLost as lost:
-                broken = True
-                self.recover(lost)
             except WorkerLeaving as leaving:
-                if broken := self._loses_nothing_with(leaving):
-                    continue
-                left = event("worker left", worker=leaving.worker, reason=leaving.message)
-                _log.info("", extra=left)
-                leaving.hint = self._advice(leaving.worker)
-                self._guard(leaving.worker, Event.LEAVING, leaving.message)
-                raise
-            except Stalled as stalled:
-                broken = True
-                self._end_hanging(str(stalled))
+                if leaving.is_noted:
+                    raise
+                trouble = leaving
             except StepOutOfMemory as error:
-                broken = True
                 short.add(error.attempt)
                 if len(short) > 1:
                     raise
-                text = "%s; the step is given up everywhere and done again, once"
-                lack = event("memory ran out", "step repeated", worker=error.worker)
-                _log.warning(text, error.message, extra=lack)
-            except DirectLost as lost:
-                broken = True
-                self._lose_direct(lost)
+                trouble = error
+            except (LinkLost, Stalled, DirectLost) as found:
+                trouble = found
             else:
                 self._members.settled()
                 return result
+
+    def _mend(self, trouble: Exception) -> None:
+        """Do what is to be done before an attempt that `trouble` ended is made again. Raises what
+        `retrying` does, and trouble of its own, which is mended next."""
+        if isinstance(trouble, LinkLost):
+            self.recover(trouble)
+        elif isinstance(trouble, WorkerLeaving):
+            self._part(trouble)
+        elif isinstance(trouble, Stalled):
+            self._end_hanging(str(trouble))
+        elif isinstance(trouble, DirectLost):
+            self._lose_direct(trouble)
+        elif isinstance(trouble, StepOutOfMemory):
+            text = "%s; the step is given up everywhere and done again, once"
+            lack = event("memory ran out", "step repeated", worker=trouble.worker)
+            _log.warning(text, trouble.message, extra=lack)
 
     def _lose_direct(self, lost: DirectLost) -> None:
         """The coordinator relays for this pair until their link is back."""
@@ -869,29 +876,49 @@ class Cluster:
         """Have a worker take part again whose link broke. Raises PeerLostError."""
         self._guard(lost.worker, Event.LINK_LOST, lost.reason)
 
+    def _part(self, leaving: WorkerLeaving) -> None:
+        """A worker said that it will end soon. Raises `leaving` where there is one that is to hand
+        over first."""
+        worker = leaving.worker
+        left = event("worker left", worker=worker, reason=leaving.message)
+        _log.info("", extra=left)
+        self._guard(worker, Event.LEAVING, leaving.reason)
+        if self._members.those(State.LEAVING):
+            leaving.hint, leaving.is_noted = self._advice(worker), True
+            raise leaving
+
     def _guard(self, worker: WorkerId, happened: Event, why: str = "") -> None:
-        """Do what is to be done about an event, also when the worker's link breaks over it."""
+        """Do what is to be done about an event, also when another one happens over it."""
         while True:
             try:
                 self._on(worker, happened, why)
                 return
             except LinkLost as lost:
                 worker, happened, why = lost.worker, Event.LINK_LOST, lost.reason
+            except WorkerLeaving as leaving:
+                worker, happened, why = leaving.worker, Event.LEAVING, leaving.reason
 
     def _on(self, worker: WorkerId, happened: Event, why: str) -> None:
+        """The one place that reacts: note an event, and do what the table says of it."""
+        pipeline = self._current.pipeline if self._current is not None else None
+        if happened is Event.LEAVING:
+            self._reasons[worker] = why
         for action in self._members.on(worker, happened):
             if action is Action.DIAL:
                 self._dial(worker, why)
             elif action is Action.SET_UP:
                 self._peers.send(worker, self._setup_message(worker))
             elif action is Action.REPEAT_COMMIT:
-                self.pipeline.repeat_commit(worker)
+                if pipeline is not None:
+                    pipeline.repeat_commit(worker)
             elif action is Action.REJOIN:
-                self.pipeline.lose(worker)
+                if pipeline is not None:
+                    pipeline.lose(worker)
                 self._peers.forget_direct(worker)
                 raise StagesLost(worker, why)
             elif action is Action.HAND_OVER:
-                self.pipeline.abort()
+                if pipeline is not None:
+                    pipeline.abort()
             elif action is Action.AWAIT:
                 _log.info("worker %s, which has no layers, is away (%s)", worker, why)
                 self._peers.let_go(worker, Message(m.Bye("it has no layers")))
@@ -904,18 +931,11 @@ class Cluster:
         ended = self._local.exit_text(worker)
         lost = event("worker lost", "connecting again", worker=worker, reason=ended or why)
         _log.warning("lost the link to worker %s (%s); connecting again", worker, why, extra=lost)
-        try:
-            has_stages = self._peers.reconnect(worker, self._absence_s)
-        except PeerLostError as gone:
-            assert self._members.on(worker, Event.GONE) == (Action.GIVE_UP,)
-            raise type(gone)(gone.message, hint=self._advice(worker)) from gone
-        text = "is back" if has_stages else "is back in a new process"
-        _log.info("worker %s %s", worker, text, extra=event("worker back", worker=worker))
-        self._on(worker, Event.BACK if has_stages else Event.FRESH, ended or why)
+        self._await_return(worker, ended or why)
 
     def _give_up(self, worker: WorkerId, happened: Event, why: str) -> None:
         """Say that it is gone. `train` ends the run, or goes on without it."""
-        if happened is Event.LINK_LOST:
+        if happened is Event.LINK_LOST and self._members.losses(worker) > MAX_RECOVERIES:
             raise PeerLostError(
                 f"the link to worker {worker} broke {self._members.losses(worker)} times in one "
                 f"step: {why}",

@@ -1,6 +1,8 @@
 """Who takes part in a run, as a table: what happens to a worker, and what is to be done then.
 
 `TABLE[state, event]` is the following state and the actions, which `assembly.Cluster` carries out.
+It has every pair: whatever happens to one worker, in whatever state it and the others are, is
+mended, waited for or said, and never an error of our own.
 A worker whose process died comes back as FRESH: it loads its stages again, and all go back to the
 last durable step (REJOIN). One that does not come back is given up through one action, GIVE_UP,
 wherever it was noticed: the run ends, or goes on without it under another plan.
@@ -11,8 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
-
-from hetero_framework.errors import HeteroError
 
 WorkerId = int | str
 
@@ -36,7 +36,7 @@ class State(Enum):
 class Event(Enum):
     """What may happen to it."""
 
-    DIAL = "the coordinator begins to dial, at the start or for one that replaces it"
+    DIAL = "its link is let go, if it has one, and the coordinator dials"
     FRESH = "it said WELCOME and has no stages of this run"
     BACK = "it said WELCOME and has its stages"
     PLANNED = "it is known what it shall load"
@@ -60,46 +60,68 @@ class Action(Enum):
 
 
 _S, _E, _A = State, Event, Action
-TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
-    (_S.ABSENT, _E.DIAL): (_S.JOINING, ()),
-    (_S.ABSENT, _E.FRESH): (_S.SPARE, ()),
-    (_S.ABSENT, _E.BACK): (_S.SPARE, ()),
-    (_S.JOINING, _E.FRESH): (_S.JOINING, ()),
-    # A coordinator that was started again; the worker's stages are of before its last checkpoint.
-    (_S.JOINING, _E.BACK): (_S.JOINING, ()),
-    (_S.JOINING, _E.PLANNED): (_S.LOADING, (_A.SET_UP,)),
-    (_S.JOINING, _E.LINK_LOST): (_S.JOINING, (_A.DIAL,)),
-    (_S.JOINING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.LOADING, _E.LOADED): (_S.READY, ()),
-    (_S.LOADING, _E.SPARED): (_S.SPARE, ()),
-    (_S.LOADING, _E.LINK_LOST): (_S.LOADING, (_A.DIAL,)),
-    (_S.LOADING, _E.FRESH): (_S.LOADING, (_A.SET_UP,)),
-    (_S.LOADING, _E.BACK): (_S.LOADING, (_A.SET_UP,)),
-    (_S.LOADING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.READY, _E.PLANNED): (_S.LOADING, (_A.SET_UP,)),  # all begin anew
-    (_S.SPARE, _E.PLANNED): (_S.LOADING, (_A.SET_UP,)),
-    # Nobody waits for one that holds nothing.
-    (_S.SPARE, _E.LINK_LOST): (_S.LEFT, (_A.AWAIT,)),
-    (_S.SPARE, _E.LEAVING): (_S.LEFT, (_A.AWAIT,)),
-    (_S.SPARE, _E.GONE): (_S.LEFT, (_A.AWAIT,)),
-    (_S.READY, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),
-    (_S.READY, _E.LEAVING): (_S.LEAVING, (_A.HAND_OVER,)),
-    (_S.READY, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.LOST, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),  # in the handshake
-    (_S.LOST, _E.BACK): (_S.READY, (_A.REPEAT_COMMIT,)),
-    (_S.LOST, _E.FRESH): (_S.JOINING, (_A.REJOIN,)),
-    (_S.LOST, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.LEAVING, _E.LINK_LOST): (_S.LOST, (_A.DIAL,)),  # before its state was handed over
-    (_S.LEAVING, _E.LEAVING): (_S.LEAVING, (_A.HAND_OVER,)),
-    (_S.LEAVING, _E.DIAL): (_S.JOINING, ()),  # it was let go, and is waited for
-    (_S.LEAVING, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.LEFT, _E.LINK_LOST): (_S.LEFT, (_A.GIVE_UP,)),
-    (_S.LEFT, _E.GONE): (_S.LEFT, (_A.GIVE_UP,)),
-    # One that takes its place begins as it began; one that was awaited has no layers yet.
-    (_S.LEFT, _E.DIAL): (_S.JOINING, ()),
-    (_S.LEFT, _E.FRESH): (_S.SPARE, ()),
-    (_S.LEFT, _E.BACK): (_S.SPARE, ()),
+_ROWS: dict[Event, dict[State, tuple[State, tuple[Action, ...]]]] = {
+    # At the start of a run, for one that was let go, and for one that takes its place.
+    _E.DIAL: dict.fromkeys(_S, (_S.JOINING, ())),
+    _E.FRESH: {
+        _S.ABSENT: (_S.SPARE, ()),  # it was awaited, and has no layers yet
+        _S.JOINING: (_S.JOINING, ()),
+        _S.LOADING: (_S.LOADING, (_A.SET_UP,)),
+        _S.READY: (_S.JOINING, (_A.REJOIN,)),
+        _S.SPARE: (_S.SPARE, ()),
+        _S.LOST: (_S.JOINING, (_A.REJOIN,)),
+        _S.LEAVING: (_S.JOINING, (_A.REJOIN,)),
+        _S.LEFT: (_S.SPARE, ()),
+    },
+    _E.BACK: {
+        _S.ABSENT: (_S.SPARE, ()),
+        # A coordinator that was started again; the worker's stages are of before its checkpoint.
+        _S.JOINING: (_S.JOINING, ()),
+        _S.LOADING: (_S.LOADING, (_A.SET_UP,)),
+        _S.READY: (_S.READY, (_A.REPEAT_COMMIT,)),
+        _S.SPARE: (_S.SPARE, ()),
+        _S.LOST: (_S.READY, (_A.REPEAT_COMMIT,)),
+        _S.LEAVING: (_S.LEAVING, (_A.REPEAT_COMMIT,)),
+        _S.LEFT: (_S.SPARE, ()),
+    },
+    _E.PLANNED: {
+        _S.ABSENT: (_S.ABSENT, ()),
+        _S.JOINING: (_S.LOADING, (_A.SET_UP,)),
+        # What it says of the plan before must not count: that comes over the old link.
+        _S.LOADING: (_S.LOADING, (_A.DIAL,)),
+        _S.READY: (_S.LOADING, (_A.SET_UP,)),  # all begin anew
+        _S.SPARE: (_S.LOADING, (_A.SET_UP,)),
+        _S.LOST: (_S.LOADING, (_A.DIAL,)),
+        _S.LEAVING: (_S.LOADING, (_A.SET_UP,)),
+        _S.LEFT: (_S.LEFT, ()),
+    },
+    # Of an earlier plan, where it is not awaited.
+    _E.LOADED: {state: (_S.READY if state is _S.LOADING else state, ()) for state in _S},
+    _E.SPARED: {state: (_S.SPARE if state is _S.LOADING else state, ()) for state in _S},
+    _E.LINK_LOST: {
+        _S.ABSENT: (_S.ABSENT, ()),
+        _S.JOINING: (_S.JOINING, (_A.DIAL,)),
+        _S.LOADING: (_S.LOADING, (_A.DIAL,)),
+        _S.READY: (_S.LOST, (_A.DIAL,)),
+        _S.SPARE: (_S.LEFT, (_A.AWAIT,)),  # nobody waits for one that holds nothing
+        _S.LOST: (_S.LOST, (_A.DIAL,)),  # in the handshake
+        _S.LEAVING: (_S.LOST, (_A.DIAL,)),  # before its state was handed over
+        _S.LEFT: (_S.LEFT, (_A.GIVE_UP,)),
+    },
+    # Nothing is lost with one that has no stages yet: its link breaks next, and that is mended.
+    _E.LEAVING: {
+        _S.ABSENT: (_S.ABSENT, ()),
+        _S.JOINING: (_S.JOINING, ()),
+        _S.LOADING: (_S.LOADING, ()),
+        _S.READY: (_S.LEAVING, (_A.HAND_OVER,)),
+        _S.SPARE: (_S.LEFT, (_A.AWAIT,)),
+        _S.LOST: (_S.LOST, ()),
+        _S.LEAVING: (_S.LEAVING, (_A.HAND_OVER,)),
+        _S.LEFT: (_S.LEFT, ()),
+    },
+    _E.GONE: {state: (_S.LEFT, (_A.AWAIT if state is _S.SPARE else _A.GIVE_UP,)) for state in _S},
 }
+TABLE = {(state, event): row[state] for event, row in _ROWS.items() for state in _S}
 
 
 class Membership:
@@ -115,24 +137,21 @@ class Membership:
 
     def on(self, worker: WorkerId, event: Event) -> tuple[Action, ...]:
         """Note what happened; what is to be done about it, in order. A link that broke too often
-        counts as gone. Raises HeteroError for an event that cannot happen now: our own bug."""
-        state = self._states[worker]
-        if (state, event) not in TABLE:
-            raise HeteroError(f"worker {worker}: {event.name} while it is {state.name}")
+        counts as gone."""
         if event is Event.LINK_LOST:
             self._losses[worker] += 1
             if self._losses[worker] > MAX_RECOVERIES:
                 event = Event.GONE
-        self._states[worker], actions = TABLE[state, event]
+        self._states[worker], actions = TABLE[self._states[worker], event]
         return actions
 
     def state(self, worker: WorkerId) -> State:
         """What it is to the run now."""
         return self._states[worker]
 
-    def those(self, state: State) -> list[WorkerId]:
-        """The workers in this state."""
-        return [worker for worker, found in self._states.items() if found is state]
+    def those(self, *states: State) -> list[WorkerId]:
+        """The workers in one of these states."""
+        return [worker for worker, found in self._states.items() if found in states]
 
     def settled(self) -> None:
         """A step, or what else was repeated for a lost link, is done."""

@@ -58,12 +58,14 @@ from hetero_framework.errors import (
 )
 from hetero_framework.log import event, said_by
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
+from hetero_framework.units import clock
 
 _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 _NOT_CALLED = "it has not dialled"
 OnRetry = Callable[[int, float, str], None]
+ShowAway = Callable[[WorkerId, str | None], None]
 
 
 class _Busy(Exception):
@@ -83,6 +85,18 @@ class _Silent(NetworkError):
     no peer of ours."""
 
     is_deaf = hung_up = False
+
+
+@dataclass(frozen=True)
+class _Absence:
+    """Since when a worker is away; `is_paused`: its owner has it back for a while."""
+
+    since: float
+    is_paused: bool
+
+    def __str__(self) -> str:
+        """For a table, "paused 0:02:10"."""
+        return f"{'paused' if self.is_paused else 'away'} {clock(time.monotonic() - self.since)}"
 
 
 class _Reached(NamedTuple):
@@ -116,10 +130,12 @@ class WorkerLinks:
         watch: Callable[[WorkerId], OnMoved] | None = None,
         access: Access = LOOPBACK_ONLY,
         should_stop: Callable[[], bool] = lambda: False,
+        show_away: ShowAway = lambda worker, away: None,
     ) -> None:
         """`local` are the workers that this process has started. `unpack` makes an Event's
         `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`. `should_stop`
-        ends the wait for a lost worker."""
+        ends the wait for a lost worker; `show_away(worker, text)` is called while one is waited
+        for, from any thread, with None when it is there."""
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
@@ -132,6 +148,10 @@ class WorkerLinks:
         self._watch = watch
         self._access = access
         self._should_stop = should_stop
+        self._show_away = show_away
+        self._away: dict[WorkerId, _Absence] = {}
+        self.ready: dict[WorkerId, m.Ready] = {}
+        """What workers have said of the stages that they were last told to load."""
         self._direct: set[frozenset[WorkerId]] = set()
         self._back: set[frozenset[WorkerId]] = set()
         self._redials: dict[frozenset[WorkerId], _Redial] = {}
@@ -220,11 +240,13 @@ class WorkerLinks:
             connection.close(timeouts.STOP_S)
 
     def reconnect(self, worker_id: WorkerId, wait_s: float | None = None) -> bool:
-        """Dial a lost worker for `rejoin_wait_s`, or `wait_s`; whether it has its stages still. One
-        of this machine whose process ended, or does not answer, is started again. Raises
-        PeerAwayError when it does not come back in time, PeerLostError when it died too often, and
-        StopWanted."""
-        wait_s = wait_s or self._config.training.rejoin_wait_s
+        """Dial a lost worker for `wait_s`, or else for `rejoin_wait_s`, one that its owner has
+        paused without end; whether it has its stages still. One of this machine whose process
+        ended, or does not answer, is started again. Raises PeerAwayError when it does not come back
+        in time, PeerLostError when it died too often, and StopWanted."""
+        if wait_s is None:
+            is_paused = self._is_paused(worker_id)
+            wait_s = math.inf if is_paused else self._config.training.rejoin_wait_s
         return self._take_in(self._open_again(worker_id, wait_s)).run_id == self._run_id
 
     def await_in_background(self, worker_id: WorkerId) -> None:
@@ -251,6 +273,7 @@ class WorkerLinks:
 
     def _open_again(self, worker_id: WorkerId, wait_s: float) -> _Reached:
         """As `reconnect` says, but the connection is not in use yet."""
+        self._away.setdefault(worker_id, _Absence(time.monotonic(), is_paused=False))
         deadline, pause_s = time.monotonic() + wait_s, timeouts.ANSWER_TICK_S
         while True:
             if self._should_stop():
@@ -319,11 +342,22 @@ class WorkerLinks:
     def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> _Reached:
         """Connect and shake hands once. `again`: the worker has been there before."""
         name, where, told = f"worker {worker.id}", worker.address, False
+        tell_at_s = timeouts.QUIET_S
 
         def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
-            nonlocal told
+            nonlocal told, tell_at_s
             if again and self._should_stop():
                 raise StopWanted
+            if again:
+                self._show_away(worker.id, str(self._away[worker.id]))
+            if again and self._is_paused(worker.id):
+                if elapsed_s > tell_at_s:
+                    tell_at_s = max(timeouts.PAUSED_S, 2 * elapsed_s)
+                    since_s = clock(time.monotonic() - self._away[worker.id].since)
+                    how = f"hetero resume {worker.id} (on its machine)"
+                    text = "%s has been paused by its owner for %s; it goes on after: %s"
+                    _log.info(text, name, since_s, how)
+                return
             ended = self._local.exit_text(worker.id)
             if ended is not None:
                 raise _Ended(ended if again else f"{name} did not start: {ended}")
@@ -385,7 +419,16 @@ class WorkerLinks:
         connection, welcome = reached
         assert connection.peer is not None
         self._wires[connection.peer], self._welcomes[connection.peer] = connection, welcome
+        self.ready.pop(connection.peer, None)
+        away = self._away.pop(connection.peer, None)
+        if away is not None and away.is_paused and welcome.run_id == self._run_id:
+            self._away[connection.peer] = away  # the same process, which will end yet
+        self._show_away(connection.peer, None)
         return welcome
+
+    def _is_paused(self, worker_id: WorkerId) -> bool:
+        away = self._away.get(worker_id)
+        return away is not None and away.is_paused
 
     def welcome(self, worker_id: WorkerId) -> m.Welcome | None:
         """What a worker said when it was last reached."""
@@ -550,6 +593,8 @@ class WorkerLinks:
         connection = self._wires.get(worker_id)
         if connection is None:
             raise LinkLost(worker_id, "the link is closed")
+        if isinstance(message.body, m.Setup):
+            self.ready.pop(worker_id, None)
         try:
             connection.send(message)
         except PeerLostError as error:
@@ -616,7 +661,12 @@ class WorkerLinks:
                 raise StepOutOfMemory.of(self._current, text, body.hint, event.worker)
             return None
         if isinstance(body, m.Leaving):
-            raise WorkerLeaving(event.worker, body.reason)
+            leaving = WorkerLeaving(event.worker, body.reason)
+            if leaving.is_paused:
+                self._away[event.worker] = _Absence(time.monotonic(), is_paused=True)
+            raise leaving
+        if isinstance(body, m.Ready):
+            self.ready[event.worker] = body  # whoever reads it: others may leave or load meanwhile
         if isinstance(body, m.Connected):
             self._note_dials(event.worker, body)
             return None

@@ -35,6 +35,8 @@ ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
 QUIET_S = 3.0
 """The user hears of a worker that has not answered for so long."""
+PAUSED_S = 60.0
+"""That a worker is paused is said again after so long, and then ever less often."""
 CALL_PAUSE_S = 2.0
 """A worker that dials and was not served waits so long before it calls again."""
 BUSY_PAUSE_S = 1.0

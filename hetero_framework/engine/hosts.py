@@ -62,7 +62,10 @@ class StopWanted(Exception):
 
 
 class WorkerLeaving(StoppedEarly):
-    """A worker was told to end, and still answers: what it holds can be saved."""
+    """A worker was told to end, and still answers: what it holds can be saved. `is_noted`: it is
+    known that it leaves, and what it holds is to be saved next."""
+
+    is_noted = False
 
     def __init__(self, worker: WorkerId, reason: str) -> None:
         super().__init__(f"worker {worker} is leaving: {reason}")

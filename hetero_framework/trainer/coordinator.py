@@ -228,7 +228,7 @@ class Coordinator:
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
         self._losses: list[tuple[int, float]] = []  # and the steps
-        self._save_is_due = False
+        self._evaluation_is_due = self._save_is_due = False
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
         self._memory = _memory_by_owner(parts)
         self._may_last_s = math.inf
@@ -308,8 +308,11 @@ class Coordinator:
 
     def _take_up(self, checkpoint: CheckpointReader | None) -> TrainState:
         """Give every stage the state that the run begins with."""
+        trouble: StagesLost | WorkerLeaving | None = None
         while True:
             try:
+                if trouble is not None:
+                    self._come_back(trouble)
                 if checkpoint is not None:
                     state = self._checkpoints.restore(checkpoint)
                 else:
@@ -319,9 +322,16 @@ class Coordinator:
                     )
                 self._checkpoints.begin(state)
                 return state
-            except StagesLost as lost:
-                self._note_death(lost)
-                self._cluster.rejoin()
+            except (StagesLost, WorkerLeaving) as found:
+                trouble = found
+
+    def _come_back(self, trouble: StagesLost | WorkerLeaving) -> None:
+        """Have a worker whose process is another one, or will be, load its stages again. Raises the
+        same of another one."""
+        if isinstance(trouble, StagesLost):
+            self._note_death(trouble)
+        self._cluster.part_with_leavers()
+        self._cluster.rejoin()
 
     def _load_initial_adapter(self) -> None:
         setup.load_initial_adapter(self._parts, self._cluster.pipeline)
@@ -330,18 +340,17 @@ class Coordinator:
         """A worker's process is another one, or will be: all stages return to the newest state that
         is kept. One that leaves hands its state over first, so that nothing is repeated."""
         reached = self._state.step
-        if isinstance(trouble, WorkerLeaving):
+        while isinstance(trouble, WorkerLeaving):
             try:
                 self._checkpoints.hand_over(self._state)
-            except (StagesLost, WorkerLeaving) as worse:
+                break
+            except WorkerLeaving as another:
+                trouble = another  # both still answer
+            except StagesLost as worse:
                 trouble = worse  # what there is of it is not the state of one step
         while True:
             try:
-                if isinstance(trouble, WorkerLeaving):
-                    self._cluster.part_with(trouble)
-                else:
-                    self._note_death(trouble)
-                self._cluster.rejoin()
+                self._come_back(trouble)
                 state = self._checkpoints.rewind()
                 if state is None:  # nothing is kept: everybody begins again
                     self._cluster.assemble(self._config, self._parts.memory_limits)
@@ -358,6 +367,8 @@ class Coordinator:
 
     def _return_to(self, state: TrainState) -> None:
         """All stages have this state; what was written of later steps is void."""
+        if state.step < self._state.step:  # what was due then comes again with its step
+            self._evaluation_is_due = self._save_is_due = False
         self._state = state
         self._losses = [entry for entry in self._losses if entry[0] <= state.step]
         self._files.metrics.resume(state.step)
@@ -418,8 +429,8 @@ class Coordinator:
                 break
             except StagesLost as lost:
                 self._note_death(lost)
-            except WorkerLeaving as leaving:
-                self._cluster.part_with(leaving)
+            except WorkerLeaving:
+                self._cluster.part_with_leavers()
         self._replanning.move_s = time.monotonic() - began
         self._planned_s = change.planned_s
         self._replicas.went_back(state)
@@ -453,13 +464,12 @@ class Coordinator:
     def _steps(self) -> None:
         """All steps that are left, with what comes between them."""
         training, total = self._config.training, self._data.total_steps
-        has_eval = self._data.num_eval_examples > 0
-        eval_steps = training.eval_steps or training.logging_steps
         if not self._has_begun:  # else the run went back to its beginning
             probe_longest_batch(self._cluster, self._data, training, self._state)
-            if has_eval and training.eval_on_start and self._state.step == 0:
+            if self._data.num_eval_examples and training.eval_on_start and self._state.step == 0:
                 self.evaluate()
             self._has_begun = True
+        self._do_what_is_due()
         while self._state.step < total:
             self._cluster.pipeline.check = self._heed_stop
             if self._stop.requested is not None:
@@ -468,8 +478,8 @@ class Coordinator:
                 state = self._replicas.ready(self._state)
                 if state.step != self._state.step:
                     self._return_to(state)
-                self._state, before = state, state.step
-                if before >= total:
+                self._state = state
+                if state.step >= total:
                     break
                 self.train_step()
             except ReplicasChanged as changed:
@@ -481,19 +491,32 @@ class Coordinator:
                 _log.warning("the step under way was given up; it is repeated when the run goes on")
                 self._stop_early()
             control.step_done(self._state.step, self._cluster)
-            # As the Trainer: evaluated at the end, too. What is saved then is finish()'s business.
-            at_end = self._state.step == total and training.evaluation == "steps"
-            if has_eval and (at_end or self._is_due(training.evaluation, eval_steps, before)):
-                self.evaluate()
-            self._save_is_due |= self._is_due(training.save_strategy, training.save_steps, before)
-            if self._save_is_due and self._replicas.saves:
-                self.save()
-                self._save_is_due = False
+            self._do_what_is_due()
             if self._state.step < total:
                 self._take_back()
                 if (change := self._replanning.wanted(total - self._state.step)) is not None:
                     self._take_plan_now(change)
         self._state = self._replicas.finished(self._state)
+
+    def _note_what_is_due(self, before: int) -> None:
+        """A step has led from `before` to where the run is; what follows it may come later, when a
+        worker that is lost or leaves first is back."""
+        training, total = self._config.training, self._data.total_steps
+        eval_steps = training.eval_steps or training.logging_steps
+        # As the Trainer: evaluated at the end, too. What is saved then is finish()'s business.
+        at_end = self._state.step == total and training.evaluation == "steps"
+        is_due = at_end or self._is_due(training.evaluation, eval_steps, before)
+        self._evaluation_is_due |= is_due and self._data.num_eval_examples > 0
+        self._save_is_due |= self._is_due(training.save_strategy, training.save_steps, before)
+
+    def _do_what_is_due(self) -> None:
+        """What follows a step, as far as it is not done."""
+        if self._evaluation_is_due:
+            self.evaluate()
+            self._evaluation_is_due = False
+        if self._save_is_due and self._replicas.saves:
+            self.save()
+            self._save_is_due = False
 
     def _is_due(self, strategy: str, steps: float, before: int) -> bool:
         """Whether something is done now: every so many steps, or at the end of an epoch. The step
@@ -540,6 +563,7 @@ class Coordinator:
             self._state = state.after_skip(tokens, overflow=overflow)
             self._note_skip(losses, reports, overflow, part.number)
         self._state = self._replicas.after_step(state, self._state)
+        self._note_what_is_due(state.step)
 
         self._losses.append((self._state.step, loss))
         seconds = time.perf_counter() - started

@@ -23,6 +23,7 @@ class Worker:
     linked: bool = False
     dialled: bool = False
     told_to_load: bool = False
+    leaving: bool = False
 
 
 class World(RuleBasedStateMachine):
@@ -64,8 +65,10 @@ class World(RuleBasedStateMachine):
                 often = self.members.losses(worker) > MAX_RECOVERIES
                 assert often or not here.alive, (worker, event)
                 self.over = True
+            elif action is Action.REJOIN:
+                here.stages = False
             elif action is Action.HAND_OVER:
-                self.over = True
+                here.told_to_load = False
 
     def going_on(self) -> bool:
         return not self.over
@@ -84,7 +87,7 @@ class World(RuleBasedStateMachine):
     def link_breaks(self, worker: int | str) -> None:
         here = self.world[worker]
         if here.linked or here.dialled:  # in the handshake, too
-            here.linked = here.dialled = here.told_to_load = False
+            here.linked = here.dialled = here.told_to_load = here.leaving = False
             self.happens(worker, Event.LINK_LOST)
 
     @precondition(going_on)
@@ -107,15 +110,31 @@ class World(RuleBasedStateMachine):
     @rule(worker=ANY)
     def has_loaded(self, worker: int | str) -> None:
         here = self.world[worker]
-        if here.linked and here.told_to_load:
+        if here.linked and here.told_to_load and not here.leaving:
             here.stages, here.told_to_load = True, False
             self.happens(worker, Event.LOADED)
 
     @precondition(going_on)
     @rule(worker=ANY)
     def is_told_to_end(self, worker: int | str) -> None:
-        if self.state(worker) is State.READY:
+        """Whatever the others do. One without stages just ends."""
+        here = self.world[worker]
+        if here.linked:
             self.happens(worker, Event.LEAVING)
+            here.leaving = True
+
+    @precondition(going_on)
+    @rule(worker=ANY)
+    def is_let_go(self, worker: int | str) -> None:
+        """Its state is saved, or there was none; another process takes its place."""
+        here = self.world[worker]
+        if here.leaving:
+            here.linked = here.stages = here.told_to_load = here.leaving = False
+            if self.state(worker) is State.LEAVING:
+                self.happens(worker, Event.DIAL)
+                here.dialled = True
+            else:
+                self.happens(worker, Event.LINK_LOST)
 
     @precondition(going_on)
     @rule()

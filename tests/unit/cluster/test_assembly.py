@@ -46,20 +46,31 @@ class Links:
         self.back: Callable[[Any], bool] = lambda worker: False
         self.direct: set[frozenset[Any]] = set()
         self.problems: dict[frozenset[Any], str] = {}
+        self.ready: dict[Any, Ready] = {}
 
     def listen(self) -> None: ...
 
     def send(self, worker: Any, message: Message) -> None:
         self.sent.append((worker, message.name))
+        if isinstance(message.body, Setup):
+            self.ready.pop(worker, None)
 
     def receive(self, timeout_s: float) -> Event | None:
         event = self.events.pop(0) if self.events else None
         if isinstance(event, Exception):
             raise event
+        if event is not None and isinstance(event.message.body, Ready):
+            self.ready[event.worker] = event.message.body
         return event
 
     def reconnect(self, worker: Any, wait_s: float | None = None) -> bool:
+        self.ready.pop(worker, None)
         return self.back(worker)
+
+    def let_go(self, worker: Any, goodbye: Message) -> None:
+        self.sent.append((worker, goodbye.name))
+
+    def await_in_background(self, worker: Any) -> None: ...
 
     def connect_all(self, workers: Any) -> dict[Any, Any]:
         return {}

@@ -12,7 +12,6 @@ from hetero_framework.cluster.membership import (
     Membership,
     State,
 )
-from hetero_framework.errors import HeteroError
 
 START = [Event.DIAL, Event.FRESH, Event.PLANNED, Event.LOADED]
 EVENTS = st.lists(st.tuples(st.sampled_from([1, "box"]), st.sampled_from(list(Event))), max_size=60)
@@ -95,14 +94,8 @@ def test_link_that_breaks_too_often_in_one_step_counts_as_gone() -> None:
 def test_any_events_keep_to_the_table(events: list[tuple[int | str, Event]]) -> None:
     members = Membership([1, "box"])
     for worker, event in events:
-        before = members._states[1], members._states["box"], members.losses(worker)
         state = members._states[worker]
-        try:
-            actions = members.on(worker, event)
-        except HeteroError:
-            assert (state, event) not in TABLE
-            assert (members._states[1], members._states["box"], members.losses(worker)) == before
-            continue
+        actions = members.on(worker, event)
         after = members._states[worker]
         too_often = event is Event.LINK_LOST and members.losses(worker) > MAX_RECOVERIES
         assert (after, actions) == TABLE[state, Event.GONE if too_often else event]
@@ -111,6 +104,7 @@ def test_any_events_keep_to_the_table(events: list[tuple[int | str, Event]]) -> 
         assert (Action.GIVE_UP in actions) <= (after is State.LEFT)
         waits = after in (State.LEFT, State.SPARE)
         assert state is not State.LEFT or waits or event is Event.DIAL
+        assert Action.REJOIN not in actions or after is State.JOINING
 
 
 @given(EVENTS)
@@ -118,15 +112,26 @@ def test_stages_take_part_only_when_loaded_or_kept(events: list[tuple[int | str,
     members = Membership([1, "box"])
     for worker, event in events:
         state = members._states[worker]
-        try:
-            members.on(worker, event)
-        except HeteroError:
-            continue
+        members.on(worker, event)
         if members._states[worker] is State.READY and state is not State.READY:
             assert (state, event) in (
                 (State.LOADING, Event.LOADED),
                 (State.LOST, Event.BACK),
             )
+
+
+def test_every_event_in_every_state_is_foreseen() -> None:
+    assert TABLE.keys() == {(state, event) for state in State for event in Event}
+
+
+def test_one_that_leaves_before_it_has_loaded_takes_nothing_with_it() -> None:
+    for state in (State.JOINING, State.LOADING):
+        assert TABLE[state, Event.LEAVING] == (state, ())
+        assert TABLE[state, Event.LINK_LOST] == (state, (Action.DIAL,))
+
+
+def test_whoever_is_let_go_is_dialled_whatever_it_was() -> None:
+    assert {TABLE[state, Event.DIAL] for state in State} == {(State.JOINING, ())}
 
 
 def test_a_worker_without_layers_is_lost_without_anybody_waiting_and_comes_back_as_it_was() -> None:

@@ -1,0 +1,255 @@
+"""Every event of one worker, in every state of it and of another one: none is an error of our own.
+
+Table, `Cluster` and the loop of `Coordinator` are the real ones; links and stages only note what is
+asked of them. `tests/faults/event_sweep.py` does the same with processes.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hetero_framework.cluster import assembly
+from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.membership import State
+from hetero_framework.config import Config
+from hetero_framework.core.messages import LoadedStage, Message, Parameter, Ready, Setup
+from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, StagesLost, WorkerLeaving
+from hetero_framework.errors import PeerAwayError, PeerLostError
+from hetero_framework.security.access import Plaintext
+from hetero_framework.trainer.coordinator import Coordinator
+from hetero_framework.trainer.train_state import TrainState
+from tests.unit.cluster.test_assembly import FakePipeline, LocalStage
+
+EVENTS = {
+    "leaves": WorkerLeaving(1, "it was stopped on its own machine (SIGTERM)"),
+    "is paused": WorkerLeaving(1, "paused by its owner"),
+    "link is cut": LinkLost(1, "reset"),
+    "dies": LinkLost(1, "reset"),
+    "stays away": LinkLost(1, "reset"),
+    "loses the other": DirectLost(1, 2, "reset"),
+}
+WITHOUT_LAYERS = (State.ABSENT, State.SPARE, State.LEFT)
+RECEIVED = 4
+"""The event comes as the first, ..., fourth thing that is received after the start."""
+
+
+class World:
+    """Links to two workers that do as they are told; `event` comes when so much was received."""
+
+    def __init__(self, event: str, after: int, states: dict[Any, State]) -> None:
+        self.workers = [1, 2]
+        self.ready: dict[Any, Ready] = {}
+        self.plan: dict[Any, int] = {w: n + 1 for n, w in enumerate(planned(states))}
+        self.has_stages = {worker: state not in FRESH for worker, state in states.items()}
+        self.is_linked = {worker: state in LINKED for worker, state in states.items()}
+        self.told = {worker for worker, state in states.items() if state is State.LOADING}
+        self.direct: set[frozenset[Any]] = {frozenset((1, 2))}
+        self.is_done = self._ends_next = False
+        self._event, self._after = event, after
+
+    def send(self, worker: Any, message: Message) -> None:
+        if not self.is_linked[worker]:
+            raise LinkLost(worker, "the link is closed")
+        if isinstance(message.body, Setup):
+            self.ready.pop(worker, None)
+            self.told.add(worker)
+
+    def receive(self, timeout_s: float) -> Event | None:
+        if not self._after and not self.is_done and self.is_linked[1]:
+            self.is_done = True
+            self._happens()
+            raise EVENTS[self._event]
+        self._after = max(0, self._after - 1)
+        if self._ends_next:
+            self._ends_next = False
+            raise LinkLost(1, "the peer closed the connection")
+        for worker in sorted(self.told):
+            self.told.remove(worker)
+            self.has_stages[worker] = True
+            k = self.plan.get(worker)
+            parameter = (Parameter(f"layer {k}", (k or 0,)),)
+            stages = () if k is None else (LoadedStage(k, parameter, {}),)
+            self.ready[worker] = Ready(stages)
+            return Event(worker, None, Message(Ready(stages)))
+        return None
+
+    def _happens(self) -> None:
+        """What is so, whether anybody knows it or not."""
+        if self._event == "loses the other":
+            return
+        self.told.discard(1)
+        leaves = self._event in ("leaves", "is paused")
+        self.is_linked[1] = leaves and self.has_stages[1]
+        self._ends_next = leaves and not self.has_stages[1]
+        if self._event != "link is cut" and not self.is_linked[1]:
+            self.has_stages[1] = False
+
+    def let_go(self, worker: Any, goodbye: Message) -> None:
+        """Nothing more is heard of this link."""
+        self.is_linked[worker] = self.has_stages[worker] = False
+        self._ends_next = self._ends_next and worker != 1
+
+    def reconnect(self, worker: Any, wait_s: float | None = None) -> bool:
+        if worker == 1 and self._event == "stays away" and self.is_done:
+            raise PeerAwayError("worker 1 does not come back")
+        self.ready.pop(worker, None)
+        self.told.discard(worker)
+        self._ends_next = self._ends_next and worker != 1  # of the link before
+        self.is_linked[worker] = True
+        return self.has_stages[worker]
+
+    def await_in_background(self, worker: Any) -> None: ...
+    def connect_workers(self, pairs: Any, timeout_s: float) -> dict[frozenset[Any], str]:
+        return {}
+
+    def drop_direct(self, pair: frozenset[Any]) -> None:
+        self.direct.discard(pair)
+
+    def forget_direct(self, worker: Any) -> None: ...
+    def route(self, stages: Any, expectation: Any) -> None: ...
+
+
+FRESH = (State.ABSENT, State.JOINING, State.LOADING, State.SPARE, State.LEFT)
+LINKED = (State.JOINING, State.LOADING, State.READY, State.SPARE, State.LEAVING)
+
+
+def planned(states: dict[Any, State]) -> list[Any]:
+    return [worker for worker, state in states.items() if state not in WITHOUT_LAYERS]
+
+
+class Pipeline(FakePipeline):
+    """Reads what comes while it waits, as the real one does."""
+
+    def __init__(self, links: World) -> None:
+        super().__init__()
+        self._links = links
+
+    def abort(self) -> None:
+        self._links.receive(0)
+
+    share_tied_weights = abort
+
+
+class Run(Coordinator):
+    """The loop of a run: one step is a look at what has come."""
+
+    def __init__(self, cluster: Cluster, world: World, config: Config) -> None:
+        self._cluster, self._world, self._config = cluster, world, config
+        self._state = TrainState()
+        self._stop = SimpleNamespace(waiting=nullcontext, requested=None)  # type: ignore[assignment]
+        self._replanning = SimpleNamespace(survivors=False)  # type: ignore[assignment]
+        self._replicas = SimpleNamespace(went_back=lambda state: None, close=lambda why: None)  # type: ignore[assignment]
+        held = TrainState()
+        look = lambda: cluster.retrying(lambda: world.receive(0))  # noqa: E731
+        self._checkpoints = SimpleNamespace(  # type: ignore[assignment]
+            hand_over=lambda state: look(),
+            rewind=lambda: (look(), held)[1],
+            advice=lambda error=None: "go on",
+            keep_newest=lambda: None,
+            keep=lambda state: True,
+            close=lambda: None,
+        )
+        self.deaths = 0
+
+    def start(self, checkpoint: Any) -> None: ...
+    def finish(self) -> Any:
+        return "finished"
+
+    def _note_death(self, lost: StagesLost) -> None:
+        self.deaths += 1
+        assert self.deaths < 6, "it goes round in circles"
+
+    def _return_to(self, state: TrainState) -> None: ...
+
+    def _steps(self) -> None:
+        members = self._cluster._members
+        for worker in members.those(State.LOST):
+            self._cluster.recover(LinkLost(worker, "reset"))
+        for worker in members.those(State.LEAVING):
+            raise WorkerLeaving(worker, "paused by its owner")
+        for worker in members.those(State.JOINING, State.LOADING):
+            raise StagesLost(worker, "its process is another one")
+        for _ in range(RECEIVED + 1):
+            self._cluster.retrying(lambda: self._world.receive(0))
+
+
+def config(states: dict[Any, State]) -> Config:
+    owners = ["local", *planned(states)]
+    return Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1", "port": 1, "device": "cpu"},
+            "workers": [{"id": i, "ip": f"192.0.2.{i}", "port": 9999} for i in (1, 2)],
+            "shard_plan": [
+                {"id": owner, "start": k, "end": k + 1} for k, owner in enumerate(owners)
+            ],
+        }
+    )
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[World]:
+    """The world that the next cluster's links lead to."""
+    worlds: list[World] = []
+    monkeypatch.setattr(assembly, "WorkerLinks", lambda *args, **options: worlds[-1])
+    monkeypatch.setattr(assembly, "Pipeline", lambda *args, **options: Pipeline(worlds[-1]))
+    nothing = SimpleNamespace(data={}, expectation=SimpleNamespace())
+    monkeypatch.setattr(assembly, "StageHost", lambda *args, **more: nothing)
+    return worlds
+
+
+def begun(worlds: list[World], states: dict[Any, State], event: str, after: int) -> Run:
+    """A run that has its stages, then with the workers in these states."""
+    calm = dict.fromkeys((1, 2), State.JOINING)
+    calm.update({w: State.SPARE for w, state in states.items() if state in WITHOUT_LAYERS})
+    worlds.append(World(event, 10**6, calm))
+    made = config(states)
+    cluster = Cluster(
+        made,
+        max_frame_bytes=1 << 20,
+        build=lambda *args: [LocalStage()],
+        access=Plaintext(everywhere=True),
+    )
+    cluster._members._states.update(calm)
+    cluster.assemble(made)
+    world = World(event, after, states)
+    cluster._peers = world  # type: ignore[assignment]
+    cluster.pipeline._links = world  # type: ignore[assignment]
+    cluster._members._states.update(states)
+    for worker, state in states.items():
+        if state is State.LEAVING:
+            cluster._reasons[worker] = "paused by its owner"
+    return Run(cluster, world, made)
+
+
+def how_it_ends(run: Run) -> PeerLostError | None:
+    """None where it is finished."""
+    try:
+        assert run.run(None) == "finished"
+    except PeerLostError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("other", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("own", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_happens_to_one_while_another_is_busy_is_mended(
+    event: str, own: State, other: State, stubbed: list[World]
+) -> None:
+    for after in range(RECEIVED):
+        states = {1: own, 2: other}
+        run = begun(stubbed, states, event, after)
+        members = run._cluster._members
+        if (lost := how_it_ends(run)) is not None:
+            assert event == "stays away", lost
+            assert lost.message == "worker 1 does not come back"
+            assert members.state(1) is State.LEFT
+            continue
+        taking_part = planned(states)
+        assert all(members.state(worker) is State.READY for worker in taking_part), after
+        assert all(run._world.has_stages[worker] for worker in taking_part)
+        assert all(members.state(w) is not State.READY for w in {1, 2}.difference(taking_part))
