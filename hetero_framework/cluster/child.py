@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 import hetero_framework
 from hetero_framework import control
 from hetero_framework.cluster import kernel_word
@@ -65,6 +67,23 @@ class Spawner:
             start_new_session=os.name != "nt",
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
+
+
+def serving(worker_id: WorkerId, port: int) -> int | None:
+    """The process of this user and machine that serves as this worker on `port`, where the system
+    tells of one."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "--worker-id" not in words[:-1] or process.pid == os.getpid():
+            continue
+        with contextlib.suppress(psutil.Error):
+            listens = any(
+                c.status == psutil.CONN_LISTEN and c.laddr.port == port
+                for c in process.net_connections("tcp")
+            )
+            if listens and words[words.index("--worker-id") + 1] == str(worker_id):
+                return process.pid
+    return None
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:

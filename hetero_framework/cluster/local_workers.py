@@ -23,7 +23,7 @@ from hetero_framework.cluster.child import (
 from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy, is_crash
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
-from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly
+from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, UserError
 from hetero_framework.log import event
 
 WorkerId = int | str
@@ -85,15 +85,17 @@ class LocalWorkers:
             raise ResourceError(f"cannot start the workers of this machine: {error}") from error
 
     def revive(self, worker_id: WorkerId, stop: threading.Event) -> None:
-        """Start a worker again that was started here and has died; waits before the next try where
-        it dies again and again, or until `stop`. Raises PeerLostError when it has died too often or
-        ended for a reason that a new process would meet again."""
-        ended = next((e for e in self.exited() if e.worker_id == worker_id), None)
-        if ended is None:
+        """Start a worker again that was started here and has died, unless another process serves as
+        it by now; waits before the next try where it dies again and again, or until `stop`. Raises
+        PeerLostError when it has died too often or ended for a reason that a new process would meet
+        again."""
+        if (ended := self._exit_of(worker_id)) is None or self._is_served(worker_id):
             return
         pause_s = self._policies[worker_id].died(time.monotonic())
         in_order = ended.code in (0, StoppedEarly.exit_code)  # it was told to, on this machine
-        if not (in_order or is_crash(ended.code)) or pause_s is None:
+        # It has worked before: another one that was started by hand had the port for a while.
+        had_no_port = ended.code == UserError.exit_code
+        if not (in_order or had_no_port or is_crash(ended.code)) or pause_s is None:
             too_often = "" if pause_s is not None else f"it died {MAX_DEATHS} times; "
             raise PeerLostError(f"worker {worker_id} is gone: {too_often}{ended}")
         stop.wait(pause_s)
@@ -106,9 +108,31 @@ class LocalWorkers:
         said = event("worker restarted", worker=worker_id, reason=what)
         _log.warning("worker %s: %s; started again", worker_id, what, extra=said)
 
-    def was_killed(self, worker_id: WorkerId) -> bool:
-        """Whether a worker that was started here was ended by a signal."""
-        return any(e.worker_id == worker_id and e.code < 0 for e in self.exited())
+    def was_told_to_end(self, worker_id: WorkerId) -> bool:
+        """Whether a worker that was started here was ended by a signal, at once or in order."""
+        ended = self._exit_of(worker_id)
+        return ended is not None and (ended.code < 0 or ended.code == StoppedEarly.exit_code)
+
+    def answers(self, worker_id: WorkerId) -> None:
+        """It has been reached. Where the one that was started here has found its port in use,
+        another process serves, and who has started that is to start it again."""
+        ended = self._exit_of(worker_id)
+        if ended is not None and ended.code == UserError.exit_code:
+            self._forget(worker_id)
+
+    def _is_served(self, worker_id: WorkerId) -> bool:
+        """Whether another process listens where this worker does; whoever answers there as it is
+        taken, as at the start."""
+        worker = self._config.worker(worker_id)
+        taken = worker.port is not None and not addresses.port_is_free(worker.ip, worker.port)
+        if taken:
+            _log.info("worker %s: something listens at %s; using it", worker_id, worker.address)
+            self._forget(worker_id)
+        return taken
+
+    def _forget(self, worker_id: WorkerId) -> None:
+        if (child := self._children.pop(worker_id, None)) is not None:
+            end_processes([child.process], 0.0)  # closes its life line
 
     def kill(self, worker_id: WorkerId) -> bool:
         """End a worker that does not answer, at once, if it was started here; whether it was.
@@ -156,9 +180,12 @@ class LocalWorkers:
         """The workers that ended by themselves, with the end of their logs."""
         return [
             WorkerExit(worker_id, child.process.returncode, child.tail(), child.how())
-            for worker_id, child in self._children.items()
+            for worker_id, child in list(self._children.items())
             if child.process.poll() is not None
         ]
+
+    def _exit_of(self, worker_id: WorkerId) -> WorkerExit | None:
+        return next((ended for ended in self.exited() if ended.worker_id == worker_id), None)
 
     def exit_text(self, worker_id: WorkerId, within_s: float = 0.0) -> str | None:
         """How a worker ended that was started here; None while it lives, and for the others. Of
@@ -166,7 +193,8 @@ class LocalWorkers:
         if within_s and (child := self._children.get(worker_id)) is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(within_s)
-        return next((str(ended) for ended in self.exited() if ended.worker_id == worker_id), None)
+        ended = self._exit_of(worker_id)
+        return str(ended) if ended is not None else None
 
     def stop(self, grace_s: float = timeouts.EXIT_S) -> None:
         """End all workers: close the life lines, wait `grace_s`, then kill. Safe to call twice."""

@@ -26,6 +26,7 @@ import torch
 from hetero_framework import control, errors, log
 from hetero_framework.cluster import about as _about  # noqa: F401 - registers its answer
 from hetero_framework.cluster import link_probe, survey
+from hetero_framework.cluster.child import serving
 from hetero_framework.cluster.dialling import Dialling
 from hetero_framework.cluster.orders import Orders
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes
@@ -255,7 +256,7 @@ class Worker:
             _log.info("worker %s dials %s (%s)", entry.id, self._dialling.where, what)
         else:
             _check_name(self._config, entry)
-            listener = Listener(entry.ip, entry.port)
+            listener = self._listener(entry.port)
             bring, bring_no_more = partial(self._door.run, listener), listener.close
             where = host_and_port(entry.ip, entry.port)
             _log.info("worker %s listens on %s (%s)", entry.id, where, what)
@@ -302,6 +303,20 @@ class Worker:
             bringing.result(timeouts.EXIT_S)
         if self._told is not None:
             raise StoppedEarly(self._told, hint="started again, it serves the run as before")
+
+    def _listener(self, port: int) -> Listener:
+        try:
+            return Listener(self._entry.ip, port)
+        except NetworkError as error:
+            if (other := serving(self._entry.id, port)) is None:
+                raise
+            where = host_and_port(self._entry.ip, port)
+            raise NetworkError(
+                f"worker {self._entry.id} at {where} is served on this machine already (process "
+                f"{other})",
+                hint="one is enough: a run uses that one, and a coordinator on this machine has "
+                "started it by itself where nobody else had",
+            ) from error
 
     def told_to_end(self, reason: str, at_once: bool) -> None:
         """In the main thread, between any two of its instructions: end in order, or at once. What

@@ -301,7 +301,7 @@ class WorkerLinks:
 
     def _open_when_free(self, worker: WorkerConfig) -> m.Welcome:
         """Open the link at the start of a run; wait for a worker that ends another one, or that
-        was killed just now."""
+        was killed or told to end just now."""
         deadline = time.monotonic() + self._config.training.connect_timeout_s
         told, hangs_up_since = False, math.inf
         while True:
@@ -309,7 +309,7 @@ class WorkerLinks:
             try:
                 return self._take_in(self._open(worker, max(0.1, left)))
             except _Ended:
-                if not self._local.was_killed(worker.id):
+                if not self._local.was_told_to_end(worker.id):
                     raise
                 self._local.revive(worker.id, self._stop)
                 continue
@@ -424,6 +424,7 @@ class WorkerLinks:
         if away is not None and away.is_paused and welcome.run_id == self._run_id:
             self._away[connection.peer] = away  # the same process, which will end yet
         self._show_away(connection.peer, None)
+        self._local.answers(connection.peer)
         return welcome
 
     def _is_paused(self, worker_id: WorkerId) -> bool:

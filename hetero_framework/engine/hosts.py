@@ -52,6 +52,11 @@ class ReplicasChanged(Exception):
     """Another replica of the model is gone; the step in flight changes no weight and is repeated
     with those that are left."""
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """`extra` of the line that tells of it."""
+        return {}
+
 
 class Stalled(Exception):
     """Nothing has moved for too long in a step; the text says what was waited for."""

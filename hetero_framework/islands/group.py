@@ -29,7 +29,7 @@ from hetero_framework.errors import (
     PeerAwayError,
     ProtocolError,
 )
-from hetero_framework.islands.links import Circle, IslandLinks, MemberLost
+from hetero_framework.islands.links import LEAVES, Circle, IslandLinks, MemberLost
 from hetero_framework.islands.rendezvous import Finished, Rendezvous, View
 from hetero_framework.log import event
 from hetero_framework.units import plural
@@ -199,8 +199,7 @@ class Group:
                 try:
                     joined = self._met(view, position)
                 except MemberLost as lost:
-                    gone = event("island lost", island=lost.name, reason=lost.reason)
-                    _log.info("%s; looking who is there", lost, extra=gone)
+                    _log.info("%s; looking who is there", lost, extra=lost.told)
                     continue
                 if self._may_begin(joined):
                     self.circle = joined.circle
@@ -225,7 +224,7 @@ class Group:
         self._links.part(reason)
 
     def close(self, reason: str) -> None:
-        self.leave(reason)
+        self.leave(f"{LEAVES} ({reason})")
         self._rendezvous.close()
         self._links.close(reason)
 

@@ -31,6 +31,7 @@ from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.log import event
 from hetero_framework.security.access import Access
 from hetero_framework.security.door import Door
 
@@ -38,18 +39,28 @@ _log = logging.getLogger(__name__)
 Check = Callable[[], None]
 SAME_VERSION = "all must have the same version of hetero-framework"
 """For an island whose words the others do not understand."""
+LEAVES = "leaves in order"
+"""So the reason begins that an island gives which will not be back by itself."""
 _AHEAD = 4
 """Exchanges that a member may be ahead of the last one that is over here: positions and state, in
 which not all take part, are two of them, and it may have heard a decision before we have."""
 
 
 class MemberLost(ReplicasChanged):
-    """An island of the circle is gone, or knows other members; the circle is over."""
+    """An island of the circle is gone, or knows other members; the circle is over. `has_left`: it
+    has said that it leaves, in order."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"island {name}: {reason}")
+        self.has_left = reason.startswith(LEAVES)
+        super().__init__(f"island {name} {reason}" if self.has_left else f"island {name}: {reason}")
         self.name = name
         self.reason = reason
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As an event of the log."""
+        what = "island left" if self.has_left else "island lost"
+        return event(what, island=self.name, reason=self.reason)
 
 
 @dataclass

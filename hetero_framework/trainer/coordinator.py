@@ -272,7 +272,8 @@ class Coordinator:
             hint = self._checkpoints.advice(error)
             raise type(error)(error.message, hint=hint) from error
         finally:
-            self._replicas.close("it ends")
+            stopped = self._stop.requested
+            self._replicas.close(f"it was stopped by {stopped}" if stopped else "it ends")
             self._checkpoints.close()
 
     def start(self, checkpoint: CheckpointReader | None) -> None:
@@ -483,7 +484,7 @@ class Coordinator:
                     break
                 self.train_step()
             except ReplicasChanged as changed:
-                _log.info("%s; the step is done again", changed)
+                _log.info("%s; the step is done again", changed, extra=changed.told)
                 self._cluster.retrying(self._cluster.pipeline.abort)
                 continue
             except _Interrupted:

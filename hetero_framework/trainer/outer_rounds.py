@@ -325,7 +325,7 @@ class OuterRounds(SummedSteps):
             after.step(mean)
             steps = self._agreed(after, began)
         except ReplicasChanged as changed:
-            _log.info("%s; looking who is there", changed)
+            _log.info("%s; looking who is there", changed, extra=changed.told)
             return self._joined(state)
         self._waited_s = max(0.0, time.monotonic() - began - self._others_s)
         return self._commit(sending, after, steps, state)

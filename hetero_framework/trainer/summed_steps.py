@@ -149,7 +149,7 @@ class SummedSteps(ReplicaGroup):
             try:
                 state = self._settled(joined, state)
             except MemberLost as lost:
-                _log.info("%s; looking who is there", lost)
+                _log.info("%s; looking who is there", lost, extra=lost.told)
                 continue
             self._circle, self._number, self._under_way = joined.circle, STATE, None
             self._bytes = (0, 0)
@@ -274,7 +274,7 @@ class SummedSteps(ReplicaGroup):
                 circle = self._present
                 circle.part_together(self._exchange, self._heed_in_step)
             except ReplicasChanged as changed:
-                _log.info("%s; looking who is there", changed)
+                _log.info("%s; looking who is there", changed, extra=changed.told)
                 self._circle = None
             except GroupFinished:  # and this island as well
                 return state

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from hetero_framework.cluster import kernel_word
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config
-from hetero_framework.errors import ResourceError
+from hetero_framework.core.dial import Listener
+from hetero_framework.errors import ResourceError, UserError
 from tests.samples import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,6 +42,8 @@ threads = os.environ["OMP_NUM_THREADS"]
 print(f"hello from {options.worker_id} with {threads} threads", flush=True)
 if options.behaviour == "done":
     sys.exit(0)
+if options.behaviour.isdigit():
+    sys.exit(int(options.behaviour))
 if options.behaviour == "outlived":
     code = "import time; time.sleep(60)"  # it is killed
     print("left", subprocess.Popen([sys.executable, "-c", code]).pid, flush=True)
@@ -155,8 +159,6 @@ def test_worker_that_is_just_ending_is_waited_for(config: Config, program: Any) 
 def test_worker_that_already_listens_is_used(
     config: Config, program: Any, logged: list[str]
 ) -> None:
-    from hetero_framework.core.dial import Listener
-
     listener = Listener("127.0.0.1", config.worker(1).port)
     try:
         workers = LocalWorkers(config, (1, 2), program=program("wait"))
@@ -169,6 +171,59 @@ def test_worker_that_already_listens_is_used(
         listener.close()
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
     assert f"already listens at 127.0.0.1:{config.worker(1).port}; using it" in logged[0]
+
+
+@pytest.mark.parametrize("way", ["killed", "found its port in use"])
+def test_worker_whose_place_another_process_has_taken_is_not_started_again(
+    way: str, config: Config, program: Any, logged: list[str]
+) -> None:
+    """Somebody has started it by hand meanwhile; both would want one port."""
+    behaviour = "wait" if way == "killed" else str(UserError.exit_code)
+    with LocalWorkers(config, (1,), program=program(behaviour)) as workers:
+        workers.start()
+        if way == "killed":
+            psutil.Process(pids(workers)[1]).kill()
+        wait_until(workers.exited)
+        listener = Listener("127.0.0.1", config.worker(1).port)
+        try:
+            workers.revive(1, threading.Event())
+        finally:
+            listener.close()
+        assert not workers.starts(1)
+        assert logged == [f"worker 1: something listens at {config.worker(1).address}; using it"]
+        workers.revive(1, threading.Event())  # who has started it starts it again
+        assert not workers.starts(1)
+
+
+def test_worker_that_another_one_answered_for_is_forgotten(config: Config, program: Any) -> None:
+    """Both were started at once, and the other one had the port first; then it died."""
+    with LocalWorkers(config, (1,), program=program(str(UserError.exit_code))) as workers:
+        workers.start()
+        wait_until(workers.exited)
+        workers.answers(1)
+        workers.revive(1, threading.Event())
+        assert not workers.starts(1)
+
+
+def test_worker_that_had_no_port_for_a_while_is_started_again(config: Config, program: Any) -> None:
+    with LocalWorkers(config, (1,), program=program(str(UserError.exit_code))) as workers:
+        workers.start()
+        wait_until(workers.exited)
+        first = workers._children[1].process.pid
+        workers.revive(1, threading.Event())
+        assert workers._children[1].process.pid != first
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(75, True), (0, False), (1, False), (2, False), (6, False)]
+)
+def test_worker_that_was_told_to_end_is_known_by_its_exit_code(
+    code: int, told: bool, config: Config, program: Any
+) -> None:
+    with LocalWorkers(config, (1,), program=program(str(code))) as workers:
+        workers.start()
+        wait_until(workers.exited)
+        assert workers.was_told_to_end(1) is told
 
 
 def test_stubborn_worker_is_killed_after_the_grace(config: Config, program: Any) -> None:

@@ -242,7 +242,7 @@ def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
     monkeypatch.setattr(LocalWorkers, "revive", lambda self, worker, stop: revived.append(worker))
     with pytest.raises(NetworkError, match="did not start"):
         made.connect_all()
-    monkeypatch.setattr(LocalWorkers, "was_killed", lambda self, worker: True)
+    monkeypatch.setattr(LocalWorkers, "was_told_to_end", lambda self, worker: True)
     made.connect_all()
     assert revived == [1]
 

@@ -20,7 +20,7 @@ from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, WireTensor
 from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.errors import HeteroError, ProtocolError
-from hetero_framework.islands.links import Circle, IslandLinks, MemberLost
+from hetero_framework.islands.links import LEAVES, Circle, IslandLinks, MemberLost
 from hetero_framework.islands.rendezvous import Member, View
 from hetero_framework.security.access import LOOPBACK_ONLY
 
@@ -162,6 +162,21 @@ def test_who_is_gone_is_lost_to_all_at_once(coast: Coast) -> None:
         ):
             with pytest.raises(MemberLost):
                 tried()
+
+
+def test_an_island_that_leaves_in_order_is_told_as_left_and_not_as_lost(coast: Coast) -> None:
+    links = list(map(coast.open, "abc"))
+    a, _, c = together(*links)
+    links[1].part(f"{LEAVES} (it was stopped by SIGTERM)")
+    found = lost(a)
+    assert str(found) == "island b leaves in order (it was stopped by SIGTERM)"
+    assert found.told["event"]["what"] == "island left"
+    a, c = together(links[0], links[2])
+    for connection in c._links.values():
+        connection.close(drain_s=0)  # as a process that is killed
+    gone = lost(a)
+    assert str(gone).startswith("island c: ")
+    assert gone.told["event"]["what"] == "island lost"
 
 
 def test_what_was_said_before_a_member_left_counts(coast: Coast) -> None:
