@@ -1,8 +1,18 @@
-"""`python -m hetero_framework` is the `hetero` command."""
+"""`python -m hetero_framework` is the `hetero` command. Signals are heard before it is imported."""
 
 import sys
 
-from hetero_framework.cli import main
+from hetero_framework.trainer.signals import STOPPED, hearing
+
+
+def main() -> int:
+    """Run one command and return its exit code."""
+    with hearing(sys.argv[1:]):
+        from hetero_framework import cli
+
+        return cli.main()
+    return STOPPED
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -45,6 +45,7 @@ from hetero_framework.commands.options import (
 )
 from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly, UserError
 from hetero_framework.log import Lines, log_to, one_line, printable, to_stderr
+from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing
 
 INTERRUPTED = 130  # what a shell reports for SIGINT
 _MAX_MESSAGE_LINES = 40
@@ -54,9 +55,15 @@ _log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    with hearing(words) as stop:
+        return _main(words, stop)
+    return STOPPED
+
+
+def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     _prepare_screens()
     parser = build_parser()
-    words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         near = _did_you_mean(words[0], COMMANDS)
         parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")
@@ -83,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if arguments.debug:
             traceback.print_exc()
+        if stop is not None:
+            raise
         _say_error("interrupted")
         return INTERRUPTED
     except Exception as error:

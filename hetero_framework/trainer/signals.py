@@ -1,7 +1,8 @@
 """Ctrl-C and the signals that end a process, and when they may ask.
 
 While steps run they are a request: finish the step, save, stop. Before the first step, and the
-second time, they stop at once, as KeyboardInterrupt. Only Ctrl-C (SIGINT) on a terminal asks
+second time, they stop at once, as KeyboardInterrupt; so they do from the first moment of a command
+that takes part in a run (`hearing`). Only Ctrl-C (SIGINT) on a terminal asks
 whether to save: SIGTERM, SIGHUP and Windows' SIGBREAK come from a shutdown, a batch system or a
 lost connection, where nobody is there to answer.
 """
@@ -14,13 +15,34 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 _ONCE_MORE = b"\nhetero: stopping after this step; once more stops at once\n"
 _POLL_S = 0.2
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+
+
+STOPPED = 75
+"""What a command ends with that a signal has stopped: errors.StoppedEarly's, not imported yet."""
+
+
+@contextlib.contextmanager
+def hearing(words: Sequence[str]) -> Iterator[StopRequest | None]:
+    """Around a command of these words, where it takes part in a run and before anything of it is
+    imported: a signal ends the block in order, which is said. In a supervised worker, and in what
+    is no run, signals keep their meaning for the system, and the block is given None."""
+    if words[:1] not in (["train"], ["worker"]) or "--supervised" in words:
+        yield None
+        return
+    stop = StopRequest()
+    try:
+        with stop:
+            yield stop
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            os.write(2, f"hetero: stopped: by {stop.requested or 'Ctrl-C'}\n".encode())
 
 
 class StopRequest:

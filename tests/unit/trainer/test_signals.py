@@ -147,3 +147,44 @@ def test_wait_ends_when_a_stop_is_requested() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         stop.wait(60.0)
     assert time.monotonic() - began < 10
+
+
+_AT_IMPORT = """
+import os, runpy, sys
+module, number = sys.argv[1], int(sys.argv[2])
+class Now:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), number)
+sys.meta_path.insert(0, Now())
+sys.argv[:] = ["hetero", *sys.argv[3:]]
+runpy.run_module("hetero_framework", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "module", ["hetero_framework.cli", "hetero_framework.versions", "hetero_framework.config.load"]
+)
+@pytest.mark.parametrize("command", ["train", "worker"])
+def test_a_command_is_stopped_in_order_from_its_first_moment(
+    command: str, module: str, number: signal.Signals
+) -> None:
+    """Not by the signal itself: whoever has started it asks the exit code how to go on."""
+    words = [sys.executable, "-c", _AT_IMPORT, module, str(int(number)), command]
+    done = subprocess.run([*words, "--config", "none.json"], capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr.decode()) == (75, f"hetero: stopped: by {number.name}\n")
+
+
+def test_what_is_no_run_ends_by_the_signal_as_the_system_has_it() -> None:
+    words = [sys.executable, "-c", _AT_IMPORT, "hetero_framework.cli", str(int(signal.SIGTERM))]
+    done = subprocess.run([*words, "check"], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_who_ignores_a_hang_up_means_it() -> None:
+    """`nohup hetero train`."""
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + _AT_IMPORT
+    words = [sys.executable, "-c", ignored, "hetero_framework.cli", str(int(signal.SIGHUP))]
+    done = subprocess.run([*words, "train", "--help"], capture_output=True, timeout=120)
+    assert done.returncode == 0
