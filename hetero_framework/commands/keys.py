@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hetero_framework.commands.init import parse_address
+from hetero_framework.commands.options import DEFAULT_CONFIG
 from hetero_framework.config import LIGHTHOUSE_PORT, Config, host_and_port, island_name
-from hetero_framework.core import addresses, timeouts
+from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
@@ -35,6 +38,7 @@ from hetero_framework.security.pairing import (
 
 _log = logging.getLogger(__name__)
 Say = Callable[[str], None]
+_print = partial(print, flush=True)
 
 
 def prepare_keys(config: Config, keys: KeyDirectory) -> bool:
@@ -53,7 +57,7 @@ def invite(
     keys: KeyDirectory,
     workers: Sequence[str],
     port: int | None = None,
-    say: Say = print,
+    say: Say = _print,
 ) -> None:
     """Print for each worker the line to be pasted on its machine, and wait until they have joined.
     Raises IdentityError for one that did not, UserError, and NetworkError for a port in use."""
@@ -62,7 +66,8 @@ def invite(
         if worker not in known:
             listed = ", ".join(known) or "none"
             raise UserError(f"{file} has no worker {worker} (workers: {listed})")
-    invited: list[WorkerId] = [known[worker] for worker in dict.fromkeys(workers)]
+    machines = [config.worker(known[worker]) for worker in dict.fromkeys(workers)]
+    invited = {m.id: f" ({', '.join(filter(None, (m.hostname, m.ip)))})" for m in machines}
     given = Configuration(file.name, file.read_text(encoding="utf-8-sig"))
     place = Place(config.coordinator.ip, config.coordinator.port, port)
     _invite(keys, invited, given, place, say)
@@ -73,13 +78,13 @@ def invite_islands(
     names: Sequence[str],
     address: tuple[str, int],
     port: int | None = None,
-    say: Say = print,
+    say: Say = _print,
 ) -> None:
     """`invite` for islands, on the machine of the lighthouse, which has this address; `keys` are
     those of the islands."""
     for name in names:
         checked_name(name)
-    _invite(keys, list(dict.fromkeys(names)), None, Place(*address, port), say)
+    _invite(keys, dict.fromkeys(names, ""), None, Place(*address, port), say)
 
 
 def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
@@ -117,25 +122,26 @@ class Place:
 
 def _invite(
     keys: KeyDirectory,
-    invited: Sequence[WorkerId],
+    invited: Mapping[WorkerId, str],
     given: Configuration | None,
     place: Place,
     say: Say,
 ) -> None:
+    """`invited`: the members, with what is known of the machine of each."""
     authority, made = issuing.ensure_authority(keys)
     if made:
         _log.info("made the authority of a new cluster: %s", keys.path)
     inviting = Inviting(keys, authority, invited, given)
+    more = ""
+    if given is not None and given.name != DEFAULT_CONFIG:
+        more = f" --config {shlex.quote(given.name)}"
     with closing(place.listener()) as listener:
+        address = host_and_port(place.host, listener.port)
         for entry in inviting.invitations:
-            say(f"hetero join {host_and_port(place.host, listener.port)} {entry.token}")
-        one = "that line" if len(invited) == 1 else "each line"
+            say(f"on the machine of {keys.kind.called(entry.process)}{invited[entry.process]}:")
+            say(f"hetero join {address} {entry.token}{more}")
         _log.info(
-            "run %s on the machine of its %s (%s); each is good once, for %.0f minutes. "
-            "Waiting here; Ctrl-C takes them back",
-            one,
-            keys.kind.member,
-            ", ".join(map(str, invited)),
+            "each line is good once, for %.0f minutes. Waiting here; Ctrl-C takes them back",
             GOOD_FOR_S / 60,
         )
         _wait(inviting, listener)
@@ -278,6 +284,8 @@ def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
         problem = problem or _not_configured(config, process)
         if problem is not None:
             yield f"{file}: {problem}", _again(keys, process)
+        elif (late := tls.clock_problem(tls.context(file, server=False))) is not None:
+            yield f"{file.name}: {late}", tls.SET_CLOCK
     yield from _wrong_lists(keys, own, listed, gone)
 
 

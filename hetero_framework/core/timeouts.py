@@ -31,6 +31,8 @@ ALIVE_S = 10.0
 """A process that does nothing in a step has so long to answer a question; else it hangs."""
 STRANGER_S = 10.0
 """Whoever connects has so long to say who it is."""
+LAST_WORD_S = 1.0
+"""How long a refused peer has to read why before its connection is closed."""
 ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
 QUIET_S = 3.0

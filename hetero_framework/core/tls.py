@@ -151,6 +151,45 @@ _MEANINGS = {
     "NO_APPLICATION_PROTOCOL": "{} speaks TLS, but another protocol",
 }
 _INVITE = "have the machine with the wrong keys invited again (hetero invite)"
+# OpenSSL's verify codes of a certificate that is too early or too late, and its names for what a
+# peer sends that finds so. BAD_CERTIFICATE may mean more, but nothing else that happens here.
+_BY_THIS_CLOCK = {9: "is not valid yet", 10: "has expired"}
+_BY_THE_OTHER = {
+    "SSLV3_ALERT_BAD_CERTIFICATE": "not valid yet",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "expired",
+}
+SET_CLOCK = "set it by the network (timedatectl set-ntp true), then try again"
+
+
+def _wrong_clock(who: str, error: ssl.SSLError) -> IdentityError | None:
+    """What a handshake that failed says of the clocks; None: nothing."""
+    here = f"this machine's clock says {_date(time.time())}"
+    whose = "its certificate" if who == "it" else f"the certificate of {who}"
+    if (state := _BY_THIS_CLOCK.get(getattr(error, "verify_code", 0))) is not None:
+        text = f"{here}, by which {whose} {state}"
+        return IdentityError(text, hint=f"the clock of this machine is wrong: {SET_CLOCK}")
+    if (state := _BY_THE_OTHER.get(_reason(error))) is not None:
+        text = f"{who} takes this machine's certificate for {state} by its own clock; {here}"
+        return IdentityError(text, hint=f"one of the two clocks is wrong: {SET_CLOCK}")
+    return None
+
+
+def clock_problem(made: ssl.SSLContext) -> str | None:
+    """That keys are too early or too late by this machine's clock; None: they are not."""
+    now = time.time()
+    for found in made.get_ca_certs():
+        dates: dict[str, Any] = found
+        first, last = (ssl.cert_time_to_seconds(dates[n]) for n in ("notBefore", "notAfter"))
+        if not first <= now <= last:
+            return (
+                f"this machine's clock says {_date(now)}, and its keys are good from "
+                f"{_date(first)} to {_date(last)}"
+            )
+    return None
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds)) + " UTC"
 
 
 @contextlib.contextmanager
@@ -159,6 +198,8 @@ def explained(who: str) -> Iterator[None]:
     try:
         yield
     except ssl.SSLError as error:
+        if (clock := _wrong_clock(who, error)) is not None:
+            raise clock from error
         meaning = _MEANINGS.get(_reason(error))
         if meaning is None:
             text = f"the TLS handshake failed ({_reason(error) or error})"
@@ -214,11 +255,18 @@ class TlsStream:
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
                     self._flush(deadline)  # the alert tells the other side why
+                    self._let_it_arrive(min(deadline, time.monotonic() + timeouts.LAST_WORD_S))
                 raise
             self._flush(deadline)
             if self._ssl.selected_alpn_protocol() != self._alpn:
                 raise ssl.SSLError(1, "[SSL: NO_APPLICATION_PROTOCOL] it speaks another protocol")
             return
+
+    def _let_it_arrive(self, deadline: float) -> None:
+        """A connection that is closed while something is unread takes back what it has sent."""
+        self._plain.end_writes()
+        while self._plain.read(self._received) != 0:
+            _check(deadline)
 
     def certificate(self) -> Certificate:
         """The other side's. Raises IdentityError when it names no process of a cluster."""

@@ -220,7 +220,9 @@ def _access(
     if keys.has(process):
         keys.identity(process)
         for server in (False, True):
-            tls.context(keys.bundle(process), server=server)
+            made = tls.context(keys.bundle(process), server=server)
+        if (problem := tls.clock_problem(made)) is not None:
+            _log.warning("%s: nobody can connect; %s", problem, tls.SET_CLOCK)
         return Keyed(keys, process, members)
     if options.directory is not None:
         raise IdentityError(

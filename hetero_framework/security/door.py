@@ -22,7 +22,7 @@ from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
-from hetero_framework.errors import IdentityError, NetworkError
+from hetero_framework.errors import IdentityError, NetworkError, ResourceError
 from hetero_framework.security.access import Access
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Door:
     def _admit(self, stranger: _Stranger) -> None:
         try:
             stream, identity = self._access.accepted(stranger.plain)
-        except IdentityError as error:
+        except (IdentityError, ResourceError) as error:
             by = log.said_by(stranger.group)
             _log.warning("refused %s: %s", stranger.peer, error.message, extra=by)
             self._refuse(stranger.plain)

@@ -9,7 +9,7 @@
 3. TLS, in which the inviting side shows the certificate of who keeps that authority: of the
    coordinator, which invites workers, or of the lighthouse, which invites islands.
 4. The joining side makes a key, which never leaves it, and sends a signing request with an HMAC of
-   the secret over it.
+   the secret over it, and the secret's first bytes, which say which invitation it means.
 5. It gets its certificate, its name and the configuration, if there is one, and confirms.
 """
 
@@ -29,14 +29,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hetero_framework.config import host_and_port
 from hetero_framework.core import timeouts, tls
-from hetero_framework.core.dial import connect
+from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.tls import TlsStream
-from hetero_framework.errors import IdentityError
+from hetero_framework.errors import HeteroError, IdentityError, NetworkError
 from hetero_framework.security import authority as x509
 from hetero_framework.security.authority import Authority
 from hetero_framework.security.issuing import sign
@@ -44,11 +45,14 @@ from hetero_framework.security.keys import KeyDirectory
 
 GOOD_FOR_S = 15 * 60.0
 MAX_WRONG = 5
-_ALPN = "hetero-join/1"
+_ALPN = "hetero-join/2"
 _SECRET_BYTES = 16
+_NAME_BYTES = 4
+"""Of the secret: these are sent, so that a wrong try counts against one invitation alone."""
 _LENGTH = struct.Struct(">I")
 _MAX_CERTIFICATE_BYTES = 4096
 _MAX_ANSWER_BYTES = 4 << 20
+_SILENT = "it says nothing"
 _AGAIN = "have this machine invited again (hetero invite)"
 
 
@@ -75,6 +79,11 @@ class Token:
             "this is no token of `hetero invite`, or not all of it",
             hint="copy the whole line that `hetero invite` has printed",
         )
+
+    @property
+    def name(self) -> str:
+        """Of its invitation: no secret, but nobody else knows it."""
+        return self.secret[:_NAME_BYTES].hex()
 
     def proof(self, request: bytes) -> str:
         """That who sends this signing request knows the secret."""
@@ -163,28 +172,29 @@ class Inviting:
             encrypted = TlsStream(stream, made, server=True, alpn=_ALPN)
             with tls.explained("it"):
                 encrypted.shake_hands(deadline)
-                request, proof = _request(encrypted.receive_note(deadline))
-                invitation = self._take(request, proof)
+                name, request, proof = _request(encrypted.receive_note(deadline))
+                invitation = self._take(name, request, proof)
                 if invitation is None:
                     encrypted.send_note({"refused": _REFUSED}, deadline)
                     raise IdentityError("the invitation is wrong, used or over")
                 self._hand_over(encrypted, invitation, request, deadline)
             kind = self._keys.kind
             return encrypted, Identity.of(self._authority.cluster, invitation.process, kind)
-        except (OSError, IdentityError):
+        except (OSError, HeteroError):
             stream.close()
             raise
 
-    def _take(self, request: bytes, proof: str) -> Invitation | None:
-        """The invitation that this proves to have; it is used from now on."""
+    def _take(self, name: str, request: bytes, proof: str) -> Invitation | None:
+        """The invitation of this name, if this proves to have it; it is used from now on. Nothing
+        is remembered of names that no invitation has."""
         with self._lock:
             now = self._clock()
-            open_ones = [e for e in self.invitations if not (e.over(now) or e.taken)]
-            for entry in open_ones:
+            for entry in self.invitations:
+                if entry.over(now) or entry.taken or entry.token.name != name:
+                    continue
                 if hmac.compare_digest(entry.token.proof(request), proof):
                     entry.taken = True
                     return entry
-            for entry in open_ones:
                 entry.wrong += 1
                 if entry.wrong >= MAX_WRONG:
                     entry.outcome = f"somebody tried {MAX_WRONG} wrong tokens"
@@ -216,12 +226,15 @@ class Inviting:
 _REFUSED = "no open invitation has this token: it is used, over or of another `hetero invite`"
 
 
-def _request(note: dict[str, Any]) -> tuple[bytes, str]:
-    """A signing request, not looked at yet, and its proof. Raises ValueError."""
-    request, proof = note.get("request"), note.get("proof")
-    if not isinstance(request, str) or not isinstance(proof, str) or not proof.isascii():
+def _request(note: dict[str, Any]) -> tuple[str, bytes, str]:
+    """The name of an invitation, a signing request, not looked at yet, and its proof. Raises
+    ValueError."""
+    name, request, proof = (note.get(field) for field in ("invitation", "request", "proof"))
+    if not (isinstance(name, str) and isinstance(request, str) and isinstance(proof, str)):
         raise ValueError("a signing request was expected")
-    return base64.b64decode(request, validate=True), proof
+    if not proof.isascii():
+        raise ValueError("a proof is hexadecimal")
+    return name, base64.b64decode(request, validate=True), proof
 
 
 @dataclass(frozen=True)
@@ -249,7 +262,18 @@ def join(
             stream.close()
             raise
 
-    stream = connect(host, port, timeout_s, who="the inviting machine", secure=secure)
+    try:
+        stream = connect(host, port, timeout_s, who="the inviting machine", secure=secure)
+    except NetworkError as error:
+        if isinstance(error, IdentityError) or not any(
+            reason in error.message for reason in (REFUSED, _SILENT)
+        ):
+            raise
+        raise NetworkError(
+            f"nobody is inviting at {host_and_port(host, port)}",
+            hint="run `hetero invite ID` there (for an island: `hetero invite --island NAME`), and "
+            "paste the line that it prints here while it waits",
+        ) from error
     assert isinstance(stream, TlsStream)
     try:
         with tls.explained("the machine there"):
@@ -285,7 +309,8 @@ def _ask(stream: TlsStream, token: Token, keep: Callable[[Joined], None]) -> Joi
     key = x509.new_key()
     request = x509.signing_request(key)
     encoded = base64.b64encode(request).decode()
-    stream.send_note({"request": encoded, "proof": token.proof(request)}, deadline)
+    asked = {"invitation": token.name, "request": encoded, "proof": token.proof(request)}
+    stream.send_note(asked, deadline)
     answer = stream.receive_note(deadline, _MAX_ANSWER_BYTES)
     if (refused := answer.get("refused")) is not None:
         raise IdentityError(f"not invited: {refused}", hint=_AGAIN)
@@ -318,7 +343,7 @@ def _read(stream: Stream, count: int, deadline: float) -> bytes:
         if more == 0:
             raise ConnectionResetError
         if time.monotonic() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, "it says nothing")
+            raise TimeoutError(errno.ETIMEDOUT, _SILENT)
         got += more or 0
     return bytes(data)
 

@@ -117,8 +117,11 @@ def test_three_machines_pair_and_train(
         line = inviting.stdout.readline()
         while inviting.poll() is None and not line.startswith("hetero join"):
             line = inviting.stdout.readline()
-        assert re.fullmatch(rf"hetero join {addresses[0]}:9998 HT1-[a-z2-7]+-[a-z2-7]+\n", line)
-        _, address, token = line.split()[1:]
+        assert re.fullmatch(
+            rf"hetero join {addresses[0]}:9998 HT1-[a-z2-7]+-[a-z2-7]+ --config cluster\.json\n",
+            line,
+        )
+        _, address, token = line.split()[1:4]
         code, said = box.run("join", address, token, "--config", "cluster.json")
         assert code == 0, said
         code, said = ended(inviting, time.monotonic() + WAIT_S)

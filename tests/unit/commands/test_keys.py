@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from hetero_framework.core import addresses
 from hetero_framework.core.background import in_background
 from hetero_framework.errors import IdentityError, UserError
 from hetero_framework.security import issuing
+from hetero_framework.security.access import KeyOptions, lighthouse_access
 from hetero_framework.security.keys import KeyDirectory
+from tests.certificates import keys_of_year
 from tests.samples import free_ports
 
 WAIT_S = 60.0
@@ -61,9 +64,10 @@ def test_line_that_invite_prints_makes_a_machine_a_worker(
     inviting = in_background(
         lambda: invite(load_config(file), file, keys, ["1", "two", "1"], say=said.put), "invite"
     )
-    for worker in ("1", "two"):
-        hetero, join, address, token = said.get(timeout=WAIT_S).split()
-        assert (hetero, join) == ("hetero", "join")
+    for worker, ip in (("1", "192.0.2.7"), ("two", "192.0.2.8")):
+        assert said.get(timeout=WAIT_S) == f"on the machine of worker {worker} ({ip}):"
+        hetero, join, address, token, *more = said.get(timeout=WAIT_S).split()
+        assert (hetero, join, more) == ("hetero", "join", [])
         box = tmp_path / f"box-{worker}"
         box.mkdir()
         own = box / "hetero_config.json"
@@ -75,6 +79,35 @@ def test_line_that_invite_prints_makes_a_machine_a_worker(
         assert cli.main(["keys", "check", "--config", str(own)]) == 0
     inviting.result(WAIT_S)
     assert any("worker two has joined from 127.0.0.1:" in line for line in logged)
+
+
+def test_line_names_the_file_that_the_other_machine_is_to_have(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "coordinator").rename(tmp_path / "my cluster.json")
+    keys, said = KeyDirectory(tmp_path / "hetero_keys"), queue.SimpleQueue[str]()
+    inviting = in_background(
+        lambda: invite(load_config(file), file, keys, ["1"], say=said.put), "invite"
+    )
+    said.get(timeout=WAIT_S)
+    words = shlex.split(said.get(timeout=WAIT_S))
+    assert words[:2] == ["hetero", "join"]
+    assert words[4:] == ["--config", "my cluster.json"]
+    join_cluster(words[2], words[3], tmp_path / "box.json", KeyDirectory(tmp_path / "box"))
+    inviting.result(WAIT_S)
+
+
+@pytest.mark.parametrize("year", [2090, 2001])
+def test_keys_that_are_of_no_use_by_this_clock_are_named(
+    year: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    keys_of_year(monkeypatch, year)
+    keys = KeyDirectory(tmp_path / "hetero_keys")
+    issuing.ensure_authority(keys)
+    with pytest.raises(IdentityError, match=r"coordinator\.pem: this machine's clock says 20") as f:
+        check(None, keys)
+    assert f"good from {year}-01-01" in f.value.message
+    assert "set it by the network" in str(f.value.hint)
+    lighthouse_access(keys, "127.0.0.1", KeyOptions())
+    assert any("this machine's clock says" in line for line in logged)
 
 
 def test_worker_that_is_not_in_the_file_cannot_be_invited(tmp_path: Path) -> None:
@@ -205,6 +238,7 @@ def test_line_that_invite_prints_makes_a_coordinator_an_island(
         lambda: invite_islands(keys.of_islands, names, address, say=said.put), "invite"
     )
     for name in ("garage", "attic"):
+        assert said.get(timeout=WAIT_S) == f"on the machine of island {name}:"
         _hetero, _join, at, token = said.get(timeout=WAIT_S).split()
         file = configuration(tmp_path / name)
         before = file.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from hetero_framework.security.access import (
     lighthouse_access,
 )
 from hetero_framework.security.keys import FOLDER, KeyDirectory
-from tests.certificates import keys_of
+from tests.certificates import YEARS, keys_of, keys_of_year
 
 WAIT_S = 20.0
 
@@ -120,6 +121,24 @@ def process(tmp_path: Path) -> Callable[..., Keyed]:
 def test_coordinator_and_workers_of_the_plan_come_in(process: Any) -> None:
     assert outcome(process("local"), 1, process(1)) == ("welcome", "the coordinator")
     assert outcome(process(2), 1, process(1)) == ("welcome", "worker 2")
+
+
+@pytest.mark.parametrize("wrong", ["dialled", "dialling"])
+@pytest.mark.parametrize(("year", "here", "there"), YEARS)
+def test_clock_that_is_wrong_is_said_on_both_sides_and_not_called_wrong_keys(
+    year: int, here: str, there: str, wrong: str, process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """r11. The side that looks at such a certificate is the one whose clock is off."""
+    if wrong == "dialled":
+        dialling = process("local")
+        keys_of_year(monkeypatch, year)
+        said, seen = outcome(dialling, 1, process(1))
+    else:
+        dialled = process(1)
+        keys_of_year(monkeypatch, year)
+        seen, said = outcome(process("local"), 1, dialled)
+    assert re.search(here, said)
+    assert re.search(there, seen)
 
 
 def test_worker_that_is_not_in_the_plan_is_told(process: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 import struct
@@ -14,15 +15,17 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.core import timeouts
 from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
-from hetero_framework.errors import IdentityError
+from hetero_framework.errors import IdentityError, NetworkError
 from hetero_framework.security import authority as x509
 from hetero_framework.security import issuing, pairing
 from hetero_framework.security.door import Door
 from hetero_framework.security.keys import KeyDirectory
 from hetero_framework.security.pairing import Configuration, Inviting, Joined, Token, join
+from tests import certificates as clocks
 
 WAIT_S = 30.0
 CONFIGURATION = Configuration("cluster.json", '{"any": "text, also ünïcode"}')
@@ -82,7 +85,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def wrong(token: Token) -> Token:
-    return Token(token.authority, bytes(16))
+    """As it is after a slip of the hand near its end: it still says which invitation it means."""
+    return Token(token.authority, token.secret[:4] + bytes(12))
+
+
+def stranger(token: Token, number: int) -> Token:
+    """What somebody tries who knows no token of this authority."""
+    return Token(token.authority, number.to_bytes(16, "big"))
 
 
 def test_token_is_read_as_it_is_printed() -> None:
@@ -137,13 +146,23 @@ def test_invitation_ends_after_15_minutes(host: Host) -> None:
     assert len(issuing.issued(host.keys)) == 1
 
 
-def test_five_wrong_tries_end_the_invitations(host: Host) -> None:
+def test_five_wrong_tries_end_the_invitation_that_they_name(host: Host) -> None:
     for _ in range(5):
         with pytest.raises(IdentityError, match="not invited"):
             host.join(wrong(host.token()))
     with pytest.raises(IdentityError, match="not invited"):
         host.join(host.token())
-    assert host.outcomes() == ["somebody tried 5 wrong tokens"] * 2
+    assert host.outcomes() == ["somebody tried 5 wrong tokens", None]
+    assert host.join(host.token(1)).identity.worker == "two"
+
+
+def test_strangers_end_nobodys_invitation_and_leave_nothing_behind(host: Host) -> None:
+    before = [dict(vars(entry)) for entry in host.inviting.invitations]
+    for number in range(12):
+        with pytest.raises(IdentityError, match="not invited"):
+            host.join(stranger(host.token(), number))
+    assert [vars(entry) for entry in host.inviting.invitations] == before
+    assert host.join(host.token()).identity.worker == "1"
 
 
 def test_four_wrong_tries_do_not(host: Host) -> None:
@@ -195,11 +214,20 @@ def test_machine_that_cannot_keep_what_it_got_does_not_confirm(host: Host) -> No
 
 
 @pytest.mark.parametrize(
-    "request_", [{}, {"request": 3, "proof": ""}, {"request": "AAAA", "proof": "ü"}, "right proof"]
+    "request_",
+    [
+        {},
+        {"invitation": "", "request": 3, "proof": ""},
+        {"invitation": 1, "request": "AAAA", "proof": ""},
+        {"invitation": "", "request": "AAAA", "proof": "ü"},
+        "right proof",
+    ],
 )
 def test_request_that_is_none_gets_nothing(request_: Any, host: Host) -> None:
     if request_ == "right proof":
-        request_ = {"request": "AAAA", "proof": host.token().proof(bytes(3))}
+        token = host.token()
+        proof = token.proof(bytes(3))
+        request_ = {"invitation": token.name, "request": "AAAA", "proof": proof}
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = False
     made.verify_mode = ssl.CERT_NONE
@@ -250,3 +278,31 @@ def test_lighthouse_invites_islands_without_a_configuration(tmp_path: Path) -> N
     assert [entry.process for entry in issuing.issued(keys)] == ["local", "garage"]
     assert keys.processes() == ["local"]
     assert (keys.path / "lighthouse.pem").is_file()
+
+
+def test_nobody_who_invites_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens, or what does waits for us: a run whose port that is."""
+    token = Token(bytes(32), bytes(16))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(timeouts, "STRANGER_S", 0.1)
+        with pytest.raises(NetworkError, match=f"nobody is inviting at 127.0.0.1:{port}") as found:
+            join("127.0.0.1", port, token, lambda joined: None, timeout_s=0.1)
+        assert "hetero invite ID" in str(found.value.hint)
+    with pytest.raises(NetworkError, match=f"nobody is inviting at 127.0.0.1:{port}") as found:
+        join("127.0.0.1", port, token, lambda joined: None, timeout_s=0.1)
+    assert "hetero invite ID" in str(found.value.hint)
+    with pytest.raises(
+        NetworkError, match=r"cannot reach the inviting machine at nowhere\.invalid"
+    ):
+        join("nowhere.invalid", port, token, lambda joined: None, timeout_s=0.1)
+
+
+@pytest.mark.parametrize(("year", "here", "there"), clocks.YEARS)
+def test_clock_that_is_wrong_is_said_on_both_sides(
+    year: int, here: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
+    clocks.keys_of_year(monkeypatch, year)
+    with closing(Host(tmp_path / "host")) as host, pytest.raises(IdentityError, match=here):
+        host.join(host.token())
+    assert [line for line in logged if re.search(there, line)]
