@@ -131,11 +131,12 @@ class WorkerLinks:
         access: Access = LOOPBACK_ONLY,
         should_stop: Callable[[], bool] = lambda: False,
         show_away: ShowAway = lambda worker, away: None,
+        small_packets: bool = False,
     ) -> None:
         """`local` are the workers that this process has started. `unpack` makes an Event's
         `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`. `should_stop`
         ends the wait for a lost worker; `show_away(worker, text)` is called while one is waited
-        for, from any thread, with None when it is there."""
+        for, from any thread, with None when it is there; `small_packets` as of `connect`."""
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
@@ -150,6 +151,7 @@ class WorkerLinks:
         self._should_stop = should_stop
         self._show_away = show_away
         self._away: dict[WorkerId, _Absence] = {}
+        self._small_packets = small_packets
         self.ready: dict[WorkerId, m.Ready] = {}
         """What workers have said of the stages that they were last told to load."""
         self._direct: set[frozenset[WorkerId]] = set()
@@ -441,7 +443,14 @@ class WorkerLinks:
         """A connection with a worker that listens, not started."""
         name, secure = f"worker {worker.id}", partial(self._access.dialled, process=worker.id)
         stream = connect(
-            worker.ip, port, timeout_s, on_retry, who=name, stop=self._stop, secure=secure
+            worker.ip,
+            port,
+            timeout_s,
+            on_retry,
+            who=name,
+            stop=self._stop,
+            secure=secure,
+            small_packets=self._small_packets,
         )
         return self._connection(stream, name, self._stats[worker.id])
 

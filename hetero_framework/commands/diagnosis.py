@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.background import in_background
 from hetero_framework.core.devices import open_device
-from hetero_framework.core.dial import connect
+from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE, connect
 from hetero_framework.core.messages import Message
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
@@ -79,6 +79,7 @@ class Asked:
     facts: dict[str, Any] | None = None
     speed: link_probe.LinkSpeed | None = None
     clock_s: float = 0.0  # its clock less ours
+    drops_large: bool = False  # it answers in small packets alone
 
 
 class View:
@@ -184,17 +185,33 @@ def ask_worker(view: View, worker: WorkerConfig) -> Asked:
     if worker.dials:
         with view.port_in_use:
             return _greet(view, worker, access, _CALL_S)
-    return _greet(view, worker, access, _DIAL_S)
+    found = _greet(view, worker, access, _DIAL_S)
+    if not isinstance(found.problem, (NetworkError, PeerLostError)):
+        return found
+    again = _greet(view, worker, access, _DIAL_S, small_packets=True)
+    return found if again.problem is not None else replace(again, drops_large=True)
 
 
-def _greet(view: View, worker: WorkerConfig, access: Access, patience_s: float) -> Asked:
+def _greet(
+    view: View,
+    worker: WorkerConfig,
+    access: Access,
+    patience_s: float,
+    small_packets: bool = False,
+) -> Asked:
     """A run of nothing but a greeting and two questions."""
     plan = [{"id": "local", "start": 0, "end": 1}, {"id": worker.id, "start": 1, "end": 2}]
     alone = view.config.with_changes(
         shard_plan=plan,
         training={"connect_timeout_s": patience_s, "liveness_timeout_s": _DIAL_S},
     )
-    links = WorkerLinks(alone, secrets.token_hex(8), 16 * _PROBE_BYTES, access=access)
+    links = WorkerLinks(
+        alone,
+        secrets.token_hex(8),
+        16 * _PROBE_BYTES,
+        access=access,
+        small_packets=small_packets,
+    )
     said = m.Error("UserError", "hetero doctor has looked at it", None)
     try:
         links.listen()
@@ -368,6 +385,8 @@ def islands(view: View) -> Found:
 
 def link(view: View) -> Found:
     for id, asked in view.workers.items():
+        if asked.drops_large:
+            yield f"worker {id} answers in small packets only: {DROPS_LARGE}", MTU_ADVICE
         if (speed := asked.speed) is None:
             continue
         slowest = min(speed.up_bytes_per_s, speed.down_bytes_per_s)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import errno
+import logging
 import random
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.errors import NetworkError
 
+_log = logging.getLogger(__name__)
+SMALL_SEGMENT_BYTES = 1200
+"""Fits the smallest packets that IPv6 allows (1,280 bytes), and those of usual VPNs."""
+_UNANSWERED_S = 5.0
+"""A handshake that fails later than this was not refused: nothing came."""
+DROPS_LARGE = "the network in between drops large ones without telling"
+MTU_ADVICE = (
+    "lower the MTU of the network interface that they pass, a VPN's for instance, on both machines"
+    " (Linux: ip link set dev NAME mtu 1280)"
+)
 HANDSHAKE_HINT = (
     "it runs an old version, without keys or with --insecure-plaintext, or another program has "
     "this port"
@@ -31,26 +43,37 @@ def connect(
     who: str = "the peer",
     stop: threading.Event | None = None,
     secure: Callable[[Stream], Stream] = lambda stream: stream,
+    small_packets: bool = False,
 ) -> Stream:
     """A connection to host:port, tried for `timeout_s` seconds, or until `stop` is set.
     `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
     repeated. `secure` makes the stream to be used of the plain one; OSError from it is a failed
-    attempt. Raises NetworkError that says what to check, and what else `secure` raises."""
+    attempt. `small_packets`: both ends send at most SMALL_SEGMENT_BYTES in one packet, where the
+    system can; so does an attempt after one whose handshake went unanswered, since some networks
+    drop large packets without telling. Raises NetworkError that says what to check, and what else
+    `secure` raises."""
     stop = stop or threading.Event()
     started = time.monotonic()
-    attempt = 0
+    attempt, small = 0, small_packets
     while True:
         attempt += 1
         elapsed = time.monotonic() - started
         try:
-            stream = _connect_once(host, port, min(10.0, max(0.1, timeout_s - elapsed)))
+            stream = _connect_once(host, port, min(10.0, max(0.1, timeout_s - elapsed)), small)
         except (OSError, UnicodeError) as error:
             reason, advice = _explain_connect(error, host, port)
         else:
+            connected = time.monotonic()
             try:
-                return secure(stream)
+                secured = secure(stream)
             except OSError as error:
                 reason, advice = error.strerror or str(error), HANDSHAKE_HINT
+                small = small_packets or time.monotonic() - connected > _UNANSWERED_S
+            else:
+                if small > small_packets:
+                    said = "the handshake with %s at %s:%d came about with small packets only: %s"
+                    _log.warning(said, who, host, port, f"{DROPS_LARGE}; {MTU_ADVICE}")
+                return secured
         elapsed = time.monotonic() - started
         pause = min(5.0, 0.1 * 1.6 ** min(attempt, 20)) * random.uniform(0.5, 1.0)
         if elapsed + pause >= timeout_s or stop.is_set():
@@ -64,13 +87,36 @@ def connect(
         stop.wait(pause)
 
 
-def _connect_once(host: str, port: int, timeout_s: float) -> PlainStream:
-    sock = socket.create_connection((host, port), timeout=timeout_s)
+def _connect_once(host: str, port: int, timeout_s: float, small_packets: bool) -> PlainStream:
+    sock = _open_socket(host, port, timeout_s, small_packets)
     if sock.getsockname() == sock.getpeername():
         # On the loopback a free port in the ephemeral range can connect to itself.
         sock.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
     return _stream(sock)
+
+
+def _open_socket(host: str, port: int, timeout_s: float, small_packets: bool) -> socket.socket:
+    """As socket.create_connection: to the first address of the name that takes it."""
+    if not small_packets:
+        return socket.create_connection((host, port), timeout=timeout_s)
+    failed = OSError("getaddrinfo returned nothing")
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        sock = socket.socket(family, kind, protocol)
+        with suppress(OSError, AttributeError):  # Windows cannot
+            # It counts for both directions only where it is set before the connection.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_SEGMENT_BYTES)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failed = error
+        else:
+            return sock
+    raise failed
 
 
 def _stream(sock: socket.socket) -> PlainStream:

@@ -32,9 +32,10 @@ from typing import Any
 from benchmarks.machines import Child, Machines
 from benchmarks.network import Network, can_make_namespaces, open_network
 from hetero_framework.cluster.worker import serve
+from hetero_framework.commands.diagnosis import diagnose
 from hetero_framework.config import Config
 from hetero_framework.engine.loading import load_stages
-from hetero_framework.security.access import Plaintext
+from hetero_framework.security.access import KeyOptions, Plaintext
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 from tests.integration.test_parity import LORA
@@ -89,6 +90,12 @@ def work(connection: Connection, raw: dict[str, Any], worker: int, logs: str) ->
         os.dup2(said.fileno(), sys.stderr.fileno())
     config = Config.from_dict(raw)
     serve(config, worker, build=load_stages, keep=True, logs=folder, access=ACCESS)
+
+
+def doctor(connection: Connection, raw: dict[str, Any]) -> None:
+    """`hetero doctor --config` on the coordinator's machine."""
+    options = KeyOptions(insecure=True)
+    connection.send(diagnose(Config.from_dict(raw), options=options)["findings"])
 
 
 @dataclass
@@ -221,6 +228,20 @@ class Cluster:
         """What a machine sends has this rate from now on; what does not fit `limit` is lost."""
         shape = ["rate", rate, "burst", burst, "limit", limit]
         self._tool(machine, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
+
+    def drop_large(self, machine: int) -> None:
+        """What a machine sends is lost where a packet has more than 1,300 bytes, and nobody is
+        told: a tunnel with a smaller MTU whose messages a firewall keeps back."""
+        self.shape(machine, NETWORK, burst="1300")
+
+    def diagnosed(self) -> list[dict[str, str]]:
+        """What `hetero doctor --config` finds on the coordinator's machine."""
+        child = self._machines.start(self.network.places[0], doctor, self.config("doctor"))
+        try:
+            return child.receive(PATIENCE_S)
+        finally:
+            child.end()
+            child.join()
 
     def dropped(self, machine: int) -> int:
         """Packets that did not fit the queue of its port so far."""

@@ -155,3 +155,15 @@ def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(
     figure("F16, F33 a worker stands still for 5 s", reached, "0, memory flat")
     assert losses(run.output) == []
     assert_exact(run.output, whole)
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_network_that_drops_large_packets_is_told_as_that_by_doctor(
+    machine: int, cluster: Cluster
+) -> None:
+    cluster.drop_large(machine)
+    found = [one for one in cluster.diagnosed() if one["check"] == "link"]
+    assert "drops large ones without telling" in found[0]["what"]
+    assert "MTU" in found[0]["fix"]
+    cluster.shape(machine, networked.NETWORK)
+    assert not any("drops large" in one["what"] for one in cluster.diagnosed())

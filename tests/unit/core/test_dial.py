@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.core import dial
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.errors import NetworkError
 
@@ -45,6 +46,34 @@ def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
 def test_address_of_another_machine_cannot_be_listened_on() -> None:
     with pytest.raises(NetworkError, match=r"does not have the address 198\.51\.100\.7"):
         Listener("198.51.100.7", 0)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_MAXSEG"), reason="needs TCP_MAXSEG")
+def test_a_handshake_that_goes_unanswered_is_tried_with_small_packets(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """A network that drops large packets without telling, at both ends."""
+    tried: list[int] = []
+    monkeypatch.setattr(dial, "_UNANSWERED_S", -1.0)
+
+    def segment(stream: Any) -> int:
+        return stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+
+    def secure(stream: Any) -> Any:
+        tried.append(segment(stream))
+        if len(tried) == 1:
+            stream.close()
+            raise TimeoutError(errno.ETIMEDOUT, "nothing came")
+        return stream
+
+    with closing(Listener("127.0.0.1", 0)) as listener:
+        stream = connect("127.0.0.1", listener.port, WAIT_S, secure=secure)
+        stack.enter_context(stream._socket)
+        far = [stack.enter_context(listener.accept()._socket) for _ in tried]
+        assert tried[0] > dial.SMALL_SEGMENT_BYTES >= tried[1]
+        assert far[1].getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= tried[1]
+    assert len(logged) == 1
+    assert "came about with small packets only" in logged[0]
 
 
 def test_accept_ends_when_closed() -> None:
