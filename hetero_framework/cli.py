@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework import errors, versions
+from hetero_framework import errors, repository, versions
 from hetero_framework._version import __version__
 from hetero_framework.commands import plan_options
 from hetero_framework.commands.options import (
@@ -43,6 +43,7 @@ from hetero_framework.commands.options import (
     repeated,
     report,
 )
+from hetero_framework.commands.preflight import preflight
 from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly, UserError
 from hetero_framework.log import Lines, log_to, one_line, printable, to_stderr
 from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing
@@ -277,6 +278,7 @@ def _prepare_keys(config: Any, output: Path) -> None:
 )
 def _run_check(arguments: argparse.Namespace) -> None:
     config = load(arguments)
+    preflight(config, data=False)
     from hetero_framework.commands.check import check, text
 
     report(arguments, check(config), text)
@@ -313,6 +315,7 @@ def _run_train(arguments: argparse.Namespace) -> int | None:
     access = access_for(config, "local", arguments)
     islands = island_access_for(config, arguments)
     config.spare_base_model()
+    preflight(config, writes=True)
     config = _planned(config, arguments, access)
     from hetero_framework.cluster.child import PROGRAM
     from hetero_framework.cluster.local_workers import LocalWorkers
@@ -735,6 +738,7 @@ _command(plan_options.SUMMARY, plan_options.EXAMPLES, *plan_options.OPTIONS)(pla
 def _run_bench(arguments: argparse.Namespace) -> None:
     config = load(arguments)
     check_coordinator(config, arguments)
+    preflight(config, data=False)
     from hetero_framework.commands.bench import bench, text
 
     access, nbytes = access_for(config, "local", arguments), arguments.mb * 10**6
@@ -823,6 +827,7 @@ def _run_verify(arguments: argparse.Namespace) -> int:
     if not (arguments.all or arguments.model_type):
         config = load(arguments)
         config.require("model")
+        preflight(config, data=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
     from hetero_framework.models import equivalence
 
@@ -867,6 +872,9 @@ def _print_result(result: Any) -> None:
     ),
 )
 def _run_merge(arguments: argparse.Namespace) -> None:
+    if not Path(arguments.adapter).expanduser().is_dir():
+        raise UserError(f"there is no adapter directory {arguments.adapter}")
+    repository.resolve_model_path(arguments.model, Path.cwd())
     from hetero_framework.models.export import OutputDirectory
     from hetero_framework.models.merge import merge_adapter
 
@@ -900,6 +908,11 @@ def _run_merge(arguments: argparse.Namespace) -> None:
     ),
 )
 def _run_export(arguments: argparse.Namespace) -> None:
+    if not Path(arguments.checkpoint).expanduser().is_dir():
+        raise UserError(
+            f"there is no directory {arguments.checkpoint}",
+            hint="give a step_N directory, or the output_dir of a run",
+        )
     from hetero_framework.commands.export import export_checkpoint
     from hetero_framework.models.export import OutputDirectory
 

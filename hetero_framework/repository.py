@@ -4,12 +4,14 @@ would load code is refused."""
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.errors import UserError
+from hetero_framework.errors import ModelError, UserError
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -44,6 +46,22 @@ _MAGIC = (
     (b"\x1f\x8b", "gzip data"),
     *((b"\x80" + bytes([version]), "pickled data") for version in range(2, 6)),
 )
+
+
+def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
+    """A directory relative to `base_dir` as an absolute path, or a hub name unchanged. Raises
+    ModelError for what is written as a path and does not exist here."""
+    path = Path(os.path.expanduser(name_or_path))
+    local = path if path.is_absolute() else base_dir / path
+    if local.is_dir():
+        return str(local)
+    written_as_path = path.is_absolute() or name_or_path.startswith((".", "~"))
+    if written_as_path or name_or_path.count("/") > 1 or "\\" in name_or_path:
+        raise ModelError(
+            f"{platform.node()} has no model directory {local}",
+            hint="copy the model there, or set model.name_or_path to where it is on every machine",
+        )
+    return name_or_path
 
 
 def refuse_code(

@@ -20,9 +20,9 @@ from typing import Any
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.config import Config
+from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.data import token_count
 from hetero_framework.engine.hosts import DirectLost, LinkLost
-from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import PeerLostError
 from hetero_framework.models.introspect import introspect
 from hetero_framework.planner.bounds import step_bound

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 from hetero_framework.cluster.roles import Role, decide_role
 from hetero_framework.config import Config, process_name
+from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.sources import find_sources
-from hetero_framework.engine.optimizer import check_optimizer
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.islands.forecast import island_lines
 from hetero_framework.models.crossing import check_codec, crossing_lines

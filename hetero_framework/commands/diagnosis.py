@@ -44,7 +44,7 @@ from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import StageMemory, estimate_memory
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import load_model_config
-from hetero_framework.models.weights import resolve_model_path
+from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
 from hetero_framework.units import bit_rate, seconds, size
 

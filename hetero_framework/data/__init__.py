@@ -1,13 +1,30 @@
 """Text and conversations -> micro-batches, with the order and the tokens of Trainer and SFTTrainer.
 
 `load_data(config, load_tokenizer(config)).step_batches(step)` gives the micro-batches of a step. It
-is a pure function: a run that resumes at step k asks for step k.
+is a pure function: a run that resumes at step k asks for step k. Importing the package does not
+import torch; the names below are loaded on first use.
 """
 
 # ruff: noqa: F401  (what is imported here is what the package offers)
 
 from __future__ import annotations
 
-from hetero_framework.data.batches import LazyBatches, MicroBatch, num_items, token_count
-from hetero_framework.data.load import TrainData, load_data
-from hetero_framework.data.tokenizer import load_tokenizer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_framework.data.batches import LazyBatches, MicroBatch, num_items, token_count
+    from hetero_framework.data.load import TrainData, load_data
+    from hetero_framework.data.tokenizer import load_tokenizer
+
+__all__ = [
+    *("LazyBatches", "MicroBatch", "num_items", "token_count"),
+    *("TrainData", "load_data", "load_tokenizer"),
+]
+_HOMES = {"TrainData": "load", "load_data": "load", "load_tokenizer": "tokenizer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'batches')}"), name)

@@ -24,7 +24,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.name_or_path`, with `data.eos_token`,
     `data.pad_token` and the template of `data.chat_template_path`. Raises DataError when there is
     none, when it needs code of its own, or when a token that was asked for is not in it."""
-    tokenizer = read_tokenizer(*_where(config))
+    tokenizer = read_tokenizer(*tokenizer_place(config))
     if config.data is not None:
         for role, token in (("eos", config.data.eos_token), ("pad", config.data.pad_token)):
             if token is None:
@@ -41,7 +41,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _where(config: Config) -> tuple[str, str | None]:
+def tokenizer_place(config: Config) -> tuple[str, str | None]:
     """Folder or hub name, and the revision on the hub."""
     model = config.model
     if model is None:

@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules: transformers' own, made as its Trainer makes them.
 
 A stage builds its optimizer over its own parameters only. That is exact for every optimizer whose
-update of one parameter looks at that parameter alone; the others are refused by name.
+update of one parameter looks at that parameter alone (`config.optimizers`).
 """
 
 from __future__ import annotations
@@ -22,50 +22,6 @@ from hetero_framework.errors import ConfigError
 _TORCH_ADAMW: dict[str, dict[str, Any]] = {"adamw_torch": {}, "adamw_torch_fused": {"fused": True}}
 _SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-
-# Why each of these cannot run stage by stage.
-_WHOLE_MODEL_OPTIMIZERS = {
-    "galore": "it rewrites named target modules of the whole model",
-    "lomo": "it updates inside the backward pass, before the step is decided",
-    "adalomo": "it updates inside the backward pass, before the step is decided",
-    "apollo": "it rewrites named target modules of the whole model",
-    "schedule_free": "it keeps other weights for training than for evaluation",
-    "grokadamw": "its decay follows a signal of the whole model",
-}
-
-
-def check_optimizer(training: TrainingConfig) -> None:
-    """Raise ConfigError for an optimizer that is unknown or needs more than its own stage, and for
-    an unknown schedule."""
-    if training.lr_scheduler_type not in _SCHEDULES:
-        from transformers.trainer_utils import SchedulerType
-
-        if training.lr_scheduler_type not in (schedules := [one.value for one in SchedulerType]):
-            raise ConfigError(
-                f"training.lr_scheduler_type: {training.lr_scheduler_type!r} is not a schedule of"
-                " the installed transformers",
-                hint=f"one of: {', '.join(schedules)}",
-            )
-    if training.optim in _TORCH_ADAMW:
-        return
-    from transformers.training_args import OptimizerNames
-
-    known = sorted(name.value for name in OptimizerNames)
-    if training.optim not in known:
-        raise ConfigError(
-            f"training.optim: {training.optim!r} is not an optimizer of the installed transformers",
-            hint=f"one of: {', '.join(name for name in known if _refusal(name) is None)}",
-        )
-    if reason := _refusal(training.optim):
-        raise ConfigError(
-            f"training.optim: {training.optim!r} cannot train a model in shards: {reason}",
-            hint='use an optimizer that treats every parameter by itself, such as "adamw_torch"',
-        )
-
-
-def _refusal(name: str) -> str | None:
-    found = (why for prefix, why in _WHOLE_MODEL_OPTIMIZERS.items() if name.startswith(prefix))
-    return next(found, None)
 
 
 def build_optimizer(

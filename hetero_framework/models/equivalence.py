@@ -53,7 +53,8 @@ from hetero_framework.models.tiny import (
 )
 from hetero_framework.models.trainable import attach_adapter
 from hetero_framework.models.varlen_attention import VARLEN, register_per_sample
-from hetero_framework.models.weights import Checkpoint, resolve_model_path
+from hetero_framework.models.weights import Checkpoint
+from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
     from hetero_framework.config import Config

@@ -47,12 +47,8 @@ from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.side import Bundle, Call, Report, Way, as_inner, put_at, tensor_at
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.varlen_attention import register_per_sample
-from hetero_framework.models.weights import (
-    Checkpoint,
-    read_config,
-    renaming,
-    resolve_model_path,
-)
+from hetero_framework.models.weights import Checkpoint, read_config, renaming
+from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig

@@ -16,7 +16,8 @@ from hetero_framework.models.absent import AbsentPart
 from hetero_framework.models.export import checkpoint_form
 from hetero_framework.models.language import lies_in, on_meta, towers
 from hetero_framework.models.tiny import stock_class
-from hetero_framework.models.weights import Checkpoint, renaming, resolve_model_path
+from hetero_framework.models.weights import Checkpoint, renaming
+from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig

@@ -6,7 +6,6 @@ Only files that hold a wanted tensor are opened or downloaded; a tensor's bytes 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import sys
@@ -32,22 +31,6 @@ _CODE_HINT = (
     "take a model that the installed transformers knows by itself; where it knows this one too,"
     " copy the folder and take that entry out of the file"
 )
-
-
-def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
-    """A directory relative to `base_dir` as an absolute path, or a hub name unchanged. Raises
-    ModelError for what is written as a path and does not exist here."""
-    path = Path(os.path.expanduser(name_or_path))
-    local = path if path.is_absolute() else base_dir / path
-    if local.is_dir():
-        return str(local)
-    written_as_path = path.is_absolute() or name_or_path.startswith((".", "~"))
-    if written_as_path or name_or_path.count("/") > 1 or "\\" in name_or_path:
-        raise ModelError(
-            f"{platform.node()} has no model directory {local}",
-            hint="copy the model there, or set model.name_or_path to where it is on every machine",
-        )
-    return name_or_path
 
 
 def read_config(source: str, revision: str | None) -> PretrainedConfig:

@@ -20,6 +20,7 @@ from hetero_framework import control, errors, log
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, interval
+from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
@@ -32,7 +33,7 @@ from hetero_framework.engine.hosts import (
 )
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
-from hetero_framework.engine.optimizer import Schedule, check_optimizer
+from hetero_framework.engine.optimizer import Schedule
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.models.introspect import introspect

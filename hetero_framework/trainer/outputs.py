@@ -34,8 +34,8 @@ from hetero_framework.models.export import OutputDirectory, write_adapter, write
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import stock_class
 from hetero_framework.models.towers import tower_weights
-from hetero_framework.models.weights import resolve_model_path
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
+from hetero_framework.repository import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.setup import Facts, Prepared

@@ -1,0 +1,116 @@
+"""What files and names alone tell of a configuration, before torch is imported, which takes
+seconds: `preflight` raises one error with all of it. Whatever passes is looked at again later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hetero_framework import repository
+from hetero_framework.config import Config
+from hetero_framework.config.optimizers import optimizer_problems
+from hetero_framework.data.sources import find_sources
+from hetero_framework.data.tokenizer import tokenizer_place
+from hetero_framework.errors import ConfigError, DataError, ModelError, UserError
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""Names of the number of layers in config.json."""
+
+
+def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
+    """Raise the UserError that says what is wrong, one for all if there is more than one thing.
+    `data`: the data are needed; `writes`: the output directories are."""
+    checks: list[Callable[[Config], Iterator[UserError]]] = [_optimizer, _model]
+    checks += [_data] * data + [_directories] * writes
+    found = [error for check in checks for error in check(config)]
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = [f"the configuration has {len(found)} problems:"]
+        for error in found:
+            lines += [f"  {error.message}", *([f"    {error.hint}"] if error.hint else [])]
+        raise ConfigError("\n".join(lines))
+
+
+def declared_layers(fields: dict[str, Any]) -> int | None:
+    """How many layers a config.json says that its language model has; None where it does not."""
+    text = fields.get("text_config")
+    fields = text if isinstance(text, dict) else fields
+    found = [fields[name] for name in _LAYERS if isinstance(fields.get(name), int)]
+    return found[0] if len(found) == 1 else None
+
+
+def _optimizer(config: Config) -> Iterator[UserError]:
+    yield from optimizer_problems(config.training)
+
+
+def _model(config: Config) -> Iterator[UserError]:
+    model = config.model
+    if model is None:
+        return
+    name, fields = model.name_or_path, model.from_config
+    if name is not None:
+        yield from _raised(lambda: _check_layers(config, _settings(config, name)))
+    if fields is not None:
+        yield from _raised(lambda: _check_layers(config, fields))
+
+
+def _settings(config: Config, name: str) -> dict[str, Any] | None:
+    """The config.json of a model directory; None where there is none, and of a hub name."""
+    file = Path(repository.resolve_model_path(name, config.base_dir), repository.CONFIG)
+    return repository.read_json(file, ModelError) if file.is_file() else None
+
+
+def _check_layers(config: Config, fields: dict[str, Any] | None) -> None:
+    """Raise PlanError for a plan of another number of layers."""
+    layers = declared_layers(fields or {})
+    if layers is not None and config.is_planned:
+        config.plan.covers(layers)
+
+
+def _data(config: Config) -> Iterator[UserError]:
+    if config.data is None:
+        return
+    if config.model is not None and config.model.tokenizer is not None:
+        yield from _raised(partial(tokenizer_place, config))
+    for spec in (config.data.train, config.data.eval):
+        if spec is not None:
+            yield from _raised(partial(find_sources, spec, config.base_dir))
+    template = config.data.chat_template_path
+    if template is not None and not config.path(template).is_file():
+        yield DataError(f"data.chat_template_path: there is no file {config.path(template)}")
+
+
+def _directories(config: Config) -> Iterator[UserError]:
+    """Of the output directories those that cannot be made or written; nothing is created."""
+    places = {"training.output_dir": config.output_dir, "checkpoint_dir": config.checkpoints}
+    if config.training.report_to == "tensorboard":
+        places["training.logging_dir"] = config.logging_dir
+    seen: set[Path] = set()
+    for setting, directory in places.items():
+        there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+        if there in seen:
+            continue
+        seen.add(there)
+        if not there.is_dir():
+            why = "it is a file" if there == directory else f"{there} is a file"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            why = f"{there} cannot be written by this user"
+        else:
+            continue
+        option = " (--output-dir DIR)" if setting == "training.output_dir" else ""
+        yield ConfigError(
+            f"{setting}: cannot write into {directory}: {why}",
+            hint=f"choose another {setting}{option}",
+        )
+
+
+def _raised(check: Callable[[], object]) -> Iterator[UserError]:
+    try:
+        check()
+    except UserError as error:
+        yield error
