@@ -28,10 +28,11 @@ from hetero_framework.cluster.membership import MAX_RECOVERIES, Action, Event, M
 from hetero_framework.cluster.roles import local_worker_ids, threads_for
 from hetero_framework.cluster.worker_links import ShowAway, WorkerLinks
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core import timeouts
 from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.devices import Device, open_device
+from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE
 from hetero_framework.core.messages import Message
 from hetero_framework.core.trace import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
@@ -70,6 +71,8 @@ from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, access_of
 
 _log = logging.getLogger(__name__)
+_SUSPICIOUS_LOSSES = 2
+"""Of one link before a step is done: then its network is suspected, see `dial.connect`."""
 
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
 T = TypeVar("T")
@@ -931,7 +934,21 @@ class Cluster:
         ended = self._local.exit_text(worker)
         lost = event("worker lost", "connecting again", worker=worker, reason=ended or why)
         _log.warning("lost the link to worker %s (%s); connecting again", worker, why, extra=lost)
+        self._suspect_large_packets(worker)
         self._await_return(worker, ended or why)
+
+    def _suspect_large_packets(self, worker: WorkerId) -> None:
+        """A network that drops large packets breaks a link whenever much is sent, and lets it come
+        about again."""
+        used, entry = self._peers.small_packets, self._config.worker(worker)
+        if self._members.losses(worker) < _SUSPICIOUS_LOSSES or worker in used or entry.dials:
+            return
+        if not addresses.is_local_address(entry.ip):
+            used.add(worker)
+            said = "worker %s is reached with small packets from now on: its link broke %d times"
+            said += " before a step was done, as where %s. hetero doctor --config tells; if so, %s"
+            losses = self._members.losses(worker)
+            _log.warning(said, worker, losses, DROPS_LARGE, MTU_ADVICE)
 
     def _give_up(self, worker: WorkerId, happened: Event, why: str) -> None:
         """Say that it is gone. `train` ends the run, or goes on without it."""
@@ -939,7 +956,7 @@ class Cluster:
             raise PeerLostError(
                 f"the link to worker {worker} broke {self._members.losses(worker)} times in one "
                 f"step: {why}",
-                hint="check the network",
+                hint="check the network: hetero doctor --config looks at it from this machine",
             )
         raise PeerLostError(why, hint=self._advice(worker))
 

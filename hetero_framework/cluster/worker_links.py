@@ -136,7 +136,8 @@ class WorkerLinks:
         """`local` are the workers that this process has started. `unpack` makes an Event's
         `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`. `should_stop`
         ends the wait for a lost worker; `show_away(worker, text)` is called while one is waited
-        for, from any thread, with None when it is there; `small_packets` as of `connect`."""
+        for, from any thread, with None when it is there; `small_packets` as of `connect`, for
+        all workers."""
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
@@ -151,7 +152,8 @@ class WorkerLinks:
         self._should_stop = should_stop
         self._show_away = show_away
         self._away: dict[WorkerId, _Absence] = {}
-        self._small_packets = small_packets
+        self.small_packets = set(self._workers if small_packets else ())
+        """Workers that are dialled with `small_packets` of `connect`."""
         self.ready: dict[WorkerId, m.Ready] = {}
         """What workers have said of the stages that they were last told to load."""
         self._direct: set[frozenset[WorkerId]] = set()
@@ -450,7 +452,7 @@ class WorkerLinks:
             who=name,
             stop=self._stop,
             secure=secure,
-            small_packets=self._small_packets,
+            small_packets=worker.id in self.small_packets,
         )
         return self._connection(stream, name, self._stats[worker.id])
 

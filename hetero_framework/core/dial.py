@@ -21,7 +21,7 @@ SMALL_SEGMENT_BYTES = 1200
 """Fits the smallest packets that IPv6 allows (1,280 bytes), and those of usual VPNs."""
 _UNANSWERED_S = 5.0
 """A handshake that fails later than this was not refused: nothing came."""
-DROPS_LARGE = "the network in between drops large ones without telling"
+DROPS_LARGE = "the network in between drops large packets without telling"
 MTU_ADVICE = (
     "lower the MTU of the network interface that they pass, a VPN's for instance, on both machines"
     " (Linux: ip link set dev NAME mtu 1280)"

@@ -157,13 +157,25 @@ def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(
     assert_exact(run.output, whole)
 
 
+def test_a_network_that_begins_to_drop_large_packets_costs_time_and_is_told(
+    cluster: Cluster, whole: Path
+) -> None:
+    """Links break and come about again; after the second loss they have small packets."""
+    with cluster.run("mtu", links="relay") as run:
+        run.after_step(2)
+        cluster.drop_large(1)
+        run.finish()
+    assert [line for line in run.said if "is reached with small packets from now on" in line]
+    assert_exact(run.output, whole)
+
+
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_network_that_drops_large_packets_is_told_as_that_by_doctor(
     machine: int, cluster: Cluster
 ) -> None:
     cluster.drop_large(machine)
     found = [one for one in cluster.diagnosed() if one["check"] == "link"]
-    assert "drops large ones without telling" in found[0]["what"]
+    assert "drops large packets without telling" in found[0]["what"]
     assert "MTU" in found[0]["fix"]
     cluster.shape(machine, networked.NETWORK)
     assert not any("drops large" in one["what"] for one in cluster.diagnosed())
