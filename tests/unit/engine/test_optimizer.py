@@ -20,7 +20,6 @@ from hetero_framework.config import TrainingConfig
 from hetero_framework.engine.optimizer import (
     Schedule,
     build_optimizer,
-    check_optimizer,
     load_state_tensors,
     state_tensors,
 )
@@ -145,32 +144,6 @@ def test_build_optimizer_of_a_stage_without_decayed_parameters_has_one_group() -
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, norms)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
-
-
-def test_check_optimizer_names_what_exists() -> None:
-    with pytest.raises(ConfigError, match="'adam' is not an optimizer") as caught:
-        check_optimizer(TrainingConfig(optim="adam"))
-    assert caught.value.hint is not None
-    assert "adamw_torch" in caught.value.hint
-    assert "galore" not in caught.value.hint
-
-
-def test_check_optimizer_knows_the_schedules_before_anything_loads() -> None:
-    with pytest.raises(ConfigError, match="'cosinus' is not a schedule") as caught:
-        check_optimizer(TrainingConfig(lr_scheduler_type="cosinus"))
-    assert caught.value.hint is not None
-    assert "cosine_with_min_lr" in caught.value.hint
-    for name in ("linear", "cosine", "constant", "constant_with_warmup", "polynomial"):
-        check_optimizer(TrainingConfig(lr_scheduler_type=name))
-        Schedule(TrainingConfig(lr_scheduler_type=name), 10)
-
-
-@pytest.mark.parametrize(
-    "optim", ["galore_adamw", "lomo", "adalomo", "apollo_adamw", "schedule_free_adamw", "grokadamw"]
-)
-def test_check_optimizer_refuses_what_needs_the_whole_model(optim: str) -> None:
-    with pytest.raises(ConfigError, match="cannot train a model in shards"):
-        check_optimizer(TrainingConfig(optim=optim))
 
 
 def test_build_optimizer_that_is_not_installed_is_a_config_error() -> None:
