@@ -100,17 +100,20 @@ class _Outlet:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What a process said of its device: name, label, bytes of memory in all and free now."""
+    """What a process said of its device: name, label, bytes of memory in all and free now, and why
+    it has no 4 bits (None: it has)."""
 
     device: str
     label: str
     memory_total: int
     memory_free: int
+    no_four_bit: str | None = None
 
     @classmethod
     def of(cls, said: m.Welcome) -> MachineFacts:
         """What a worker says of its own."""
-        return cls(said.device, said.device_label, said.memory_total, said.memory_free)
+        memory = said.memory_total, said.memory_free
+        return cls(said.device, said.device_label, *memory, said.no_four_bit)
 
 
 @dataclass(frozen=True)
@@ -417,7 +420,9 @@ class Cluster:
         welcomes = self._peers.connect_all(needed)
         own, memory = self.device, self.device.memory()
         facts: dict[str | int, MachineFacts] = {}
-        facts["local"] = MachineFacts(own.name, own.label, memory.total, memory.free)
+        facts["local"] = MachineFacts(
+            own.name, own.label, memory.total, memory.free, own.no_four_bit
+        )
         for worker, said in welcomes.items():
             self._members.on(worker, Event.FRESH)
             facts[worker] = MachineFacts.of(said)

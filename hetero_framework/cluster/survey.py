@@ -48,8 +48,8 @@ class Survey:
 
 
 def survey(config: Config, model: PretrainedConfig, device: Device, *, anew: bool) -> Survey:
-    """What `model`, that of `config`, takes on a device of this machine; measured where it is not
-    known, or `anew`. Raises as `measure`."""
+    """What `model`, that of `config` as a process holds it (`Config.held_by`), takes on a device of
+    this machine; measured where it is not known, or `anew`. Raises as `measure`."""
     began = time.monotonic()
     asked = _question_of(config, model, device)
     if not anew and (known := cache.recall(_KIND, asked)) is not None:
@@ -72,7 +72,7 @@ def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str
             "model": json.loads(model.to_json_string()),
             "section": [
                 config.model.dtype,
-                config.model.quantization,
+                *(config.model.quantization, config.quantizes),
                 config.model.attn_implementation,
             ],
             "adapter": config.adapter.model_dump(mode="json") if config.adapter else None,
@@ -110,7 +110,7 @@ def _left_out(data: Any) -> None:
 
 @control.on(MEASURE)
 def _measure(data: Any) -> dict[str, Any]:
-    config = Config.from_dict(data["config"])
+    config = Config.from_dict(data["config"]).held_by(data["worker"])
     assert config.model is not None
     named = config.model.model_dump(mode="json")
     kept = {name: named[name] for name in ("attn_implementation", "dtype")}

@@ -650,7 +650,8 @@ class Worker:
         device, memory = self._device, self._device.memory()
         kept = run.run_id if run.started else None
         welcome = m.Welcome(
-            torch.__version__, device.name, device.label, memory.total, memory.free, kept
+            *(torch.__version__, device.name, device.label, memory.total, memory.free, kept),
+            device.no_four_bit,
         )
         with suppress(HeteroError):  # if it is gone already, its reader says so
             connection.send(Message(welcome))

@@ -19,6 +19,7 @@ from hetero_framework.models.crossing import check_codec, crossing_lines
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import tower_lines
 from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
+from hetero_framework.models.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.planner.tuner import assumed_profile
@@ -47,11 +48,14 @@ def check(config: Config) -> dict[str, Any]:
     model_config: PretrainedConfig | None = None
     memory: list[StageMemory] = []
     schedule = forecast(config)
+    role = _role(config)
     if config.model is None:
         notes.append("there is no model section, so layers and memory are not checked")
     else:
         model_config = load_model_config(config.model, config.base_dir)
         config.plan.covers(introspect(model_config).num_layers)
+        check_devices(config, model_config, devices_known(config, _own(role)))
+        notes += mixed_lines(config)
         check_compiled(config, model_config)
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
@@ -71,7 +75,6 @@ def check(config: Config) -> dict[str, Any]:
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             notes.append("memory is shown without gradient checkpointing, which may lessen it")
     processes = [_process(config, owner, memory) for owner in config.plan.owners]
-    role = _role(config)
     _check_data(config, role, notes)
     return {
         "layers": config.shard_plan[-1].end,
@@ -87,6 +90,7 @@ def check(config: Config) -> dict[str, Any]:
 def _unplanned(config: Config) -> dict[str, Any]:
     """The report where the plan is left to the run."""
     layers = model_type = None
+    role = _role(config)
     notes = [f"warning: {warning}" for warning in config.warnings()]
     notes.append(
         'shard_plan is "auto": `hetero train` measures the machines when it begins, and keeps the'
@@ -96,9 +100,9 @@ def _unplanned(config: Config) -> dict[str, Any]:
     if config.model is not None:
         model_config = load_model_config(config.model, config.base_dir)
         layers, model_type = introspect(model_config).num_layers, model_config.model_type
+        check_devices(config, model_config, devices_known(config, _own(role)))
     owners: list[WorkerId] = ["local", *(worker.id for worker in config.workers)]
     processes = [{**_machine(config, owner), "stages": []} for owner in owners]
-    role = _role(config)
     _check_data(config, role, notes)
     return {
         "layers": layers,
@@ -218,6 +222,11 @@ def _role(config: Config) -> Role | None:
         return None  # a configuration may be checked anywhere
 
 
+def _own(role: Role | None) -> tuple[WorkerId, ...]:
+    """The processes of this machine."""
+    return (*("local",) * role.is_coordinator, *role.worker_ids) if role is not None else ()
+
+
 def _this_machine(
     config: Config, role: Role | None, processes: list[dict[str, Any]], notes: list[str]
 ) -> dict[str, Any]:
@@ -225,7 +234,7 @@ def _this_machine(
     if role is None:
         notes.append("nothing here names this machine; train on it needs --role or --worker-id")
         return {"role": "has no role in this configuration", "devices": []}
-    names = [process_name(owner) for owner in ("local",) * role.is_coordinator + role.worker_ids]
+    names = [process_name(owner) for owner in _own(role)]
     needed: dict[str, int] = {}
     free: dict[str, tuple[str, int]] = {}
     for process in processes:

@@ -42,7 +42,7 @@ from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import StageMemory, estimate_memory
-from hetero_framework.models.quantization import stored_quantization
+from hetero_framework.models.quantization import check_devices, devices_known
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
@@ -443,20 +443,16 @@ def memory(view: View) -> Found:
 
 
 def four_bit(view: View) -> Found:
-    settings = view.config.model
-    if settings is None or not isinstance(view.model, PretrainedConfig):
+    if not isinstance(view.model, PretrainedConfig):
         return
-    if settings.quantization is None and stored_quantization(view.model) is None:
-        return
-    for id in view.own:
-        with suppress(UserError):
-            device = open_device(view.config.machine(id).device)
-            if not (support := device.four_bit()):
-                yield (
-                    f"{process_name(id)}: {device.name} cannot hold quantised weights:"
-                    f" {support.reason}",
-                    'use the full-precision model with "quantization": null, or move its layers',
-                )
+    reasons = devices_known(view.config, view.own)
+    for id, asked in view.workers.items():
+        if asked.welcome is not None:
+            reasons[id] = asked.welcome.no_four_bit or reasons.get(id)
+    try:
+        check_devices(view.config, view.model, reasons)
+    except UserError as error:
+        yield from ((line, error.hint or "") for line in error.message.splitlines())
 
 
 def disk(view: View) -> Found:

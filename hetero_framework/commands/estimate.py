@@ -7,6 +7,7 @@ is an estimate: `Estimate.about` says of what, and how far it may be off.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,16 +16,28 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import PretrainedConfig
 
 from hetero_framework.commands.fleet_profile import profile_of
-from hetero_framework.commands.init import Answers, propose
-from hetero_framework.config import Config, ModelConfig, WorkerConfig, apply_override
+from hetero_framework.commands.init import LORA, QLORA, Answers, propose
+from hetero_framework.config import (
+    AUTO,
+    Config,
+    Kind,
+    ModelConfig,
+    WorkerConfig,
+    apply_override,
+)
 from hetero_framework.core import addresses
-from hetero_framework.core.devices import open_device
+from hetero_framework.core.devices import WITHOUT_FOUR_BIT, open_device
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.data import load_data, load_tokenizer
+from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.measuring import ModelCost, PartCost
 from hetero_framework.errors import UserError
 from hetero_framework.models.introspect import introspect
+from hetero_framework.models.memory import DEFAULT_TOKENS
+from hetero_framework.models.quantization import check_devices, stored_quantization
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.models.work import ModelWork, PartWork, model_work
 from hetero_framework.planner import FleetProfile
@@ -34,6 +47,8 @@ from hetero_framework.units import bit_rate, share
 DEFAULT_BANDWIDTH = "1Gbit/s"
 _LINK_SHARE = 0.94  # of the line, with the headers of Ethernet, IP and TCP taken off
 _LATENCY_S = 3e-4
+_COUNTED_BYTES = 64 << 20  # of training data: a few seconds of tokenising
+_NO_EVALUATION = {"eval_strategy": None, "eval_steps": None, "eval_on_start": False}
 _RATE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(bit/s|bps|b/s)", re.IGNORECASE)
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
@@ -60,29 +75,115 @@ def estimate_fleet(
     known = _devices(config, ids, devices)
     rates = _rates(ids, bandwidths)
     model = load_model_config(config.model, config.base_dir)
-    work = model_work(config, model)
-    costs = {id: _cost(work, known[id]) for id in ids}
+    # The plan in the file is not asked about: any of these may hold layers.
+    fleet = config.with_changes(shard_plan=AUTO)
+    check_devices(fleet, model, {id: _no_four_bit(known[id]) for id in ids})
+    kinds = {id: config.quantization(id) for id in ids}
+    examples = {kind: id for id, kind in kinds.items()}
+    works = {kind: model_work(fleet.held_by(id), model) for kind, id in examples.items()}
+    costs = {id: _cost(works[kinds[id]], known[id]) for id in ids}
     memory = {id: known[id].usable_bytes for id in ids}
-    profile = profile_of(config, work.memory, costs, memory, _links(config, ids, rates))
-    return Estimate(profile, _about(known, rates, work))
+    parts = {id: works[kinds[id]].memory for id in ids}
+    profile = profile_of(config, parts, costs, memory, _links(config, ids, rates))
+    about = _about(known, rates, works[kinds["local"]])
+    return Estimate(profile, {**about, "job": _job(config, model, kinds)})
 
 
-def paper_config(model: str, devices: Sequence[str], settings: Sequence[str]) -> Config:
-    """What `hetero init` would propose for a model here and on the workers of `devices`. Raises as
-    `estimate_fleet`."""
-    ids = [owner for owner in (text.partition("=")[0] for text in devices) if owner != "local"]
+def _no_four_bit(device: KnownDevice) -> str | None:
+    return WITHOUT_FOUR_BIT["mps"] if device.kind == "apple" else None
+
+
+def _job(
+    config: Config, model: PretrainedConfig, kinds: Mapping[WorkerId, Kind | None]
+) -> dict[str, Any]:
+    """What is trained, and of which sizes; `epoch_tokens` where the data are here."""
+    assert config.model is not None
+    training, adapter = config.training, config.adapter
+    stored = stored_quantization(model)
+    return {
+        "adapter": None if adapter is None else {"r": adapter.r, "modules": adapter.target_modules},
+        "weights": {str(id): kind or stored or _dtype(config, model) for id, kind in kinds.items()},
+        "rows": training.per_device_train_batch_size,
+        "max_length": (config.data.max_length if config.data else None) or DEFAULT_TOKENS,
+        "micro_batches": training.gradient_accumulation_steps,
+        "epoch_tokens": _epoch_tokens(config),
+    }
+
+
+def _dtype(config: Config, model: PretrainedConfig) -> str:
+    assert config.model is not None
+    named = config.model.dtype
+    return str(model.dtype or "float32").removeprefix("torch.") if named == "auto" else named
+
+
+def _epoch_tokens(config: Config) -> int | None:
+    """Of the training data, where they and the tokenizer are small files of this machine."""
+    data, model = config.data, config.model
+    name = (model.tokenizer or model.name_or_path) if model is not None else None
+    if data is None or name is None or not config.path(name).is_dir():
+        return None
+    try:
+        paths = [source.path for source in find_sources(data.train, config.base_dir)]
+        if any(path is None or path.stat().st_size > _COUNTED_BYTES for path in paths):
+            return None
+        only_train = config.with_changes(data={"eval": None}, training=_NO_EVALUATION)
+        return len(load_data(only_train, load_tokenizer(only_train)).examples.ids)
+    except UserError:
+        return None  # a plan needs no data
+
+
+def paper_config(
+    model: str, devices: Sequence[str], settings: Sequence[str], adapter: str | None = None
+) -> Config:
+    """What `hetero init` would propose for a model here and on the workers of `devices`; of a
+    quantised one those that cannot hold it so do not. Raises as `estimate_fleet`."""
+    named = {text.partition("=")[0]: text.partition("=")[2] for text in devices}
+    ids = [owner for owner in named if owner != "local"]
     section = ModelConfig(name_or_path=model)
     layers = introspect(load_model_config(section, Path.cwd())).num_layers
-    answers = Answers(model=model, workers=[f"worker-{k}" for k, _ in enumerate(ids)])
+    workers = [f"worker-{k}" for k, _ in enumerate(ids)]
+    answers = Answers(model=model, workers=workers, adapter=adapter)
     raw = propose(answers, layers, hostname=None, own_address="127.0.0.1")
     names = {k + 1: int(id) if id.isdecimal() else id for k, id in enumerate(ids)}
     for entry in (*raw["workers"], *raw["shard_plan"][1:]):
         entry["id"] = names[entry["id"]]
+    if adapter == "qlora":
+        machines = {"local": raw["coordinator"], **{str(w["id"]): w for w in raw["workers"]}}
+        for owner, text in named.items():
+            if _no_four_bit(_named(f"{owner}={text}", text)) is not None:
+                machines[owner]["quantization"] = "none"
     for setting in settings:
         apply_override(raw, setting)
     if isinstance(data := raw.get("data"), dict):  # its length counts, what is in it does not
         data.setdefault("train", "train.jsonl")
     return Config.from_dict(raw, name="--model and --device")
+
+
+def other_job(
+    config: Config, adapter: str | None, *, max_length: int | None, rows: int | None
+) -> Config:
+    """The configuration with another adapter ("lora", "qlora", "none"), `max_length` or `rows` of a
+    micro-batch, as far as they are told. Raises ConfigError."""
+    config.require("model")
+    changes: dict[str, Any] = {}
+    if adapter is not None:
+        changes["adapter"] = None if adapter == "none" else (config.adapter or LORA)
+        changes["model"] = dict(QLORA) if adapter == "qlora" else {"quantization": None}
+    if max_length is not None:
+        data = {"max_length": max_length}
+        changes["data"] = data if config.data is not None else {"train": "train.jsonl", **data}
+    if rows is not None:
+        changes["training"] = {"per_device_train_batch_size": rows}
+    return config.with_changes(**changes)
+
+
+def pace(job: Mapping[str, Any], step_s: float) -> dict[str, float]:
+    """How many tokens a second a step of full rows does, and hours for those of the data, or for a
+    million where that number is not known."""
+    tokens = job["rows"] * job["max_length"] * job["micro_batches"]
+    per_s = tokens / step_s if step_s > 0 else math.inf
+    whole = job["epoch_tokens"] or 1_000_000
+    return {"tokens_per_s": per_s, "tokens": whole, "hours": whole / per_s / 3600}
 
 
 def _about(
@@ -129,10 +230,8 @@ def _devices(
                 f"--device {option} is not of the form ID=NAME",
                 hint=f'for example: --device 1="RTX 3090"; IDs are {", ".join(map(str, ids))}',
             )
-        try:
-            named[id] = known_device(name)
-        except UserError as error:
-            raise UserError(f"--device {option}: {error.message}", hint=error.hint) from None
+        is_here = id == "local" or addresses.is_local_address(config.machine(id).ip)
+        named[id] = _own_device("cpu") if name == "cpu" and is_here else _named(option, name)
     missing = []
     for id in ids:
         machine = config.machine(id)
@@ -149,6 +248,13 @@ def _devices(
             f" with --exclude {missing[0]}",
         )
     return {id: named[id] for id in ids}
+
+
+def _named(option: str, name: str) -> KnownDevice:
+    try:
+        return known_device(name)
+    except UserError as error:
+        raise UserError(f"--device {option}: {error.message}", hint=error.hint) from None
 
 
 def _own_device(name: str) -> KnownDevice:

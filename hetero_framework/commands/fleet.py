@@ -27,7 +27,8 @@ from hetero_framework.config import Config, process_name
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.measuring import ModelCost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
-from hetero_framework.models.memory import memory_of_parts
+from hetero_framework.models.memory import parts_by_process
+from hetero_framework.models.quantization import check_devices, devices_known
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.planner import FleetProfile, Result
 from hetero_framework.security.access import Access
@@ -78,11 +79,13 @@ def _measured(
     config.require("model")
     assert config.model is not None
     model = load_model_config(config.model, config.base_dir)
+    check_devices(config, model, devices_known(config, own=["local"]))
     began = time.monotonic()
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-plan-") as folder:
         tiny = _tiny(config, folder)
         with Cluster(tiny, max_frame_bytes=_MAX_FRAME_BYTES, access=access) as cluster:
             facts = cluster.start()
+            check_devices(config, model, {id: fact.no_four_bit for id, fact in facts.items()})
             cluster.assemble(tiny)
             try:
                 with losses_told(cluster):
@@ -95,7 +98,7 @@ def _measured(
                     hint="start it and measure again, or take it out of the configuration",
                 ) from error
             _log.info("measured in %s", seconds(time.monotonic() - began))
-            parts = memory_of_parts(config, model, len(costs["local"].kinds))
+            parts = parts_by_process(config, model, list(costs))
             yield cluster, profile_of(config, parts, costs, _free_bytes(config, facts), links)
 
 
@@ -152,7 +155,8 @@ class _Measuring:
         if "local" in together:
             if asked:
                 all_answered()  # sends the questions
-            own = survey.survey(self._config, self._model, cluster.device, anew=self._anew)
+            config = self._config.held_by("local")
+            own = survey.survey(config, self._model, cluster.device, anew=self._anew)
             note("local", own)
         names = ", ".join(f"worker {worker}" for worker in asked)
         cluster.pipeline.until(all_answered, f"what {names} measures")
@@ -230,6 +234,8 @@ def _tiny(config: Config, folder: str) -> Config:
     fields = {**_TINY, "num_hidden_layers": len(owners)}
     kept = ("connect_timeout_s", "liveness_timeout_s", "load_timeout_s", "log_level")
     training = {name: raw["training"][name] for name in kept}
+    for machine in (raw["coordinator"], *raw["workers"]):
+        machine["quantization"] = None
     return Config.from_dict(
         {
             **{name: raw[name] for name in ("coordinator", "workers")},

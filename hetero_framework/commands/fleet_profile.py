@@ -17,13 +17,13 @@ from hetero_framework.planner import FleetProfile
 
 def profile_of(
     config: Config,
-    memory: Sequence[StageMemory],
+    memory: Mapping[WorkerId, Sequence[StageMemory]],
     costs: Mapping[WorkerId, ModelCost],
     memory_bytes: Mapping[WorkerId, float],
     links: Sequence[Mapping[str, Any]],
 ) -> FleetProfile:
-    """`memory` is that of embedding, layers and head; `memory_bytes` what each process may fill."""
-    embedding, *layers, head = memory
+    """`memory` is that of embedding, layers and head as each process holds them, `memory_bytes`
+    what it may fill."""
     devices = [
         {
             "id": id,
@@ -43,6 +43,7 @@ def profile_of(
             "reserved_bytes": max(part.working for part in (embedding, *layers)),
         }
         for id, cost in costs.items()
+        for embedding, *layers, head in [memory[id]]
     ]
     own = costs["local"]
     return FleetProfile.from_dict(
@@ -52,7 +53,7 @@ def profile_of(
             "micro_batches": config.training.gradient_accumulation_steps,
             "activation_bytes": _wire_bytes(own, config.wire.activations),
             "gradient_bytes": _wire_bytes(own, config.wire.gradients),
-            "embedding_is_trained": embedding.gradients > 0,
+            "embedding_is_trained": memory["local"][0].gradients > 0,
             "devices": devices,
             "links": [dict(link) for link in links],
         },

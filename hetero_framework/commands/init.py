@@ -133,8 +133,8 @@ def propose(
     if answers.model:
         raw["model"] = {"name_or_path": answers.model}
         if adapter == "qlora":
-            raw["model"].update(dtype="bfloat16", quantization="nf4")
-    raw["adapter"] = None if adapter == "none" else dict(_LORA)
+            raw["model"].update(QLORA)
+    raw["adapter"] = None if adapter == "none" else dict(LORA)
     if answers.island is not None:
         where = answers.lighthouse or host_and_port("127.0.0.1", LIGHTHOUSE_PORT)
         raw["island"] = {"name": answers.island, "lighthouse": where}
@@ -157,7 +157,8 @@ def propose(
 
 
 # No dropout: PEFT takes none on experts whose weights are one parameter.
-_LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+QLORA = {"dtype": "bfloat16", "quantization": "nf4"}
 
 
 def write_config(answers: Answers, output: Path, *, force: bool = False) -> Config:

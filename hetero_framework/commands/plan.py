@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.planner.planning import ALLOWED
-from hetero_framework.units import seconds, share, size
+from hetero_framework.units import count, plural, seconds, share, size
 from hetero_framework.visualizer.tables import table
 
 WorkerId = int | str
@@ -155,9 +155,36 @@ def _estimate_lines(about: Mapping[str, Any]) -> list[str]:
         f"An ESTIMATE from config.json and makers' figures: times may be {about['factor']:g} times"
         " longer or shorter. `hetero plan --measure` measures."
     ]
+    weights = about["job"]["weights"]
     for device in about["devices"]:
-        lines.append(f"  {process_name(device['id'])}: {device['name']} ({device['figures']})")
+        held = f", holds {weights[str(device['id'])]}" if len({*weights.values()}) > 1 else ""
+        name = process_name(device["id"])
+        lines.append(f"  {name}: {device['name']} ({device['figures']}){held}")
+    lines += _job_lines(about["job"], about["pace"], about["factor"])
     return [*lines, *(f"  assumed: {line}" for line in about["assumed"])]
+
+
+def _job_lines(job: Mapping[str, Any], pace: Mapping[str, float], factor: float) -> Iterator[str]:
+    weights = " and ".join(dict.fromkeys(job["weights"].values()))
+    trained = "all weights"
+    if (adapter := job["adapter"]) is not None:
+        modules = adapter["modules"] or "PEFT's choice of modules"
+        named = modules if isinstance(modules, str) else ", ".join(modules)
+        trained = f"LoRA of rank {adapter['r']} on {named}"
+    yield f"  job: {trained}, over {weights}" if adapter else f"  job: {trained}, {weights}"
+    samples = plural(job["rows"], "sample")
+    batches = plural(job["micro_batches"], "micro-batch")
+    yield f"    {samples} of {job['max_length']} tokens in a micro-batch, {batches} in a step"
+    per_s, hours, known = pace["tokens_per_s"], pace["hours"], job["epoch_tokens"] is not None
+    what = f"an epoch of {count(pace['tokens'])} tokens" if known else "a million tokens"
+    yield (
+        f"    {per_s:,.0f} tokens/s ({per_s / factor:,.0f} to {per_s * factor:,.0f}); {what} takes"
+        f" {_long(hours)} ({_long(hours / factor)} to {_long(hours * factor)})"
+    )
+
+
+def _long(hours: float) -> str:
+    return f"{hours:.3g} h" if hours >= 1 else f"{60 * hours:.3g} min"
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from hetero_framework.commands.options import (
     JSON,
     ROLE_HELP,
     access_for,
+    at_least,
     check_coordinator,
     flag,
     load,
@@ -39,6 +40,7 @@ EXAMPLES = """
     hetero plan --profile fleet.json --evaluate plan.json
     """
 _SOURCES = ("measure", "dry_run", "profile")
+_JOB = ("adapter", "max_length", "batch_size")
 OPTIONS = (
     *CONFIG,
     flag("--measure", "measure the machines of the configuration and their links"),
@@ -55,6 +57,20 @@ OPTIONS = (
         "ID=NAME",
         'with --dry-run: what a process computes on, as in "1=RTX 3090" or "local=Apple M2 Max'
         ' 64GB"; may be repeated',
+    ),
+    option(
+        "--adapter",
+        choices=("lora", "qlora", "none"),
+        help="with --dry-run: what is trained, instead of what the configuration says",
+    ),
+    option(
+        "--max-length", metavar="N", type=at_least(1), help="with --dry-run: tokens of a sample"
+    ),
+    option(
+        "--batch-size",
+        metavar="N",
+        type=at_least(1),
+        help="with --dry-run: samples in a micro-batch",
     ),
     repeated(
         "--bandwidth",
@@ -99,6 +115,10 @@ def run_plan(arguments: argparse.Namespace) -> None:
     else:
         result = make_plan(profile, wishes)
     found = {**result.to_dict(), **about}
+    if about:
+        from hetero_framework.commands.estimate import pace
+
+        found["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
     report(arguments, found, text)
     if arguments.picture is not None:
         from hetero_framework.commands.plan_picture import draw_plan
@@ -126,9 +146,15 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError(f"--save-profile {kept} is no file that could be written")
     if arguments.anew and not arguments.measure:
         raise UserError("--anew goes with --measure")
-    for name in ("model", "device", "bandwidth"):
+    for name in ("model", "device", "bandwidth", *_JOB):
         if getattr(arguments, name) and not arguments.dry_run:
-            raise UserError(f"--{name} goes with --dry-run")
+            raise UserError(f"--{name.replace('_', '-')} goes with --dry-run")
+    if arguments.write and any(getattr(arguments, name) for name in ("model", *_JOB)):
+        raise UserError(
+            "--write would put a plan for another job into the configuration",
+            hint="set model, adapter, data.max_length or training.per_device_train_batch_size there"
+            " and leave the options out",
+        )
     if arguments.evaluate is not None and (arguments.pin or arguments.exclude or arguments.allow):
         raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")
     if arguments.evaluate is not None and arguments.write:
@@ -168,18 +194,21 @@ def _measured(arguments: argparse.Namespace) -> Any:
 def _paper_config(arguments: argparse.Namespace) -> Any:
     """The configuration; without a file the one that `hetero init` would propose for --model and
     the workers that --device names."""
+    from hetero_framework.commands.estimate import other_job, paper_config
+
     is_there = Path(arguments.config).exists()
     if arguments.model is None or is_there or arguments.config != DEFAULT_CONFIG:
         config = load(arguments, kept_plan=False)
-        if arguments.model is None:
-            return config
-        name = {"name_or_path": arguments.model, "from_config": None}
-        return config.with_changes(
-            model=name if config.model else {"name_or_path": arguments.model}
-        )
-    from hetero_framework.commands.estimate import paper_config
-
-    return paper_config(arguments.model, arguments.device, arguments.set)
+        if arguments.model is not None:
+            name = {"name_or_path": arguments.model, "from_config": None}
+            config = config.with_changes(
+                model=name if config.model else {"name_or_path": arguments.model}
+            )
+    else:
+        config = paper_config(arguments.model, arguments.device, arguments.set, arguments.adapter)
+    return other_job(
+        config, arguments.adapter, max_length=arguments.max_length, rows=arguments.batch_size
+    )
 
 
 def _save(profile: Any, file: Path) -> None:

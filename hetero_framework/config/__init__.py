@@ -21,6 +21,7 @@ from hetero_framework.config.schema import (
     Config,
     CoordinatorConfig,
     DataConfig,
+    Kind,
     Machine,
     ModelConfig,
     TrainingConfig,

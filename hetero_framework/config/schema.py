@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,7 +32,7 @@ from pydantic import (
 
 from hetero_framework.config.hosts import checked_host, host_and_port, normal_host
 from hetero_framework.config.island import IslandConfig
-from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
+from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import (
     STEPS_OR_SHARE,
@@ -60,6 +61,8 @@ RESULT_DIRS = ("model", "adapter")
 """In place of shard_plan's entries: a run plans by itself."""
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
+Kind = Literal["nf4", "int8"]
+"""How bitsandbytes holds weights."""
 _DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
 _Attention = Literal[
     "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "per_sample"
@@ -86,6 +89,10 @@ class Machine(Section):
     num_threads: Annotated[int | None, with_unit("threads", ge=1)] = None
     """CPU threads of the process, unless OMP_NUM_THREADS is set. null: the cores of the machine,
     shared evenly by the processes of the plan on it."""
+    quantization: Literal["nf4", "int8", "none"] | None = None
+    """For the layers that the process holds, instead of model.quantization: "none" is full
+    precision, for a device without 4 bits (mps) beside others with. null: as that says. A layer
+    keeps its kind as long as a run lasts: it moves between machines of one kind only."""
 
     @field_validator("device")
     @classmethod
@@ -151,9 +158,10 @@ class ModelConfig(Section):
     """Branch, tag or commit on the hub. null: the default branch."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights: "auto" takes what the checkpoint says, as in transformers."""
-    quantization: Literal["nf4", "int8"] | None = None
+    quantization: Kind | None = None
     """Quantise the frozen weights while loading, with bitsandbytes: "nf4" (4 bits) or "int8". Needs
-    an adapter. Not needed for checkpoints that are quantised already."""
+    an adapter. Not needed for checkpoints that are quantised already. A machine may differ: see
+    coordinator.quantization."""
     attn_implementation: _Attention | None = None
     """Attention of transformers. null: its own choice. "per_sample" is ours, for data.padding_free:
     it takes each sample of a row by itself. No kernels from the hub: they are native code."""
@@ -168,6 +176,10 @@ class ModelConfig(Section):
     tokenizer: Name | None = None
     """Directory or hub name of the tokenizer when it is not with the model."""
 
+    def quantized(self, kind: Kind | None) -> ModelConfig:
+        """The same with its weights held so."""
+        return self.model_copy(update={"quantization": kind})
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if (self.name_or_path is None) == (self.from_config is None):
@@ -176,7 +188,7 @@ class ModelConfig(Section):
             if not isinstance(self.from_config.get("model_type"), str):
                 raise ValueError('from_config needs a "model_type", for example "llama"')
             if self.quantization is not None:
-                raise ValueError("quantization needs stored weights (name_or_path)")
+                raise ValueError(f"quantization {_NEEDS_STORED}")
             if self.revision is not None:
                 raise ValueError("revision belongs to name_or_path, not to from_config")
         return self
@@ -185,6 +197,7 @@ class ModelConfig(Section):
 REWRITING_INITS = ("pissa", "olora")
 """Those of adapter.init_lora_weights that take their share out of the base's weights."""
 
+_NEEDS_STORED = "needs stored weights (name_or_path)"
 REWRITES_QUANTISED = "it rewrites the base's weights, which quantised ones would round away"
 
 _INITS_REFUSED = {
@@ -596,6 +609,7 @@ class Config(WholeFile):
     beginning."""
 
     _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
+    _quantizes: bool | None = PrivateAttr(None)
 
     @field_validator("resume_step")
     @classmethod
@@ -640,7 +654,9 @@ class Config(WholeFile):
         for name, new in sections.items():
             old = raw[name]
             raw[name] = {**old, **new} if isinstance(new, dict) and old is not None else new
-        return type(self).from_dict(raw, self._base_dir)
+        changed = type(self).from_dict(raw, self._base_dir)
+        changed._quantizes = self._quantizes
+        return changed
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, defaults included, as JSON types; `from_dict` reads it back."""
@@ -709,6 +725,49 @@ class Config(WholeFile):
         own = self.shard_plan[index].gradient_checkpointing
         return self.training.gradient_checkpointing if own is None else own
 
+    def quantization(self, owner: int | str) -> Kind | None:
+        """How a process holds the frozen weights of its stages; None: in full precision, or as the
+        checkpoint stores them."""
+        own = self.machine(owner).quantization
+        if own is None:
+            return self.model.quantization if self.model is not None else None
+        return own if own != "none" else None
+
+    @property
+    def kinds(self) -> Kind | dict[str, str] | None:
+        """`quantization` of all that the plan cuts; where processes differ, {kind: stages}, with
+        "none" for full precision."""
+        stages = self.plan.stages
+        found = [self.quantization(spec.owner) for spec in stages]
+        if len({*found}) == 1:
+            return found[0]
+        spans: list[tuple[str, StageSpec]] = []
+        for kind, spec in zip((kind or "none" for kind in found), stages, strict=True):
+            if spans and spans[-1][0] == kind:
+                before = spans.pop()[1]
+                spec = replace(spec, start=before.start, is_first=before.is_first)
+            spans.append((kind, spec))
+        return {
+            kind: ", ".join(spec.contents for other, spec in spans if other == kind)
+            for kind in dict(spans)
+        }
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any process that takes part quantises weights."""
+        if self._quantizes is not None:
+            return self._quantizes
+        takes_part = ["local", *(worker.id for worker in self.planned_workers)]
+        return any(self.quantization(owner) is not None for owner in takes_part)
+
+    def held_by(self, owner: int | str) -> Config:
+        """The configuration with the model as that process holds it, for all processes."""
+        kind, inherited = {"quantization": self.quantization(owner)}, {"quantization": None}
+        workers = [{**worker, **inherited} for worker in self.to_dict()["workers"]]
+        held = self.with_changes(model=kind, coordinator=inherited, workers=workers)
+        held._quantizes = self.quantizes
+        return held
+
     def machine(self, owner: int | str) -> CoordinatorConfig | WorkerConfig:
         """The entry of a process of the plan: "local" or the id of a worker."""
         return self.coordinator if owner == "local" else self.worker(owner)
@@ -776,10 +835,11 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _address_problems(parts.get("coordinator"), workers)
     if plan is not None and workers is not None:
         yield from owner_problems(plan, [worker.id for worker in workers])
+    quantised = _quantised(parts)
     if "adapter" in parts and parts["adapter"] is None and model is not None:
-        if model.quantization is not None:
+        for path in quantised:
             yield Problem(
-                "model.quantization",
+                path,
                 "quantised weights cannot be trained; add an adapter section (LoRA) or set it"
                 " to null",
             )
@@ -790,8 +850,10 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
             )
     adapter = parts.get("adapter")
     rewrites = adapter is not None and adapter.init_lora_weights in REWRITING_INITS
-    if rewrites and model is not None and model.quantization is not None:
+    if rewrites and quantised:
         yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
+    if model is not None and model.from_config is not None:
+        yield from (Problem(path, _NEEDS_STORED) for path in quantised)
     if data is not None and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
     island = parts.get("island")
@@ -808,6 +870,18 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
         ):
             if given:
                 yield Problem(f"training.{name}", "needs evaluation data; set data.eval")
+
+
+def _quantised(parts: Mapping[str, Any]) -> list[str]:
+    """Where the valid sections ask for quantised weights."""
+    named = [("model", parts.get("model")), ("coordinator", parts.get("coordinator"))]
+    named += [(f"workers[{k}]", worker) for k, worker in enumerate(parts.get("workers") or ())]
+    asked = (None, "none")
+    return [
+        f"{name}.quantization"
+        for name, section in named
+        if section is not None and section.quantization not in asked
+    ]
 
 
 def _address_problems(

@@ -131,6 +131,12 @@ class Device:
             return Support(False, "bitsandbytes is not installed (pip install bitsandbytes)")
         return self._four_bit()
 
+    @property
+    def no_four_bit(self) -> str | None:
+        """Why it has no 4 bits; None where it has."""
+        support = self.four_bit()
+        return None if support else support.reason
+
     def _four_bit(self) -> Support:
         return Support(True, "bitsandbytes on the CPU; slow, for trying out")
 
@@ -582,7 +588,7 @@ class MpsDevice(Device):
         return Support(False, f"macOS {version}; bfloat16 on MPS needs macOS 14; use float16")
 
     def _four_bit(self) -> Support:
-        return Support(False, "bitsandbytes has no 4-bit kernels for MPS; use bfloat16 there")
+        return Support(False, WITHOUT_FOUR_BIT["mps"])
 
     def synchronize(self) -> None:
         torch.mps.synchronize()
@@ -657,6 +663,10 @@ class XpuDevice(_StreamDevice):
 
     def _four_bit(self) -> Support:
         return Support(True, "bitsandbytes on XPU")
+
+
+WITHOUT_FOUR_BIT = {"mps": "bitsandbytes has no 4-bit kernels for MPS; use bfloat16 there"}
+"""Kinds of devices that have no 4 bits, wherever they are."""
 
 
 def list_devices() -> list[Device]:

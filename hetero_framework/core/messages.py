@@ -162,8 +162,9 @@ class Call(_Greeting):
 
 @_message(2, WORKER)
 class Welcome(_Greeting):
-    """Worker to coordinator, accepts HELLO: versions, device and memory (bytes), and the run whose
-    stages it holds ready, if any. Answered by SETUP or REJECT."""
+    """Worker to coordinator, accepts HELLO: versions, device and memory (bytes), the run whose
+    stages it holds ready, if any, and why the device has no 4 bits, if it has none. Answered by
+    SETUP or REJECT."""
 
     torch: str
     device: str
@@ -171,6 +172,7 @@ class Welcome(_Greeting):
     memory_total: int
     memory_free: int
     run_id: str | None = None
+    no_four_bit: str | None = None
 
 
 @_message(3, EITHER)

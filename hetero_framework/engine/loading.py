@@ -35,7 +35,8 @@ def take_apart(stages: Iterable[StageInterface], config: Config) -> Remains:
 
 def _origin(config: Config) -> object:
     """What decides which frozen weights a process has loaded."""
-    return config.model, config.base_dir, config.training.seed
+    kinds = tuple(machine.quantization for machine in (config.coordinator, *config.workers))
+    return config.model, kinds, config.base_dir, config.training.seed
 
 
 def load_stages(
@@ -55,7 +56,9 @@ def load_stages(
     plan = None
     stages = []
     for spec, span, there in zip(specs, spans, kept, strict=True):
-        shard = load_shard(config.model, config.base_dir, span, device, seed=seed, kept=there)
+        model = config.model.quantized(config.quantization(spec.owner))
+        shard = load_shard(model, config.base_dir, span, device, seed=seed, kept=there)
+        shard.is_quantized |= config.quantizes
         failpoints.hit("load")
         if config.adapter is not None and plan is None:
             from hetero_framework.models.adapters import plan_adapter

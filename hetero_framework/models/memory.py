@@ -163,14 +163,28 @@ def estimate_memory(
     if max_in_flight is None:
         max_in_flight = config.training.max_in_flight or 2 * len(stages)
     most = config.training.gradient_accumulation_steps
-    shapes = Shapes(model_config, config.model, plan)
+    shapes = _shapes_by_owner(config, model_config, plan)
     found = []
     differentiates = False
     for spec, held in zip(stages, in_flight or [max_in_flight] * len(stages), strict=True):
         held = 1 if spec.is_last else min(held, most)
-        differentiates |= any(shapes.holds(name, ShardRange.of(spec)) for name in shapes.trainable)
-        found.append(_stage_memory(spec, shapes, config, held, tokens, differentiates))
+        own = shapes[spec.owner]
+        differentiates |= any(own.holds(name, ShardRange.of(spec)) for name in own.trainable)
+        found.append(_stage_memory(spec, own, config, held, tokens, differentiates))
     return found
+
+
+def _shapes_by_owner(
+    config: Config, model: PretrainedConfig, plan: AdapterPlan | None
+) -> dict[int | str, Shapes]:
+    """The sizes with the weights as each process of the plan holds them."""
+    assert config.model is not None
+    kinds = {owner: config.quantization(owner) for owner in config.plan.owners}
+    made = {
+        kind: Shapes(model, config.model.quantized(kind), plan, quantizes=config.quantizes)
+        for kind in {*kinds.values()}
+    }
+    return {owner: made[kind] for owner, kind in kinds.items()}
 
 
 def memory_of_parts(
@@ -186,6 +200,20 @@ def memory_of_parts(
     entries = [{"id": "local", "start": start, "end": end} for start, end in bounds]
     config = config.with_changes(shard_plan=entries)
     return estimate_memory(config, model_config, max_in_flight=1, tokens=tokens, plan=plan)
+
+
+def parts_by_process(
+    config: Config, model_config: PretrainedConfig, owners: Iterable[int | str]
+) -> dict[int | str, list[StageMemory]]:
+    """`memory_of_parts` as each of these processes holds them."""
+    layers = introspect(model_config).num_layers
+    kinds = {owner: config.quantization(owner) for owner in owners}
+    examples = {kind: owner for owner, kind in kinds.items()}
+    made = {
+        kind: memory_of_parts(config.held_by(owner), model_config, layers)
+        for kind, owner in examples.items()
+    }
+    return {owner: made[kind] for owner, kind in kinds.items()}
 
 
 def recompute_stages(
@@ -259,8 +287,14 @@ class Shapes:
     """Sizes of everything in the whole model, to be asked by stage."""
 
     def __init__(
-        self, config: PretrainedConfig, model: ModelConfig, plan: AdapterPlan | None
+        self,
+        config: PretrainedConfig,
+        model: ModelConfig,
+        plan: AdapterPlan | None,
+        *,
+        quantizes: bool = False,
     ) -> None:
+        """`quantizes`: weights of the model are quantised, at least elsewhere."""
         whole = meta_model(config)
         self._config, self._plan = config, plan
         self.skeleton = Skeleton(config, introspect(config))
@@ -279,7 +313,8 @@ class Shapes:
         self.numbers = {n: p.numel() for n, p in whole.named_parameters(remove_duplicate=False)}
         self.buffers = {name: b.nbytes for name, b in whole.named_buffers()}
         self.trains_everything = plan is None
-        self.trainable = self._trainable(whole, plan, quantization is not None)
+        quantizes |= quantization is not None
+        self.trainable = self._trainable(whole, plan, quantizes)
         named = whole.named_parameters(remove_duplicate=False)
         self.of_matrices = {name: p.shape for name, p in named if p.dim() > 1}
         self.matrices = {
@@ -289,7 +324,7 @@ class Shapes:
         }
         self.upcast_inputs: set[str] = set()
         if plan is not None:
-            own = plan.number_bytes(self.number_bytes, quantized=quantization is not None)
+            own = plan.number_bytes(self.number_bytes, quantized=quantizes)
             self.upcast_inputs = set(plan.modules) if own > self.number_bytes else set()
         self.attention = config._attn_implementation or "sdpa"
 

@@ -32,7 +32,7 @@ def finished_tensors(
 
         yield tensors_of_plan(load_model_config(settings, base_dir), plan, read(plan.trainable))
         return
-    settings = type(settings).model_validate({**settings.model_dump(), "quantization": None})
+    settings = settings.quantized(None)
     count = introspect(load_model_config(settings, base_dir)).num_layers
     for span in ranges_between(range(count + 1)):
         shard = load_shard(settings, base_dir, span, open_device("cpu"), seed=0)

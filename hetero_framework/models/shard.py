@@ -276,6 +276,9 @@ class Shard:
         self._whole = whole
         # Asked now: over a quantised base, an adapter's type would pass for the model's later.
         self.dtype = model.dtype
+        # Whether the whole model counts as quantised, as TRL asks it: also when weights elsewhere
+        # are alone.
+        self.is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         structure = whole.structure
         self.entering = () if rng.is_first else structure.sides_at(rng.start)
         self._leaving_sides = () if rng.is_last else structure.sides_at(rng.end)
@@ -308,11 +311,6 @@ class Shard:
     def hidden_tokens(self, ids: int) -> int:
         """How many tokens a hidden state has, of a micro-batch with so many ids a row."""
         return self._whole.structure.hidden_tokens(ids)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether it holds bitsandbytes weights, as TRL asks a model."""
-        return any(getattr(self.model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
         """Position of a parameter in the whole model's order."""

@@ -55,15 +55,15 @@ class ModelWork:
 
 
 def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
-    """The work of `model`, that of `config`; loads nothing. Raises as `plan_adapter` and
-    `introspect`."""
+    """The work of `model`, that of `config`, as `Config.held_by` says that a process
+    holds it; loads nothing. Raises as `plan_adapter` and `introspect`."""
     assert config.model is not None
     plan: AdapterPlan | None = None
     if config.adapter is not None:
         from hetero_framework.models.adapters import plan_adapter
 
         plan = plan_adapter(model, config.adapter, config.base_dir)
-    shapes = Shapes(model, config.model, plan)
+    shapes = Shapes(model, config.model, plan, quantizes=config.quantizes)
     count = shapes.skeleton.structure.num_layers
     tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
     rows = config.training.per_device_train_batch_size

@@ -22,6 +22,12 @@ _FIGURES = re.compile(
 )
 _MEMORY = re.compile(r"\b(\d+) *gi?b\b", re.IGNORECASE)
 _CORES = re.compile(r"\b(\d+)[ -]?cores?\b", re.IGNORECASE)
+_CPU = re.compile(
+    r"\b(cpu|processor|xeon|epyc|ryzen|threadripper|core (i[3579]|ultra)|pentium|celeron|graviton"
+    r"|ampere altra|neoverse|cortex)\b",
+    re.IGNORECASE,
+)
+_ASSUMED_CORES, _ASSUMED_GIB = 8, 16  # of a CPU, where nothing is said of them
 _WORD = re.compile(r"[a-z]+|\d+")
 _VARIANTS = frozenset({"ti", "super", "pro", "max", "ultra", "xt", "xtx", "gre"})
 """Right behind a name they make another device of it, with other figures."""
@@ -76,9 +82,10 @@ def factor() -> float:
 
 def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice:
     """The device that a person or a driver calls so: "RTX 3090", "NVIDIA GeForce RTX 3090", "Apple
-    M2 Max 64GB", "8-core CPU 32GB", or by figures of its own: "24GB, 71 TFLOPS, 936 GB/s". Of
-    several that fit, the one that says most. `memory_bytes` is what is known of its memory. Raises
-    UserError for one that is not in the table, and where its memory is not known."""
+    M2 Max 64GB", "8-core CPU 32GB", "cpu", or by figures of its own: "24GB, 71 TFLOPS, 936 GB/s".
+    Of several that fit, the one that says most. `memory_bytes` is what is known of its memory; a
+    CPU of which nothing is said has 16 GB. Raises UserError for one that is not in the table, and
+    where its memory is not known."""
     if figures := _FIGURES.fullmatch(text.strip()):
         gib, tflops, gbs = map(float, figures.groups())
         return KnownDevice(
@@ -92,7 +99,12 @@ def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice
     if memory_bytes is not None:
         return replace(found, memory_bytes=memory_bytes)
     if said is not None:
-        return replace(found, memory_bytes=float(said[1]) * _GIB, name=text.strip())
+        own = found.name.startswith(text.strip())  # with what was assumed behind it
+        name = found.name if own else text.strip()
+        return replace(found, memory_bytes=float(said[1]) * _GIB, name=name)
+    if found.kind == "cpu" and not found.memory_bytes:
+        name = f"{found.name}, {_ASSUMED_GIB} GB assumed"
+        return replace(found, memory_bytes=_ASSUMED_GIB * _GIB, name=name)
     if not found.memory_bytes:
         raise UserError(
             f"how much memory {text!r} has depends on the machine",
@@ -146,15 +158,15 @@ def _of(row: list[Any]) -> KnownDevice:
 
 
 def _cpu(text: str) -> KnownDevice | None:
-    """A CPU of so many cores, of which nothing else is known."""
-    cores = _CORES.search(text)
-    if cores is None:
-        return None
-    each = _table()["unknown_cpu"]
-    half, single = (int(cores[1]) * each[f"{x}_tflops_per_core"] * 1e12 for x in ("half", "float"))
-    return KnownDevice(
-        text.strip(), "cpu", 0, half, single, each["bandwidth_gbs"] * 1e9, "an assumed core"
-    )
+    """A CPU of which no more is known than its cores, or their usual number."""
+    said, name = _CORES.search(text), text.strip()
+    if said is None:
+        if _CPU.search(text) is None:
+            return None
+        name += f", {_ASSUMED_CORES} cores assumed"
+    cores, each = int(said[1]) if said else _ASSUMED_CORES, _table()["unknown_cpu"]
+    half, single = (cores * each[f"{x}_tflops_per_core"] * 1e12 for x in ("half", "float"))
+    return KnownDevice(name, "cpu", 0, half, single, each["bandwidth_gbs"] * 1e9, "an assumed core")
 
 
 def _hint(text: str) -> str:

@@ -24,7 +24,7 @@ _FORWARD = 1 / 3  # of the time, where no stage has told
 
 @dataclass(frozen=True)
 class PartBytes:
-    """What the parts of a model need on any device, as in a `DeviceProfile`."""
+    """What the parts of a model need on a device, as in a `DeviceProfile`."""
 
     layer_bytes: tuple[float, ...]
     embedding_bytes: float
@@ -94,14 +94,14 @@ class Observed:
     def fleet(
         self,
         memory_bytes: Mapping[WorkerId, float],
-        parts: PartBytes,
+        parts: Mapping[WorkerId, PartBytes],
         micro_batches: int,
         *,
         relayed: bool,
     ) -> FleetProfile:
         """The profile of these devices, with what each has free for the model. One that has not
         been seen at work counts as the median of the others; `relayed`: workers have no links."""
-        devices = [self._device(d, free, parts) for d, free in memory_bytes.items()]
+        devices = [self._device(d, free, parts[d]) for d, free in memory_bytes.items()]
         pairs: Iterable[tuple[WorkerId, WorkerId]] = permutations(memory_bytes, 2)
         links = [
             {

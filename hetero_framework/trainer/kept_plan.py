@@ -67,7 +67,7 @@ def _conditions(config: Config) -> dict[str, Any]:
     assert config.model is not None
     training = config.training
     return {
-        "model": config.model.model_dump(mode="json"),
+        "model": {**config.model.model_dump(mode="json"), "quantization": config.kinds},
         "adapter": config.adapter.model_dump(mode="json") if config.adapter is not None else None,
         "rows": training.per_device_train_batch_size,
         "micro_batches": training.gradient_accumulation_steps,

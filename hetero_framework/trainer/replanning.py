@@ -7,6 +7,7 @@ new plan is made of. Taking it is `Coordinator._take_plan`.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import timeouts
 from hetero_framework.core.background import in_background
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.errors import UserError
+from hetero_framework.errors import PlanError, UserError
 from hetero_framework.log import event
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import meta_model
@@ -181,9 +182,14 @@ class Replanning:
     # -- inside ---------------------------------------------------------------------------------
 
     @cached_property
-    def _part_bytes(self) -> PartBytes:
-        """It takes seconds for large models, so not before it is needed."""
-        return _part_bytes(self._parts)
+    def _part_bytes(self) -> dict[WorkerId, PartBytes]:
+        """As each process holds the parts. It takes seconds for large models, so not before it is
+        needed."""
+        config = self._parts.resolved.given
+        kinds = {owner: config.quantization(owner) for owner in self.facts}
+        examples = {kind: owner for owner, kind in kinds.items()}
+        made = {kind: _part_bytes(self._parts, owner) for kind, owner in examples.items()}
+        return {owner: made[kind] for owner, kind in kinds.items()}
 
     def _change(
         self, entries: setup.Entries, reason: str, away: tuple[WorkerId, ...]
@@ -200,18 +206,40 @@ class Replanning:
 
     def _fleet(self, observed: Observed, away: Collection[WorkerId] | None = None) -> FleetProfile:
         config = self._parts.config
+        free = _free_bytes(config, self.facts, self.missing if away is None else away)
         return observed.fleet(
-            _free_bytes(config, self.facts, self.missing if away is None else away),
-            self._part_bytes,
+            free,
+            {owner: self._holdable(owner, free[owner]) for owner in free},
             config.training.gradient_accumulation_steps,
             relayed=config.links == "relay",
         )
+
+    def _holdable(self, owner: WorkerId, free: float) -> PartBytes:
+        """What the parts need on a process: of those that others hold in another precision, which
+        are to keep it, more than is free."""
+        config, parts = self._parts.config, self._part_bytes[owner]
+        kind = config.quantization(owner)
+        others = {s.index for s in config.plan.stages if config.quantization(s.owner) != kind}
+        if not others:
+            return parts
+        layers = list(parts.layer_bytes)
+        for stage in (s for s in config.plan.stages if s.index in others):
+            layers[stage.start : stage.end] = [2 * free] * (stage.end - stage.start)
+        head = 2 * free if len(config.shard_plan) - 1 in others else parts.head_bytes
+        return replace(parts, layer_bytes=tuple(layers), head_bytes=head)
 
     def _searched(self, away: Collection[WorkerId]) -> list[dict[str, Any]]:
         """The planner's answer for the processes that are here."""
         owners = [entry.id for entry in self._parts.resolved.given.shard_plan]
         chunks = {CHUNKS} if len(set(owners)) < len(owners) else set()
-        found = planner.plan(self._fleet(self._judge.observed, away), allow=chunks)
+        fleet = self._fleet(self._judge.observed, away)
+        try:
+            found = planner.plan(fleet, allow=chunks)
+        except PlanError as error:
+            if not isinstance(kinds := self._parts.config.kinds, dict):
+                raise
+            kept = f"layers keep their precision ({json.dumps(kinds)}), which goes by machine"
+            raise PlanError(f"{error.message}; {kept}", hint=error.hint) from error
         return self._with_settings(found.shard_plan)
 
     def _with_settings(self, entries: setup.Entries) -> list[dict[str, Any]]:
@@ -272,9 +300,9 @@ def _model_work(parts: setup.Prepared) -> ModelWork:
     return ModelWork(tuple(map(float, layers)), float(head_work))
 
 
-def _part_bytes(parts: setup.Prepared) -> PartBytes:
+def _part_bytes(parts: setup.Prepared, owner: WorkerId) -> PartBytes:
     layers = introspect(parts.model_config).num_layers
-    config, tokens = parts.config, parts.data.row_tokens
+    config, tokens = parts.config.held_by(owner), parts.data.row_tokens
     if config.training.gradient_checkpointing:  # "auto": wherever it takes that
         config = config.with_changes(training={"gradient_checkpointing": True})
     embedding, *blocks, head = memory_of_parts(

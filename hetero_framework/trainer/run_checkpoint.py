@@ -385,12 +385,13 @@ def same_run(reader: CheckpointReader, parts: Prepared, *, must: bool) -> Checkp
 
 
 def identity(resolved: Resolved, data_fingerprint: str) -> dict[str, Any]:
-    """The settings, as given, that make a run what it is; machines and plan are not among them."""
+    """The settings, as given, that make a run what it is; machines and plan are not among them,
+    except where layers are held in different precision."""
     config = resolved.given
     assert config.model is not None
     model, training = config.model.model_dump(mode="json"), config.training.model_dump(mode="json")
     return {
-        "model": {key: model[key] for key in _SAME_MODEL},
+        "model": {**{key: model[key] for key in _SAME_MODEL}, "quantization": config.kinds},
         "adapter": adapter_settings(config),
         "training": {key: training[key] for key in _SAME_TRAINING},
         "data": data_fingerprint,

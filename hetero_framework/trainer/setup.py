@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from hetero_framework.core.codecs import CODECS
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
-from hetero_framework.errors import ConfigError, DataError
+from hetero_framework.errors import ConfigError, DataError, PlanError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.chunked_loss import chunk_tokens
 from hetero_framework.models.crossing import check_codec, crossing_lines, largest_sides
@@ -36,6 +37,7 @@ from hetero_framework.models.memory import (
     in_flight_limits,
     recompute_stages,
 )
+from hetero_framework.models.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import ShardRange, load_model_config
 from hetero_framework.models.towers import tower_weights
@@ -89,7 +91,8 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
     for line in codec_lines(config, model_config):
         _log.info("%s", line)
     config.plan.covers(introspect(model_config).num_layers)
-    for line in tower_lines(model_config):
+    check_devices(config, model_config, devices_known(config, own=["local"]))
+    for line in (*mixed_lines(config), *tower_lines(model_config)):
         _log.info("%s", line)
     if config.adapter is None:
         tower_weights(config.model, config.base_dir, model_config)  # that it can be written
@@ -132,6 +135,12 @@ def replanned(parts: Prepared, plan: Entries, facts: Facts, reason: str) -> Prep
     resolved = parts.resolved.decide("shard_plan", list(plan), reason)
     config = resolved.config
     config.plan.covers(introspect(parts.model_config).num_layers)
+    if config.kinds != parts.config.kinds:
+        raise PlanError(
+            "layers would be held in another precision, which changes the result: as"
+            f" {json.dumps(config.kinds)} instead of {json.dumps(parts.config.kinds)}",
+            hint="layers move between machines of one kind of quantization only",
+        )
     _admit_cut(config, parts.model_config)
     if parts.data.settings.padding_free:
         admit_packing(parts.model_config, shard_ranges(config))
@@ -254,9 +263,12 @@ def largest_frame(model_config: PretrainedConfig, boundary_bytes: int) -> int:
 def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
     """Decide what depends on the devices' free memory, before anything is loaded: which stages with
     checkpointing "auto" compute their layers again, and how many micro-batches each stage may hold.
-    Raises PlanError if a stage does not fit its device even so.
+    Raises PlanError if a stage does not fit its device even so, ConfigError for one of quantised
+    weights whose device cannot hold such.
     """
     resolved, config = parts.resolved, parts.resolved.config
+    no_four_bit = {owner: fact.no_four_bit for owner, fact in facts.items()}
+    check_devices(config, parts.model_config, no_four_bit)
 
     def placed(memory: Iterable[StageMemory]) -> list[StageMemory]:
         return [replace(m, device=facts[m.stage.owner].device) for m in memory]

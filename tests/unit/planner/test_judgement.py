@@ -47,7 +47,8 @@ class World:
 
     def fleet(self, observed: Any) -> Any:
         memory = dict.fromkeys(("local", 1, 2), 1e9)
-        return observed.fleet(memory, BYTES, MICRO_BATCHES, relayed=False)
+        parts = dict.fromkeys(memory, BYTES)
+        return observed.fleet(memory, parts, MICRO_BATCHES, relayed=False)
 
     def profile(self) -> Profile:
         times = []

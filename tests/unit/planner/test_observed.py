@@ -26,7 +26,7 @@ SEEN = Profile.of(
 
 
 def fleet(observed: Observed, *, relayed: bool = False, memory: Any = MEMORY) -> FleetProfile:
-    return observed.fleet(memory, PARTS, 8, relayed=relayed)
+    return observed.fleet(memory, dict.fromkeys(memory, PARTS), 8, relayed=relayed)
 
 
 def seen(*notes: tuple[tuple[StageSpec, ...], Profile]) -> Observed:
