@@ -228,7 +228,12 @@ _WORKER = "a worker (PORT -: it dials the coordinator); may be given several tim
     flag("--force", "replace an existing file"),
 )
 def _run_init(arguments: argparse.Namespace) -> int | None:
-    from hetero_framework.commands.init import Answers, run_wizard, write_config
+    from hetero_framework.commands.init import (
+        Answers,
+        precision_lines,
+        run_wizard,
+        write_config,
+    )
 
     given = vars(arguments)
     names = ("model", "workers", "coordinator", "layers", "adapter", "data", "island", "lighthouse")
@@ -240,6 +245,8 @@ def _run_init(arguments: argparse.Namespace) -> int | None:
         _prepare_keys(load(argparse.Namespace(config=output)), output)
         return code
     config = write_config(answers, output, force=arguments.force)
+    for line in precision_lines(config):
+        print(line)
     print(f"wrote {output}; next: hetero check --config {output}")
     _prepare_keys(config, output)
     return 0

@@ -18,7 +18,12 @@ from hetero_framework.islands.forecast import island_lines
 from hetero_framework.models.crossing import check_codec, crossing_lines
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import tower_lines
-from hetero_framework.models.memory import DEFAULT_TOKENS, StageMemory, estimate_memory
+from hetero_framework.models.memory import (
+    DEFAULT_TOKENS,
+    StageMemory,
+    estimate_memory,
+    recomputing,
+)
 from hetero_framework.models.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import load_model_config
@@ -33,7 +38,7 @@ from hetero_framework.visualizer.tables import table
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2
 _MEMORY = ("weights", "gradients", "optimizer", "activations", "logits")
-_HEAD = ("process", "machine", "device", "layers", "memory needed")
+_HEAD = ("process", "machine", "device", "layers", "memory needed", "with checkpointing")
 
 
 def check(config: Config) -> dict[str, Any]:
@@ -47,6 +52,7 @@ def check(config: Config) -> dict[str, Any]:
     resolved = Resolved.start(config)
     model_config: PretrainedConfig | None = None
     memory: list[StageMemory] = []
+    lessened: list[StageMemory] = []
     schedule = forecast(config)
     role = _role(config)
     if config.model is None:
@@ -73,8 +79,14 @@ def check(config: Config) -> dict[str, Any]:
             steps = config.training.max_steps if config.training.max_steps > 0 else None
             notes += island_lines(config.island, sum(m.trained for m in memory), steps)
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
-            notes.append("memory is shown without gradient checkpointing, which may lessen it")
-    processes = [_process(config, owner, memory) for owner in config.plan.owners]
+            lessened = estimate_memory(
+                recomputing(config), model_config, in_flight=schedule["held"], plan=plan
+            )
+            notes.append(
+                'gradient_checkpointing "auto": a run that begins looks at the devices, and has it'
+                " on in as few stages as it takes to fit them; the last column is with it in all"
+            )
+    processes = [_process(config, owner, memory, lessened) for owner in config.plan.owners]
     _check_data(config, role, notes)
     return {
         "layers": config.shard_plan[-1].end,
@@ -170,14 +182,18 @@ def text(found: dict[str, Any]) -> str:
     processes = f"{count} processes" if count > 1 else "one process"
     lines = [f"The configuration is valid: {model} on {processes}.", ""]
     rows = []
+    shows_weights = any(process["weights"] != "none" for process in found["processes"])
     for process in found["processes"]:
         host = f"{process['hostname']}, " if process["hostname"] else ""
         port = f" port {process['port']}" if process["port"] else ", dials the coordinator"
         where = f"{host}{process['address']}{port}"
         stages = ", ".join(stage["contents"] for stage in process["stages"]) or "not planned yet"
+        device = process["device"] + (f", {process['weights']}" if shows_weights else "")
         memory = size(process["memory_bytes"]) if process["memory_bytes"] is not None else "?"
-        rows.append((process["name"], where, process["device"], stages, memory))
-    lines += table(_HEAD, rows, left=(0, 1, 2, 3))
+        less = process["memory_recomputing_bytes"]
+        with_it = (size(less),) if less is not None else ()
+        rows.append((process["name"], where, device, stages, memory, *with_it))
+    lines += table(_HEAD[: len(rows[0])], rows, left=(0, 1, 2, 3))
     count = sum(len(process["stages"]) for process in found["processes"])
     if found["schedule"] is not None:
         lines += _forecast_lines(found["schedule"], count)
@@ -200,19 +216,28 @@ def _machine(config: Config, owner: WorkerId) -> dict[str, Any]:
         "address": machine.ip,
         "port": machine.port,
         "device": machine.device,
+        "weights": config.quantization(owner) or "none",
         "memory_bytes": None,
+        "memory_recomputing_bytes": None,
     }
 
 
-def _process(config: Config, owner: WorkerId, memory: list[StageMemory]) -> dict[str, Any]:
+def _process(
+    config: Config, owner: WorkerId, memory: list[StageMemory], lessened: list[StageMemory]
+) -> dict[str, Any]:
+    """`lessened` is the memory with gradient checkpointing where "auto" may choose it."""
     stages = []
     for stage in config.plan.of(owner):
         found = {**asdict(stage), "contents": stage.contents, "memory": None}
         if memory:
             found["memory"] = {name: getattr(memory[stage.index], name) for name in _MEMORY}
         stages.append(found)
-    needed = sum(m.total for m in memory if m.stage.owner == owner) if memory else None
-    return {**_machine(config, owner), "memory_bytes": needed, "stages": stages}
+    needed, less = (
+        sum(m.total for m in found if m.stage.owner == owner) if found else None
+        for found in (memory, lessened)
+    )
+    sizes = {"memory_bytes": needed, "memory_recomputing_bytes": less}
+    return {**_machine(config, owner), **sizes, "stages": stages}
 
 
 def _role(config: Config) -> Role | None:
@@ -236,6 +261,7 @@ def _this_machine(
         return {"role": "has no role in this configuration", "devices": []}
     names = [process_name(owner) for owner in _own(role)]
     needed: dict[str, int] = {}
+    least: dict[str, int] = {}
     free: dict[str, tuple[str, int]] = {}
     for process in processes:
         if process["name"] in names:
@@ -244,12 +270,17 @@ def _this_machine(
             except DeviceError as error:
                 notes.append(f"warning: {process['name']}: {error.message}")
                 continue
-            needed[device.name] = needed.get(device.name, 0) + (process["memory_bytes"] or 0)
+            most = process["memory_bytes"] or 0
+            less = process["memory_recomputing_bytes"]
+            needed[device.name] = needed.get(device.name, 0) + most
+            least[device.name] = least.get(device.name, 0) + (most if less is None else less)
             free[device.name] = (device.label, device.memory().free)
     lines = []
     for name, (label, available) in free.items():
         needs = f"needs {size(needed[name])}, " if needed[name] else ""
+        if least[name] < needed[name]:
+            needs += f"{size(least[name])} with gradient checkpointing, "
         lines.append(f"{name} ({label}): {needs}{size(available)} free")
-        if needed[name] > available:
+        if least[name] > available:
             notes.append(f"warning: {name} of this machine has too little free memory")
     return {"role": " and ".join(names), "devices": lines}

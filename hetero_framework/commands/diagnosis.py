@@ -41,7 +41,7 @@ from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError
 from hetero_framework.models.introspect import introspect
-from hetero_framework.models.memory import StageMemory, estimate_memory
+from hetero_framework.models.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.models.quantization import check_devices, devices_known
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.repository import resolve_model_path
@@ -136,11 +136,11 @@ class View:
 
     @cached_property
     def memory(self) -> list[StageMemory]:
-        """What each stage needs; empty where the model cannot be read."""
+        """What each stage needs at least; empty where the model cannot be read."""
         if not isinstance(self.model, PretrainedConfig):
             return []
         try:
-            return estimate_memory(self.config, self.model)
+            return estimate_memory(recomputing(self.config), self.model)
         except UserError:
             return []
 

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from hetero_framework.config import (
     Config,
     ModelConfig,
     host_and_port,
+    process_name,
     split_address,
 )
 from hetero_framework.core import addresses
@@ -134,6 +136,9 @@ def propose(
         raw["model"] = {"name_or_path": answers.model}
         if adapter == "qlora":
             raw["model"].update(QLORA)
+            for machine in (coordinator, *entries):
+                if _lacks_four_bit(machine["device"].partition(":")[0]):
+                    machine["quantization"] = "none"
     raw["adapter"] = None if adapter == "none" else dict(LORA)
     if answers.island is not None:
         where = answers.lighthouse or host_and_port("127.0.0.1", LIGHTHOUSE_PORT)
@@ -152,6 +157,7 @@ def propose(
         "lr_scheduler_type": "cosine",
         "save_steps": 100,
         "save_total_limit": 3,
+        "gradient_checkpointing": "auto",
     }
     return raw
 
@@ -170,6 +176,9 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
     answers = replace(
         answers, model=_beside(answers.model, output), data=_beside(answers.data, output)
     )
+    if answers.coordinator is None and answers.adapter == "qlora":
+        # "auto" may be one of a kind that cannot.
+        answers = replace(answers, device=_own_device(answers.device or "auto"))
     raw = propose(
         answers,
         None if answers.measure else _layers(answers, output),
@@ -177,11 +186,60 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         own_address=addresses.primary_address(),
     )
     config = Config.from_dict(raw, output.absolute().parent, name="the answers")
+    _check_quantised(config, own=[] if answers.coordinator else ["local"])
     try:
         write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror or error}") from error
     return config
+
+
+def _own_device(name: str) -> str:
+    """The kind of a device here that has no 4 bits; else the name as it was given."""
+    from hetero_framework.core.devices import open_device
+
+    with suppress(HeteroError):  # one that is not there is said by `hetero check`
+        kind = open_device(name).kind
+        return kind if _lacks_four_bit(kind) else name
+    return name
+
+
+def _lacks_four_bit(kind: str) -> bool:
+    from hetero_framework.core.devices import WITHOUT_FOUR_BIT  # imports torch
+
+    return kind in WITHOUT_FOUR_BIT
+
+
+def _check_quantised(config: Config, own: Sequence[str]) -> None:
+    """Raise ConfigError for machines that are to hold quantised weights and cannot."""
+    if config.model is None:
+        return
+    owners: list[int | str] = ["local", *(worker.id for worker in config.workers)]
+    asks = config.model.quantization is not None
+    if asks and not any(config.quantization(owner) for owner in owners):
+        raise UserError(
+            "no machine of these has 4 bits, which qlora needs",
+            hint="take --adapter lora, or add a machine with an NVIDIA, AMD or Intel GPU",
+        )
+    from hetero_framework.models.quantization import check_devices, devices_known
+    from hetero_framework.models.shard import load_model_config
+
+    try:
+        model = load_model_config(config.model, config.base_dir)
+    except HeteroError:
+        return  # the number of its layers was told: the model is elsewhere
+    check_devices(config, model, devices_known(config, own))
+
+
+def precision_lines(config: Config) -> list[str]:
+    """What is to be known of the machines that hold no quantised weights beside others that do."""
+    machines = [("local", config.coordinator), *((w.id, w) for w in config.workers)]
+    return [
+        f"{process_name(owner)} ({machine.device}) has no 4 bits: its layers stay in full precision"
+        ' ("quantization": "none")'
+        for owner, machine in machines
+        if machine.quantization == "none"
+    ]
 
 
 def run_wizard(
@@ -209,6 +267,8 @@ def run_wizard(
             "the input ended before all questions were answered",
             hint="use --non-interactive with options; see `hetero init --help`",
         ) from None
+    for line in precision_lines(config):
+        say(f"  {line}")
     if not config.is_planned:
         say("  The plan is made when the run begins: `hetero train` measures the machines first.")
     for stage in config.plan.stages if config.is_planned else ():

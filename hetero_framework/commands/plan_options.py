@@ -149,11 +149,11 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("model", "device", "bandwidth", *_JOB):
         if getattr(arguments, name) and not arguments.dry_run:
             raise UserError(f"--{name.replace('_', '-')} goes with --dry-run")
-    if arguments.write and any(getattr(arguments, name) for name in ("model", *_JOB)):
+    if arguments.write and any(getattr(arguments, name) for name in _JOB):
         raise UserError(
             "--write would put a plan for another job into the configuration",
-            hint="set model, adapter, data.max_length or training.per_device_train_batch_size there"
-            " and leave the options out",
+            hint="set adapter, data.max_length or training.per_device_train_batch_size there, and"
+            " leave the option out",
         )
     if arguments.evaluate is not None and (arguments.pin or arguments.exclude or arguments.allow):
         raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")

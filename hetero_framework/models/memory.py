@@ -202,6 +202,15 @@ def memory_of_parts(
     return estimate_memory(config, model_config, max_in_flight=1, tokens=tokens, plan=plan)
 
 
+def recomputing(config: Config) -> Config:
+    """The configuration with checkpointing on where it says "auto"."""
+    plan = config.to_dict()["shard_plan"]
+    for index, entry in enumerate(plan):
+        if config.checkpointing(index) == "auto":
+            entry["gradient_checkpointing"] = True
+    return config.with_changes(shard_plan=plan)
+
+
 def parts_by_process(
     config: Config, model_config: PretrainedConfig, owners: Iterable[int | str]
 ) -> dict[int | str, list[StageMemory]]:

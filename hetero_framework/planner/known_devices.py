@@ -84,7 +84,7 @@ def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice
     """The device that a person or a driver calls so: "RTX 3090", "NVIDIA GeForce RTX 3090", "Apple
     M2 Max 64GB", "8-core CPU 32GB", "cpu", or by figures of its own: "24GB, 71 TFLOPS, 936 GB/s".
     Of several that fit, the one that says most. `memory_bytes` is what is known of its memory; a
-    CPU of which nothing is said has 16 GB. Raises UserError for one that is not in the table, and
+    CPU that is only named has 16 GB. Raises UserError for one that is not in the table, and
     where its memory is not known."""
     if figures := _FIGURES.fullmatch(text.strip()):
         gib, tflops, gbs = map(float, figures.groups())
@@ -102,7 +102,7 @@ def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice
         own = found.name.startswith(text.strip())  # with what was assumed behind it
         name = found.name if own else text.strip()
         return replace(found, memory_bytes=float(said[1]) * _GIB, name=name)
-    if found.kind == "cpu" and not found.memory_bytes:
+    if found.kind == "cpu" and not found.memory_bytes and not _CORES.search(text):
         name = f"{found.name}, {_ASSUMED_GIB} GB assumed"
         return replace(found, memory_bytes=_ASSUMED_GIB * _GIB, name=name)
     if not found.memory_bytes:

@@ -80,11 +80,16 @@ def trainer_run(
 
 
 def sft_run(
-    model: Path, rows: Path, output: Path, adapter: Path | None = None, **settings: Any
+    model: Path,
+    rows: Path,
+    output: Path,
+    adapter: Path | None = None,
+    whole: PeftModel | None = None,
+    **settings: Any,
 ) -> tuple[Steps, Tensors]:
-    """TRL's SFTTrainer over the lines of a file."""
+    """TRL's SFTTrainer over the lines of a file; `whole` is another model than the stock one."""
     trainer = SFTTrainer(
-        stock_model(model, adapter),
+        whole or stock_model(model, adapter),
         _arguments(SFTConfig, output, settings),
         train_dataset=datasets.Dataset.from_list(read_rows(rows)),
         processing_class=AutoTokenizer.from_pretrained(model),

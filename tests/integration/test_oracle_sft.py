@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hetero_framework.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
 from tests.integration.oracles import assert_agree, assert_close, save_adapter, sft_run
@@ -132,3 +135,56 @@ def test_three_epochs_of_full_training_agree_with_sft_trainer(losses, chat_model
     theirs, trained = sft_run(chat_model, rows, tmp_path / "trl", **settings, **training)
     assert_agree(ours, theirs)
     assert_close(weights(tmp_path / "run"), trained)
+
+
+def test_quantisation_by_machine_agrees_with_sft_trainer_that_quantises_these_layers(
+    pool, losses, tmp_path
+) -> None:
+    model = save_llama(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    adapter = save_adapter(model, tmp_path / "adapter")
+    rows = write_jsonl(tmp_path / "rows.jsonl", CASES["text"][0](random.Random(1)))
+    # Unclipped: the Trainer's norm of gradients in bfloat16 is rounded to three digits.
+    training = {"num_train_epochs": 1, "max_grad_norm": 0.0}
+
+    def ours(name: str, cuts: list[int], kinds: list[str | None]) -> Any:
+        workers = [
+            {**machine, "quantization": kind}
+            for machine, kind in zip(pool.machines["workers"], kinds, strict=False)
+        ]
+        return losses(
+            cuts,
+            name,
+            workers=workers,
+            model={"name_or_path": str(model), "quantization": "nf4"},
+            data={"train": str(rows), "max_length": 40},
+            training=training,
+            adapter={"init_from": str(adapter)},
+        )
+
+    found = ours("mixed", [2, 4], [None, "none"])
+    again = ours("again", [1, 3, 4], ["nf4", "nf4", "none"])  # the same layers, cut otherwise
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["lm_head", "model.layers.4", "model.layers.5"],
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        model, quantization_config=settings, device_map={"": "cpu"}
+    )
+    theirs, trained = sft_run(
+        model,
+        rows,
+        tmp_path / "trl",
+        whole=PeftModel.from_pretrained(base, adapter, is_trainable=True),
+        max_length=40,
+        **training,
+    )
+    assert [loss for loss, _, _ in found] == pytest.approx(
+        [loss for loss, _, _ in theirs], rel=1e-5
+    )
+    # Of bfloat16 matrices: the last of 8 bits is rounded otherwise here and there.
+    assert_close(weights(tmp_path / "mixed"), trained, rtol=2**-5, atol=2**-10)
+    assert again == found
+    assert ours("other", [2, 4], [None, None]) != found

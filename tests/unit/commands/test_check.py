@@ -9,7 +9,7 @@ import pytest
 from hetero_framework import cli
 from hetero_framework.commands.check import check, forecast, text
 from hetero_framework.config import Config
-from hetero_framework.errors import DataError, PlanError
+from hetero_framework.errors import ConfigError, DataError, PlanError
 
 LLAMA = {
     "model_type": "llama",
@@ -125,6 +125,51 @@ def plan(owners: list[Any], layers_each: int = 2, **training: Any) -> Config:
             "training": {"gradient_accumulation_steps": 16, **training},
         }
     )
+
+
+def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    fields = {**LLAMA, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    raw |= {"adapter": {"r": 4}, "model": {"name_or_path": "model", "quantization": "nf4"}}
+    raw["workers"][0]["device"] = "mps"
+    for plan in (raw["shard_plan"], "auto"):
+        with pytest.raises(ConfigError) as caught:
+            check(Config.from_dict({**raw, "shard_plan": plan}, tmp_path))
+        assert caught.value.message.startswith("worker 1 cannot hold quantised weights: bitsandb")
+        assert 'set "quantization": "none"' in str(caught.value.hint)
+    raw["workers"][0]["quantization"] = "none"
+    found = check(Config.from_dict(raw, tmp_path))
+    assert [process["weights"] for process in found["processes"]] == ["nf4", "none"]
+    small, large = (process["stages"] for process in found["processes"])
+    # nf4 of embedding, one layer and head against three layers in bfloat16.
+    assert large[0]["memory"]["weights"] > 3 * (4 * 32 * 32 + 3 * 32 * 64) * 2
+    assert small[1]["memory"]["weights"] < (4 * 32 * 32 + 3 * 32 * 64) * 2 + 128 * 32 * 2
+    assert "the precision of frozen weights goes by machine (nf4: embedding, layer 3 + head;" in (
+        text(found)
+    )
+    fields["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    raw["model"]["quantization"] = None
+    with pytest.raises(ConfigError, match="worker 1 is to hold 'none', but the checkpoint is"):
+        check(Config.from_dict(raw, tmp_path))
+
+
+def test_what_checkpointing_would_save_is_said(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["training"] |= {"gradient_checkpointing": True, "per_device_train_batch_size": 4}
+    always = check(Config.from_dict(raw, tmp_path))["processes"]
+    raw["training"]["gradient_checkpointing"] = False
+    never = check(Config.from_dict(raw, tmp_path))["processes"]
+    raw["training"]["gradient_checkpointing"] = "auto"
+    found = check(Config.from_dict(raw, tmp_path))
+    for auto, on, off in zip(found["processes"], always, never, strict=True):
+        assert auto["memory_bytes"] == off["memory_bytes"]
+        assert auto["memory_recomputing_bytes"] == on["memory_bytes"]
+        assert off["memory_recomputing_bytes"] is None
+    assert "with checkpointing" in text(found)
+    assert "with gradient checkpointing, " in text(found)
 
 
 def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hetero_framework.cli import main
 from hetero_framework.planner import load_profile
+from tests.samples import save_texts, save_tokenizer
 
 FIELDS = {
     **{"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 512, "vocab_size": 32000},
@@ -28,12 +29,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def configured(model: Path, **sections: Any) -> None:
+def configured(folder: Path, **sections: Any) -> None:
     raw = {
         "coordinator": {"ip": "127.0.0.1"},
         "workers": [{"id": 1, "ip": "worker.invalid"}, {"id": "box", "ip": "box.invalid"}],
         "shard_plan": [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}],
-        "model": {"name_or_path": str(model)},
+        "model": {"name_or_path": str(folder)},
         "adapter": {"r": 8, "target_modules": "all-linear"},
         "training": {"gradient_accumulation_steps": 8},
         **sections,
@@ -156,3 +157,79 @@ def test_length_of_the_samples_can_be_set_without_naming_data(
         assert main([*words, "--set", f"data.max_length={length}"]) == 0
         steps.append(json.loads(capsys.readouterr().out)["predicted_step_s"])
     assert steps[1] > steps[0]
+
+
+def test_the_job_is_said_with_tokens_per_second_and_hours(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(model), "--device", "local=RTX 4090", "--device", "1=RTX 3060"]
+    words += ["--adapter", "qlora", "--max-length", "512", "--batch-size", "4"]
+    found = estimated(capsys, *words)
+    job, pace = found["estimate"]["job"], found["estimate"]["pace"]
+    assert job == {
+        "adapter": {"r": 16, "modules": "all-linear"},
+        "weights": {"local": "nf4", "1": "nf4"},
+        **{"rows": 4, "max_length": 512, "micro_batches": 8, "epoch_tokens": None},
+    }
+    per_s = 4 * 512 * 8 / found["predicted_step_s"]
+    assert pace["tokens_per_s"] == pytest.approx(per_s)
+    assert pace["hours"] == pytest.approx(1e6 / per_s / 3600)
+    assert main(["plan", "--dry-run", *words]) == 0
+    said = capsys.readouterr().out
+    assert "job: LoRA of rank 16 on all-linear, over nf4" in said
+    assert "4 samples of 512 tokens in a micro-batch, 8 micro-batches in a step" in said
+    assert f"{per_s:,.0f} tokens/s" in said
+    assert "a million tokens takes" in said
+    whole = estimated(capsys, *words[:6], "--adapter", "none")
+    assert whole["estimate"]["job"]["adapter"] is None
+    assert whole["estimate"]["job"]["weights"]["1"] == "bfloat16"
+
+
+def test_an_epoch_of_data_that_are_here_is_counted(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = save_tokenizer(model)
+    texts = save_texts(model.parent / "texts.jsonl", 8)
+    configured(model, data={"train": str(texts), "max_length": 16}, workers=[])
+    configured_plan = json.loads(Path("hetero_config.json").read_text())
+    configured_plan["shard_plan"] = [{"id": "local", "start": 0, "end": 8}]
+    Path("hetero_config.json").write_text(json.dumps(configured_plan))
+    rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    lengths = [len(tokenizer(row + tokenizer.eos_token)["input_ids"]) for row in rows]
+    tokens = sum(min(16, length) for length in lengths)
+    found = estimated(capsys, "--device", "local=cpu")
+    assert found["estimate"]["job"]["epoch_tokens"] == tokens
+    assert found["estimate"]["pace"]["tokens"] == tokens
+
+
+def test_a_mac_beside_cards_holds_no_4_bits(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = ["--device", "local=RTX 4090", "--device", "1=Apple M2 Max 64GB"]
+    words = ["--adapter", "qlora", "--save-profile", "fleet.json"]
+    found = estimated(capsys, "--model", str(model), *devices, *words)
+    assert found["estimate"]["job"]["weights"] == {"local": "nf4", "1": "bfloat16"}
+    card, mac = load_profile("fleet.json").devices
+    matrices = 4 * 512 * 512 + 3 * 512 * 1536
+    assert mac.layer_bytes[0] - card.layer_bytes[0] == pytest.approx(
+        2 * matrices - matrices * (0.5 + 1 / 64), rel=0.02
+    )
+    configured(model, model={"name_or_path": str(model), "quantization": "nf4"})
+    words = ["plan", "--dry-run", *devices, "--exclude", "box"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "worker 1 cannot hold quantised weights" in said
+    assert 'set "quantization": "none"' in said
+    workers = [{"id": 1, "ip": "worker.invalid", "quantization": "none"}, {"id": "box", "ip": "b"}]
+    configured(model, model={"name_or_path": str(model), "quantization": "nf4"}, workers=workers)
+    assert main([*words, "--write"]) == 0
+    written = json.loads(Path("hetero_config.json").read_text())
+    assert written["workers"][0]["quantization"] == "none"
+
+
+def test_a_plan_for_another_job_is_not_written(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configured(model)
+    assert main(["plan", "--dry-run", "--batch-size", "2", "--write"]) == 2
+    assert "a plan for another job" in capsys.readouterr().err

@@ -260,6 +260,29 @@ def test_quantised_weights_without_adapter_are_refused() -> None:
     assert "quantised weights cannot be trained" in message({**raw, "adapter": None})
 
 
+def test_quantisation_goes_by_machine() -> None:
+    raw = changed("model.quantization", "nf4", changed("workers[1].quantization", "none"))
+    config = Config.from_dict(raw)
+    assert [config.quantization(owner) for owner in ("local", 1, 2)] == ["nf4", "nf4", None]
+    assert config.kinds == {"nf4": "embedding + layers 0-23", "none": "layers 24-31 + head"}
+    held = config.held_by(2)
+    assert held.model is not None
+    assert held.model.quantization is None
+    assert held.quantizes  # elsewhere, which decides the type of the adapter's weights
+    assert held.with_changes(training={"seed": 1}).quantizes
+    alike = Config.from_dict(changed("workers[1].quantization", "nf4", raw))
+    assert alike.kinds == Config.from_dict(changed("model.quantization", "nf4")).kinds == "nf4"
+    alone = changed("workers[1].quantization", "nf4")
+    assert Config.from_dict(alone).kinds == {
+        "none": "embedding + layers 0-23",
+        "nf4": "layers 24-31 + head",
+    }
+    assert "workers[1].quantization: quantised weights" in message({**alone, "adapter": None})
+    random = {"from_config": {"model_type": "llama"}, "tokenizer": "t"}
+    assert "workers[1].quantization: needs stored weights" in message({**alone, "model": random})
+    assert 'must be "nf4", "int8" or "none"' in message(changed("workers[1].quantization", "fp4"))
+
+
 def test_quantised_weights_cannot_be_rewritten() -> None:
     raw = changed("model.quantization", "nf4")
     raw["adapter"] = {**raw["adapter"], "init_lora_weights": "pissa"}

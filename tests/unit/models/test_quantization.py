@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import transformers
 from peft import PeftModel
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
-from hetero_framework.config import AdapterConfig
+from hetero_framework.config import AdapterConfig, Config
 from hetero_framework.core.devices import Device, Support, open_device
+from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import ConfigError, DeviceError, ModelError
 from hetero_framework.models.export import OutputDirectory, write_adapter
 from hetero_framework.models.quantization import (
@@ -199,3 +201,61 @@ def test_contradicting_or_foreign_quantisation_is_refused(
     config.quantization_config = json.loads('{"quant_method": "gptq", "bits": 4}')
     with pytest.raises(ModelError, match="'gptq'"):
         stored_quantization(config)
+
+
+def mixed(base: Path, *, worker: str | None = "none", **sections: Any) -> Config:
+    """Layers 0 and 1 in nf4, 2 and 3 as the worker says."""
+    machine = {"ip": "127.0.0.1", "device": "cpu"}
+    return Config.from_dict(
+        {
+            "coordinator": {**machine, "port": 1},
+            "workers": [{**machine, "id": 1, "port": 2, "quantization": worker}],
+            "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}],
+            "model": {"name_or_path": str(base), "quantization": "nf4"},
+            "adapter": {"target_modules": "all-linear"},
+            **sections,
+        }
+    )
+
+
+def test_layers_by_machine_equal_one_model_that_quantises_exactly_these(
+    llama: Path, tmp_path: Path
+) -> None:
+    config = mixed(llama)
+    stages = load_stages(config, config.plan.stages, open_device("cpu"))
+    parts = [stage._shard for stage in stages]
+    for part in parts:
+        part.train(False)
+    randomise(parts)
+    assert parts[0].adapter is not None
+    exported = [dict(export_parts(part)) for part in parts]
+    write_adapter(
+        OutputDirectory(tmp_path / "adapter"), exported, parts[0].adapter.plan, str(llama)
+    )
+
+    left_alone = ["lm_head", "model.layers.2", "model.layers.3"]
+    settings = copy.deepcopy(SETTINGS["nf4"])
+    settings.llm_int8_skip_modules = left_alone
+    base = stock(llama, quantization_config=settings, device_map={"": "cpu"})
+    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # As TRL's SFTTrainer does where any of the base is quantised.
+            parameter.data = parameter.data.to(torch.bfloat16)
+    model.train(False)
+    expected_loss = model(**batch(), use_cache=False).loss
+    expected_loss.backward()
+    assert torch.equal(chain_backward(parts), expected_loss.detach())
+    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    found = dict(item for part in parts for item in trainable_parameters(part))
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+    everything = load_stages(mixed(llama, worker=None), config.plan.stages, open_device("cpu"))
+    kinds = [
+        type(s._shard.model.model.layers[3].mlp.up_proj.base_layer)
+        for s in (stages[1], everything[1])
+    ]
+    assert [kind.__name__ for kind in kinds] == ["Linear", "Linear4bit"]

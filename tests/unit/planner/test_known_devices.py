@@ -69,6 +69,16 @@ def test_figures_and_cores_stand_for_a_device() -> None:
     assert many.float_flops == 2 * few.float_flops > 0
 
 
+@pytest.mark.parametrize("text", ["cpu", "Intel(R) Xeon(R) Gold 6230R", "AMD EPYC 7B13"])
+def test_a_processor_that_is_only_named_counts_as_a_usual_one(text: str) -> None:
+    found, usual = known_device(text), known_device("8-core CPU 16GB")
+    assert (found.kind, found.memory_bytes) == ("cpu", 16 * GIB)
+    assert (found.half_flops, found.bandwidth) == (usual.half_flops, usual.bandwidth)
+    assert found.name == f"{text}, 8 cores assumed, 16 GB assumed"
+    assert known_device(f"{text} 64GB").memory_bytes == 64 * GIB
+    assert known_device("Ryzen 9 5950X").memory_bytes == 16 * GIB  # its cores are in the table
+
+
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [

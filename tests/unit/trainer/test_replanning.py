@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.config import Config
+from hetero_framework.errors import ConfigError, PlanError
 from hetero_framework.planner.judgement import Judge
 from hetero_framework.planner.simulator import Profile
 from hetero_framework.trainer import replanning, setup
 from hetero_framework.trainer.replanning import Replanning
 from tests.samples import save_llama, save_texts
 
-Make = Callable[[str], Replanning]
+Make = Callable[..., Replanning]
 
 
 @pytest.fixture
@@ -35,18 +37,22 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(replanning, "in_background", at_once)
 
-    def made(policy: str) -> Replanning:
+    def made(policy: str, lacking: Sequence[int] = (), **kinds: str) -> Replanning:
         machine = {"ip": "127.0.0.1", "device": "cpu"}
         owners = ("local", 1, 2)
         config = Config.from_dict(
             {
                 "coordinator": {**machine, "port": 1},
-                "workers": [{**machine, "id": k, "port": 1 + k} for k in (1, 2)],
+                "workers": [
+                    {**machine, "id": k, "port": 1 + k, "quantization": kinds.get(f"worker_{k}")}
+                    for k in (1, 2)
+                ],
+                "adapter": {"target_modules": "all-linear"},
                 "shard_plan": [
                     {"id": owner, "start": 2 * k, "end": 2 * k + 2}
                     for k, owner in enumerate(owners)
                 ],
-                "model": {"name_or_path": str(model)},
+                "model": {"name_or_path": str(model), "quantization": kinds.get("all")},
                 "data": {"train": str(texts), "max_length": 32},
                 "training": {
                     "output_dir": str(folder / "out"),
@@ -57,6 +63,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
             }
         )
         facts = dict.fromkeys(owners, MachineFacts("cpu", "cpu", 1 << 40, 1 << 40))
+        facts |= {k: replace(facts[k], no_four_bit="none here") for k in lacking}
         parts = setup.fit_devices(setup.prepare(config), facts)
         return Replanning(parts, facts, survivors=False)
 
@@ -141,3 +148,26 @@ def test_workers_that_are_away_hold_nothing_and_get_their_plan_back(make: Make) 
     run.taken(back)
     assert [stage.owner for stage in run._parts.config.plan.stages] == ["local", 1, 2]
     assert run.missing == set()
+
+
+def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
+    run = make("auto", all="nf4", worker_2="none")
+    kinds = run._parts.config.kinds
+    assert kinds == {"nf4": "embedding + layers 0-3", "none": "layers 4-5 + head"}
+    change = next(filter(None, straggles(run)))
+    assert change.parts.config.plan.stages != run._parts.config.plan.stages
+    assert change.parts.config.kinds == kinds
+    others = run.without([1])
+    assert others.parts.config.kinds == kinds
+    assert {stage.owner for stage in others.parts.config.plan.stages} == {"local", 2}
+    with pytest.raises(PlanError, match="layers keep their precision"):
+        run.without([2])
+    entries = [{"id": "local", "start": 0, "end": 3}, {"id": 2, "start": 3, "end": 6}]
+    with pytest.raises(PlanError, match="layers would be held in another precision"):
+        setup.replanned(run._parts, entries, run.facts, "a test")
+
+
+def test_a_device_without_4_bits_is_refused_before_anything_is_loaded(make: Make) -> None:
+    with pytest.raises(ConfigError, match="worker 2 cannot hold quantised weights: none here"):
+        make("ask", [2], all="nf4")
+    make("ask", [2], all="nf4", worker_2="none")
