@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Control, Message
 from hetero_framework.errors import HeteroError, UserError
+from hetero_framework.log import one_lines
 
 
 class Cluster(Protocol):
@@ -138,4 +139,5 @@ def result(message: Message) -> Any:
             found.error,
             hint="a worker knows the handlers of the files that its own --import options name",
         )
-    return found.data
+    # What a handler of the user's says is the user's to read; what the framework asks is printed.
+    return one_lines(found.data) if found.name.startswith("hetero.") else found.data

@@ -41,12 +41,25 @@ def printable(text: str, kept: str = "\n\t") -> str:
     )
 
 
-def one_line(text: str) -> str:
-    """`text` as one printable line of at most MAX_LINE_BYTES bytes of UTF-8."""
-    shown = printable(text[: MAX_LINE_BYTES + 1], kept="").encode()
-    if len(shown) <= MAX_LINE_BYTES:
+def one_line(text: str, most: int = MAX_LINE_BYTES) -> str:
+    """`text` as one printable line of at most `most` bytes of UTF-8."""
+    if text.isascii() and text.isprintable() and len(text) <= most:
+        return text
+    shown = printable(text[: most + 1], kept="").encode()
+    if len(shown) <= most:
         return shown.decode()
-    return shown[: MAX_LINE_BYTES - len(_CUT)].decode("utf-8", "ignore") + _CUT
+    return shown[: most - len(_CUT)].decode("utf-8", "ignore") + _CUT
+
+
+def one_lines(value: Any) -> Any:
+    """JSON data whose strings, keys too, are each one printable line."""
+    if isinstance(value, str):
+        return one_line(value)
+    if isinstance(value, (list, tuple)):
+        return [one_lines(item) for item in value]
+    if isinstance(value, dict):
+        return {one_line(str(key)): one_lines(item) for key, item in value.items()}
+    return value
 
 
 def event(what: str, action: str = "", **fields: Any) -> dict[str, Any]:

@@ -867,8 +867,9 @@ class Worker:
 
     def _report(self, error: HeteroError) -> None:
         """Tell the coordinator why this worker ends."""
+        text = "; ".join(line.strip() for line in error.message.splitlines())
         with suppress(HeteroError, LinkGone):
-            self._send(Message(m.Error(type(error).__name__, error.message, error.hint)))
+            self._send(Message(m.Error(type(error).__name__, text, error.hint)))
 
 
 def end_process(reason: str) -> None:

@@ -3,7 +3,8 @@
 A dataclass travels as a map of field names to values, in which a field that is None is left out.
 Its annotations may be int (not negative), float, bool, str, a Literal of strings, WorkerId, Shape,
 tuples (lists on the wire), dicts with string keys, other such dataclasses, and Any for whatever
-msgpack carries unchanged. No sockets, no torch.
+msgpack carries unchanged. A string becomes one printable line when it is read: a peer's words may
+reach a screen, a table or a file, and fake no line of it there. No sockets, no torch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from hetero_framework.core.frames import MAX_DEPTH, is_int, is_shape, shown
 from hetero_framework.errors import ProtocolError
+from hetero_framework.log import one_line
 
+MAX_TEXT_BYTES = 1 << 13
+"""Of a string of a message."""
 WorkerId = int | str
 Shape = Annotated[tuple[int, ...], "shape"]
+Raw = Annotated[str, "raw"]
+"""A string that is looked up or compared, never shown: it stays as it came."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,21 @@ def _is_plain(value: Any, depth: int = 1) -> bool:
     raise ProtocolError(f"{type(value).__name__} cannot travel in a message's fields")
 
 
+def _words(text: str) -> str:
+    return one_line(text, MAX_TEXT_BYTES)
+
+
 _PLAIN_KINDS: dict[Any, Kind] = {
     int: Kind("int", is_int),
     float: Kind("float", _is_float, unpack=float),
     bool: Kind("bool", lambda value: isinstance(value, bool)),
-    str: Kind("string", lambda value: isinstance(value, str)),
-    WorkerId: Kind("int or string", lambda value: is_int(value) or isinstance(value, str)),
+    str: Kind("string", lambda value: isinstance(value, str), unpack=_words),
+    Raw: Kind("string", lambda value: isinstance(value, str)),
+    WorkerId: Kind(
+        "int or string",
+        lambda value: is_int(value) or isinstance(value, str),
+        unpack=lambda value: _words(value) if isinstance(value, str) else value,
+    ),
     Shape: Kind("shape", is_shape, unpack=tuple),
     dict[str, Any]: Kind("map", lambda value: isinstance(value, dict) and _is_plain(value)),
     Any: Kind("anything", _is_plain),
@@ -107,7 +122,7 @@ def _map_to(kind: Kind) -> Kind:
             and all(isinstance(key, str) for key in value)
             and all(map(kind.accepts, value.values()))
         ),
-        unpack=lambda value: {key: unpack(item) for key, item in value.items()},
+        unpack=lambda value: {_words(key): unpack(item) for key, item in value.items()},
     )
 
 

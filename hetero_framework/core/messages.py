@@ -21,7 +21,7 @@ from typing_extensions import dataclass_transform
 from hetero_framework._version import __version__
 from hetero_framework.core import frames
 from hetero_framework.core.agenda import BACKWARD, FORWARD, Lane
-from hetero_framework.core.fields import Fields, Shape, WorkerId
+from hetero_framework.core.fields import Fields, Raw, Shape, WorkerId
 from hetero_framework.core.frames import MAX_TENSORS, PREFIX_BYTES, PROTOCOL_VERSION, WireTensor
 from hetero_framework.errors import ProtocolError
 
@@ -588,7 +588,7 @@ class Control(Body):
     that number in `answers`, and with `error` if it failed or the name is not known there. Without
     `request`, a receiver that does not know the name ignores it."""
 
-    name: str
+    name: Raw
     data: Any = None
     request: int | None = None
     answers: int | None = None

@@ -27,6 +27,7 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import IdentityError
+from hetero_framework.log import one_line
 
 ALPN = "hetero/1"
 _CIPHERTEXT_BYTES = 1 << 18
@@ -111,7 +112,7 @@ def dial(
             stream.send_note(note, deadline)
             answer = stream.receive_note(deadline)
             if (refused := answer.get("refused")) is not None:
-                raise IdentityError(f"{who} refused this machine: {refused}")
+                raise IdentityError(f"{who} refused this machine: {one_line(str(refused))}")
             if (why := admit(stream.certificate(), answer)) is not None:
                 raise IdentityError(f"{who} is not wanted any more: {why}")
         on_error.pop_all()

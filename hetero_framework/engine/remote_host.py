@@ -14,6 +14,7 @@ from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
 from hetero_framework.errors import ProtocolError
+from hetero_framework.log import one_lines
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class RemoteHost(Host):
         if isinstance(body, m.Committed):
             if body.step == self._commit_step:
                 self._commit = None
-            self._spans += body.spans
+            self._spans += one_lines(body.spans)
         elif isinstance(body, m.Boundary):
             self._deliver(message, arrival)
         elif isinstance(body, m.OfStep) and not self._is_current(body):

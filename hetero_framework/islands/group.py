@@ -31,7 +31,7 @@ from hetero_framework.errors import (
 )
 from hetero_framework.islands.links import LEAVES, Circle, IslandLinks, MemberLost
 from hetero_framework.islands.rendezvous import Finished, Rendezvous, View
-from hetero_framework.log import event
+from hetero_framework.log import event, one_line
 from hetero_framework.units import plural
 
 POSITIONS = 0
@@ -123,7 +123,7 @@ def behind(positions: Mapping[str, Position], source: str) -> list[str]:
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """The facts that are not the same."""
-    return [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+    return [one_line(key) for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
 
 
 @dataclass(frozen=True)

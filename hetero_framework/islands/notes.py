@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_framework.islands.rendezvous import Finished
+from hetero_framework.log import one_line
 
 OPENING = b"hetero-islands "
 """A link that begins so is for the notes."""
@@ -121,5 +122,5 @@ def _as_json(finished: Finished) -> dict[str, Any]:
 
 
 def _finished(said: Mapping[str, Any]) -> Finished:
-    islands = tuple(str(name)[:64] for name in said["islands"])
+    islands = tuple(one_line(str(name), 64) for name in said["islands"])
     return Finished(str(said["run"]), str(said["facts"]), int(said["step"]), islands)

@@ -38,6 +38,7 @@ from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.tls import TlsStream
 from hetero_framework.errors import HeteroError, IdentityError, NetworkError
+from hetero_framework.log import one_line
 from hetero_framework.security import authority as x509
 from hetero_framework.security.authority import Authority
 from hetero_framework.security.issuing import sign
@@ -313,7 +314,7 @@ def _ask(stream: TlsStream, token: Token, keep: Callable[[Joined], None]) -> Joi
     stream.send_note(asked, deadline)
     answer = stream.receive_note(deadline, _MAX_ANSWER_BYTES)
     if (refused := answer.get("refused")) is not None:
-        raise IdentityError(f"not invited: {refused}", hint=_AGAIN)
+        raise IdentityError(f"not invited: {one_line(str(refused))}", hint=_AGAIN)
     inviting = stream.certificate().identity
     fields = (inviting.kind.member, "certificate", "authority")
     process, certificate, authority = (str(answer.get(field)) for field in fields)
@@ -323,7 +324,9 @@ def _ask(stream: TlsStream, token: Token, keep: Callable[[Joined], None]) -> Joi
     bundle = x509.received_bundle(key, certificate, authority, identity)
     configuration = None
     if "configuration" in answer:
-        configuration = Configuration(str(answer.get("name")), str(answer["configuration"]))
+        configuration = Configuration(
+            one_line(str(answer.get("name"))), str(answer["configuration"])
+        )
     joined = Joined(identity, bundle, configuration)
     keep(joined)
     stream.send_note({"joined": process}, deadline)

@@ -60,6 +60,14 @@ def test_bytes_travel_beside_question_and_answer() -> None:
     assert [bytes(tensor.data) for tensor in reply.tensors] == [b"\x00\xff"]
 
 
+def test_words_in_the_answer_to_a_question_of_the_framework_fake_no_line() -> None:
+    said = {"versions\n": ["2.13\nhetero: error: fake", 1, None, {"a": "\x1b[2J\u2028"}]}
+    shown = {"versions\\n": ["2.13\\nhetero: error: fake", 1, None, {"a": "\\x1b[2J\\u2028"}]}
+    for name, expected in (("hetero.test", shown), ("of_the_user", said)):
+        control.on(name)(lambda data: said)
+        assert control.result(ask(name, None)) == expected
+
+
 def test_unknown_name_is_told_to_the_one_who_asked() -> None:
     with pytest.raises(UserError, match="nobody: no handler for 'nobody' is registered"):
         control.result(ask("nobody", None))

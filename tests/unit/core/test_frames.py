@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.core import messages as m
+from hetero_framework.core.fields import MAX_TEXT_BYTES
 from hetero_framework.core.frames import (
     DTYPES,
     HANDSHAKE_MAX_FRAME_BYTES,
@@ -346,6 +347,46 @@ def test_what_may_not_come_first_is_refused_before_its_fields_are_looked_at() ->
 def test_expect_of_another_message_is_refused() -> None:
     with pytest.raises(ProtocolError, match="READY was expected, BYE came"):
         examples()["BYE"].expect(m.Ready)
+
+
+# New lines of all kinds, what steers a terminal, marks that turn the direction of writing, length.
+HOSTILE = "ends\nhetero: error: fake\r\x85\u2028\u2029\x1b[2J\x00\u202e\u2066" + "x" * 9_000
+
+
+def strings(value: Any) -> list[str]:
+    if is_dataclass(value):
+        return strings([getattr(value, field.name) for field in fields(value)])
+    if isinstance(value, dict):
+        return strings([*value, *value.values()])
+    if isinstance(value, (list, tuple)):
+        return [text for item in value for text in strings(item)]
+    return [value] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize("name", list(examples()))
+def test_every_string_of_every_message_is_one_printable_line(name: str) -> None:
+    message = examples()[name]
+    hostile: dict[str, Any] = {}
+    for field, (kind, _) in message.body.spec.fields.kinds.items():
+        if (name, field) == ("CONTROL", "name"):
+            continue  # it is looked up, not shown
+        if kind.name in ("string", "int or string"):
+            hostile[field] = HOSTILE
+        elif kind.name == "list of string":
+            hostile[field] = (HOSTILE,)
+        elif kind.name == "map to string":
+            hostile[field] = {HOSTILE: HOSTILE}
+    if not hostile:
+        return
+    try:
+        sent = Message(replace(message.body, **hostile), message.tensors)
+    except ProtocolError:
+        return  # this text is not legal there at all
+    found = decode(frame(sent)).body
+    assert any(text.startswith("ends\\nhetero") for text in strings(found))
+    for text in strings(found):
+        assert text.isprintable()
+        assert len(text.encode()) <= MAX_TEXT_BYTES
 
 
 def test_text_that_is_not_unicode_cannot_be_written() -> None:
