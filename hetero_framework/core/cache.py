@@ -1,13 +1,15 @@
 """Small answers kept between runs, in the user's cache directory.
 
 Nothing depends on it: without a directory that can be written, or with a damaged file, every
-question is answered anew. Several processes may write at once.
+question is answered anew. So it is where another user may have written the file. Several processes
+may write at once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -15,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.core.files import write_file
+from hetero_framework.core.owned import planted
+
+_log = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path | None:
@@ -39,6 +44,9 @@ def recall(kind: str, question: str) -> Any:
     if (place := _place(kind, question)) is None:
         return None
     with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+        if (wrong := planted(place)) is not None:
+            _log.warning("%s %s and is not read; %s", place, wrong.problem, wrong.mend)
+            return None
         kept = json.loads(place.read_text("utf-8"))
         if kept["question"] == question:
             return kept["answer"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -23,12 +24,14 @@ import numpy as np
 
 from hetero_framework._version import __version__
 from hetero_framework.core.cache import cache_directory
+from hetero_framework.core.owned import planted
 from hetero_framework.data.examples import Examples
 from hetero_framework.data.sources import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 WORTH_BYTES = 2 << 20  # smaller sources are tokenised in about a second
 MOST_BYTES = 16 << 30
 _UNFINISHED = ".tmp"
@@ -48,6 +51,10 @@ class Entry:
         if not self.path.is_dir():
             return None
         with suppress(OSError, ValueError, KeyError, TypeError, EOFError):
+            for place in (self.path, *sorted(self.path.iterdir())):
+                if (wrong := planted(place)) is not None:
+                    _log.warning("%s %s: the data are tokenised anew", place, wrong.problem)
+                    return None
             said = json.loads((self.path / "entry.json").read_text("utf-8"))
             arrays = [np.load(self.path / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
             examples = Examples(*arrays)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero_framework.core.cache import cache_directory, recall, remember
+from tests.planting import plant
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,21 @@ def test_damaged_file_is_no_answer_and_is_replaced(cache: Path, text: str) -> No
     assert recall("verdicts", "q") is None
     remember("verdicts", "q", 2)
     assert recall("verdicts", "q") == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such owners and modes")
+@pytest.mark.parametrize("how", ["owner", "mode", "link", "name"])
+def test_answer_that_another_user_may_have_written_is_not_read(
+    how: str, cache: Path, tmp_path: Path, logged: list[str]
+) -> None:
+    remember("verdicts", "q", {"passed": True})
+    (file,) = (cache / "verdicts").iterdir()
+    plant(file, how, tmp_path / "elsewhere")
+    assert recall("verdicts", "q") is None
+    assert len(logged) == 1
+    assert str(file) in logged[0]
+    remember("verdicts", "q", {"passed": False})
+    assert recall("verdicts", "q") == {"passed": False}
 
 
 def test_directory_that_cannot_be_written_is_no_cache(

@@ -13,6 +13,7 @@ from hetero_framework.data import TrainData, load_data, token_cache
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.load import _Reader
 from hetero_framework.data.token_cache import Entry
+from tests.planting import plant
 from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 
 ROWS = [{"text": "The fox " * (index % 7 + 1)} for index in range(40)] + [{"text": ""}]
@@ -133,3 +134,19 @@ def test_entries_used_longest_ago_make_room(tokens: Path, monkeypatch: pytest.Mo
         if index == 2:
             assert Entry(tokens / "0").read() is not None  # used now
     assert [path.name for path in entries(tokens)] == ["0", "2", "3"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such owners and modes")
+@pytest.mark.parametrize("how", ["owner", "mode", "link"])
+@pytest.mark.parametrize("name", [".", "entry.json", "ids.npy"])
+def test_entry_that_another_user_may_have_written_is_not_read(
+    name: str, how: str, tmp_path: Path, logged: list[str]
+) -> None:
+    entry = Entry(tmp_path / "entry")
+    entry.write(some(3), ["a line"])
+    assert entry.read() is not None
+    wrong = entry.path / name
+    plant(wrong, how, tmp_path / "elsewhere")
+    assert entry.read() is None
+    assert [line for line in logged if f"{wrong} " in line]
+    assert wrong.exists()
